@@ -1,0 +1,46 @@
+# Every target sets up what it needs in .venv, once. Python 3.11 or newer is all that has to be there.
+#   make train   train a small GPT under a memory budget and show what the budget did   (ARGS="--model llama-small --budget 50%")
+#   make test    the tests, doctests included                                           (ARGS="tests/train -k checkpoint")
+#   make lint    ruff and pyright
+#   make bench   the benchmarks; results go to benchmarks/results
+#   make install only the set-up;  make clean  removes it
+
+VENV    := .venv
+BIN     := $(VENV)/bin
+STAMP   := $(VENV)/.installed
+PYTHON  ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
+             $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
+RUN     := runs/$(shell date +%Y%m%d-%H%M%S)
+ARGS    ?=
+
+.PHONY: install train test lint format bench clean
+
+install: $(STAMP)
+
+$(STAMP): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "lowtide needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }
+	$(PYTHON) -m venv --clear $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
+	@touch $@
+
+train: $(STAMP)
+	@mkdir -p $(RUN)
+	$(BIN)/lowtide train --json $(RUN)/results.json --plot $(RUN)/memory.png --checkpoint-dir $(RUN) --checkpoint-every 50 $(ARGS)
+
+test: $(STAMP)
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check
+	$(BIN)/ruff format --check
+	$(BIN)/pyright --pythonpath $(BIN)/python
+
+format: $(STAMP)
+	$(BIN)/ruff check --fix
+	$(BIN)/ruff format
+
+bench: $(STAMP)
+	$(BIN)/python -m benchmarks $(ARGS)
+
+clean:
+	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,77 @@
+"""lowtide makes a PyTorch training step fit in the memory you have, at the least extra time, and proves it.
+
+>>> import lowtide
+>>> lowtide.limit_memory  # doctest: +ELLIPSIS
+<function limit_memory at ...>
+
+Importing lowtide imports no torch; each name below is loaded when it is first used.
+"""
+
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from lowtide.errors import BudgetError, LowtideError, PlanError, ReplayError, TraceError
+
+if TYPE_CHECKING:
+    from lowtide.graph import StepGraph
+    from lowtide.meter import Measurement, measure
+    from lowtide.plan import policies
+    from lowtide.plan.plan import Keep, Plan, Recompute
+    from lowtide.run.apply import apply
+    from lowtide.run.limit import Handle, LowtideWarning, limit_memory
+    from lowtide.run.scope import checkpointing
+    from lowtide.trace.step import trace
+
+__version__ = "0.1.0"
+
+_HOMES = {
+    "Handle": "lowtide.run.limit",
+    "Keep": "lowtide.plan.plan",
+    "LowtideWarning": "lowtide.run.limit",
+    "Measurement": "lowtide.meter",
+    "Plan": "lowtide.plan.plan",
+    "Recompute": "lowtide.plan.plan",
+    "StepGraph": "lowtide.graph",
+    "apply": "lowtide.run.apply",
+    "checkpointing": "lowtide.run.scope",
+    "limit_memory": "lowtide.run.limit",
+    "measure": "lowtide.meter",
+    "policies": "lowtide.plan.policies",
+}
+
+__all__ = [
+    "BudgetError",
+    "Handle",
+    "Keep",
+    "LowtideError",
+    "LowtideWarning",
+    "Measurement",
+    "Plan",
+    "PlanError",
+    "Recompute",
+    "ReplayError",
+    "StepGraph",
+    "TraceError",
+    "apply",
+    "checkpointing",
+    "limit_memory",
+    "measure",
+    "plan",
+    "policies",
+    "trace",
+]
+
+
+def __getattr__(name: str) -> Any:
+    if name == "policies":
+        return import_module("lowtide.plan.policies")
+    home = _HOMES.get(name)
+    if home is None:
+        raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
+    return getattr(import_module(home), name)
+
+
+def __dir__() -> list[str]:
+    return sorted([*globals(), *__all__])

@@ -1,0 +1,221 @@
+"""The commands ``lowtide train`` and ``lowtide plan``. Mistakes in what the user asked for end with one line and exit code 2."""
+
+from __future__ import annotations
+
+import json
+import sys
+from importlib import metadata
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+import typer
+
+from lowtide.errors import LowtideError
+
+# torch and everything on top of it is imported inside the commands, so that --help and --version answer at once.
+
+app = typer.Typer(
+    help="Make a PyTorch training step fit the memory you have, at the least extra time.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    rich_markup_mode=None,
+)
+
+Dtype = Literal["fp32", "bf16"]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A preset (gpt-nano ... gpt3-175b, llama-nano ... llama3-70b), hf:TYPE[:key=value,...], or a Hugging Face config.json."
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        help="Most live bytes at any moment: 600MiB, 6GiB, or 60% of the plain step's peak. [default: 60%, none under a --policy]"
+    ),
+]
+Policy = Annotated[str | None, typer.Option(help="How to meet the budget: optimal (the default), or keep_all, full, sqrt, selective.")]
+Batch = Annotated[int, typer.Option(help="Sequences in a micro-batch.")]
+Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 by autocast over float32 weights.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+Dropout = Annotated[float | None, typer.Option(help="Dropout probability of a built-in model.")]
+Unfused = Annotated[
+    bool, typer.Option("--unfused-attention", help="Built-in models: plain attention operations instead of the fused kernel.")
+]
+LossChunks = Annotated[int | None, typer.Option(help="Built-in models: pieces in which tokens go through the output head.")]
+
+
+def _version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"lowtide {metadata.version('lowtide')}")
+        raise typer.Exit
+
+
+@app.callback()
+def _app(
+    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")] = False,
+) -> None:
+    pass
+
+
+@app.command()
+def train(
+    model: Model = "gpt-small",
+    budget: Budget = None,
+    policy: Policy = None,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 200,
+    batch: Batch = 8,
+    seq: Seq = 256,
+    dtype: DtypeOption = "fp32",
+    seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
+    data: Annotated[Path | None, typer.Option(help="A text file or folder. [default: the source of Python's standard library]")] = None,
+    lr: Annotated[float, typer.Option(help="Peak learning rate; a cosine takes it down to a tenth.")] = 1e-3,
+    warmup: Annotated[int | None, typer.Option(help="Steps up to the peak learning rate. [default: a tenth of --steps]")] = None,
+    weight_decay: Annotated[float, typer.Option(help="AdamW's, on matrices only.")] = 0.1,
+    grad_accum: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
+    clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 for no clipping.")] = 1.0,
+    eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0 for one at the end.")] = 50,
+    eval_batches: Annotated[int, typer.Option(help="Micro-batches per evaluation.")] = 8,
+    device: Device = "cpu",
+    dropout: Dropout = None,
+    unfused_attention: Unfused = False,
+    loss_chunks: LossChunks = None,
+    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder for checkpoints; the last step is always saved there.")] = None,
+    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0 for one at the end.")] = 0,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --checkpoint-dir.")] = False,
+    stop_after: Annotated[
+        int | None, typer.Option(help="Stop at this step; --resume goes on. The learning rate still follows --steps.")
+    ] = None,
+    compare: Annotated[bool, typer.Option(help="Measure the plain and the planned step side by side at the end.")] = True,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
+    plot: Annotated[
+        Path | None, typer.Option(help="Draw live memory over one step into this file (.png, .pdf or .svg; needs matplotlib).")
+    ] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> None:
+    """Train a language model on text under a memory budget, and show what the budget did to a step."""
+    from rich.console import Console
+
+    from lowtide.train.options import TrainOptions
+    from lowtide.train.progress import ConsoleProgress, Silent
+    from lowtide.train.summary import save_plot, show
+    from lowtide.train.trainer import train as run
+
+    options = TrainOptions(
+        model=model,
+        budget=_budget(budget, policy),
+        policy=policy,
+        steps=steps,
+        batch=batch,
+        seq=seq,
+        dtype=dtype,
+        seed=seed,
+        data=data,
+        lr=lr,
+        warmup=max(0, steps) // 10 if warmup is None else warmup,
+        weight_decay=weight_decay,
+        grad_accum=grad_accum,
+        clip=clip,
+        eval_every=eval_every,
+        eval_batches=eval_batches,
+        device=device,
+        dropout=dropout,
+        unfused_attention=unfused_attention,
+        loss_chunks=loss_chunks,
+        checkpoint_dir=checkpoint_dir,
+        checkpoint_every=checkpoint_every,
+        resume=resume,
+        stop_after=stop_after,
+        compare=compare,
+        json=json_file,
+        plot=plot,
+    )
+    console = Console(quiet=quiet)
+    progress = Silent() if quiet else ConsoleProgress(console)
+    try:
+        result = run(options, progress)
+    finally:
+        progress.finish()
+    if json_file is not None:
+        _write_json(json_file, result.to_json())
+    save_plot(result)
+    show(result, console)
+    if result.stopped:
+        raise typer.Exit(130)
+
+
+@app.command()
+def plan(
+    model: Model = "gpt-small",
+    budget: Budget = None,
+    policy: Policy = None,
+    batch: Batch = 8,
+    seq: Seq = 256,
+    dtype: DtypeOption = "fp32",
+    device: Device = "cpu",
+    dropout: Dropout = None,
+    unfused_attention: Unfused = False,
+    loss_chunks: LossChunks = None,
+    json_file: Annotated[Path | None, typer.Option("--json", help="Save the plan to this file.")] = None,
+    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+) -> None:
+    """Plan one training step of a model without running it, and explain the plan."""
+    from lowtide.train.planning import PlanOptions, make_plan
+
+    options = PlanOptions(
+        model=model,
+        budget=_budget(budget, policy),
+        policy=policy,
+        batch=batch,
+        seq=seq,
+        dtype=dtype,
+        device=device,
+        dropout=dropout,
+        unfused_attention=unfused_attention,
+        loss_chunks=loss_chunks,
+        json=json_file,
+    )
+    made = make_plan(options)
+    if json_file is not None:
+        _write_text(json_file, made.to_json())
+    if not quiet:
+        typer.echo(str(made))
+
+
+def _budget(budget: str | None, policy: str | None) -> str | None:
+    """The budget asked for; 60 % of the plain peak where neither a budget nor a policy says what is wanted."""
+    return "60%" if budget is None and policy in (None, "optimal") else budget
+
+
+def _write_json(path: Path, data: dict[str, Any]) -> None:
+    _write_text(path, json.dumps(data, indent=1) + "\n")
+
+
+def _write_text(path: Path, text: str) -> None:
+    try:
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+def main() -> None:
+    """The command line; exits with 2 for what the user can mend, 130 when interrupted."""
+    try:
+        app()
+    except LowtideError as error:
+        _fail(str(error))
+    except KeyboardInterrupt:
+        sys.exit(130)
+    except MemoryError as error:
+        _fail(f"out of memory: {error}")
+    except RuntimeError as error:
+        if "allocate memory" not in str(error) and type(error).__name__ != "OutOfMemoryError":
+            raise
+        _fail(f"the machine is out of memory ({str(error).splitlines()[0]}): lower --budget, --batch or --seq, or choose a smaller --model")
+
+
+def _fail(message: str) -> None:
+    print(f"lowtide: {message}", file=sys.stderr)
+    sys.exit(2)

@@ -1,0 +1,31 @@
+"""The errors that lowtide raises: one family, each message names what was given, what is allowed and what to do."""
+
+from __future__ import annotations
+
+
+class LowtideError(Exception):
+    """Base of every error that lowtide raises on purpose."""
+
+
+class BudgetError(LowtideError):
+    """A budget is malformed, or no plan can meet it.
+
+    Attributes:
+        smallest_bytes: the smallest budget that a plan is known for, or ``None`` when the text was malformed.
+    """
+
+    def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
+        super().__init__(message)
+        self.smallest_bytes = smallest_bytes
+
+
+class TraceError(LowtideError):
+    """A step could not be recorded."""
+
+
+class PlanError(LowtideError):
+    """A plan is inconsistent with its step graph, or a plan file is damaged."""
+
+
+class ReplayError(LowtideError, RuntimeError):
+    """A value given up during the forward did not come back bitwise equal."""

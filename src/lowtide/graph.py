@@ -1,0 +1,212 @@
+"""The step graph: what one training step does to memory, as pure data.
+
+A step is one forward and backward of a model on one micro-batch. The tracer records it as operations, storages, values (one version of one
+storage: what an operation wrote), saved tensors (what autograd keeps from forward to backward) and one ordered list of events. Nothing here
+holds a tensor, imports torch or does I/O, so a graph can be saved, compared and planned on anywhere.
+
+The trace is taken with every droppable saved tensor *given up* at once, so the events show each storage's natural life: how long the
+program itself needs it. What autograd would add is known from the ``pack`` and ``release`` events, and `lowtide.plan.simulate` puts the
+two together for any set of decisions.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+GRAPH_FORMAT = 1
+
+StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "backward"]
+"""Where a storage comes from: it stood before the step (``parameter``, ``buffer``, ``input``, ``gradient``) or an operation of the
+``forward`` or ``backward`` phase allocated it."""
+
+EventKind = Literal["op", "free", "pack", "unpack", "done", "release"]
+"""What an event says; ``Event.index`` is an operation's index for ``op``, a storage's id for ``free``, a saved tensor's id otherwise.
+
+``op``       the operation runs: the storages whose ``producer`` it is are allocated before it, its scratch comes and goes within it
+``free``     the last natural reference to the storage is gone (references that autograd would hold do not count)
+``pack``     autograd saves a tensor
+``unpack``   a backward node asks for a saved tensor
+``done``     what that ``unpack`` handed out is no longer referenced
+``release``  autograd gives the saved tensor up for good
+"""
+
+
+class Event(NamedTuple):
+    """One moment of the step."""
+
+    kind: EventKind
+    index: int
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """A block of device memory.
+
+    Attributes:
+        id: position in ``StepGraph.storages``.
+        bytes: its size.
+        kind: see `StorageKind`.
+        producer: index of the operation that allocates it, or ``None`` when it stood before the step.
+        name: a parameter's or buffer's qualified name, else empty.
+    """
+
+    id: int
+    bytes: int
+    kind: StorageKind
+    producer: int | None = None
+    name: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """One version of one storage.
+
+    Attributes:
+        id: position in ``StepGraph.values``.
+        storage: id of the storage it lives in.
+        version: 0 for what the allocating operation wrote, one more for each later in-place write.
+        producer: index of the operation that wrote this version, or ``None`` when it stood before the step.
+        storable: whether holding a reference to the storage keeps this value: false for a version that is overwritten later in the step,
+            and for storages whose bytes the program frees or resizes itself.
+        must_store: whether every plan has to keep it where a replay reads it (for example, it enters another FSDP unit).
+    """
+
+    id: int
+    storage: int
+    version: int
+    producer: int | None
+    storable: bool = True
+    must_store: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One ATen (or custom) call of the step. Calls that only make views are not operations.
+
+    Attributes:
+        index: position in ``StepGraph.operations``, and the order in which they ran.
+        name: the overload's qualified name, for example ``aten.addmm.default``.
+        reads: ids of the values it reads, each once, in argument order. Values read only through a mutated argument count unless the
+            operation overwrites the argument without looking at it.
+        writes: ids of the values it writes: version 0 of new storages, and new versions of storages it mutates.
+        phase: ``forward`` or ``backward``.
+        module: qualified name of the module it ran in, empty for the root or outside every module.
+        random: whether it draws random numbers (a replay restores the generator's state).
+        replayable: whether a second run with equal inputs gives bitwise equal outputs and has no other effect.
+        reason: why it is not replayable, else empty.
+        seconds: time of one run, measured or estimated.
+        scratch_bytes: the most it allocates beyond its outputs while it runs.
+        flops: floating-point operations as `torch.utils.flop_counter` counts them, 0 where it knows none.
+    """
+
+    index: int
+    name: str
+    reads: tuple[int, ...]
+    writes: tuple[int, ...]
+    phase: Literal["forward", "backward"]
+    module: str = ""
+    random: bool = False
+    replayable: bool = True
+    reason: str = ""
+    seconds: float = 0.0
+    scratch_bytes: int = 0
+    flops: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that autograd keeps from forward to backward. Several may lie in one value.
+
+    Attributes:
+        id: position in ``StepGraph.saved``, in the order of packing.
+        value: id of the value it lies in.
+        droppable: whether an executor may give it up: false outside the planned region and for parameters, buffers and the like, which
+            stay anyway.
+        module: qualified name of the module that saved it.
+        shape: the tensor's shape.
+        dtype: its dtype, for example ``float32``.
+    """
+
+    id: int
+    value: int
+    droppable: bool
+    module: str = ""
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+
+
+@dataclass(frozen=True)
+class StepGraph:
+    """One training step as data.
+
+    Attributes:
+        operations, storages, values, saved: the parts; each part's ``id`` or ``index`` is its position.
+        events: every operation and every change of who holds what, in the order in which it happened.
+        resident_bytes: bytes of the storages that stood before the step and count against the budget (parameters, buffers, existing
+            gradients, optimizer state), however they are referenced.
+        plain_seconds: time of the plain step: the sum over operations, or measured where that was possible.
+        overhead_seconds: extra seconds that the executor needs for recording each forward operation when anything is given up.
+        replay_overhead_seconds: extra seconds to dispatch one replayed operation.
+        device: the device that the budget is about, for example ``cpu`` or ``cuda``.
+        source: how the graph was made: ``fake`` or ``real`` tensors.
+    """
+
+    operations: tuple[Operation, ...]
+    storages: tuple[Storage, ...]
+    values: tuple[Value, ...]
+    saved: tuple[Saved, ...]
+    events: tuple[Event, ...]
+    resident_bytes: int = 0
+    plain_seconds: float = 0.0
+    overhead_seconds: float = 0.0
+    replay_overhead_seconds: float = 0.0
+    device: str = "cpu"
+    source: Literal["fake", "real"] = "fake"
+    notes: tuple[str, ...] = field(default=())
+
+    def structure(self) -> list[Any]:
+        """Everything but times and scratch, as nested lists: two traces of one step agree on it."""
+        return [
+            [[o.name, o.reads, o.writes, o.phase, o.random, o.replayable] for o in self.operations],
+            [[s.bytes, s.kind, s.producer] for s in self.storages],
+            [[v.storage, v.version, v.producer, v.storable, v.must_store] for v in self.values],
+            [[s.value, s.droppable] for s in self.saved],
+            self.events,
+            self.resident_bytes,
+        ]
+
+    def fingerprint(self) -> str:
+        """A digest of `structure`: a plan belongs to the graphs that share it."""
+        text = json.dumps(self.structure(), separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def to_json(self) -> dict[str, Any]:
+        """This graph as a dictionary of plain values; `from_json` reads it back."""
+        return {"format": GRAPH_FORMAT, **asdict(self)}
+
+    @classmethod
+    def from_json(cls, data: dict[str, Any]) -> StepGraph:
+        """The graph that `to_json` wrote.
+
+        Raises:
+            ValueError: when the format is another one.
+        """
+        if data.get("format") != GRAPH_FORMAT:
+            raise ValueError(f"this step graph has format {data.get('format')!r}; this version of lowtide reads format {GRAPH_FORMAT}")
+
+        def rows(kind: type, items: list[dict[str, Any]]) -> tuple[Any, ...]:
+            return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}) for item in items)
+
+        rest = {k: v for k, v in data.items() if k not in ("format", "operations", "storages", "values", "saved", "events", "notes")}
+        return cls(
+            operations=rows(Operation, data["operations"]),
+            storages=rows(Storage, data["storages"]),
+            values=rows(Value, data["values"]),
+            saved=rows(Saved, data["saved"]),
+            events=tuple(Event(kind, index) for kind, index in data["events"]),
+            notes=tuple(data["notes"]),
+            **rest,
+        )

@@ -1,0 +1,24 @@
+"""The meter: what a step really does to memory, and how long it takes.
+
+On the CPU a counting allocator (compiled once, exact, all threads), or the profiler's memory events where no compiler is; on CUDA the
+allocator's own statistics. See `measure`, `peak`, `resident_bytes`.
+"""
+
+from .allocator import CountingAllocator, available, counting_allocator
+from .errors import MeterError
+from .measure import Measurement, Peak, measure, peak
+from .resident import resident_bytes, resident_tensors, storages
+
+__all__ = [
+    "CountingAllocator",
+    "Measurement",
+    "MeterError",
+    "Peak",
+    "available",
+    "counting_allocator",
+    "measure",
+    "peak",
+    "resident_bytes",
+    "resident_tensors",
+    "storages",
+]

@@ -1,0 +1,178 @@
+"""The counting allocator for main memory: exact bytes as requested, every thread.
+
+The allocator is the process's, so installing is counted: the last `uninstall` puts PyTorch's own back. What was allocated in between
+stays valid, and is still counted when it is freed. Bytes are those requested (``nbytes``), not what malloc rounds them to. Memory that
+PyTorch did not ask its current allocator for (NumPy arrays, shared memory, what `torch.load` or `torch.UntypedStorage(n)` makes) does not
+count; `CountingAllocator.adopt` takes the latter two in.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+from collections.abc import Iterable
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .build import library
+from .errors import MeterError
+from .resident import storages
+
+_LOCK = threading.RLock()
+
+
+class CountingAllocator:
+    """The compiled allocator's functions. One per process: get it from `counting_allocator`."""
+
+    def __init__(self, path: str) -> None:
+        calls = ctypes.PyDLL(path)  # PyDLL: calls of nanoseconds are not worth giving up the interpreter lock for
+        number, position, pointer = ctypes.c_int64, ctypes.c_int, ctypes.POINTER(ctypes.c_int64)
+
+        def bind(name: str, result: Any, *arguments: Any) -> Any:
+            function = getattr(calls, name)
+            function.restype, function.argtypes = result, list(arguments)
+            return function
+
+        self._install = bind("lt_install", position)
+        self._uninstall = bind("lt_uninstall", position)
+        self._installs = bind("lt_installs", position)
+        self._reset_peak = bind("lt_reset_peak", None)
+        self._live, self._peak, self._count = (bind(f"lt_{name}", number) for name in ("live", "peak", "count"))
+        self._adopt = bind("lt_adopt", number, ctypes.c_void_p)
+        self._mark_open = bind("lt_mark_open", position)
+        self._mark_close = bind("lt_mark_close", None, position)
+        self.mark_peak, self.mark_live, self.mark_count, self.mark_start = (
+            bind(f"lt_mark_{name}", number, position) for name in ("peak", "live", "count", "start")
+        )
+        self._log_open, self._log_end, self._now = (bind(f"lt_{name}", number) for name in ("log_open", "log_end", "now"))
+        self._log_close = bind("lt_log_close", None)
+        self._log_read = bind("lt_log_read", number, number, number, pointer, pointer)
+
+    def install(self) -> None:
+        """Count allocations from now on, or join whoever installed before.
+
+        Raises:
+            MeterError: when another allocator than PyTorch's default is set.
+        """
+        code = self._install()
+        if code:
+            why = "is not PyTorch's default one" if code == 1 else "has a higher priority"
+            raise MeterError(f"the counting allocator cannot be installed: the CPU allocator of this process {why}")
+
+    def uninstall(self) -> None:
+        """Leave; the last to leave puts the default allocator back. A call without an `install` raises MeterError."""
+        if self._uninstall() < 0:
+            raise MeterError("the counting allocator is not installed")
+
+    @property
+    def installs(self) -> int:
+        """How many users it has now; 0 when PyTorch's own allocator is set."""
+        return self._installs()
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes live now, of those allocated while it was installed and those adopted."""
+        return self._live()
+
+    @property
+    def peak_bytes(self) -> int:
+        """The most `live_bytes` since `reset_peak` or the first install. Process-wide: for one's own use take a mark, or `peak`."""
+        return self._peak()
+
+    @property
+    def allocations(self) -> int:
+        """Blocks allocated while it was installed."""
+        return self._count()
+
+    def reset_peak(self) -> None:
+        """Start `peak_bytes` over from what is live now. Marks are not touched."""
+        self._reset_peak()
+
+    def adopt(self, tensors: Iterable[torch.Tensor]) -> int:
+        """Take over the storages of tensors that were allocated before the install, so that their free and resizing count.
+
+        Open marks and measurements see no jump. Storages that PyTorch's default allocator did not make (NumPy's, shared ones, other
+        devices') and those known already are left alone.
+
+        Returns:
+            The bytes taken over.
+        """
+        return sum(self._adopt(storage._cdata) for storage in storages(tensors))
+
+    def mark(self) -> int:
+        """Open a watermark register; give it back with `close_mark`. ``mark_peak``, ``mark_live``: bytes above those live then."""
+        found = self._mark_open()
+        if found < 0:
+            raise MeterError("64 peaks are being measured at once, which is all the meter has registers for")
+        return found
+
+    def close_mark(self, mark: int) -> None:
+        """Give a register back."""
+        self._mark_close(mark)
+
+    def log_open(self) -> tuple[int, int]:
+        """Begin logging events; returns the log's position and the clock in nanoseconds."""
+        at = self._log_open()
+        if at < 0:
+            raise MeterError("no memory for the event log")
+        return at, self._now()
+
+    def log_close(self) -> int:
+        """Stop logging for this reader; returns the log's position."""
+        end = self._log_end()
+        self._log_close()
+        return end
+
+    def log_read(self, begin: int, end: int) -> tuple[list[int], list[int]]:
+        """Clock (nanoseconds) and bytes (negative for a free) of the events in a range, the newest 1,048,576 of them."""
+        room = max(0, min(end - begin, 1 << 20))
+        clock, delta = (ctypes.c_int64 * room)(), (ctypes.c_int64 * room)()
+        copied = self._log_read(max(begin, end - room), end, clock, delta)
+        return list(clock[:copied]), list(delta[:copied])
+
+
+@lru_cache(maxsize=1)
+def _load() -> CountingAllocator | MeterError:
+    try:
+        allocator = CountingAllocator(str(library()))
+        allocator.install()
+        try:
+            mark = allocator.mark()
+            with _disable_current_modes():
+                block = torch.empty(12345, dtype=torch.uint8, device="cpu")
+            seen = allocator.mark_live(mark)
+            del block
+            left = allocator.mark_live(mark)
+            allocator.close_mark(mark)
+        finally:
+            allocator.uninstall()
+    except MeterError as error:
+        return error
+    except (OSError, AttributeError) as error:
+        return MeterError(f"the counting allocator cannot be loaded: {error}")
+    alone = threading.active_count() == 1
+    if seen < 12345 or (alone and (seen, left) != (12345, 0)):
+        return MeterError(f"the counting allocator counts wrongly here ({seen} bytes for 12345, {left} after the free)")
+    return allocator
+
+
+def counting_allocator() -> CountingAllocator:
+    """The process's counting allocator, compiled at the first call on this machine (two seconds).
+
+    Raises:
+        MeterError: where it cannot be had; `available` tells without raising.
+    """
+    with _LOCK:
+        found = _load()
+    if isinstance(found, MeterError):
+        raise MeterError(*found.args)
+    return found
+
+
+def available() -> bool:
+    """Whether the counting allocator works here. Else the profiler's memory events are what is left to measure with."""
+    with _LOCK:
+        return isinstance(_load(), CountingAllocator)

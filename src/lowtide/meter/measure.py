@@ -1,0 +1,289 @@
+"""`measure` a step, or take the `peak` of a block of code: exact live bytes, and seconds."""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Literal
+
+import torch
+
+from .allocator import available, counting_allocator
+from .cuda import CudaMark, CudaTimeline
+from .cuda import check as check_cuda
+from .errors import MeterError
+from .profiler import ProfilerWatch, Watched
+
+Source = Literal["allocator", "profiler", "cuda"]
+"""What was read: the counting ``allocator`` or the ``profiler`` of main memory, or the statistics of CUDA's allocator."""
+
+
+@dataclass(frozen=True)
+class Measurement:
+    """What a step did. Bytes are those of PyTorch's tensors and scratch, as requested on the CPU, in whole blocks on CUDA.
+
+    Attributes:
+        peak_bytes: most bytes live at any moment, on top of those live at the start.
+        start_bytes: bytes live at the start that the meter knows of (all of them on CUDA; on the CPU what was allocated since it was
+            installed and what it adopted), ``None`` when it knows of none.
+        end_bytes: bytes still live at the end, on top of the start, the step's value included.
+        timeline: (seconds since the start, bytes live on top of the start) after every allocation and free, in order.
+        seconds: median wall time of one run.
+        value: what the step returned in its last run.
+        source: where the bytes come from.
+        allocations: blocks allocated in one run.
+        reserved_bytes: on CUDA the most the allocator took from the device, else ``None``.
+    """
+
+    peak_bytes: int
+    start_bytes: int | None
+    end_bytes: int
+    timeline: tuple[tuple[float, int], ...] = field(repr=False)
+    seconds: float
+    value: Any = field(repr=False)
+    source: Source
+    allocations: int
+    reserved_bytes: int | None = None
+
+
+def _device(device: torch.device | str | None) -> torch.device:
+    if device is None:
+        device = "cuda" if torch.cuda.is_initialized() else "cpu"
+    where = torch.device(device)
+    if where.type == "cuda":
+        check_cuda(where)
+    elif where.type != "cpu":
+        raise MeterError(f"memory on {where} cannot be measured; the meter knows 'cpu' and 'cuda'")
+    return where
+
+
+def _source(device: torch.device, source: Literal["auto"] | Source) -> Source:
+    if source not in ("auto", "allocator", "profiler", "cuda"):
+        raise MeterError(f"source={source!r} is not known: use 'auto', 'allocator' or 'profiler'")
+    if device.type == "cuda":
+        if source not in ("auto", "cuda"):
+            raise MeterError(f"source={source!r} is for the CPU; memory on {device} is read from CUDA's allocator: leave source out")
+        return "cuda"
+    if source == "cuda":
+        raise MeterError("source='cuda' is for CUDA devices; this is the CPU: use 'auto', 'allocator' or 'profiler'")
+    if source == "auto":
+        return "allocator" if available() else "profiler"
+    return source
+
+
+class Peak:
+    """Most bytes live during a block of code, above those live when it was entered; made by `peak`. Process-wide: every thread counts.
+
+    Reading costs about a microsecond. Blocks may nest and overlap, each sees its own peak. After the block the values stand still.
+    """
+
+    def __init__(self, device: torch.device, source: Source) -> None:
+        self.device = device
+        self.source: Source = source
+        self._state: Literal["new", "open", "closed"] = "new"
+        self._mark = 0
+        self._cuda: CudaMark | None = None
+        self._watch: ProfilerWatch | None = None
+        self._kept: tuple[int, int, int] = (0, 0, 0)
+
+    def __enter__(self) -> Peak:
+        if self._state != "new":
+            raise MeterError("a peak() measures one block: make another one for the next")
+        if self.source == "allocator":
+            allocator = counting_allocator()
+            allocator.install()
+            try:
+                self._mark = allocator.mark()
+            except MeterError:
+                allocator.uninstall()
+                raise
+        elif self.source == "cuda":
+            self._cuda = CudaMark(self.device)
+            self._cuda.open()
+        else:
+            self._watch = ProfilerWatch()
+            self._watch.start()
+        self._state = "open"
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._watch is not None:
+            seen: Watched = self._watch.stop()
+            self._kept = (seen.peak_bytes, seen.end_bytes, seen.allocations)
+            self._watch = None
+        else:
+            self._kept = self._read()
+        self._state = "closed"
+        if self.source == "allocator":
+            allocator = counting_allocator()
+            allocator.close_mark(self._mark)
+            allocator.uninstall()
+        elif self._cuda is not None:
+            self._cuda.close()
+
+    def _read(self) -> tuple[int, int, int]:
+        if self._state == "closed":
+            return self._kept
+        if self._state == "new":
+            raise MeterError("peak() counts from where its with-block is entered: write `with lowtide.meter.peak() as p: ...`")
+        if self.source == "allocator":
+            allocator, mark = counting_allocator(), self._mark
+            return allocator.mark_peak(mark), allocator.mark_live(mark), allocator.mark_count(mark)
+        if self._cuda is not None:
+            found = self._cuda.read()
+            return found[0], found[1], found[4]
+        raise MeterError("without the counting allocator (which needs a C++ compiler) the peak is known only after the with-block")
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes live so far, above those at entry."""
+        return self._read()[0]
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes live now, above those at entry; negative when older ones were freed."""
+        return self._read()[1]
+
+    @property
+    def allocations(self) -> int:
+        """Blocks allocated so far."""
+        return self._read()[2]
+
+
+def peak(device: torch.device | str | None = None, source: Literal["auto"] | Source = "auto") -> Peak:
+    """A context manager that gives ``peak_bytes`` and ``live_bytes`` above those live at entry; cheap enough for every training step.
+
+    Where the counting allocator cannot be had, the profiler watches the block instead: slower, known only after the block, not nested.
+    On CUDA it resets the device's peak statistic (`torch.cuda.max_memory_allocated`).
+
+    Args:
+        device: ``cpu`` or a CUDA device; ``None`` means CUDA where this process uses it, else the CPU.
+        source: what to read on the CPU: ``auto`` takes the allocator if it can.
+    """
+    where = _device(device)
+    return Peak(where, _source(where, source))
+
+
+def measure(
+    step: Callable[..., Any],
+    *args: Any,
+    repeats: int = 1,
+    warmup: int = 0,
+    timeline: bool = True,
+    device: torch.device | str | None = None,
+    source: Literal["auto"] | Source = "auto",
+) -> Measurement:
+    """Run a step and say what it did to memory, and how long it took.
+
+    Bytes are those of the last run. Seconds are the median of the runs before it when ``repeats`` is above 1, for the last one also logs
+    its events (or is watched by the profiler). On the CPU, the free of a tensor that was allocated before the meter was installed is not
+    seen: keep it installed, or `adopt` the tensors, where a step frees what it found.
+
+    Args:
+        step: what to run, usually a forward and backward.
+        args: its arguments.
+        repeats: runs that count.
+        warmup: runs before, that do not.
+        timeline: whether to log every allocation and free.
+        device: whose memory; ``None`` means CUDA where this process uses it, else the CPU.
+        source: what to read on the CPU: ``auto`` takes the counting allocator if it can, else the profiler.
+    """
+    if repeats < 1 or warmup < 0:
+        raise MeterError(f"repeats={repeats} and warmup={warmup}: at least one run counts, and warm-up runs cannot be negative")
+    where = _device(device)
+    found = _source(where, source)
+    allocator = counting_allocator() if found == "allocator" else None
+    if allocator is not None:
+        allocator.install()  # from before the warm-up, so that what one run leaves and the next frees is known
+    try:
+        gc.collect()  # garbage of before would be freed in between
+        for _ in range(warmup):
+            step(*args)
+        times = [_timed(step, args, where)[0] for _ in range(repeats - 1)]
+        if allocator is not None:
+            seconds, result = _by_allocator(step, args, timeline)
+        elif found == "cuda":
+            seconds, result = _by_cuda(step, args, timeline, where)
+        else:
+            seconds, result = _by_profiler(step, args, timeline)
+    finally:
+        if allocator is not None:
+            allocator.uninstall()
+    return Measurement(seconds=statistics.median(times or [seconds]), source=found, **result)
+
+
+def _timed(step: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> tuple[float, Any]:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    begin = time.perf_counter()
+    value = step(*args)
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter() - begin, value
+
+
+def _by_allocator(step: Callable[..., Any], args: tuple[Any, ...], timeline: bool) -> tuple[float, dict[str, Any]]:
+    allocator = counting_allocator()
+    mark = allocator.mark()
+    first = clock = last = 0
+    try:
+        if timeline:
+            first, clock = allocator.log_open()
+        try:
+            seconds, value = _timed(step, args, torch.device("cpu"))
+            peak_bytes, end_bytes = allocator.mark_peak(mark), allocator.mark_live(mark)
+            start, count = allocator.mark_start(mark), allocator.mark_count(mark)
+        finally:
+            if timeline:
+                last = allocator.log_close()
+    finally:
+        allocator.close_mark(mark)
+    when, deltas = allocator.log_read(first, last) if timeline else ([], [])
+    live = end_bytes - sum(deltas)  # 0 but for a log that overflowed, whose oldest events are gone
+    moments: list[tuple[float, int]] = []
+    for at, delta in zip(when, deltas, strict=True):
+        live += delta
+        moments.append(((at - clock) * 1e-9, live))
+    facts: dict[str, Any] = {"peak_bytes": peak_bytes, "start_bytes": start or None, "end_bytes": end_bytes, "allocations": count}
+    return seconds, {**facts, "timeline": tuple(moments), "value": value}
+
+
+def _by_cuda(step: Callable[..., Any], args: tuple[Any, ...], timeline: bool, device: torch.device) -> tuple[float, dict[str, Any]]:
+    mark = CudaMark(device)
+    history = CudaTimeline(mark.device)
+    torch.cuda.synchronize(device)
+    if timeline:
+        history.start()
+    events: tuple[tuple[float, int], ...] = ()
+    try:
+        mark.open()
+        try:
+            seconds, value = _timed(step, args, device)
+            peak_bytes, end_bytes, start, reserved, count = mark.read()
+        finally:
+            mark.close()
+    finally:
+        if timeline:
+            events = history.stop()
+    facts: dict[str, Any] = {"peak_bytes": peak_bytes, "start_bytes": start, "end_bytes": end_bytes, "allocations": count}
+    return seconds, {**facts, "reserved_bytes": reserved, "timeline": events, "value": value}
+
+
+def _by_profiler(step: Callable[..., Any], args: tuple[Any, ...], timeline: bool) -> tuple[float, dict[str, Any]]:
+    watch = ProfilerWatch()
+    watch.start()
+    try:
+        seconds, value = _timed(step, args, torch.device("cpu"))
+    finally:
+        seen = watch.stop()
+    facts: dict[str, Any] = {
+        "peak_bytes": seen.peak_bytes,
+        "start_bytes": None,
+        "end_bytes": seen.end_bytes,
+        "allocations": seen.allocations,
+    }
+    return seconds, {**facts, "timeline": seen.events if timeline else (), "value": value}

@@ -1,0 +1,66 @@
+"""What stands in memory before a step: the storages of a model and its optimizer, each counted once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._pytree import tree_leaves
+
+
+def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
+    """The distinct storages under the tensors, in order. Wrapper subclasses (DTensor and the like) count by the tensors inside them;
+    tensors without a storage (sparse ones) by their parts."""
+    found: dict[int, torch.UntypedStorage] = {}
+    for tensor in tensors:
+        for plain in _plain(tensor):
+            storage = plain.untyped_storage()
+            found.setdefault(storage._cdata, storage)
+    return list(found.values())
+
+
+def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    flatten = getattr(tensor, "__tensor_flatten__", None)
+    if flatten is not None and type(tensor) is not torch.Tensor:
+        for name in flatten()[0]:
+            yield from _plain(getattr(tensor, name))
+    elif tensor.layout == torch.sparse_coo:
+        yield from (tensor._indices(), tensor._values())
+    elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
+        yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
+    elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
+        yield from (tensor.ccol_indices(), tensor.row_indices(), tensor.values())
+    elif tensor.layout == torch.strided:
+        yield tensor
+
+
+def resident_tensors(model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
+    """Parameters, buffers, their gradients, and the optimizer's state (tensor-valued options such as a tensor ``lr`` included)."""
+    found: list[torch.Tensor] = []
+    if model is not None:
+        found += [*model.parameters(), *model.buffers()]
+    if optimizer is not None:
+        leaves: list[Any] = tree_leaves([list(optimizer.state.values()), optimizer.param_groups])
+        found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
+    return found + [t.grad for t in found if t.is_leaf and t.grad is not None]
+
+
+def resident_bytes(
+    model: torch.nn.Module | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    device: torch.device | str | None = None,
+) -> int:
+    """Bytes of the unique storages of a model's parameters, buffers and gradients, and of an optimizer's state.
+
+    Args:
+        model: whose parameters, buffers and gradients count.
+        optimizer: whose state counts, with the parameters it steps.
+        device: count only what lies there (``cuda`` means every CUDA device); ``None`` counts all.
+    """
+    where = None if device is None else torch.device(device)
+
+    def counts(storage: torch.UntypedStorage) -> bool:
+        return where is None or (storage.device.type == where.type and where.index in (None, storage.device.index))
+
+    return sum(s.nbytes() for s in storages(resident_tensors(model, optimizer)) if counts(s))

@@ -1,0 +1,172 @@
+"""From a model's name on the command line to a module with random weights.
+
+Three kinds of names: a preset (``gpt2``), a Hugging Face model type, with settings if wanted
+(``hf:llama:hidden_size=256,num_hidden_layers=4``), and the path of a Hugging Face ``config.json`` or of the folder that holds one.
+All become a module ``f(tokens, targets=None)`` that returns a `CausalOutput`.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor, nn
+
+from lowtide.models.common import CausalOutput, next_token_loss
+from lowtide.models.gpt import GPT
+from lowtide.models.llama import Llama
+from lowtide.models.presets import PRESETS, ModelConfig, ModelError, preset
+
+HUGGING_FACE_PREFIX = "hf:"
+
+
+@dataclass(frozen=True)
+class ModelSpec:
+    """A model's name, understood but not built.
+
+    Attributes:
+        name: as the user gave it.
+        config: the shape of a built-in model, or ``None``.
+        hugging_face: a Hugging Face configuration object, or ``None``.
+        vocabulary: number of tokens it knows.
+        positions: longest sequence, or ``None`` where the configuration names none.
+    """
+
+    name: str
+    vocabulary: int
+    positions: int | None
+    config: ModelConfig | None = None
+    hugging_face: Any = field(default=None, compare=False)
+
+    def describe(self) -> dict[str, Any]:
+        """Everything that shapes the model, as plain values: two specs with equal descriptions build equal models."""
+        if self.config is not None:
+            return asdict(self.config)
+        return json.loads(self.hugging_face.to_json_string(use_diff=False))
+
+
+def model_spec(name: str, changes: Mapping[str, Any] | None = None) -> ModelSpec:
+    """Understand a model's name.
+
+    Args:
+        name: a preset, ``hf:TYPE[:key=value,...]``, or the path of a ``config.json``.
+        changes: settings of a built-in model's `ModelConfig` to change.
+
+    Raises:
+        ModelError: the name is unknown, or a setting does not fit the model.
+    """
+    changes = dict(changes or {})
+    if name in PRESETS:
+        config = preset(name, **changes)
+        return ModelSpec(name, config.vocabulary, config.positions, config=config)
+    is_path = Path(name).exists() or name.endswith(".json") or "/" in name
+    if not name.startswith(HUGGING_FACE_PREFIX) and not is_path:
+        preset(name)  # raises, with the names that exist
+    if changes:
+        raise ModelError(
+            f"{', '.join(changes)}: only built-in models take this; set it in the configuration of {name!r} under the name it has there"
+        )
+    hugging_face = _config_of_type(name) if name.startswith(HUGGING_FACE_PREFIX) else _config_from_file(Path(name))
+    hugging_face.use_cache = False
+    if getattr(hugging_face, "is_decoder", None) is False:
+        hugging_face.is_decoder = True  # BERT and its kin look both ways unless told that they are decoders
+    text = hugging_face.get_text_config()
+    if not isinstance(getattr(text, "vocab_size", None), int):
+        raise ModelError(f"{name!r} has no vocabulary: choose the configuration of a causal language model")
+    return ModelSpec(name, text.vocab_size, getattr(text, "max_position_embeddings", None), hugging_face=hugging_face)
+
+
+def build_model(spec: ModelSpec | ModelConfig | str) -> nn.Module:
+    """The model with random weights, on the current default device and in its default dtype; seed before, for reproducible ones."""
+    if isinstance(spec, str):
+        spec = model_spec(spec)
+    if isinstance(spec, ModelConfig):
+        spec = ModelSpec(spec.family, spec.vocabulary, spec.positions, config=spec)
+    if spec.config is None:
+        return HuggingFaceModel(spec)
+    return GPT(spec.config) if spec.config.family == "gpt" else Llama(spec.config)
+
+
+class HuggingFaceModel(nn.Module):
+    """A Hugging Face causal language model behind the interface of the built-in ones."""
+
+    def __init__(self, spec: ModelSpec) -> None:
+        super().__init__()
+        transformers = _transformers(spec.name)
+        try:
+            self.model: nn.Module = transformers.AutoModelForCausalLM.from_config(spec.hugging_face)
+        except (ValueError, ImportError) as error:
+            raise ModelError(f"{spec.name!r} does not build as a causal language model: {_first_line(error)}") from error
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None) -> CausalOutput:
+        """Logits of every next token, or the loss against ``targets`` (the tokens one place later)."""
+        logits = self.model(input_ids=tokens, use_cache=False).logits
+        if targets is None:
+            return CausalOutput(None, logits)
+        return CausalOutput(next_token_loss(logits, nn.Identity(), targets), None)
+
+
+def _transformers(name: str) -> Any:
+    try:
+        import transformers
+    except ImportError as error:
+        raise ModelError(
+            f"{name!r} is a Hugging Face model, and transformers is not installed: pip install 'lowtide[transformers]'"
+        ) from error
+    return transformers
+
+
+def _config_of_type(name: str) -> Any:
+    """The configuration of ``hf:TYPE[:key=value,...]``."""
+    kind, _, settings = name.removeprefix(HUGGING_FACE_PREFIX).partition(":")
+    transformers = _transformers(name)
+    changes: dict[str, Any] = {}
+    for setting in filter(None, settings.split(",")):
+        key, equals, text = setting.partition("=")
+        if not equals:
+            raise ModelError(f"{setting!r} in {name!r}: write settings as key=value, separated by commas")
+        try:
+            changes[key] = json.loads(text)
+        except json.JSONDecodeError:
+            changes[key] = text
+    return _make_config(transformers, name, kind, changes, strict=True)
+
+
+def _config_from_file(path: Path) -> Any:
+    """The configuration in a ``config.json``; only data is read, code that it names is not run."""
+    file = path / "config.json" if path.is_dir() else path
+    transformers = _transformers(str(path))
+    try:
+        data = json.loads(file.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelError(f"cannot read the model configuration {str(file)!r}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise ModelError(f"{str(file)!r} is no JSON: {error}") from error
+    if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
+        raise ModelError(f"{str(file)!r} names no 'model_type': is it a Hugging Face config.json?")
+    data.pop("auto_map", None)
+    return _make_config(transformers, str(path), data.pop("model_type"), data, strict=False)
+
+
+def _make_config(transformers: Any, name: str, kind: str, values: dict[str, Any], strict: bool) -> Any:
+    if kind not in transformers.CONFIG_MAPPING:
+        raise ModelError(
+            f"transformers {transformers.__version__} knows no model type {kind!r} (from {name!r}): write what 'model_type' says"
+        )
+    if strict:
+        default = transformers.AutoConfig.for_model(kind)
+        known = set(default.to_dict()) | set(getattr(default, "attribute_map", {}))
+        for key in values:
+            if key not in known:
+                raise ModelError(f"{key!r} in {name!r}: a {kind!r} configuration has no such setting")
+    try:
+        return transformers.AutoConfig.for_model(kind, **values)
+    except Exception as error:  # transformers raises its own validation errors, of several types
+        raise ModelError(f"the configuration {name!r} does not hold together: {_first_line(error)}") from error
+
+
+def _first_line(error: Exception) -> str:
+    return next(iter(str(error).splitlines()), type(error).__name__)

@@ -1,0 +1,142 @@
+"""What lowtide needs to know of an operation, read off its schema once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any
+
+import torch
+
+_UNINITIALIZED = {
+    "aten.empty.memory_format",
+    "aten.empty_like.default",
+    "aten.empty_strided.default",
+    "aten.new_empty.default",
+    "aten.new_empty_strided.default",
+    "aten.empty_permuted.default",
+    "aten.empty.names",
+    "aten.new_empty.out",
+}
+_FILLS = {"copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "exponential_", "random_", "geometric_", "log_normal_", "cauchy_"}
+_RUNNING_STATISTICS = {
+    "aten.native_batch_norm.default": 5,
+    "aten._native_batch_norm_legit.default": 5,
+    "aten.cudnn_batch_norm.default": 5,
+    "aten.miopen_batch_norm.default": 5,
+    "aten._batch_norm_with_update.default": None,
+    "aten._batch_norm_with_update_functional.default": None,
+}
+_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "fsdp", "symm_mem"}
+_UNREPLAYABLE = {
+    "aten.set_.source_Storage": "it swaps a tensor's storage",
+    "aten.set_.source_Storage_storage_offset": "it swaps a tensor's storage",
+    "aten.set_.source_Tensor": "it swaps a tensor's storage",
+    "aten.resize_.default": "it resizes a tensor in place",
+    "aten.resize_as_.default": "it resizes a tensor in place",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class OpInfo:
+    """Facts about one overload.
+
+    Attributes:
+        name: qualified name, for example ``aten.add.Tensor``.
+        is_view: its schema says that every output is a view of an argument and nothing is written.
+        written: positions of arguments that it writes (keyword-only ones by name).
+        fills: a written argument's old content is not looked at.
+        uninitialized: its outputs hold whatever was in memory.
+        random: it draws random numbers.
+        running_statistics: positions of batch-norm statistics that it updates in training mode, whatever its schema says.
+        training_position: which argument tells training mode; ``None`` when it always trains.
+        reason: why it can never be replayed, else empty.
+    """
+
+    name: str
+    is_view: bool
+    written: tuple[int | str, ...]
+    fills: bool
+    uninitialized: bool
+    random: bool
+    running_statistics: tuple[int, ...]
+    training_position: int | None
+    reason: str
+
+
+@lru_cache(maxsize=None)
+def op_info(func: torch._ops.OpOverload) -> OpInfo:
+    """The facts about an overload, worked out once."""
+    schema = func._schema
+    name = str(func)
+    written = tuple(
+        argument.name if argument.kwarg_only else position
+        for position, argument in enumerate(schema.arguments)
+        if argument.alias_info is not None and argument.alias_info.is_write
+    )
+    returns = [r for r in schema.returns if "Tensor" in str(r.type)]
+    is_view = bool(returns) and not written and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    base = name.split(".")[1] if name.startswith("aten.") else ""
+    out_variant = any(isinstance(w, str) for w in written)
+    reason = _UNREPLAYABLE.get(name, "")
+    if func.namespace in _COLLECTIVE_NAMESPACES:
+        reason = "it is a collective"
+    return OpInfo(
+        name=name,
+        is_view=is_view,
+        written=written,
+        fills=base in _FILLS or out_variant,
+        uninitialized=name in _UNINITIALIZED,
+        random=torch.Tag.nondeterministic_seeded in func.tags,
+        running_statistics=(3, 4) if name in _RUNNING_STATISTICS else (),
+        training_position=_RUNNING_STATISTICS.get(name),
+        reason=reason,
+    )
+
+
+def hidden_statistics(info: OpInfo, args: Sequence[Any]) -> tuple[int, ...]:
+    """Positions of running statistics that this very call updates; their old content does not enter the outputs."""
+    if not info.running_statistics:
+        return ()
+    if info.training_position is not None and not args[info.training_position]:
+        return ()
+    return info.running_statistics
+
+
+def tensors_of(items: Any) -> Iterator[torch.Tensor]:
+    """The tensors in an operation's arguments or results, in order."""
+    if isinstance(items, torch.Tensor):
+        yield items
+    elif isinstance(items, (tuple, list)):
+        for item in items:
+            yield from tensors_of(item)
+    elif isinstance(items, dict):
+        for item in items.values():
+            yield from tensors_of(item)
+
+
+def written_tensors(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> list[torch.Tensor]:
+    """The tensors that the call writes by its schema."""
+    found: list[torch.Tensor] = []
+    for where in info.written:
+        if isinstance(where, str):
+            found.extend(tensors_of(kwargs.get(where)))
+        elif where < len(args):
+            found.extend(tensors_of(args[where]))
+    return found
+
+
+def has_plain_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a strided view of one storage of its own device: not sparse, nested, quantized or a wrapper."""
+    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn) and not is_wrapper(tensor)
+
+
+def is_wrapper(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is a subclass that holds other tensors (DTensor and the like)."""
+    return type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__")
+
+
+def covers_storage(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's elements are all the bytes of its storage."""
+    return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

@@ -1,0 +1,86 @@
+"""Decide: from a step graph and a budget to a plan.
+
+``lowtide.plan(graph, budget=...)`` makes one; `simulate` says exactly what any set of stored values does; `policies` has the ways to choose.
+"""
+
+from __future__ import annotations
+
+import sys
+from types import ModuleType
+from typing import TYPE_CHECKING, Any
+
+from lowtide.plan.plan import Decision, Keep, ModuleRow, Plan, Recompute
+
+if TYPE_CHECKING:
+    from lowtide.graph import StepGraph
+    from lowtide.plan.build import close, make_plan
+    from lowtide.plan.policies import Policy
+    from lowtide.plan.simulate import Simulation, Simulator, plain, simulate
+
+__all__ = [
+    "Decision",
+    "Keep",
+    "ModuleRow",
+    "Plan",
+    "Recompute",
+    "Simulation",
+    "Simulator",
+    "close",
+    "make",
+    "make_plan",
+    "plain",
+    "resolve",
+    "simulate",
+]
+
+_HOMES = {
+    "Simulation": "simulate",
+    "Simulator": "simulate",
+    "plain": "simulate",
+    "close": "build",
+    "make_plan": "build",
+}
+
+
+def resolve(policy: str | Policy) -> Policy:
+    """The policy of that name, or the function itself.
+
+    Raises:
+        PlanError: there is no such policy.
+    """
+    from lowtide.errors import PlanError
+    from lowtide.plan import policies
+
+    if callable(policy):
+        return policy
+    known = {f.__name__: f for f in (policies.keep_all, policies.full, policies.sqrt, policies.selective, policies.optimal)}
+    if policy not in known:
+        raise PlanError(f"there is no policy {policy!r}: give one of {', '.join(sorted(known))}, or a function of (graph, budget)")
+    return known[policy]()
+
+
+def make(graph: StepGraph, budget: int | None = None, policy: str | Policy = "optimal") -> Plan:
+    """The plan that ``policy`` makes for ``graph`` within ``budget`` bytes.
+
+    Raises:
+        BudgetError: the policy cannot meet the budget; the error carries the smallest one that it can.
+        PlanError: the policy does not exist or does not apply to this graph.
+    """
+    return resolve(policy)(graph, budget)
+
+
+class _Room(ModuleType):
+    """Lets ``lowtide.plan`` be the room and the verb: ``lowtide.plan(graph, budget=...)``."""
+
+    def __call__(self, graph: StepGraph, budget: int | None = None, policy: str | Policy = "optimal") -> Plan:
+        return make(graph, budget, policy)
+
+    def __getattr__(self, name: str) -> Any:
+        if name in _HOMES:
+            from importlib import import_module
+
+            return getattr(import_module(f"lowtide.plan.{_HOMES[name]}"), name)
+        raise AttributeError(f"module 'lowtide.plan' has no attribute {name!r}")
+
+
+sys.modules[__name__].__class__ = _Room

@@ -1,0 +1,169 @@
+"""From a wish to a plan: make a set of stored values feasible, simulate it, bound it, and write the table.
+
+Every policy ends here, a user's own included: decide which values stay, call `make_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+
+from lowtide.errors import BudgetError
+from lowtide.graph import StepGraph
+from lowtide.plan.bound import lower_bound
+from lowtide.plan.plan import Keep, ModuleRow, Plan, Recompute, program_of
+from lowtide.plan.simulate import Simulation, Simulator
+
+
+
+def feasible_replays(sim: Simulator) -> list[bool]:
+    """Per operation: whether it can run again when everything that can be stored is stored."""
+    graph = sim.graph
+    feasible: list[bool] = []
+    for op in graph.operations:
+        feasible.append(op.replayable and all(_available(sim, feasible, u) for u in op.reads))
+    return feasible
+
+
+def _available(sim: Simulator, feasible: list[bool], value: int) -> bool:
+    v = sim.graph.values[value]
+    if v.storable:
+        return True
+    return not v.must_store and v.producer is not None and v.producer < len(feasible) and feasible[v.producer]
+
+
+def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None = None) -> frozenset[int]:
+    """The smallest feasible set of stored values that includes what ``stored`` keeps.
+
+    Values that replays would need but that cannot be brought back (their operation is not replayable, or they lie beyond a value that must
+    be stored) are added; values that neither backward nor a replay reads are left out.
+    """
+    sim = simulator or Simulator(graph)
+    feasible = feasible_replays(sim)
+    kept = set(stored)
+    producer, values = sim.producer, graph.values
+
+    def must(value: int) -> bool:
+        return values[value].must_store or producer[value] < 0 or not feasible[producer[value]]
+
+    kept.update(v for v in sim.droppable if v not in kept and must(v))
+    used = {v for v in kept if v in sim.saved_of}
+    seen: set[int] = set()
+    stack = [v for v in sim.droppable if v not in kept]
+    while stack:
+        value = stack.pop()
+        index = producer[value]
+        if index in seen:
+            continue
+        seen.add(index)
+        for u in graph.operations[index].reads:
+            if sim.base_flags[u]:
+                continue
+            if values[u].storable and (u in kept or must(u)):
+                used.add(u)
+            else:
+                stack.append(u)
+    return frozenset(v for v in used if producer[v] >= 0 and (values[v].storable or v in sim.saved_of))
+
+
+def make_plan(
+    graph: StepGraph,
+    *,
+    stored: Collection[int],
+    policy: str = "own",
+    budget: int | None = None,
+    bound: bool = True,
+    notes: tuple[str, ...] = (),
+    simulator: Simulator | None = None,
+) -> Plan:
+    """The plan that stores ``stored``: closed to a feasible set, simulated, bounded and with its table.
+
+    Args:
+        graph: the step.
+        stored: ids of the values that stay; every other droppable saved value is given up where that is possible.
+        policy: the name that the plan carries.
+        budget: the most live bytes allowed, or ``None``.
+        bound: whether to compute the lower bound on the extra time (a linear program: seconds on large graphs).
+        notes: anything worth telling.
+        simulator: one that already stands for ``graph``.
+
+    Raises:
+        BudgetError: the plan's peak is above the budget.
+    """
+    sim = simulator or Simulator(graph)
+    closed = close(graph, stored, sim)
+    simulation = sim.simulate(closed)
+    if budget is not None and simulation.peak_bytes > budget:
+        raise BudgetError(
+            f"policy {policy!r} needs {simulation.peak_bytes:,} bytes, the budget is {budget:,}: at the peak stands "
+            f"{standing(simulation)}. Give a larger budget, or use the policy 'optimal', which finds the least memory it can.",
+            simulation.peak_bytes,
+        )
+    limit = budget if budget is not None else simulation.peak_bytes
+    floor = lower_bound(sim, limit) if bound else None
+    given = set(simulation.given_up)
+    return Plan(
+        graph=graph.fingerprint(),
+        policy=policy,
+        budget_bytes=budget,
+        decisions={v: Recompute() if v in given else Keep() for v in sim.droppable},
+        stored=closed,
+        replayed=simulation.replayed,
+        plain_peak_bytes=sim.plain_peak,
+        predicted_peak_bytes=simulation.peak_bytes,
+        plain_seconds=graph.plain_seconds,
+        predicted_extra_seconds=simulation.extra_seconds,
+        bound_extra_seconds=min(floor.extra_seconds, simulation.extra_seconds) if floor else 0.0,
+        bound_peak_bytes=min(floor.peak_bytes, simulation.peak_bytes) if floor else 0,
+        peak_module=simulation.peak_module,
+        peak_operation=simulation.peak_operation.name if simulation.peak_operation else "",
+        modules=module_rows(sim, simulation),
+        notes=notes,
+        program=program_of(graph, closed, simulation.replayed),
+    )
+
+
+def standing(simulation: Simulation) -> str:
+    """What runs at the peak, in words."""
+    op = simulation.peak_operation
+    if op is None:
+        return "what stood before the step"
+    how = "replayed " if simulation.peak_in_replay else ""
+    return f"{how}operation {op.name} (number {op.index}, {op.phase}) in module {op.module or 'root'!r}"
+
+
+def module_rows(sim: Simulator, simulation: Simulation) -> tuple[ModuleRow, ...]:
+    """The plan's table: one row a module, in the order of the forward."""
+    graph = sim.graph
+    saved: dict[str, int] = {}
+    kept: dict[str, int] = {}
+    replayed: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    order: dict[str, None] = {}
+    of_storage: dict[int, str] = {}
+    for tensor in graph.saved:
+        of_storage.setdefault(sim.storage_of[tensor.value], tensor.module)
+    plain_hold: dict[int, int] = {}
+    for value, until in sim.saved_hold.items():
+        sid = sim.storage_of[value]
+        plain_hold[sid] = max(plain_hold.get(sid, 0), until)
+    for op in graph.operations:
+        order.setdefault(op.module)
+        for w in op.writes:
+            of_storage.setdefault(sim.storage_of[w], op.module)
+    for sid, until in plain_hold.items():
+        if until > sim.natural_end[sid]:
+            saved[of_storage[sid]] = saved.get(of_storage[sid], 0) + graph.storages[sid].bytes
+    for sid in simulation.held_until:
+        name = of_storage.get(sid, "")
+        kept[name] = kept.get(name, 0) + graph.storages[sid].bytes
+    for index in simulation.replayed:
+        op = graph.operations[index]
+        replayed[op.module] = replayed.get(op.module, 0) + 1
+        seconds[op.module] = seconds.get(op.module, 0.0) + op.seconds + graph.replay_overhead_seconds
+    for name in [*saved, *kept]:
+        order.setdefault(name)
+    return tuple(
+        ModuleRow(name, saved.get(name, 0), kept.get(name, 0), replayed.get(name, 0), seconds.get(name, 0.0))
+        for name in order
+        if name in saved or name in kept or name in replayed
+    )

@@ -1,0 +1,265 @@
+"""Choose a configuration for every stretch of the step: an exact walk over stages, under one budget.
+
+Because every segment adds a constant outside its own forward and window, the memory at any moment is what the earlier segments hold plus the
+segment's own peak. So the best choice is a shortest path: after each stage, the states that matter are (bytes held so far, seconds so far).
+Alike segments share their configurations.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.plan.segment import Configuration, Segment
+from lowtide.plan.simulate import Simulator
+from lowtide.plan.stages import Stages
+
+_BUCKETS = 4096
+
+
+@dataclass(frozen=True, eq=False)
+class Option:
+    """The configurations of stages ``first`` to ``last`` (exclusive), with what they need there.
+
+    Attributes:
+        first, last: the stages.
+        segment: an alike segment.
+        configurations: its configurations.
+        held, need, seconds: per configuration, bytes held, the most live bytes in its own events, and seconds.
+    """
+
+    first: int
+    last: int
+    segment: Segment
+    configurations: list[Configuration]
+    held: NDArray[np.int64]
+    need: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+
+
+class Master:
+    """All options of a step, and the best path through them for a budget."""
+
+    def __init__(self, sim: Simulator, stages: Stages, feasible: list[bool], effort: int, report: bool = False) -> None:
+        self.sim = sim
+        self.stages = stages
+        self.feasible = feasible
+        self.classes: dict[tuple[int, ...], tuple[Segment, list[Configuration]]] = {}
+        self.options: list[list[Option]] = [[] for _ in range(len(stages))]
+        """options by their first stage"""
+        self.evaluations = 0
+        self._build(effort)
+
+    def _build(self, effort: int) -> None:
+        count = len(self.stages)
+        signature = self.stages.signature
+        for length in (1, 2, 3, 4):
+            distinct = len({signature[k : k + length] for k in range(count - length + 1)})
+            if not distinct:
+                continue
+            share = effort // (2 * distinct) if length == 1 else effort // (6 * distinct)
+            if length > 1 and share < 24:
+                break
+            for first in range(count - length + 1):
+                if sum(len(self.stages.operations(k, k + 1)) for k in range(first, first + length)) > 160:
+                    continue
+                self._add(first, first + length, max(24, min(share, 1500)))
+
+    def _add(self, first: int, last: int, effort: int) -> None:
+        key = self.stages.signature[first:last]
+        if key not in self.classes:
+            segment = Segment(self.sim, self.stages, first, last, self.feasible)
+            front = segment.search(effort, self._seeds(segment, first, last))
+            self.evaluations += len(segment.known)
+            segment.known.clear()
+            self.classes[key] = (segment, front)
+        segment, front = self.classes[key]
+        self.options[first].append(self._option(first, last, segment, front))
+
+    def _seeds(self, segment: Segment, first: int, last: int) -> list[int]:
+        """Configurations of a longer stretch, put together from those of its parts."""
+        if last - first == 1:
+            return []
+        parts = [self.classes[self.stages.signature[k : k + 1]] for k in range(first, last)]
+        unit = {segment.position[index]: bit for bit, index in enumerate(segment.units)}
+        fronts: list[list[int]] = []
+        offset = 0
+        for part, front in parts:
+            masks: dict[int, None] = {}
+            for c in front:
+                mask = 0
+                for bit, index in enumerate(part.units):
+                    at = offset + part.position[index]
+                    if c.kept >> bit & 1 and at in unit:
+                        mask |= 1 << unit[at]
+                masks[mask] = None
+            fronts.append(list(masks))
+            offset += len(part.operations)
+        longest = max(len(f) for f in fronts)
+        seeds: dict[int, None] = {}
+        for k in range(min(longest, 12)):
+            mask = 0
+            for f in fronts:
+                mask |= f[k * len(f) // min(longest, 12)]
+            seeds[mask] = None
+        return list(seeds)
+
+    def _option(self, first: int, last: int, segment: Segment, front: list[Configuration]) -> Option:
+        stages, graph = self.stages, self.sim.graph
+        (fa, fb), (wa, wb) = (
+            (stages.forward_events[first][0], stages.forward_events[last - 1][1]),
+            (stages.window_events[last - 1][0], stages.window_events[first][1]),
+        )
+        natural = np.concatenate([stages.base[fa:fb], stages.base[wa:wb]])
+        operations = stages.operations(first, last)
+        cost = [graph.operations[i].seconds + graph.replay_overhead_seconds for i in operations]
+        return Option(
+            first,
+            last,
+            segment,
+            front,
+            np.array([c.held_bytes for c in front], dtype=np.int64),
+            np.array([int((natural + c.profile).max(initial=0)) for c in front], dtype=np.int64),
+            np.array([sum(cost[k] for k in c.replayed) for c in front]),
+        )
+
+    def stored(self, path: list[tuple[Option, int]]) -> frozenset[int]:
+        """The values that a path stores."""
+        kept: set[int] = set(self.stages.everywhere)
+        graph = self.sim.graph
+        for option, choice in path:
+            operations = self.stages.operations(option.first, option.last)
+            segment = option.segment
+            mask = option.configurations[choice].kept
+            inside = {w for i in operations for w in graph.operations[i].writes if self.stages.last_stage[w] < option.last}
+            for bit, index in enumerate(segment.units):
+                if mask >> bit & 1:
+                    own = graph.operations[operations[segment.position[index]]].writes
+                    like = graph.operations[index].writes
+                    kept.update(w for w, old in zip(own, like, strict=True) if old in segment.outputs[index])
+            for i in operations:
+                kept.update(w for w in graph.operations[i].writes if w not in inside and graph.values[w].storable)
+        return frozenset(kept)
+
+    def best(self, budget: int) -> tuple[float, list[tuple[Option, int]]] | None:
+        """The path with the least seconds whose memory stays within ``budget``, or ``None``."""
+        count = len(self.stages)
+        quantum = max(1, (self.sim.plain_peak - self.sim.graph.resident_bytes) // _BUCKETS)
+        states: list[_States | None] = [None] * (count + 1)
+        pending: list[list[_States]] = [[] for _ in range(count + 1)]
+        pending[0].append(_States.start())
+        for k in range(count + 1):
+            states[k] = _States.merge(pending[k], quantum)
+            here = states[k]
+            if here is None or k == count:
+                continue
+            for which, option in enumerate(self.options[k]):
+                after = here.extend(option, budget, k, which)
+                if after is not None:
+                    pending[option.last].append(after)
+        final = states[count]
+        if final is None:
+            return None
+        row = int(np.lexsort((final.held, final.seconds))[0])
+        seconds = float(final.seconds[row])
+        path: list[tuple[Option, int]] = []
+        k = count
+        while k:
+            here = states[k]
+            assert here is not None
+            first, which, choice, row = (int(here.back[row, c]) for c in range(4))
+            path.append((self.options[first][which], choice))
+            k = first
+        return seconds, path[::-1]
+
+    def least(self) -> tuple[int, list[tuple[Option, int]]]:
+        """The smallest budget that a path fits in, and that path."""
+        low, high = 0, int(max(self.stages.base.max(initial=0), self.sim.plain_peak)) * 2
+        best: list[tuple[Option, int]] = []
+        path = self._leanest(high)
+        while path is None:
+            high *= 2
+            path = self._leanest(high)
+        best = path
+        while low < high:
+            middle = (low + high) // 2
+            path = self._leanest(middle)
+            if path is None:
+                low = middle + 1
+            else:
+                high, best = middle, path
+        return high, best
+
+    def _leanest(self, budget: int) -> list[tuple[Option, int]] | None:
+        """The path that holds the fewest bytes after each stage, within ``budget``."""
+        count = len(self.stages)
+        least: list[tuple[int, tuple[int, int, int]] | None] = [None] * (count + 1)
+        least[0] = (0, (0, 0, 0))
+        for k in range(count):
+            here = least[k]
+            if here is None:
+                continue
+            for which, option in enumerate(self.options[k]):
+                fits = option.need + here[0] <= budget
+                if not fits.any():
+                    continue
+                held = np.where(fits, option.held, np.iinfo(np.int64).max)
+                choice = int(np.argmin(held))
+                total = here[0] + int(held[choice])
+                old = least[option.last]
+                if old is None or total < old[0]:
+                    least[option.last] = (total, (k, which, choice))
+        path: list[tuple[Option, int]] = []
+        k = count
+        while k:
+            here = least[k]
+            if here is None:
+                return None
+            first, which, choice = here[1]
+            path.append((self.options[first][which], choice))
+            k = first
+        return path[::-1]
+
+
+@dataclass(frozen=True, eq=False)
+class _States:
+    """Non-dominated (bytes held, seconds), with where each came from: first stage, option, configuration, row."""
+
+    held: NDArray[np.int64]
+    seconds: NDArray[np.float64]
+    back: NDArray[np.int64]
+
+    @classmethod
+    def start(cls) -> _States:
+        return cls(np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros((1, 4), dtype=np.int64))
+
+    def extend(self, option: Option, budget: int, first: int, which: int) -> _States | None:
+        fits = self.held[:, None] + option.need[None, :] <= budget
+        rows, choices = np.nonzero(fits)
+        if not len(rows):
+            return None
+        held = self.held[rows] + option.held[choices]
+        seconds = self.seconds[rows] + option.seconds[choices]
+        back = np.stack([np.full_like(rows, first), np.full_like(rows, which), choices, rows], axis=1)
+        return _States(held, seconds, back)
+
+    @classmethod
+    def merge(cls, many: list[_States], quantum: int) -> _States | None:
+        if not many:
+            return None
+        held = np.concatenate([s.held for s in many])
+        seconds = np.concatenate([s.seconds for s in many])
+        back = np.concatenate([s.back for s in many])
+        order = np.lexsort((seconds, held))
+        lowest = np.minimum.accumulate(seconds[order])
+        better = np.ones(len(order), dtype=bool)
+        better[1:] = seconds[order][1:] < lowest[:-1] - 1e-15
+        order = order[better]
+        if len(order) > _BUCKETS:
+            # Within one bucket of bytes, the cheapest (the last one in the order) and the lightest (the first) stay.
+            bucket = held[order] // quantum
+            edge = np.flatnonzero(np.diff(bucket))
+            order = order[np.unique(np.concatenate([[0], edge, edge + 1, [len(order) - 1]]))]
+        return cls(held[order], seconds[order], back[order])

@@ -1,0 +1,117 @@
+"""The planner: the least extra seconds within a budget.
+
+In: a step graph and a budget in bytes. Out: a `Plan` whose exactly simulated peak is within the budget. The forward is cut into stages
+(`lowtide.plan.stages`), every distinct stage is solved on its own (`lowtide.plan.segment`), a shortest path combines them
+(`lowtide.plan.master`), the exact simulator corrects what the cut could not see, and single values are exchanged at the end.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from lowtide.errors import BudgetError
+from lowtide.graph import StepGraph
+from lowtide.plan.build import close, feasible_replays, make_plan, standing
+from lowtide.plan.master import Master
+from lowtide.plan.plan import Plan
+from lowtide.plan.simulate import Simulation, Simulator
+from lowtide.plan.stages import find_stages
+
+_EFFORT = 9000
+"""Evaluations of stage configurations, over all distinct stages."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A set of stored values with its exact simulation."""
+
+    stored: frozenset[int]
+    simulation: Simulation
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """What makes a candidate better: seconds first, then bytes."""
+        return (self.simulation.extra_seconds, self.simulation.peak_bytes)
+
+
+class Planner:
+    """Plans one step graph; the search over its stages is done once and serves every budget."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.sim = Simulator(graph)
+        self.feasible = feasible_replays(self.sim)
+        self.stages = find_stages(self.sim)
+        self.master = Master(self.sim, self.stages, self.feasible, _EFFORT)
+
+    def candidate(self, stored: frozenset[int]) -> Candidate:
+        """``stored``, closed and simulated."""
+        closed = close(self.graph, stored, self.sim)
+        return Candidate(closed, self.sim.simulate(closed))
+
+    def family(self) -> list[Candidate]:
+        """Plans that need no search: keep everything, give everything up, per block, by square root."""
+        from lowtide.plan import policies
+
+        everything = self.candidate(frozenset(self.sim.droppable))
+        found = [everything, self.candidate(frozenset())]
+        for make in (policies.full_stored, policies.sqrt_stored):
+            try:
+                found.append(self.candidate(make(self.graph, self.sim)))
+            except policies.PlanError:
+                continue
+        return found
+
+    def solve(self, budget: int) -> Candidate:
+        """The best plan found whose simulated peak is within ``budget``.
+
+        Raises:
+            BudgetError: none is.
+        """
+        family = self.family()
+        pool = [c for c in family if c.simulation.peak_bytes <= budget]
+        if family[0].simulation.peak_bytes <= budget:
+            return family[0]
+        target = budget
+        for _ in range(6):
+            found = self.master.best(target)
+            if found is None:
+                break
+            candidate = self.candidate(self.master.stored(found[1]))
+            over = candidate.simulation.peak_bytes - budget
+            if over <= 0:
+                pool.append(candidate)
+                if -over < 0.002 * budget or target > budget:
+                    break
+                target = budget - over
+            else:
+                if target > budget and pool:
+                    break
+                target = target - over
+        if not pool:
+            least = self.least(family)
+            if least.simulation.peak_bytes > budget:
+                raise BudgetError(
+                    f"no plan fits in {budget:,} bytes: the smallest that can be met is {least.simulation.peak_bytes:,} bytes. "
+                    f"At its peak stands {standing(least.simulation)}.",
+                    least.simulation.peak_bytes,
+                )
+            pool.append(least)
+        return min(pool, key=lambda c: c.key)
+
+    def least(self, family: list[Candidate]) -> Candidate:
+        """The plan with the smallest peak that the search finds."""
+        _, path = self.master.least()
+        found = [*family, self.candidate(self.master.stored(path))]
+        return min(found, key=lambda c: (c.simulation.peak_bytes, c.simulation.extra_seconds))
+
+
+def optimal(graph: StepGraph, budget: int | None = None) -> Plan:
+    """The plan with the least extra seconds whose peak is within ``budget`` bytes (``None``: the smallest peak that can be met).
+
+    Raises:
+        BudgetError: no plan fits; the error carries the smallest budget that can be met.
+    """
+    planner = Planner(graph)
+    best = planner.least(planner.family()) if budget is None else planner.solve(budget)
+    return make_plan(graph, stored=best.stored, policy="optimal", budget=budget, simulator=planner.sim)

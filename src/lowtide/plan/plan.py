@@ -1,0 +1,161 @@
+"""The plan: a decision for every saved value, with what it is predicted to cost and how good it can be at best. Pure data."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection
+from dataclasses import asdict, dataclass, field
+from typing import Any, Literal, NamedTuple
+
+from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
+
+PLAN_FORMAT = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The value stays on the device from forward to backward."""
+
+    kind: Literal["keep"] = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The value is given up in forward and its recorded operations run again when backward asks."""
+
+    kind: Literal["recompute"] = "recompute"
+
+
+Decision = Keep | Recompute
+_DECISIONS: dict[str, type[Keep] | type[Recompute]] = {"keep": Keep, "recompute": Recompute}
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """One line of a plan's table.
+
+    Attributes:
+        module: qualified module name.
+        saved_bytes: bytes that autograd would keep there.
+        kept_bytes: bytes that the plan keeps there, values kept only for replays included.
+        replayed_operations: how many operations run again in backward.
+        extra_seconds: time of those.
+    """
+
+    module: str
+    saved_bytes: int
+    kept_bytes: int
+    replayed_operations: int
+    extra_seconds: float
+
+
+class ProgramStep(NamedTuple):
+    """What an executor does at one operation of the forward.
+
+    Attributes:
+        name: the operation, by which the executor checks that it is where it believes to be.
+        replayed: whether it may run again in backward, so that it is recorded.
+        stored: for each value that it writes, whether that stays.
+    """
+
+    name: str
+    replayed: bool
+    stored: tuple[bool, ...]
+
+
+def program_of(graph: StepGraph, stored: frozenset[int], replayed: Collection[int]) -> tuple[ProgramStep, ...]:
+    """The forward as an executor follows it: one step for each operation, in order."""
+    again = frozenset(replayed)
+    return tuple(
+        ProgramStep(operation.name, operation.index in again, tuple(value in stored for value in operation.writes))
+        for operation in graph.operations
+        if operation.phase == "forward"
+    )
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with every saved value of one step graph.
+
+    Attributes:
+        graph: fingerprint of the step graph that it was made for.
+        policy: name of the policy that made it.
+        budget_bytes: the budget it was made for, or ``None``.
+        decisions: value id -> decision, for every droppable saved value.
+        stored: ids of all values that an executor holds for backward or for replays: the kept saved values, and values that autograd does
+            not save but replays start from.
+        replayed: indices of the operations that run again in backward, in their forward order.
+        plain_peak_bytes, predicted_peak_bytes: the most live bytes at any moment, of the plain step and under this plan.
+        plain_seconds: time of the plain step.
+        predicted_extra_seconds: what the plan adds to it.
+        bound_extra_seconds: no schedule with the same operations within the budget can add less (given the traced costs).
+        bound_peak_bytes: no schedule with the same operations can have a smaller peak.
+        peak_module, peak_operation: where the predicted peak stands.
+        modules: the table that ``print(plan)`` shows.
+        notes: anything worth telling.
+        program: what an executor does at each operation of the forward.
+    """
+
+    graph: str
+    policy: str
+    budget_bytes: int | None
+    decisions: dict[int, Decision]
+    stored: frozenset[int]
+    replayed: tuple[int, ...]
+    plain_peak_bytes: int
+    predicted_peak_bytes: int
+    plain_seconds: float
+    predicted_extra_seconds: float
+    bound_extra_seconds: float = 0.0
+    bound_peak_bytes: int = 0
+    peak_module: str = ""
+    peak_operation: str = ""
+    modules: tuple[ModuleRow, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    program: tuple[ProgramStep, ...] = field(default=(), repr=False)
+
+    @property
+    def gap_seconds(self) -> float:
+        """How much slower than the bound this plan is predicted to be: at most this many seconds could be won by a better plan."""
+        return max(0.0, self.predicted_extra_seconds - self.bound_extra_seconds)
+
+    @property
+    def gap(self) -> float:
+        """`gap_seconds` as a share of the plain step's time."""
+        return self.gap_seconds / self.plain_seconds if self.plain_seconds else 0.0
+
+    def __str__(self) -> str:
+        """A table per module, with what the plan costs and how good it is."""
+        from lowtide.plan.explain import render
+
+        return render(self)
+
+    def to_json(self) -> str:
+        """This plan as JSON text; `from_json` reads it back."""
+        data = asdict(self)
+        data["decisions"] = {str(k): v.kind for k, v in self.decisions.items()}
+        data["stored"] = sorted(self.stored)
+        return json.dumps({"format": PLAN_FORMAT, **data}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote. Nothing in the text is executed.
+
+        Raises:
+            PlanError: the text is no plan, or one of another format.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version = data.pop("format")
+            if version != PLAN_FORMAT:
+                raise PlanError(f"this plan has format {version!r}; this version of lowtide reads format {PLAN_FORMAT}: make the plan again")
+            data["decisions"] = {int(k): _DECISIONS[v]() for k, v in data["decisions"].items()}
+            data["stored"] = frozenset(data["stored"])
+            data["replayed"] = tuple(data["replayed"])
+            data["modules"] = tuple(ModuleRow(**row) for row in data["modules"])
+            data["notes"] = tuple(data["notes"])
+            data["program"] = tuple(ProgramStep(name, again, tuple(stored)) for name, again, stored in data["program"])
+            return cls(**data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(f"this is no lowtide plan ({type(error).__name__}: {error}): make the plan again") from error

@@ -1,0 +1,313 @@
+"""Policies: functions from a step graph (and a budget) to a plan.
+
+A policy is called as ``policy(graph, budget=None)``. The functions here make policies; a user's own is any function with that signature,
+usually one that picks the values to store and ends in `lowtide.plan.make_plan`.
+
+>>> from lowtide.plan import policies
+>>> policy = policies.selective(recompute_ops=["aten.gelu"])
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Iterable, Sequence
+from typing import Protocol
+
+from lowtide.errors import PlanError
+from lowtide.graph import Operation, StepGraph
+from lowtide.plan.build import make_plan
+from lowtide.plan.plan import Plan
+from lowtide.plan.simulate import Simulator
+
+_SOFTMAX = re.compile(r"(^|[.:])_?(safe_)?softmax(\.|$)")
+_BATCHED = re.compile(r"(^|[.:])(bmm|baddbmm|matmul|einsum)(\.|$)")
+_PRODUCT = re.compile(r"(^|[.:])(mm|addmm|bmm|baddbmm|matmul|linear|einsum|convolution|_scaled_mm)(\.|$)")
+_FUSED = re.compile(r"scaled_dot_product|flash_attention|efficient_attention")
+
+
+class Policy(Protocol):
+    """What every policy looks like."""
+
+    def __call__(self, graph: StepGraph, budget: int | None = None) -> Plan:
+        """The plan for ``graph``; a policy that cannot meet ``budget`` raises `BudgetError`."""
+        ...
+
+
+def keep_all() -> Policy:
+    """Keep everything, as PyTorch does without lowtide."""
+    return _policy("keep_all", lambda graph, sim: frozenset(sim.droppable))
+
+
+def full(blocks: Sequence[str] | None = None) -> Policy:
+    """Per block, keep only what enters it, like ``torch.utils.checkpoint`` on every block.
+
+    Args:
+        blocks: qualified names of the blocks; by default the outermost numbered children (``transformer.h.0``, ``layer1.2``), or the
+            top-level modules where nothing is numbered.
+    """
+    return _policy("full", lambda graph, sim: full_stored(graph, sim, blocks))
+
+
+def scope(modules: Sequence[str]) -> Policy:
+    """Keep only what enters the marked regions; everything outside them stays.
+
+    Args:
+        modules: qualified names of modules; each is a region of its own, nested names belong to the outermost.
+    """
+    return _policy("scope", lambda graph, sim: full_stored(graph, sim, modules))
+
+
+def sqrt(segments: int | None = None) -> Policy:
+    """Chen et al. (arXiv 1604.06174, section 4.1): keep only the borders of about sqrt(n) segments of equal saved bytes.
+
+    Args:
+        segments: how many segments; by default the square root of the number of blocks.
+    """
+    if segments is not None and segments < 1:
+        raise PlanError(f"segments={segments}: give 1 or more")
+    return _policy("sqrt", lambda graph, sim: sqrt_stored(graph, sim, segments))
+
+
+def selective(*, recompute_ops: Sequence[str] | None = None, save_ops: Sequence[str] | None = None) -> Policy:
+    """Recompute what is large and cheap.
+
+    Without arguments: Megatron's core attention (arXiv 2205.05198, section 5): all between q, k, v and the output projection, softmax and
+    dropout included. Where attention is one fused operation, its output is given up and the operation replayed.
+
+    Args:
+        recompute_ops: give up what these operations make (``aten.gelu``, ``aten._softmax.default``, ``gelu``), keep the rest.
+        save_ops: per block, keep only what these operations make and what enters the block, recompute the rest.
+    """
+    if recompute_ops is not None and save_ops is not None:
+        raise PlanError("selective takes recompute_ops= or save_ops=, not both")
+    if recompute_ops is not None:
+        return _policy("selective", lambda graph, sim: recompute_stored(graph, sim, recompute_ops))
+    if save_ops is not None:
+        return _policy("selective", lambda graph, sim: save_stored(graph, sim, save_ops))
+    return _policy("selective", attention_stored)
+
+
+def optimal() -> Policy:
+    """The least extra time within the budget, see `lowtide.plan.optimal`."""
+    from lowtide.plan.optimal import optimal as plan_optimally
+
+    return plan_optimally
+
+
+def _policy(name: str, choose: Callable[[StepGraph, Simulator], frozenset[int]]) -> Policy:
+    def policy(graph: StepGraph, budget: int | None = None) -> Plan:
+        sim = Simulator(graph)
+        return make_plan(graph, stored=choose(graph, sim), policy=name, budget=budget, simulator=sim)
+
+    policy.__name__ = policy.__qualname__ = name
+    return policy
+
+
+# ---- regions ------------------------------------------------------------------------------------------------------------------------------
+
+
+def block_of(module: str) -> str:
+    """The block that a module lies in: its path up to the first number, or empty.
+
+    >>> block_of("transformer.h.3.attn.c_proj")
+    'transformer.h.3'
+    """
+    parts = module.split(".")
+    for k, part in enumerate(parts):
+        if part.isdigit():
+            return ".".join(parts[: k + 1])
+    return ""
+
+
+def default_blocks(graph: StepGraph) -> list[str]:
+    """Names of the blocks: the outermost numbered modules, or the top-level modules where nothing is numbered."""
+    names = dict.fromkeys(block_of(op.module) for op in graph.operations if op.phase == "forward")
+    names.pop("", None)
+    if not names:
+        names = dict.fromkeys(op.module.split(".")[0] for op in graph.operations if op.phase == "forward" and op.module)
+    return list(names)
+
+
+def regions_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
+    """Forward operation -> number of the region (a module, given by name) that it lies in.
+
+    Raises:
+        PlanError: no operation ran in one of the modules.
+    """
+    names = list(modules)
+    outermost = [n for n in names if not any(n != m and n.startswith(m + ".") for m in names)]
+    region: dict[int, int] = {}
+    found: set[int] = set()
+    cache: dict[str, int] = {}
+    for op in graph.operations:
+        if op.phase != "forward":
+            continue
+        if op.module not in cache:
+            cache[op.module] = next((k for k, n in enumerate(outermost) if n == "" or op.module == n or op.module.startswith(n + ".")), -1)
+        if cache[op.module] >= 0:
+            region[op.index] = cache[op.module]
+            found.add(cache[op.module])
+    missing = [n for k, n in enumerate(outermost) if k not in found]
+    if missing:
+        known = sorted({op.module for op in graph.operations if op.phase == "forward" and op.module})
+        raise PlanError(f"no operation ran in module {missing[0]!r}; modules of this step: {', '.join(known[:12])}{' ...' if len(known) > 12 else ''}")
+    return region
+
+
+def region_stored(sim: Simulator, region: dict[int, int]) -> frozenset[int]:
+    """What stays when in every region only what enters it is kept: everything that is not made and used within one region.
+
+    Values that leave their region stay because they enter another, or what follows.
+    """
+    graph = sim.graph
+    pack_region: dict[int, int] = {}
+    here = -1
+    for kind, index in graph.events:
+        if kind == "op" and graph.operations[index].phase == "forward":
+            here = region.get(index, -1)
+        elif kind == "pack":
+            pack_region[index] = here
+    kept: set[int] = set()
+    for value in graph.values:
+        if value.producer is None or not value.storable:
+            continue
+        home = region.get(value.producer, -1)
+        if home >= 0:
+            readers = all(region.get(i, -1) == home for i in sim.readers[value.id])
+            if readers and all(pack_region[t] == home for t in sim.saved_of.get(value.id, ())):
+                continue
+        kept.add(value.id)
+    return frozenset(kept)
+
+
+def full_stored(graph: StepGraph, sim: Simulator, blocks: Sequence[str] | None = None) -> frozenset[int]:
+    """The values that `full` stores."""
+    names = list(blocks) if blocks is not None else default_blocks(graph)
+    if not names:
+        raise PlanError("this step has no modules to take for blocks: name them with blocks=, or use the policy 'optimal'")
+    return region_stored(sim, regions_of(graph, names))
+
+
+def sqrt_stored(graph: StepGraph, sim: Simulator, segments: int | None = None) -> frozenset[int]:
+    """The values that `sqrt` stores."""
+    from lowtide.plan.stages import find_stages
+
+    stages = find_stages(sim)
+    count = segments or max(1, round(math.sqrt(max(len(default_blocks(graph)), 1) if graph.operations else 1)))
+    saved = [0] * len(stages)
+    for value in sim.droppable:
+        if value in stages.stage_of:
+            saved[stages.stage_of[value]] += sim.value_bytes[value]
+    total = max(1, sum(saved))
+    region: dict[int, int] = {}
+    so_far = 0
+    for k in range(len(stages)):
+        number = min(count - 1, so_far * count // total)
+        region.update((index, number) for index in stages.operations(k, k + 1))
+        so_far += saved[k]
+    return region_stored(sim, region) | stages.everywhere
+
+
+# ---- by operation -------------------------------------------------------------------------------------------------------------------------
+
+
+def names_match(op: Operation, names: Sequence[str]) -> bool:
+    """Whether an operation goes by one of ``names``: its full name, without overload, or without namespace too."""
+    packet = op.name.rsplit(".", 1)[0] if op.name.count(".") > 1 else op.name
+    bare = packet.split(".", 1)[-1]
+    return any(n in (op.name, packet, bare) for n in (name.replace("::", ".") for name in names))
+
+
+def _matching(graph: StepGraph, names: Sequence[str], option: str) -> set[int]:
+    found = {op.index for op in graph.operations if op.phase == "forward" and names_match(op, names)}
+    for name in names:
+        if not any(names_match(graph.operations[i], [name]) for i in found):
+            known = sorted({op.name for op in graph.operations if op.phase == "forward"})
+            raise PlanError(f"{option}: this step runs no operation {name!r}; it runs {', '.join(known[:20])}{' ...' if len(known) > 20 else ''}")
+    return found
+
+
+def give_up_outputs(sim: Simulator, operations: set[int]) -> frozenset[int]:
+    """What stays when the outputs of ``operations`` are given up and replayed from everything else."""
+    return frozenset(
+        v.id for v in sim.graph.values if v.storable and v.producer is not None and v.producer not in operations
+    )
+
+
+def recompute_stored(graph: StepGraph, sim: Simulator, names: Sequence[str]) -> frozenset[int]:
+    """The values that ``selective(recompute_ops=...)`` stores."""
+    return give_up_outputs(sim, _matching(graph, names, "recompute_ops"))
+
+
+def save_stored(graph: StepGraph, sim: Simulator, names: Sequence[str]) -> frozenset[int]:
+    """The values that ``selective(save_ops=...)`` stores."""
+    chosen = _matching(graph, names, "save_ops")
+    return full_stored(graph, sim) | {w for i in chosen for w in graph.operations[i].writes if graph.values[w].storable}
+
+
+def attention_stored(graph: StepGraph, sim: Simulator) -> frozenset[int]:
+    """The values that `selective` stores by default: all but core attention's.
+
+    Raises:
+        PlanError: the step has no attention that this policy knows.
+    """
+    given: set[int] = set()
+    for op in graph.operations:
+        if op.phase != "forward":
+            continue
+        if _FUSED.search(op.name):
+            given |= {op.index} | _downstream(sim, op, _PRODUCT)[0]
+        elif _SOFTMAX.search(op.name):
+            above, start = _upstream(sim, op)
+            below, stops = _downstream(sim, op, _BATCHED)
+            if start and stops:
+                given |= {op.index} | above | below
+    if not given:
+        raise PlanError("selective found no attention (a softmax between two batched products, or a fused attention operation): "
+                        "name the operations with recompute_ops= or save_ops=")
+    return give_up_outputs(sim, given)
+
+
+def _same_place(a: Operation, b: Operation) -> bool:
+    return block_of(a.module) == block_of(b.module)
+
+
+def _upstream(sim: Simulator, op: Operation) -> tuple[set[int], bool]:
+    """Operations between the batched product above ``op`` and ``op``, that product included; whether there is one."""
+    graph = sim.graph
+    found: set[int] = set()
+    product = False
+    stack = [(u, 0) for u in op.reads]
+    while stack:
+        value, depth = stack.pop()
+        index = sim.producer[value]
+        if index < 0 or index in found or depth > 12:
+            continue
+        above = graph.operations[index]
+        if _BATCHED.search(above.name) and _same_place(above, op):
+            found.add(index)
+            product = True
+        elif not _PRODUCT.search(above.name) and _same_place(above, op):
+            found.add(index)
+            stack.extend((u, depth + 1) for u in above.reads)
+    return found, product
+
+
+def _downstream(sim: Simulator, op: Operation, stop: re.Pattern[str]) -> tuple[set[int], bool]:
+    """Operations between ``op`` and the next product, that one not included (its output is what leaves); whether there is one."""
+    graph = sim.graph
+    found: set[int] = set()
+    product = False
+    stack = list(op.writes)
+    while stack:
+        for index in sim.readers[stack.pop()]:
+            below = graph.operations[index]
+            if stop.search(below.name):
+                product = True
+            elif index not in found and _same_place(below, op) and len(found) < 16 and not _PRODUCT.search(below.name):
+                found.add(index)
+                stack.extend(below.writes)
+    if not product:
+        found.clear()
+    return found, product

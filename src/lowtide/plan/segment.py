@@ -1,0 +1,258 @@
+"""What one stretch of stages can do: configurations of stored values, each with its bytes, seconds and memory profile.
+
+In: a `Simulator`, its `Stages`, and a range of them whose borders are stored. Out: a list of `Configuration`: the Pareto front that a local
+search finds. A configuration's effect on memory is exact: it comes from the simulator's own replay walk. Decisions are made per operation,
+because an operation that runs again brings all its outputs back.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.plan.simulate import Bytes, Simulator
+from lowtide.plan.stages import Stages
+
+
+@dataclass(frozen=True, eq=False)
+class Configuration:
+    """One way to run a segment.
+
+    Attributes:
+        kept: for every unit of the segment, whether its outputs are stored.
+        held_bytes: bytes that it adds to the step's memory from the end of its forward to the beginning of its window.
+        seconds: what its replays cost.
+        replayed: positions, among the segment's operations, of those that run again.
+        profile: bytes that it adds at every event of its forward and its window.
+        forward_peak, window_peak: most live bytes in its forward and its window when nothing else is kept.
+    """
+
+    kept: int
+    held_bytes: int
+    seconds: float
+    replayed: tuple[int, ...]
+    profile: Bytes
+    forward_peak: int
+    window_peak: int
+
+
+class Segment:
+    """Stages ``first`` to ``last`` (exclusive) of a step, with everything that crosses their borders stored."""
+
+    def __init__(self, sim: Simulator, stages: Stages, first: int, last: int, feasible: list[bool]) -> None:
+        self.sim = sim
+        self.first, self.last = first, last
+        graph = sim.graph
+        self.operations = stages.operations(first, last)
+        self.position = {index: k for k, index in enumerate(self.operations)}
+        self.ranges = (
+            (stages.forward_events[first][0], stages.forward_events[last - 1][1]),
+            (stages.window_events[last - 1][0], stages.window_events[first][1]),
+        )
+        made = [w for index in self.operations for w in graph.operations[index].writes]
+        self.local = [v for v in made if stages.last_stage[v] < last and v not in stages.everywhere]
+        inside = set(self.local)
+        self.owned = [v for v, k in stages.owner.items() if first <= k < last and v not in inside and v not in stages.everywhere]
+        self.given = [v for v in self.local if v in sim.saved_of]
+        self.fixed_hold = {v: sim.saved_hold[v] for v in self.owned if v in sim.saved_of}
+        self._find_units(inside, feasible)
+        (fa, fb), (wa, wb) = self.ranges
+        self.size_forward = fb - fa
+        top = stages.base
+        self.natural: Bytes = np.concatenate([top[fa:fb], top[wa:wb]])
+        self.flags = bytearray(b"\x01" * len(graph.values))
+        self.owned_set = {*self.owned, *self.local}
+        """Values whose bytes this segment accounts for."""
+        self.known: dict[int, Configuration] = {}
+
+    def _find_units(self, inside: set[int], feasible: list[bool]) -> None:
+        """The operations whose outputs may be stored or not, and those without a choice."""
+        graph, sim = self.sim.graph, self.sim
+        needed: set[int] = set()
+        stack = list(self.given)
+        while stack:
+            index = sim.producer[stack.pop()]
+            if index not in needed:
+                needed.add(index)
+                stack.extend(u for u in graph.operations[index].reads if u in inside)
+        self.units: list[int] = []
+        self.outputs: dict[int, list[int]] = {}
+        self.always: list[int] = []
+        self.never: list[int] = []
+        for index in sorted(needed):
+            outputs: list[int] = []
+            for w in graph.operations[index].writes:
+                if w not in inside:
+                    continue
+                value = graph.values[w]
+                if not feasible[index] or value.must_store:
+                    if value.storable or w in sim.saved_of:
+                        self.always.append(w)
+                    else:
+                        self.never.append(w)
+                elif not value.storable:
+                    self.never.append(w)
+                elif sim.natural_end[value.storage] >= sim.end:
+                    self.always.append(w)
+                elif w in sim.saved_of or any(i in needed for i in sim.readers[w]):
+                    outputs.append(w)
+            if outputs:
+                self.units.append(index)
+                self.outputs[index] = outputs
+
+    def stored_values(self, kept: int) -> list[int]:
+        """The values that a configuration stores, borders aside."""
+        return [v for k, index in enumerate(self.units) if kept >> k & 1 for v in self.outputs[index]] + self.always
+
+    def evaluate(self, kept: int) -> Configuration:
+        """The configuration that stores the outputs of the units in ``kept`` (a bit each)."""
+        found = self.known.get(kept)
+        if found is not None:
+            return found
+        sim, flags = self.sim, self.flags
+        for v in self.never:
+            flags[v] = 0
+        for k, index in enumerate(self.units):
+            flag = kept >> k & 1
+            for v in self.outputs[index]:
+                flags[v] = flag
+        replay = sim.replay([v for v in self.given if not flags[v]], flags)
+        hold: dict[int, int] = {}
+        storage_of = sim.storage_of
+        for v in self.given:
+            if flags[v]:
+                self._longer(hold, storage_of[v], sim.saved_hold[v])
+        for v, until in self.fixed_hold.items():
+            self._longer(hold, storage_of[v], until)
+        owned = self.owned_set
+        for v, until in replay.hold.items():
+            if v in owned:
+                self._longer(hold, storage_of[v], until)
+        held, profile = self._profile(hold, replay.level, replay.tops)
+        natural = self.natural
+        live = natural + profile
+        split = self.size_forward
+        graph = sim.graph
+        found = Configuration(
+            kept,
+            held,
+            sum(graph.operations[i].seconds + graph.replay_overhead_seconds for i in replay.running),
+            tuple(self.position[i] for i in replay.running),
+            profile,
+            int(live[:split].max(initial=0)),
+            int(live[split:].max(initial=0)),
+        )
+        self.known[kept] = found
+        return found
+
+    @staticmethod
+    def _longer(hold: dict[int, int], sid: int, until: int) -> None:
+        if until > hold.get(sid, -1):
+            hold[sid] = until
+
+    def _profile(self, hold: dict[int, int], level: list[tuple[int, int]], tops: list[tuple[int, int, int]]) -> tuple[int, Bytes]:
+        sim = self.sim
+        (fa, fb), (wa, wb) = self.ranges
+        split = self.size_forward
+        change = np.zeros(split + (wb - wa) + 1, dtype=np.int64)
+        held = 0
+        for sid, until in hold.items():
+            start = sim.natural_end[sid]
+            if start >= until:
+                continue
+            size = sim.graph.storages[sid].bytes
+            if start < wa:
+                held += size
+            change[min(max(start, fa), fb) - fa if start < wa else min(start - wa, wb - wa) + split] += size
+            change[split + min(max(until, wa), wb) - wa] -= size
+        for event, size in level:
+            change[split + min(max(event, wa), wb) - wa] += size
+        profile = np.cumsum(change[:-1])
+        if tops:
+            copies = np.zeros(wb - wa + 1, dtype=np.int64)
+            for event, size in level:
+                copies[min(max(event, wa), wb) - wa] += size
+            after = np.cumsum(copies[:-1])
+            for event, most, _ in tops:
+                if wa <= event < wb:
+                    k = event - wa
+                    profile[split + k] += max(0, most - int(after[k]))
+        return held, profile
+
+    def search(self, effort: int, seeds: list[int] | None = None) -> list[Configuration]:
+        """Look for good configurations with at most about ``effort`` evaluations; the Pareto front of all that was seen."""
+        count = len(self.units)
+        everything = (1 << count) - 1
+        first = self.evaluate(everything)
+        last = self.evaluate(0)
+        for seed in seeds or ():
+            self.evaluate(seed)
+        if count and (1 << count) <= min(effort, 1 << 10):
+            for kept in range(1 << count):
+                self.evaluate(kept)
+        elif count:
+            span = max(1, first.held_bytes - last.held_bytes)
+            price = max(last.seconds - first.seconds, 1e-12) / span
+            best_start = [everything, 0, *(seeds or ())]
+            for transient in (0.0, 1.0, 4.0, 0.25):
+                for factor in (1.0, 0.3, 3.0, 0.1, 10.0, 0.03, 0.55, 1.7, 100.0, 0.003):
+                    if len(self.known) > effort:
+                        break
+                    self._descend(best_start, factor * price, transient * factor * price)
+        return self.front()
+
+    def _score(self, kept: int, price: float, transient: float) -> float:
+        c = self.evaluate(kept)
+        return c.seconds + price * c.held_bytes + transient * (max(c.window_peak, c.forward_peak))
+
+    def _descend(self, starts: list[int], price: float, transient: float) -> int:
+        """First-improvement descent by flips, then by pairs of flips, from the best of what is known."""
+        count = len(self.units)
+        kept = min(self.known, key=lambda k: (self._score(k, price, transient), k))
+        best = self._score(kept, price, transient)
+        improved = True
+        while improved:
+            improved = False
+            for k in range(count):
+                other = kept ^ (1 << k)
+                score = self._score(other, price, transient)
+                if score < best - 1e-15:
+                    kept, best, improved = other, score, True
+            if not improved:
+                for i in range(count):
+                    for j in range(i + 1, min(count, i + 5)):
+                        other = kept ^ (1 << i) ^ (1 << j)
+                        score = self._score(other, price, transient)
+                        if score < best - 1e-15:
+                            kept, best, improved = other, score, True
+        return kept
+
+    def front(self, most: int = 64) -> list[Configuration]:
+        """The configurations that no other one beats in held bytes, seconds and both peaks, thinned to about ``most``."""
+        everyone = sorted(self.known.values(), key=lambda c: (c.seconds, c.held_bytes, c.window_peak, c.forward_peak, c.kept))
+        table = np.array([(c.held_bytes, c.window_peak, c.forward_peak) for c in everyone], dtype=np.int64)
+        chosen: list[int] = []
+        for k in range(len(everyone)):
+            if chosen and bool((table[chosen] <= table[k]).all(axis=1).any()):
+                continue
+            chosen.append(k)
+        if len(chosen) > most:
+            chosen = _thin(everyone, chosen, most)
+        return [everyone[k] for k in chosen]
+
+
+def _thin(everyone: list[Configuration], chosen: list[int], most: int) -> list[int]:
+    """Keep the best for a grid of prices of held bytes and of transient bytes, and the extremes."""
+    seconds = np.array([everyone[k].seconds for k in chosen])
+    held = np.array([everyone[k].held_bytes for k in chosen], dtype=float)
+    peak = np.array([max(everyone[k].window_peak, everyone[k].forward_peak) for k in chosen], dtype=float)
+    price = max(float(np.ptp(seconds)), 1e-12) / max(1.0, float(np.ptp(held)))
+    keep: set[int] = {0, int(np.argmin(held)), int(np.argmin(peak)), int(np.argmin(held + peak))}
+    grid = [0.0, *np.geomspace(0.003, 300, 20).tolist()]
+    for transient in (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0):
+        for factor in grid:
+            if len(keep) >= most:
+                break
+            keep.add(int(np.argmin(seconds + price * factor * held + price * max(factor, 0.1) * transient * peak)))
+    return sorted(chosen[k] for k in keep)

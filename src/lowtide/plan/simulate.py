@@ -1,0 +1,498 @@
+"""The exact memory and time of a step under a set of stored values, by walking the step graph's events.
+
+In: a `StepGraph` and the ids of the values that are stored. Out: a `Simulation`: live bytes at every event, their peak and where it stands,
+the operations that run again, and their seconds. The rules are those of docs/design.md ("What the executor does with a plan"), so what is
+predicted here is what the meter reads there. A `Simulator` holds the graph's indices, because a planner asks thousands of times.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.errors import PlanError
+from lowtide.graph import Operation, StepGraph
+
+Bytes = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What a step does under one set of stored values.
+
+    Attributes:
+        stored: the stored values that were asked for.
+        replayed: indices of the operations that run again in backward (the set N of docs/design.md), in forward order.
+        given_up: ids of the saved values that are given up.
+        peak_bytes: the most live bytes at any moment, within operations and replays too.
+        peak_event: index of the event at which the peak stands.
+        peak_operation: the operation that runs then (a replayed one when ``peak_in_replay``), or ``None`` in a step without operations.
+        peak_in_replay: whether the peak stands within a replay.
+        extra_seconds: what the plan adds to the step.
+        live_bytes: live bytes after every event.
+        top_bytes: the most live bytes at any moment of every event.
+        held_until: storage id -> event after which a plan lets a storage go that would naturally have died earlier.
+    """
+
+    stored: frozenset[int]
+    replayed: tuple[int, ...]
+    given_up: tuple[int, ...]
+    peak_bytes: int
+    peak_event: int
+    peak_operation: Operation | None
+    peak_in_replay: bool
+    extra_seconds: float
+    live_bytes: Bytes = field(repr=False)
+    top_bytes: Bytes = field(repr=False)
+    held_until: dict[int, int] = field(repr=False)
+
+    @property
+    def peak_module(self) -> str:
+        """Qualified name of the module in which the peak stands."""
+        return self.peak_operation.module if self.peak_operation else ""
+
+
+@dataclass(slots=True)
+class Replay:
+    """What a set of given-up values makes the executor do: the sparse part of a simulation.
+
+    Attributes:
+        operations: all operations that the given-up values rest on, in forward order.
+        running: those that really run (some saved tensors are never unpacked).
+        repeats: operations that run once more because somebody unpacks a tensor a second time.
+        hold: value id -> event until which a stored value is held for others that rest on it.
+        level: (event, bytes) changes of the replayed copies' bytes, effective after the event.
+        tops: (event, bytes of replayed copies at their most within the event, operation that runs then).
+    """
+
+    operations: list[int]
+    running: list[int]
+    repeats: list[int]
+    hold: dict[int, int]
+    level: list[tuple[int, int]]
+    tops: list[tuple[int, int, int]]
+
+
+class Simulator:
+    """Simulates one step graph under many sets of stored values."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.end = len(graph.events)
+        """The event index that stands for "never"."""
+        self._index_values()
+        self._index_events()
+        self._natural_timeline()
+        self.plain_live, self.plain_peak = self._plain()
+
+    def _index_values(self) -> None:
+        graph = self.graph
+        storages = graph.storages
+        self.value_bytes = [storages[v.storage].bytes for v in graph.values]
+        self.producer = [v.producer if v.producer is not None else -1 for v in graph.values]
+        self.storage_of = [v.storage for v in graph.values]
+        by_version = {(v.storage, v.version): v.id for v in graph.values}
+        self.previous = [by_version.get((v.storage, v.version - 1), -1) for v in graph.values]
+        self.readers: list[list[int]] = [[] for _ in graph.values]
+        for op in graph.operations:
+            if op.phase == "forward":
+                for value in op.reads:
+                    self.readers[value].append(op.index)
+        self.base_flags = bytearray(len(graph.values))
+        for value in graph.values:
+            if value.producer is None and value.storable:
+                self.base_flags[value.id] = 1
+        self.saved_of: dict[int, list[int]] = {}
+        """value -> its droppable saved tensors."""
+        for saved in graph.saved:
+            if saved.droppable:
+                self.saved_of.setdefault(saved.value, []).append(saved.id)
+        self.droppable = [v for v in self.saved_of if self.producer[v] >= 0]
+        """the values that a plan decides about."""
+
+    def _index_events(self) -> None:
+        graph, end = self.graph, self.end
+        self.op_event = [end] * len(graph.operations)
+        self.free_event = [end] * len(graph.storages)
+        self.pack_event = [0] * len(graph.saved)
+        self.release_event = [end] * len(graph.saved)
+        self.unpacks: list[list[tuple[int, int]]] = [[] for _ in graph.saved]
+        for at, (kind, index) in enumerate(graph.events):
+            if kind == "op":
+                self.op_event[index] = at
+            elif kind == "free":
+                self.free_event[index] = at
+            elif kind == "pack":
+                self.pack_event[index] = at
+            elif kind == "release":
+                self.release_event[index] = at
+            elif kind == "unpack":
+                self.unpacks[index].append((at, end))
+            elif kind == "done":
+                for k, (start, until) in enumerate(self.unpacks[index]):
+                    if until == end:
+                        self.unpacks[index][k] = (start, at)
+                        break
+        self.own_hold = [
+            max([self.release_event[t], *(until for _, until in self.unpacks[t])]) for t in range(len(graph.saved))
+        ]
+        self.saved_release: dict[int, int] = {}
+        """value -> the last release of its droppable saved tensors."""
+        self.saved_hold: dict[int, int] = {}
+        """value -> the last release or done of its droppable saved tensors."""
+        self.unpacked: dict[int, bool] = {}
+        """value -> whether anybody unpacks one of its droppable saved tensors."""
+        self.value_events: dict[int, list[tuple[int, int, int]]] = {}
+        """value -> (event, kind, saved tensor): kind 0 for done, 1 for the first unpack, 2 for a later one."""
+        for value, tensors in self.saved_of.items():
+            self.saved_release[value] = max(self.release_event[t] for t in tensors)
+            self.saved_hold[value] = max(self.own_hold[t] for t in tensors)
+            self.unpacked[value] = any(self.unpacks[t] for t in tensors)
+            events: list[tuple[int, int, int]] = []
+            for t in tensors:
+                for k, (start, until) in enumerate(self.unpacks[t]):
+                    events.append((start, 2 if k else 1, t))
+                    if until < end and not k:
+                        events.append((until, 0, t))
+            self.value_events[value] = events
+
+    def _natural_timeline(self) -> None:
+        """Live bytes when every droppable saved tensor is given up and nothing is replayed; saved tensors that stay are counted."""
+        graph, end = self.graph, self.end
+        self.natural_end = list(self.free_event)
+        for storage in graph.storages:
+            if storage.producer is None and storage.kind != "input":
+                self.natural_end[storage.id] = end
+        for saved in graph.saved:
+            if not saved.droppable:
+                sid = self.storage_of[saved.value]
+                self.natural_end[sid] = max(self.natural_end[sid], self.own_hold[saved.id])
+        change = np.zeros(end + 1, dtype=np.int64)
+        for storage in graph.storages:
+            if storage.producer is not None:
+                change[self.op_event[storage.producer]] += storage.bytes
+            if self.natural_end[storage.id] < end and (storage.producer is not None or storage.kind == "input"):
+                change[self.natural_end[storage.id]] -= storage.bytes
+        self.natural_change = change
+        self.scratch = np.zeros(end, dtype=np.int64)
+        for op in graph.operations:
+            if self.op_event[op.index] < end:
+                self.scratch[self.op_event[op.index]] = op.scratch_bytes
+        self.natural_live: Bytes = graph.resident_bytes + np.cumsum(change[:end])
+
+    def _plain(self) -> tuple[Bytes, int]:
+        hold: dict[int, int] = {}
+        for value, until in self.saved_hold.items():
+            sid = self.storage_of[value]
+            hold[sid] = max(hold.get(sid, 0), until)
+        live = self._live(hold)
+        top = live + self.scratch
+        return live, int(top.max(initial=self.graph.resident_bytes))
+
+    def _live(self, hold: dict[int, int]) -> Bytes:
+        """Live bytes after every event when each storage is held until ``hold[storage]``."""
+        change = self.natural_change.copy()
+        storages, natural_end, end = self.graph.storages, self.natural_end, self.end
+        at: list[int] = []
+        by: list[int] = []
+        for sid, until in hold.items():
+            start = natural_end[sid]
+            if start < until and start < end:
+                size = storages[sid].bytes
+                at += (start, until)
+                by += (size, -size)
+        if at:
+            np.add.at(change, at, by)
+        return self.graph.resident_bytes + np.cumsum(change[: self.end])
+
+    def flags(self, stored: Iterable[int]) -> bytearray:
+        """One byte a value: 1 where it is stored or stood before the step, 2 where it is kept for backward as PyTorch would keep it but
+        no replay may start from it.
+
+        Raises:
+            PlanError: a value cannot be stored.
+        """
+        flags = bytearray(self.base_flags)
+        for value in stored:
+            if self.graph.values[value].storable:
+                flags[value] = 1
+            elif value in self.saved_of:
+                flags[value] = 2
+            else:
+                raise PlanError(f"value {value} cannot be stored: {self.describe(value)} is overwritten or resized later in the step")
+        return flags
+
+    def describe(self, value: int) -> str:
+        """A value in words: what wrote it, and in which module."""
+        index = self.producer[value]
+        if index < 0:
+            return f"storage {self.graph.storages[self.storage_of[value]].name or self.storage_of[value]}"
+        op = self.graph.operations[index]
+        return f"output of {op.name} (operation {index}, module {op.module or 'root'!r})"
+
+    def closure(self, given: Iterable[int], flags: bytearray) -> set[int]:
+        """The operations that bring ``given`` back from what ``flags`` says is stored.
+
+        Raises:
+            PlanError: one of them is not replayable, or rests on a value that is not there.
+        """
+        operations, producer = self.graph.operations, self.producer
+        needed: set[int] = set()
+        stack = list(given)
+        while stack:
+            value = stack.pop()
+            index = producer[value]
+            if index < 0:
+                raise PlanError(f"a replay rests on value {value} ({self.describe(value)}), which the step overwrites: store what is made from it")
+            if index in needed:
+                continue
+            needed.add(index)
+            op = operations[index]
+            if not op.replayable:
+                raise PlanError(f"value {value} must be stored: {self.describe(value)} is not replayable ({op.reason or 'unknown reason'})")
+            for u in op.reads:
+                if flags[u] == 2:
+                    raise PlanError(f"a replay rests on value {u} ({self.describe(u)}), which the step overwrites: store what is made from it")
+                if not flags[u]:
+                    if self.graph.values[u].must_store:
+                        raise PlanError(f"value {u} must be stored: {self.describe(u)} is read by a replay that may not reach further back")
+                    stack.append(u)
+        return needed
+
+    def simulate(self, stored: Collection[int]) -> Simulation:
+        """The step under ``stored`` (rules 1 to 7 of docs/design.md).
+
+        Raises:
+            PlanError: a value in ``stored`` cannot be stored, or what is given up cannot be brought back.
+        """
+        graph = self.graph
+        flags = self.flags(stored)
+        given = [v for v in self.droppable if not flags[v]]
+        replay = self.replay(given, flags)
+        hold: dict[int, int] = {}
+        for value, until in self.saved_hold.items():
+            if flags[value]:
+                sid = self.storage_of[value]
+                if until > hold.get(sid, -1):
+                    hold[sid] = until
+        for value, until in replay.hold.items():
+            sid = self.storage_of[value]
+            if until > hold.get(sid, -1):
+                hold[sid] = until
+        live = self._live(hold)
+        if replay.level:
+            change = np.zeros(self.end + 1, dtype=np.int64)
+            np.add.at(change, [e for e, _ in replay.level], [b for _, b in replay.level])
+            copies = np.cumsum(change[: self.end])
+            top = live + copies + self.scratch
+            for event, bytes_, _ in replay.tops:
+                top[event] = max(top[event], live[event] + bytes_)
+            live = live + copies
+        else:
+            top = live + self.scratch
+        event, peak = -1, graph.resident_bytes
+        if self.end:
+            at = int(np.argmax(top))
+            if top[at] >= peak:
+                event, peak = at, int(top[at])
+        operation, in_replay = self._standing(event, peak - int(live[event]) if event >= 0 else 0, replay)
+        extra = sum(graph.operations[i].seconds + graph.replay_overhead_seconds for i in [*replay.running, *replay.repeats])
+        if given:
+            extra += graph.overhead_seconds
+        return Simulation(
+            stored=frozenset(stored),
+            replayed=tuple(replay.running),
+            given_up=tuple(given),
+            peak_bytes=peak,
+            peak_event=event,
+            peak_operation=operation,
+            peak_in_replay=in_replay,
+            extra_seconds=extra,
+            live_bytes=live,
+            top_bytes=top,
+            held_until={sid: until for sid, until in hold.items() if until > self.natural_end[sid]},
+        )
+
+    def _standing(self, event: int, above: int, replay: Replay) -> tuple[Operation | None, bool]:
+        """The operation that runs at ``event``, and whether it is a replay."""
+        graph = self.graph
+        if event < 0:
+            return (graph.operations[0] if graph.operations else None), False
+        here = [(bytes_, op) for e, bytes_, op in replay.tops if e == event]
+        if here and above > 0:
+            return graph.operations[max(here)[1]], True
+        while event >= 0:
+            kind, index = graph.events[event]
+            if kind == "op":
+                return graph.operations[index], False
+            event -= 1
+        return (graph.operations[0] if graph.operations else None), False
+
+    def replay(self, given: list[int], flags: bytearray) -> Replay:
+        """What giving up ``given`` does, when ``flags`` says what is stored."""
+        if not given:
+            return Replay([], [], [], {}, [], [])
+        every = self.closure(given, flags)
+        unpacked = [v for v in given if self.unpacked[v]]
+        running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
+        order = sorted(every)
+        walk = _Walk(self, flags, running)
+        walk.run(unpacked)
+        return Replay(order, sorted(running), walk.repeats, self._rests(order, given, flags), walk.level, walk.tops)
+
+    def _rests(self, order: list[int], given: list[int], flags: bytearray) -> dict[int, int]:
+        """Rule 3: stored value -> the last release of a given-up saved tensor whose replay reads it."""
+        operations, producer = self.graph.operations, self.producer
+        until: dict[int, int] = {}
+        for value in given:
+            index = producer[value]
+            until[index] = max(until.get(index, -1), self.saved_release[value])
+        hold: dict[int, int] = {}
+        for index in reversed(order):
+            last = until[index]
+            for u in operations[index].reads:
+                if flags[u]:
+                    if last > hold.get(u, -1):
+                        hold[u] = last
+                else:
+                    p = producer[u]
+                    if last > until.get(p, -1):
+                        until[p] = last
+        return hold
+
+
+class _Walk:
+    """Rules 4, 5 and 7: which replayed copies are alive when."""
+
+    def __init__(self, simulator: Simulator, flags: bytearray, running: set[int]) -> None:
+        self.sim = simulator
+        self.flags = flags
+        self.operations = simulator.graph.operations
+        self.left: dict[int, int] = {}
+        """value -> readers that have not read it yet."""
+        for index in running:
+            for u in self.operations[index].reads:
+                if not flags[u]:
+                    self.left[u] = self.left.get(u, 0) + 1
+        self.handed: dict[int, int] = {}
+        """value -> tensors of it that backward holds now."""
+        self.cached: set[int] = set()
+        self.live = 0
+        self.level: list[tuple[int, int]] = []
+        self.tops: list[tuple[int, int, int]] = []
+        self.repeats: list[int] = []
+
+    def run(self, given: list[int]) -> None:
+        """Walk the unpack and done events of ``given``."""
+        sim = self.sim
+        events: list[tuple[int, int, int]] = []
+        for value in given:
+            events += sim.value_events[value]
+            self.left[value] = self.left.get(value, 0) + sum(1 for t in sim.saved_of[value] if sim.unpacks[t])
+        events.sort()
+        for event, kind, tensor in events:
+            value = sim.graph.saved[tensor].value
+            before = self.live
+            if kind == 0:
+                self.handed[value] -= 1
+                self._drop(value)
+            elif kind == 1:
+                if value not in self.cached:
+                    self._bring(value, event, self.left, self.cached)
+                self.left[value] -= 1
+                self.handed[value] = self.handed.get(value, 0) + 1
+                self._drop(value)
+            else:
+                self._again(value, event)
+            if self.live != before:
+                self.level.append((event, self.live - before))
+
+    def _needed(self, value: int, cached: set[int]) -> list[int]:
+        producer, flags = self.sim.producer, self.flags
+        needed: set[int] = set()
+        stack = [value]
+        while stack:
+            v = stack.pop()
+            index = producer[v]
+            if index in needed:
+                continue
+            needed.add(index)
+            for u in self.operations[index].reads:
+                if not flags[u] and u not in cached:
+                    stack.append(u)
+        return sorted(needed)
+
+    def _bring(self, value: int, event: int, left: dict[int, int], cached: set[int]) -> None:
+        """Run what ``value`` needs, in forward order, counting readers in ``left`` and caching in ``cached``."""
+        sim, flags = self.sim, self.flags
+        sizes, previous = sim.value_bytes, sim.previous
+        live = self.live
+        most, most_op = -1, -1
+        for index in self._needed(value, cached):
+            op = self.operations[index]
+            moved: set[int] = set()
+            for w in op.writes:
+                old = previous[w]
+                if old >= 0 and old in op.reads and old in cached and left[old] == 1 and not self.handed.get(old, 0):
+                    moved.add(old)
+                else:
+                    live += sizes[w]
+            if live + op.scratch_bytes > most:
+                most, most_op = live + op.scratch_bytes, index
+            for w in op.writes:
+                if not flags[w] and left.get(w, 0) > 0:
+                    cached.add(w)
+                else:
+                    live -= sizes[w]
+            for u in op.reads:
+                if flags[u]:
+                    continue
+                left[u] -= 1
+                if u in moved:
+                    cached.discard(u)
+                elif not left[u] and u in cached and not self.handed.get(u, 0):
+                    cached.discard(u)
+                    live -= sizes[u]
+        self.live = live
+        self.tops.append((event, most, most_op))
+
+    def _drop(self, value: int) -> None:
+        if value in self.cached and not self.left[value] and not self.handed.get(value, 0):
+            self.cached.discard(value)
+            self.live -= self.sim.value_bytes[value]
+
+    def _again(self, value: int, event: int) -> None:
+        """Rule 7: a later unpack of the same saved tensor runs an uncached replay, or takes the copy that is still cached."""
+        before = self.live
+        if value in self.cached:
+            return
+        needed = self._needed(value, self.cached)
+        left: dict[int, int] = {value: 1}
+        for index in needed:
+            for u in self.operations[index].reads:
+                if not self.flags[u]:
+                    left[u] = left.get(u, 0) + 1
+        for u in self.cached:
+            if u in left:
+                left[u] += 1
+        self.repeats += needed
+        self._bring(value, event, left, set(self.cached))
+        self.live = before
+
+
+def simulate(graph: StepGraph, stored: Collection[int]) -> Simulation:
+    """The step of ``graph`` when the values ``stored`` stay and every other droppable saved value is given up.
+
+    Raises:
+        PlanError: a value in ``stored`` cannot be stored, or what is given up cannot be brought back.
+    """
+    return Simulator(graph).simulate(stored)
+
+
+def plain(graph: StepGraph) -> Simulation:
+    """The step of ``graph`` with everything kept, as PyTorch runs it."""
+    simulator = Simulator(graph)
+    return simulator.simulate(simulator.droppable)

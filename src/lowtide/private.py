@@ -1,0 +1,95 @@
+"""Every private PyTorch interface that the eager tracer and executor lean on, in one place.
+
+`tests/run/test_private.py` checks each, so that a PyTorch release that moves one fails there, by name, and nowhere else.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+
+_INPLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
+
+
+def in_backward() -> bool:
+    """Whether the calling thread runs inside the autograd engine."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The address of the tensor's storage object: unique while the storage lives, reused after."""
+    return tensor.untyped_storage()._cdata
+
+
+def versioned_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same storage that shares the version counter and has no autograd history; works inside a dispatch mode.
+
+    ``detach`` below autograd makes an alias with a version counter of its own, which later in-place writes would not move. Letting the
+    ADInplaceOrView key in for the one call gives an alias that shares the counter.
+    """
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_INPLACE_OR_VIEW)
+    if not excluded:
+        return tensor.detach()
+    torch._C._dispatch_tls_set_dispatch_key_excluded(_INPLACE_OR_VIEW, False)
+    try:
+        return tensor.detach()
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(_INPLACE_OR_VIEW, True)
+
+
+def version_witness(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor that shares the version counter of ``tensor`` but not its bytes.
+
+    Setting ``.data`` swaps the storage and leaves the counter, so the witness tells of in-place writes without keeping anything alive.
+    """
+    witness = tensor.detach()
+    witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return witness
+
+
+@contextmanager
+def replaying() -> Iterator[None]:
+    """Run recorded operations as they were recorded: below autograd (no history) and below autocast (no second cast)."""
+    guard = torch._C._DisableAutocast()
+    try:
+        with torch.no_grad():
+            yield
+    finally:
+        del guard
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many references hold the storage, the Python object included."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calling the module runs code that `torch.compile` made: a dispatch mode around it would end that for good."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    return isinstance(module, torch._dynamo.eval_frame.OptimizedModule)
+
+
+def dispatch_modes() -> list[TorchDispatchMode]:
+    """The dispatch modes that are active on this thread, outermost first."""
+    return _get_current_dispatch_mode_stack()
+
+
+def leave_mode(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
+    """Take ``mode`` and everything above it off the stack; returns what was taken, for `enter_modes`."""
+    taken: list[TorchDispatchMode] = []
+    while dispatch_modes():
+        top = _pop_mode()
+        taken.append(top)
+        if top is mode:
+            break
+    return taken
+
+
+def enter_modes(taken: list[TorchDispatchMode]) -> None:
+    """Put back what `leave_mode` took."""
+    for mode in reversed(taken):
+        _push_mode(mode)

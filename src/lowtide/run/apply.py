@@ -1,0 +1,73 @@
+"""`apply`: run a step under a plan."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Self
+
+from lowtide.errors import PlanError
+from lowtide.plan.plan import Plan
+from lowtide.run.direct import PlanDirector
+from lowtide.run.record import Findings, Recorder, Verify
+
+
+class apply:  # noqa: N801 - reads as a verb where it is used: ``with lowtide.apply(plan): ...``
+    """Run the step in the block under ``plan``.
+
+    The object may be entered again for the next step; with ``verify="first"`` only the first is verified.
+
+    Args:
+        plan: made for the very step that runs in the block.
+        verify: ``first`` runs each recorded operation of the first step twice and compares, ``always`` also compares every replayed tensor's
+            digest in every step, ``never`` trusts.
+
+    Attributes:
+        findings: what the latest step found out.
+        departed: how many operations of the latest step the plan did not know.
+
+    Raises:
+        PlanError: the plan carries no program.
+
+    Example:
+        >>> import torch, lowtide
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+        >>> x = torch.randn(4, 8)
+        >>> plan = lowtide.plan(lowtide.trace(lambda: model(x).sum()), policy="full")
+        >>> with lowtide.apply(plan):
+        ...     model(x).sum().backward()
+    """
+
+    def __init__(self, plan: Plan, *, verify: Verify = "first") -> None:
+        if verify not in ("first", "always", "never"):
+            raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+        if not plan.program:
+            raise PlanError("this plan has no program to follow: make it with lowtide.plan or lowtide.policies.make_plan")
+        self.plan = plan
+        self.verify: Verify = verify
+        self.findings = Findings()
+        self.departed = 0
+        self._verified = False
+        self._stack: ExitStack | None = None
+        self._director: PlanDirector | None = None
+
+    def __enter__(self) -> Self:
+        if self._stack is not None:
+            raise PlanError("this apply(plan) is already active: nest another one")
+        self._director = PlanDirector(self.plan)
+        recorder = Recorder(
+            self._director,
+            verify=self.verify != "never" and not self._verified,
+            check=self.verify == "always",
+        )
+        self._stack = ExitStack()
+        self._stack.enter_context(recorder.recording())
+        self.findings = recorder.findings
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        assert self._stack is not None and self._director is not None
+        self.departed = self._director.departed
+        stack, self._stack, self._director = self._stack, None, None
+        stack.__exit__(kind, error, trace)
+        self._verified = self._verified or kind is None

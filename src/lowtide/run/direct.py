@@ -1,0 +1,76 @@
+"""Directors: who tells the recorder what to record and what stays."""
+
+from __future__ import annotations
+
+from lowtide.ops import OpInfo
+from lowtide.plan.plan import Plan
+
+_LOOK_AHEAD = 400
+
+
+class RegionDirector:
+    """Records everything and gives everything up: the rule inside a checkpointing scope, which knows no graph."""
+
+    def wants(self, info: OpInfo) -> bool:
+        """Always."""
+        return True
+
+    def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
+        """Record it; nothing that it wrote stays."""
+        return True, ()
+
+
+class IdleDirector:
+    """Records nothing, so everything stays."""
+
+    def wants(self, info: OpInfo) -> bool:
+        """Never."""
+        return False
+
+    def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
+        """Do not record it."""
+        return False, ()
+
+
+class PlanDirector:
+    """Follows a plan's program, operation by operation.
+
+    Where the running step departs from the program (data-dependent routing), it looks ahead for where the two meet again; an operation that
+    the plan does not know is recorded and given up, which is always safe.
+
+    Attributes:
+        departed: how many operations the plan did not know.
+    """
+
+    def __init__(self, plan: Plan) -> None:
+        self._program = plan.program
+        self._at = 0
+        self.departed = 0
+
+    def _find(self, info: OpInfo) -> int | None:
+        program, at = self._program, self._at
+        if at < len(program) and program[at].name == info.name:
+            return at
+        for ahead in range(at, min(at + _LOOK_AHEAD, len(program))):
+            if program[ahead].name == info.name:
+                return ahead
+        return None
+
+    def wants(self, info: OpInfo) -> bool:
+        """Whether the plan runs this operation again."""
+        at = self._find(info)
+        return True if at is None else self._program[at].replayed
+
+    def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
+        """What the plan says of it."""
+        at = self._find(info)
+        if at is None:
+            self.departed += 1
+            return True, ()
+        self.departed += at - self._at
+        self._at = at + 1
+        step = self._program[at]
+        if len(step.stored) != writes:
+            self.departed += 1
+            return step.replayed, ()
+        return step.replayed, step.stored

@@ -1,0 +1,498 @@
+"""Record a running forward on the tape, and stand between autograd and what it saves.
+
+`Recorder` is the dispatch mode and the pair of saved-tensor hooks of one forward. What is recorded and what is held is asked of a `Director`:
+one that follows a plan (`lowtide.run.apply`) or one that knows only its region (`lowtide.run.scope`).
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal, Protocol
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide import private
+from lowtide.errors import ReplayError
+from lowtide.ops import (
+    OpInfo,
+    covers_storage,
+    has_plain_storage,
+    hidden_statistics,
+    is_wrapper,
+    op_info,
+    tensors_of,
+    written_tensors,
+)
+from lowtide.run.direct import PlanDirector
+from lowtide.run.tape import (
+    LiveValue,
+    Node,
+    Ref,
+    bring_back,
+    digest,
+    flat_results,
+    generator_state,
+    is_unrecorded,
+    make_ref,
+    run_again,
+    same_bytes,
+    unrecorded,
+)
+
+Verify = Literal["first", "always", "never"]
+
+
+class Director(Protocol):
+    """Decides, operation by operation, what the recorder does."""
+
+    def wants(self, info: OpInfo) -> bool:
+        """Whether the next operation, if it is ``info``, is to be recorded: asked before it runs, so that nothing is prepared in vain."""
+        ...
+
+    def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
+        """The operation has run: whether to record it, and which of the ``writes`` values that it wrote stay (missing ones do not)."""
+        ...
+
+
+@dataclass
+class Findings:
+    """What one recorded forward found out.
+
+    Attributes:
+        kept: operation names that did not reproduce, with the reason; their results were kept.
+        given_up_bytes: bytes of the saved tensors that were given up.
+        kept_bytes: bytes of those that were kept.
+    """
+
+    kept: dict[str, str] = field(default_factory=dict)
+    given_up_bytes: int = 0
+    kept_bytes: int = 0
+
+
+class Kept:
+    """A saved tensor that stays."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor = tensor.detach()
+        self.version = self.tensor._version
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, unless it was overwritten."""
+        _check_version(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
+
+
+class GivenUp:
+    """A saved tensor that is brought back when asked for."""
+
+    __slots__ = ("asked", "digest", "ref", "version", "witness")
+
+    def __init__(self, ref: Ref, tensor: torch.Tensor, checked: tuple[int, int] | None) -> None:
+        self.ref = ref
+        self.witness = private.version_witness(tensor)
+        self.version = self.witness._version
+        self.digest = checked
+        self.asked = False
+        ref.value.readers += 1
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, replayed or from the cache of an earlier replay."""
+        with unrecorded():
+            return self._bring_back()
+
+    def _bring_back(self) -> torch.Tensor:
+        _check_version(self.witness, self.version, self.ref.shape)
+        value = self.ref.value
+        base = bring_back(value)
+        if self.digest is not None and digest(base) != self.digest:
+            node = value.node
+            raise ReplayError(
+                f"{node.func if node is not None else 'an operation'} gave other bytes in its replay than in the forward pass, so this step's "
+                "gradients would be wrong: mark its module with lowtide.policies.keep_all, or run with verify='first' from the start"
+            )
+        if not self.asked:
+            self.asked = True
+            if value.readers > 0:
+                value.readers -= 1
+                if value.readers == 0:
+                    value.cached = None
+        return self.ref.view(base)
+
+
+class Wrapped:
+    """A saved tensor subclass that holds other tensors; each is packed for itself."""
+
+    __slots__ = ("context", "kind", "names", "packed", "shape", "strides")
+
+    def __init__(self, tensor: Any, recorder: Recorder) -> None:
+        self.kind = type(tensor)
+        self.names, self.context = tensor.__tensor_flatten__()
+        self.shape, self.strides = tensor.shape, tensor.stride()
+        self.packed = [recorder.pack(getattr(tensor, name)) for name in self.names]
+
+    def unpack(self) -> torch.Tensor:
+        """The subclass put together again."""
+        inner = {name: unpack(packed) for name, packed in zip(self.names, self.packed, strict=True)}
+        return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.strides)
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """What autograd gets back for what `Recorder.pack` returned."""
+    return packed if isinstance(packed, torch.Tensor) else packed.unpack()
+
+
+def _check_version(tensor: torch.Tensor, expected: int, shape: torch.Size) -> None:
+    if tensor._version != expected:
+        kind = tensor.type().removeprefix("torch.")
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[torch.{kind} {list(shape)}] is at version {tensor._version}; expected version {expected} instead. "
+            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True)."
+        )
+
+
+class Recorder(TorchDispatchMode):
+    """The dispatch mode of one forward, or of one region of it.
+
+    Args:
+        director: decides what is recorded and what stays.
+        verify: run every recorded operation a second time at once and compare, and check what is given up for writes that the dispatcher did
+            not see.
+        check: compare every replayed tensor with the digest of the original.
+    """
+
+    def __init__(self, director: Director, *, verify: bool = False, check: bool = False) -> None:
+        super().__init__()
+        self.director = director
+        self.verify = verify
+        self.check = check or verify
+        self.findings = Findings()
+        self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
+        self._held: dict[int, weakref.ref[LiveValue]] = {}
+        self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._nodes: list[weakref.ref[Node]] = []
+        self._order = 0
+
+    @contextmanager
+    def recording(self) -> Iterator[Recorder]:
+        """Activate the mode and the hooks together; afterwards nothing but autograd's graph holds what was recorded."""
+        with ExitStack() as stack:
+            stack.callback(self.close)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
+            stack.enter_context(self)
+            yield self
+
+    def boundary(self) -> None:
+        """From here on, what was written so far counts as having entered: it stays where something rests on it."""
+        self._given.clear()
+        self._held.clear()
+
+    @contextmanager
+    def region(self, director: Director) -> Iterator[None]:
+        """A scope inside what this recorder records.
+
+        A plan has its own decisions for the scope's operations, made when the step was traced; a scope's own recorder starts a region.
+        """
+        if isinstance(self.director, PlanDirector):
+            yield
+            return
+        before = self.director
+        self.boundary()
+        self.director = director
+        try:
+            yield
+        finally:
+            self.director = before
+
+    def close(self) -> None:
+        """Forget every value that no saved tensor rests on, and take it out of the counts of what it would have read."""
+        self._given.clear()
+        self._held.clear()
+        self._blank.clear()
+        for reference in reversed(self._nodes):
+            node = reference()
+            if node is None:
+                continue
+            outputs = [o() for _, o in node.outputs] + [o() for _, _, o in node.written]
+            if not any(o is not None and o.readers > 0 for o in outputs):
+                self._unread(node)
+            del node, outputs
+        self._nodes.clear()
+
+    def _unread(self, node: Node) -> None:
+        for source in node.inputs():
+            source.readers = max(0, source.readers - 1)
+
+    # ---- operations -------------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        info = op_info(func)
+        if info.is_view or private.in_backward() or is_unrecorded():
+            return func(*args, **kwargs)
+        for kind in types:
+            if kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__"):
+                return NotImplemented
+        return self._operation(func, info, args, kwargs)
+
+    def _operation(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        inputs = list(tensors_of(args)) + list(tensors_of(kwargs)) if kwargs else list(tensors_of(args))
+        plain = all(has_plain_storage(t) for t in inputs)
+        written = written_tensors(info, args, kwargs) if info.written else []
+        node: Node | None = None
+        writes: list[Ref] = []
+        before: list[tuple[torch.Tensor, torch.Tensor]] = []
+        prepared = self._prepare(func, info, args, kwargs, inputs, written, before) if plain else None
+        if prepared is not None:
+            node, writes = prepared
+        if written:
+            self._copy_on_write(written)
+        result = func(*args, **kwargs)
+        flat = flat_results(result)
+        keys = {private.storage_key(t) for t in inputs} if plain else set()
+        fresh: dict[int, int] = {}
+        for position, tensor in enumerate(flat):
+            if isinstance(tensor, torch.Tensor) and has_plain_storage(tensor):
+                key = private.storage_key(tensor)
+                if key not in keys and key not in fresh:
+                    fresh[key] = position
+        if not fresh and not written:
+            return result
+        record, stays = self.director.decide(info, len(fresh) + len(written))
+        if info.uninitialized:
+            for position in fresh.values():
+                self._mark_blank(flat[position])
+        for tensor in written:
+            key = private.storage_key(tensor) if has_plain_storage(tensor) else None
+            if key is not None and not (key in self._blank and info.fills and not covers_storage(tensor)):
+                self._blank.pop(key, None)
+            if key is not None:
+                self._given.pop(key, None)
+                self._held.pop(key, None)
+        if not record or node is None:
+            return result
+        if self.verify:
+            reason = self._rerun(node, info, args, kwargs, flat, before)
+            if reason:
+                self._not_reproduced(info.name, reason)
+                return result
+        self._link(node, fresh, flat, writes, written, stays)
+        return result
+
+    def _prepare(
+        self,
+        func: Any,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        inputs: list[torch.Tensor],
+        written: list[torch.Tensor],
+        before: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> tuple[Node, list[Ref]] | None:
+        """The node of a call about to be made, or ``None`` when it cannot be replayed."""
+        if info.reason or info.uninitialized or not self.director.wants(info):
+            return None
+        fills = {id(t) for t in written if info.fills and covers_storage(t)}
+        statistics = hidden_statistics(info, args)
+        ignored = fills | {id(args[p]) for p in statistics if isinstance(args[p], torch.Tensor)}
+        for tensor in inputs:
+            if id(tensor) not in ignored and private.storage_key(tensor) in self._blank:
+                return None
+        device = inputs[0].device if inputs else torch.device(kwargs.get("device") or "cpu")
+        node = Node(func, self._order, device)
+        self._order += 1
+        node.statistics = statistics
+        writes: list[Ref] = []
+        overwritten = {id(t) for t in written} - {id(args[p]) for p in statistics}
+        try:
+            node.args = [self._reference(item, fills, overwritten, writes) for item in args]
+            node.kwargs = {name: self._reference(item, fills, overwritten, writes) for name, item in kwargs.items()}
+        except _Unrecordable:
+            return None
+        if info.random:
+            generator = kwargs.get("generator")
+            node.generator = generator if isinstance(generator, torch.Generator) else None
+            node.random_state = generator_state(node.device, node.generator)
+        if self.verify:
+            before.extend((t, t.clone(memory_format=torch.preserve_format)) for t in written if has_plain_storage(t))
+        return node, writes
+
+    def _reference(self, item: Any, fills: set[int], overwritten: set[int], writes: list[Ref]) -> Any:
+        """An argument with references in place of tensors; those that the call overwrites are added to ``writes``."""
+        if isinstance(item, torch.Tensor):
+            filled = id(item) in fills
+            value = LiveValue(None, item.untyped_storage().nbytes()) if filled else self._value_of(item)
+            ref = make_ref(value, item)
+            if ref is None or (id(item) in overwritten and value.held is not None):
+                raise _Unrecordable
+            if id(item) in overwritten:
+                writes.append(ref)
+            return ref
+        if isinstance(item, (tuple, list)):
+            return [self._reference(part, fills, overwritten, writes) for part in item]
+        return item
+
+    def _link(
+        self,
+        node: Node,
+        fresh: dict[int, int],
+        flat: list[Any],
+        writes: list[Ref],
+        written: list[torch.Tensor],
+        stays: tuple[bool, ...],
+    ) -> None:
+        made: list[LiveValue] = []
+        place = 0
+        for position in fresh.values():
+            if not (place < len(stays) and stays[place]):
+                made.append(self._give(node, flat[position]))
+                node.outputs.append((position, weakref.ref(made[-1])))
+            place += 1
+        matter = {id(ref): ref.value.held is not None or ref.value.node is not None for ref in writes}
+        for ref, tensor in zip(writes, written, strict=False):
+            if place < len(stays) and stays[place]:
+                value = LiveValue(None, ref.value.nbytes)
+            else:
+                value = self._give(node, tensor)
+            made.append(value)
+            node.written.append((ref, matter[id(ref)], weakref.ref(value)))
+            place += 1
+        for source in node.inputs():
+            source.readers += 1
+        self._nodes.append(weakref.ref(node))
+
+    def _give(self, node: Node, tensor: torch.Tensor) -> LiveValue:
+        """Enter the value that ``node`` just wrote into the table of values that can come back."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        value = LiveValue(node, storage.nbytes())
+        if self.verify:
+            value.digest = digest(tensor)
+        given = self._given
+        given[key] = (value, weakref.ref(storage, lambda _: given.pop(key, None)))
+        return value
+
+    def _mark_blank(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        blank = self._blank
+        blank[key] = weakref.ref(storage, lambda _: blank.pop(key, None))
+
+    def _value_of(self, tensor: torch.Tensor) -> LiveValue:
+        """The value that a tensor shows now; one that stays is held from here on."""
+        key = private.storage_key(tensor)
+        entry = self._given.get(key)
+        if entry is not None:
+            value = entry[0]
+            if self.verify and value.digest is not None and digest(tensor) != value.digest:
+                self._written_behind(value, tensor)
+            return value
+        reference = self._held.get(key)
+        value = reference() if reference is not None else None
+        if value is not None and value.held is not None and value.held._version == value.version:
+            return value
+        value = LiveValue.stored(tensor)
+        self._held[key] = weakref.ref(value)
+        return value
+
+    def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> None:
+        name = str(value.node.func) if value.node is not None else "an operation"
+        self._not_reproduced(name, "its result was written by code that the dispatcher does not see")
+        value.node = None
+        value.held = private.versioned_alias(tensor)
+        value.version = value.held._version
+        value.digest = None
+        self._given.pop(private.storage_key(tensor), None)
+
+    def _copy_on_write(self, written: list[torch.Tensor]) -> None:
+        """Give recorded readers of a held tensor a copy of their own before the tensor is overwritten."""
+        for tensor in written:
+            if not has_plain_storage(tensor):
+                continue
+            reference = self._held.get(private.storage_key(tensor))
+            value = reference() if reference is not None else None
+            if value is None or value.held is None or value.held._version != value.version:
+                continue
+            if value.readers > 0:
+                storage = value.held.untyped_storage().clone()
+                copy = torch.empty(0, dtype=value.held.dtype, device=value.held.device)
+                held = value.held
+                value.held = copy.set_(storage, held.storage_offset(), held.shape, held.stride())  # type: ignore[call-overload]
+                value.version = value.held._version
+
+    def _rerun(
+        self,
+        node: Node,
+        info: OpInfo,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        flat: list[Any],
+        before: list[tuple[torch.Tensor, torch.Tensor]],
+    ) -> str:
+        """Why the operation does not reproduce, or nothing."""
+        fresh = {id(tensor): copy for tensor, copy in before}
+        for position in node.statistics:
+            if isinstance(args[position], torch.Tensor):
+                fresh[id(args[position])] = args[position].clone()
+
+        try:
+            again = flat_results(run_again(node, [_swap(item, fresh) for item in args], {k: _swap(v, fresh) for k, v in kwargs.items()}))
+        except RuntimeError as error:
+            return f"its second run raised {type(error).__name__}: {error}"
+        pairs = [(a, b) for a, b in zip(flat, again, strict=True) if isinstance(a, torch.Tensor)]
+        pairs += [(tensor, copy) for tensor, copy in before]
+        for first, second in pairs:
+            if has_plain_storage(first) and not same_bytes(first, second):
+                return "a second run with equal inputs gave other bytes"
+        return ""
+
+    def _not_reproduced(self, name: str, reason: str) -> None:
+        self.findings.kept.setdefault(name, reason)
+
+    # ---- saved tensors ----------------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd saves ``tensor``: keep it, or hold what brings it back."""
+        if is_wrapper(tensor):
+            return Wrapped(tensor, self)
+        if not has_plain_storage(tensor):
+            return Kept(tensor)
+        with unrecorded():
+            return self._pack_plain(tensor)
+
+    def _pack_plain(self, tensor: torch.Tensor) -> Kept | GivenUp:
+        entry = self._given.get(private.storage_key(tensor))
+        if entry is None:
+            self.findings.kept_bytes += tensor.untyped_storage().nbytes()
+            return Kept(tensor)
+        value = entry[0]
+        if self.verify and value.digest is not None and digest(tensor) != value.digest:
+            self._written_behind(value, tensor)
+            return Kept(tensor)
+        ref = make_ref(value, tensor)
+        if ref is None:
+            return Kept(tensor)
+        checked = value.digest
+        if self.check and checked is None:
+            checked = value.digest = digest(tensor)
+        self.findings.given_up_bytes += tensor.numel() * tensor.element_size()
+        return GivenUp(ref, tensor, checked if self.check else None)
+
+
+def _swap(item: Any, fresh: dict[int, torch.Tensor]) -> Any:
+    if isinstance(item, torch.Tensor):
+        return fresh.get(id(item), item)
+    if isinstance(item, (tuple, list)):
+        return [_swap(part, fresh) for part in item]
+    return item
+
+
+class _Unrecordable(Exception):
+    """An argument cannot be described by value and geometry."""

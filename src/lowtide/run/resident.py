@@ -1,0 +1,95 @@
+"""What an optimizer needs: the state it has or will have, and what its step allocates on the way."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from lowtide.errors import PlanError
+from lowtide.trace.eager import Tracer
+from lowtide.trace.fake import Faker
+
+
+@dataclass(frozen=True)
+class OptimizerNeed:
+    """Bytes that an optimizer takes.
+
+    Attributes:
+        state_bytes: its state, present or still to come.
+        step_bytes: the most that one ``step()`` allocates beyond its state.
+        missing_gradient_bytes: gradients that its trainable parameters do not have yet.
+    """
+
+    state_bytes: int
+    step_bytes: int
+    missing_gradient_bytes: int
+
+
+def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
+    """Run one step of a twin of ``optimizer`` on fake tensors and watch what it allocates.
+
+    Raises:
+        PlanError: this optimizer cannot be run so.
+    """
+    faker = Faker()
+    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    present = _bytes(item for state in optimizer.state.values() for item in state.values())
+    missing = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.grad is None)
+    try:
+        with ExitStack() as stack, faker.mode:
+            fakes = {id(p): faker.tensor(p.detach()).requires_grad_(p.requires_grad) for p in parameters}
+            groups: list[dict[str, Any]] = []
+            for group in optimizer.param_groups:
+                options = {name: item for name, item in group.items() if name != "params"}
+                groups.append({**faker.tree(options), "params": [fakes[id(p)] for p in group["params"]]})
+            for parameter in parameters:
+                if parameter.requires_grad:
+                    fakes[id(parameter)].grad = torch.empty_like(fakes[id(parameter)])
+            twin = type(optimizer).__new__(type(optimizer))
+            torch.optim.Optimizer.__init__(twin, groups, dict(optimizer.defaults))
+            for name, item in optimizer.__dict__.items():
+                if name not in twin.__dict__:
+                    twin.__dict__[name] = item
+            for parameter, state in optimizer.state.items():
+                if id(parameter) in fakes:
+                    twin.state[fakes[id(parameter)]] = faker.tree(state)
+            tracer = Tracer(None, fake=True)
+            stack.enter_context(tracer)
+            type(optimizer).step.__wrapped__(twin) if hasattr(type(optimizer).step, "__wrapped__") else twin.step()  # type: ignore[attr-defined]
+            tracer.closed = True
+            total = _bytes(item for state in twin.state.values() for item in state.values())
+    except Exception as error:
+        if present:
+            return OptimizerNeed(present, 0, missing)
+        raise PlanError(
+            f"the memory of {type(optimizer).__name__} cannot be worked out before its first step ({type(error).__name__}: {error}): run one "
+            "step first, or leave optimizer= out and subtract its state from the budget"
+        ) from error
+    return OptimizerNeed(total, max(0, _peak(tracer) - (total - present)), missing)
+
+
+def _bytes(items: Any) -> int:
+    seen: dict[int, int] = {}
+    for item in items:
+        if isinstance(item, torch.Tensor) and item.layout is torch.strided:
+            storage = item.untyped_storage()
+            seen[storage._cdata] = storage.nbytes()
+    return sum(seen.values())
+
+
+def _peak(tracer: Tracer) -> int:
+    made = {op["index"]: 0 for op in tracer.operations}
+    for storage in tracer.storages:
+        if storage["producer"] is not None:
+            made[storage["producer"]] += storage["bytes"]
+    live = top = 0
+    for event in tracer.events:
+        if event.kind == "op":
+            live += made[event.index]
+            top = max(top, live)
+        elif event.kind == "free" and tracer.storages[event.index]["producer"] is not None:
+            live -= tracer.storages[event.index]["bytes"]
+    return top

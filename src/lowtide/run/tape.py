@@ -1,0 +1,347 @@
+"""The tape: recorded operations, the values they wrote, and how a value that was given up comes back.
+
+Everything is linked by references and nothing is registered anywhere: autograd's graph holds handles, a handle holds a value, a value holds
+the node that wrote it, a node holds the values that it read. When autograd lets its graph go, all of it goes.
+"""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lowtide import private
+from lowtide.errors import ReplayError
+from lowtide.ops import has_plain_storage
+
+_BUSY = threading.local()
+
+
+def is_unrecorded() -> bool:
+    """Whether this thread is in the middle of lowtide's own work."""
+    return getattr(_BUSY, "depth", 0) > 0
+
+
+@contextmanager
+def unrecorded() -> Iterator[None]:
+    """What runs in the block on this thread is lowtide's own work, which no tape records."""
+    _BUSY.depth = getattr(_BUSY, "depth", 0) + 1
+    try:
+        yield
+    finally:
+        _BUSY.depth -= 1
+
+
+class LiveValue:
+    """One version of one storage in a running step.
+
+    Attributes:
+        node: the operation that writes it again, or ``None`` when the value is held instead.
+        held: a tensor on the stored storage; later in-place writes show in its version counter.
+        version: that counter when the value was recorded.
+        cached: a replayed copy that somebody still waits for.
+        readers: how many nodes and saved tensors have yet to read it.
+        nbytes: size of its storage.
+        digest: what its bytes sum up to, where verification asks for it.
+        module: name of the module that wrote it, for messages.
+    """
+
+    __slots__ = ("__weakref__", "cached", "digest", "held", "nbytes", "node", "readers", "version")
+
+    def __init__(self, node: Node | None, nbytes: int) -> None:
+        self.node = node
+        self.nbytes = nbytes
+        self.held: torch.Tensor | None = None
+        self.version = 0
+        self.cached: torch.Tensor | None = None
+        self.readers = 0
+        self.digest: tuple[int, int] | None = None
+
+    @classmethod
+    def stored(cls, tensor: torch.Tensor) -> LiveValue:
+        """A value that stays, held by reference."""
+        value = cls(None, tensor.untyped_storage().nbytes())
+        value.held = private.versioned_alias(tensor)
+        value.version = value.held._version
+        return value
+
+    def here(self) -> torch.Tensor | None:
+        """A tensor on the value's bytes if they are at hand.
+
+        Raises:
+            ReplayError: the bytes that were held have been overwritten or freed since.
+        """
+        if self.held is None:
+            return self.cached
+        if self.held._version != self.version:
+            raise ReplayError(
+                "a tensor that a recomputation starts from was modified by an in-place operation after the forward pass (version "
+                f"{self.held._version}, expected {self.version}, shape {tuple(self.held.shape)}): write to a copy, or keep that region with "
+                "lowtide.policies.keep_all"
+            )
+        if self.held.untyped_storage().nbytes() < self.nbytes:
+            raise ReplayError(
+                f"a tensor of {self.nbytes} bytes that a recomputation starts from has been freed since the forward pass (a sharded module "
+                "frees its weights after use): put the limit on the sharded modules one by one"
+            )
+        return self.held
+
+
+class Ref:
+    """A tensor argument: a value and the geometry it is seen through."""
+
+    __slots__ = ("dtype", "offset", "shape", "strides", "value")
+
+    def __init__(self, value: LiveValue, tensor: torch.Tensor) -> None:
+        self.value = value
+        self.dtype = tensor.dtype
+        self.shape = tensor.shape
+        self.strides = tensor.stride()
+        self.offset = tensor.storage_offset()
+
+    def view(self, base: torch.Tensor) -> torch.Tensor:
+        """This geometry over the storage of ``base``."""
+        if base.dtype is self.dtype:
+            if base.shape == self.shape and base.stride() == self.strides and base.storage_offset() == self.offset:
+                return base
+            return base.as_strided(self.shape, self.strides, self.offset)
+        empty = torch.empty(0, dtype=self.dtype, device=base.device)
+        return empty.set_(base.untyped_storage(), self.offset, self.shape, self.strides)  # type: ignore[call-overload]
+
+
+class Node:
+    """One recorded operation.
+
+    Attributes:
+        func, args, kwargs: the call, with `Ref` in place of tensors.
+        order: position in the forward.
+        written: for each argument that it writes: its Ref's old value, whether the old content matters, and a weak reference to the new value.
+        outputs: for each new storage: position in the flat list of result tensors, and a weak reference to its value.
+        statistics: positions of running statistics, which get clones in a replay.
+        random_state: the generator's state before the call, for random operations.
+        generator: the generator argument, if one was given.
+        device: where it ran.
+    """
+
+    __slots__ = (
+        "__weakref__", "args", "device", "func", "generator", "kwargs", "order", "outputs", "random_state", "statistics", "written",
+    )  # fmt: skip
+
+    def __init__(self, func: Any, order: int, device: torch.device) -> None:
+        self.func = func
+        self.order = order
+        self.device = device
+        self.args: list[Any] = []
+        self.kwargs: dict[str, Any] = {}
+        self.written: list[tuple[Ref, bool, weakref.ref[LiveValue]]] = []
+        self.outputs: list[tuple[int, weakref.ref[LiveValue]]] = []
+        self.statistics: tuple[int, ...] = ()
+        self.random_state: torch.Tensor | None = None
+        self.generator: torch.Generator | None = None
+
+    def inputs(self) -> list[LiveValue]:
+        """The values that it reads, each once."""
+        unseen = [ref for ref, matters, _ in self.written if not matters]
+        found: dict[int, LiveValue] = {}
+        for item in [*self.args, *self.kwargs.values()]:
+            for ref in item if isinstance(item, list) else (item,):
+                if isinstance(ref, Ref) and not any(ref is other for other in unseen):
+                    found.setdefault(id(ref.value), ref.value)
+        return list(found.values())
+
+
+def generator_state(device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
+    """The random state that an operation on ``device`` is about to use."""
+    if generator is not None:
+        return generator.get_state()
+    if device.type == "cpu":
+        return torch.get_rng_state()
+    return torch.get_device_module(device.type).get_rng_state(device)
+
+
+def set_generator_state(device: torch.device, generator: torch.Generator | None, state: torch.Tensor) -> None:
+    """Set what `generator_state` reads."""
+    if generator is not None:
+        generator.set_state(state)
+    elif device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        torch.get_device_module(device.type).set_rng_state(state, device)
+
+
+def flat_results(result: Any) -> list[Any]:
+    """The results of an operation as a flat list."""
+    if isinstance(result, (tuple, list)):
+        return [part for item in result for part in (item if isinstance(item, (tuple, list)) else (item,))]
+    return [result]
+
+
+def bring_back(value: LiveValue) -> torch.Tensor:
+    """A tensor on the bytes of ``value``, replaying what it takes.
+
+    Operations run in forward order, each once; an output that others wait for is cached with its value, and a cached value that nobody
+    waits for any more is dropped. When the counts are used up (a second backward over a retained graph), everything replayed here is
+    private to this call.
+
+    Raises:
+        ReplayError: the replay starts from a tensor that was overwritten or freed.
+    """
+    base = value.here()
+    if base is not None:
+        return base
+    order: list[Node] = []
+    seen: set[int] = set()
+    stack = [value]
+    while stack:
+        wanted = stack.pop()
+        node = wanted.node
+        if node is None or id(node) in seen or wanted.here() is not None:
+            continue
+        seen.add(id(node))
+        order.append(node)
+        stack.extend(node.inputs())
+    order.sort(key=lambda node: node.order)
+    # Values that this call makes; those whose count says that somebody will come for them stay cached afterwards.
+    transient: dict[int, torch.Tensor] = {}
+    uses: dict[int, int] = {}
+    for node in order:
+        for source in node.inputs():
+            uses[id(source)] = uses.get(id(source), 0) + 1
+    uses[id(value)] = uses.get(id(value), 0) + 1
+    with unrecorded(), private.replaying():
+        for node in order:
+            _run(node, transient, uses)
+    found = transient.pop(id(value), None)
+    if found is None:
+        found = value.cached
+    if found is None:
+        raise ReplayError(f"replaying {order[-1].func} did not produce the value asked for: please report this")
+    return found
+
+
+def _run(node: Node, transient: dict[int, torch.Tensor], uses: dict[int, int]) -> None:
+    """Run one recorded operation again and put its outputs where they are waited for."""
+    substitutes: dict[int, torch.Tensor] = {}
+    inputs = node.inputs()
+    for ref, matters, _ in node.written:
+        old = ref.value
+        if not matters:
+            blank = torch.empty(old.nbytes, dtype=torch.uint8, device=node.device)
+            base = torch.empty(0, dtype=ref.dtype, device=node.device)
+            base.set_(blank.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore[call-overload]
+        else:
+            base = transient.get(id(old))
+            if base is None:
+                base = old.here()
+            assert base is not None
+            if old.held is not None or old.readers > 1 or uses.get(id(old), 0) > 1:
+                base = _clone_storage(base, ref)
+        substitutes[id(ref)] = base
+
+    args = [_argument(node, item, substitutes, transient) for item in node.args]
+    kwargs = {name: _argument(node, item, substitutes, transient) for name, item in node.kwargs.items()}
+    for position in node.statistics:
+        if isinstance(args[position], torch.Tensor):
+            args[position] = args[position].clone()
+    result = run_again(node, args, kwargs)
+    del args, kwargs
+    flat = flat_results(result)
+    del result
+    for position, output in node.outputs:
+        _place(output(), flat[position], transient, uses)
+    for ref, _, output in node.written:
+        _place(output(), substitutes[id(ref)], transient, uses)
+    del flat, substitutes
+    for source in inputs:
+        if source.readers > 0:
+            source.readers -= 1
+            if source.readers == 0:
+                source.cached = None
+        left = uses.get(id(source), 0) - 1
+        uses[id(source)] = left
+        if left <= 0:
+            transient.pop(id(source), None)
+
+
+def _argument(node: Node, item: Any, substitutes: dict[int, torch.Tensor], transient: dict[int, torch.Tensor]) -> Any:
+    """A recorded argument with tensors in place of references."""
+    if isinstance(item, Ref):
+        base = substitutes.get(id(item))
+        if base is None:
+            base = transient.get(id(item.value))
+        if base is None:
+            base = item.value.here()
+        if base is None:
+            raise ReplayError(f"{node.func} lacks an input in its replay: please report this")
+        return item.view(base)
+    if isinstance(item, list):
+        return [_argument(node, part, substitutes, transient) for part in item]
+    return item
+
+
+def _place(value: LiveValue | None, tensor: torch.Tensor, transient: dict[int, torch.Tensor], uses: dict[int, int]) -> None:
+    if value is None:
+        return
+    if value.readers > 0 and value.cached is None:
+        value.cached = tensor
+    if uses.get(id(value), 0) > 0:
+        transient[id(value)] = tensor
+
+
+def _clone_storage(base: torch.Tensor, ref: Ref) -> torch.Tensor:
+    whole = torch.empty(0, dtype=torch.uint8, device=base.device)
+    whole.set_(base.untyped_storage(), 0, (base.untyped_storage().nbytes(),), (1,))  # type: ignore[call-overload]
+    copy = whole.clone()
+    view = torch.empty(0, dtype=ref.dtype, device=base.device)
+    return view.set_(copy.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore[call-overload]
+
+
+def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
+    """One call with the recorded random state, leaving the generator as it was."""
+    if node.random_state is None:
+        return node.func(*args, **kwargs)
+    before = generator_state(node.device, node.generator)
+    set_generator_state(node.device, node.generator, node.random_state)
+    try:
+        return node.func(*args, **kwargs)
+    finally:
+        set_generator_state(node.device, node.generator, before)
+
+
+def digest(tensor: torch.Tensor) -> tuple[int, int]:
+    """Two sums over the bytes of the tensor's whole storage; equal bytes give equal digests."""
+    storage = tensor.untyped_storage()
+    words = torch.empty(0, dtype=torch.int32, device=tensor.device)
+    words.set_(storage, 0, (storage.nbytes() // 4,), (1,))  # type: ignore[call-overload]
+    tail = torch.empty(0, dtype=torch.uint8, device=tensor.device)
+    tail.set_(storage, storage.nbytes() // 4 * 4, (storage.nbytes() % 4,), (1,))  # type: ignore[call-overload]
+    first = int(words.sum(dtype=torch.int64)) + int(tail.sum(dtype=torch.int64))
+    half = words[::3]
+    return first, int(half.sum(dtype=torch.int64))
+
+
+def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Whether two tensors of one shape are equal bit by bit, NaN included."""
+    if a.shape != b.shape or a.dtype != b.dtype:
+        return False
+    if a.numel() == 0:
+        return True
+    if a.is_complex():
+        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
+    if a.dtype.is_floating_point:
+        if torch.equal(a, b):
+            return bool((torch.signbit(a) == torch.signbit(b)).all()) if bool((a == 0).any()) else True
+        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        a, b = a.contiguous().view(kinds[a.element_size()]), b.contiguous().view(kinds[b.element_size()])
+    return torch.equal(a, b)
+
+
+def make_ref(value: LiveValue, tensor: torch.Tensor) -> Ref | None:
+    """A reference to ``tensor``, or ``None`` when its geometry cannot be rebuilt from strides."""
+    if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+        return None
+    return Ref(value, tensor)

@@ -1,0 +1,483 @@
+"""What operations cost: seconds and scratch bytes, measured one operation at a time on synthetic inputs, or estimated by a roofline."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any, Literal, TypeVar
+
+import torch
+from torch._ops import OpOverload
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry
+
+from ..meter import available, counting_allocator, peak, storages
+
+K = TypeVar("K", bound=Hashable)
+
+_RUN_NAMESPACES = frozenset({"aten", "prims"})
+_NEVER_RUN = frozenset({"aten::from_file", "aten::record_stream", "aten::_pin_memory", "aten::_print", "aten::_nested_tensor_from_mask"})
+_PATTERN_BYTES = 1 << 20
+_HELD_BYTES = 64 << 20
+_MIN_RUNS = 2
+_MAX_RUNS = 25
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSpec:
+    """A tensor argument without its contents.
+
+    Attributes:
+        storage_bytes: bytes of the storage that it is a view of.
+        dtype, shape, stride: as the tensor's.
+        offset: its storage offset, in elements.
+        device: where it lies.
+        storage_key: leaves of one operation with equal keys share one storage.
+    """
+
+    storage_bytes: int
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+    device: torch.device
+    storage_key: int
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that reading it touches: an expanded tensor has fewer than its elements would say."""
+        count = 1
+        for size, stride in zip(self.shape, self.stride, strict=True):
+            count *= size if stride != 0 or size == 0 else 1
+        return count * self.dtype.itemsize
+
+    @property
+    def extent_bytes(self) -> int:
+        """Bytes that its storage needs at least."""
+        if 0 in self.shape:
+            return 0
+        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        return (last + 1) * self.dtype.itemsize
+
+
+@dataclass(frozen=True, slots=True)
+class OpSpec:
+    """One call: the overload and its arguments, with a `TensorSpec` in place of every tensor.
+
+    Attributes:
+        func: the ATen (or custom) overload.
+        args, kwargs: its arguments.
+        output_bytes: bytes of the storages that it allocates for its outputs, 0 when not known.
+    """
+
+    func: OpOverload
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    output_bytes: int = 0
+
+    def tensors(self) -> list[TensorSpec]:
+        """The tensor leaves, in argument order."""
+        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, TensorSpec)]
+
+    def input_bytes(self) -> int:
+        """Bytes of the distinct input storages."""
+        sizes: dict[int, int] = {}
+        for leaf in self.tensors():
+            sizes[leaf.storage_key] = max(sizes.get(leaf.storage_key, 0), leaf.storage_bytes, leaf.extent_bytes)
+        return sum(sizes.values())
+
+
+@dataclass(frozen=True, slots=True)
+class OpCost:
+    """What one run of an operation costs.
+
+    Attributes:
+        seconds: time of one run, the Python call included.
+        scratch_bytes: the most it allocates beyond its outputs while it runs; 0 when estimated.
+        source: whether it was run or estimated.
+    """
+
+    seconds: float
+    scratch_bytes: int
+    source: Literal["measured", "estimated"]
+
+
+@dataclass(frozen=True, slots=True)
+class Roofline:
+    """A device as three numbers: floating-point operations a second, bytes a second, seconds a call at least."""
+
+    flops_per_second: float
+    bytes_per_second: float
+    overhead_seconds: float
+
+    def seconds(self, flops: float, bytes: float) -> float:
+        """Time of an operation that computes so much and moves so much."""
+        return self.overhead_seconds + max(flops / self.flops_per_second, bytes / self.bytes_per_second)
+
+
+def runnable(func: OpOverload) -> bool:
+    """Whether an operation may be run on made-up inputs: ATen's own only, for others may talk to other processes or to the world."""
+    return func.namespace in _RUN_NAMESPACES and func._schema.name not in _NEVER_RUN
+
+
+def flops(spec: OpSpec) -> int:
+    """Floating-point operations as `torch.utils.flop_counter` counts them, 0 where it knows none."""
+    formula = flop_registry.get(spec.func.overloadpacket)
+    if formula is None:
+        return 0
+    try:
+        with _aside(), torch.no_grad():
+            args, kwargs = tree_map(_meta, (spec.args, spec.kwargs))
+            out = spec.func(*args, **kwargs) if runnable(spec.func) else None
+            return int(formula(*args, **kwargs, out_val=out))
+    except Exception:  # a formula that does not fit the call, or no meta kernel: not known is 0
+        return 0
+
+
+def _meta(leaf: Any) -> Any:
+    if isinstance(leaf, TensorSpec):
+        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
+    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+@contextmanager
+def _aside() -> Iterator[None]:
+    """Out of every mode that the caller may be in: dispatch modes, torch functions, autocast, deterministic filling."""
+    with _disable_current_modes(), torch._C.DisableTorchFunction(), ExitStack() as stack:
+        for kind in ("cpu", "cuda"):
+            if torch.is_autocast_enabled(kind):
+                stack.enter_context(torch.autocast(kind, enabled=False))
+        yield
+
+
+class Bench:
+    """Builds an operation's inputs and runs it.
+
+    In a step an output lands in memory that was used before, but not lately. So the last outputs are held here, a little more than the
+    processor's cache, and what they free is what the next run writes to. Timed so, the operations of a GPT-2's forward add up to 0.90-0.99
+    of what they take within the step; into the same hot memory every time they add up to 0.74-0.89, into fresh pages to 1.5.
+    """
+
+    def __init__(self) -> None:
+        self._held: deque[torch.UntypedStorage] = deque()
+        self._held_bytes = 0
+        self._patterns: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
+
+    def _hold(self, out: Any, known: set[int], room: int) -> int:
+        """Hold an output's own storages and let the oldest go, within ``room`` bytes; returns the output's bytes."""
+        fresh = [s for s in storages(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)) if s._cdata not in known]
+        self._held.extend(fresh)
+        size = sum(s.nbytes() for s in fresh)
+        self._held_bytes += size
+        while self._held_bytes > room:
+            self._held_bytes -= self._held.popleft().nbytes()
+        return size
+
+    def time(self, spec: OpSpec, share: float, room: int = _HELD_BYTES) -> OpCost:
+        """Run an operation once to warm up, then at least twice, more often while that takes less than ``share`` seconds together.
+
+        Args:
+            spec: the operation.
+            share: seconds for it.
+            room: bytes of earlier outputs that may stay meanwhile.
+        """
+        room = 0 if _is_cuda(spec) else min(room, _HELD_BYTES)
+        self._hold((), set(), room)
+        inputs = {key: self._storage(leaves) for key, leaves in _by_storage(spec).items()}
+        dirty = self._mutated(spec, inputs)
+        args, kwargs = tree_map(lambda leaf: self._argument(leaf, inputs), (spec.args, spec.kwargs))
+        run, func = self._run_cuda if _is_cuda(spec) else self._run_cpu, spec.func
+        begin = time.perf_counter()
+        run(func, args, kwargs)
+        self._refill(dirty)
+        with peak(_device_of(spec)) as seen:
+            first, out = run(func, args, kwargs)
+            live = seen.live_bytes if seen.source != "profiler" else 0
+        known = {data.untyped_storage()._cdata for data in inputs.values()}
+        fresh = self._hold(out, known, room)
+        scratch = max(0, seen.peak_bytes - (max(live, fresh) if _is_cuda(spec) else fresh))
+        del out
+        times = [] if seen.source == "profiler" else [first]  # watched by the profiler it is slower
+        while len(times) < _MIN_RUNS or (len(times) < _MAX_RUNS and time.perf_counter() - begin < share):
+            self._refill(dirty)
+            seconds, out = run(func, args, kwargs)
+            self._hold(out, known, room)
+            del out
+            times.append(seconds)
+        return OpCost(statistics.median(times), scratch, "measured")
+
+    @staticmethod
+    def _run_cpu(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
+        begin = time.perf_counter()
+        out = func(*args, **kwargs)
+        return time.perf_counter() - begin, out
+
+    @staticmethod
+    def _run_cuda(func: OpOverload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
+        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        begin.record()
+        out = func(*args, **kwargs)
+        end.record()
+        end.synchronize()
+        return begin.elapsed_time(end) * 1e-3, out
+
+    def _storage(self, leaves: list[TensorSpec]) -> torch.Tensor:
+        """One storage as bytes, filled so that every leaf reads harmless numbers."""
+        first = leaves[0]
+        size = max(max(leaf.storage_bytes, leaf.extent_bytes) for leaf in leaves)
+        data = torch.empty(-(-size // 16) * 16, dtype=torch.uint8, device=first.device)
+        floating = [leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point or leaf.dtype.is_complex]
+        self._fill(data, (floating or [first.dtype])[0])
+        return data
+
+    def _fill(self, data: torch.Tensor, dtype: torch.dtype) -> None:
+        if dtype == torch.bool:
+            data.fill_(1)
+        elif not (dtype.is_floating_point or dtype.is_complex):
+            data.zero_()  # integers: an index that is valid everywhere
+        else:
+            pattern = self._pattern(dtype, data.device)
+            whole = data.numel() // _PATTERN_BYTES
+            if whole:
+                data[: whole * _PATTERN_BYTES].view(whole, _PATTERN_BYTES).copy_(pattern.expand(whole, _PATTERN_BYTES))
+            data[whole * _PATTERN_BYTES :].copy_(pattern[: data.numel() - whole * _PATTERN_BYTES])
+
+    def _pattern(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Bytes of numbers between 0.06 and 0.94, without order: finite, no denormals, also good as probabilities and under a root."""
+        key = (dtype, device)
+        if key not in self._patterns:
+            real = dtype.to_real()  # complex numbers get both parts
+            count = _PATTERN_BYTES // real.itemsize
+            steps = torch.arange(count, dtype=torch.int64).mul_(2654435761).bitwise_and_(0xFFFF)
+            numbers = steps.to(torch.float32).mul_(0.875 / 65536).add_(0.0625)
+            self._patterns[key] = numbers.to(real).to(device).view(torch.uint8)
+        return self._patterns[key]
+
+    @staticmethod
+    def _argument(leaf: Any, inputs: Mapping[int, torch.Tensor]) -> Any:
+        if isinstance(leaf, torch.Generator):
+            return torch.Generator(leaf.device)  # the program's own generator stays where it is
+        if not isinstance(leaf, TensorSpec):
+            return leaf
+        empty = torch.empty(0, dtype=leaf.dtype, device=leaf.device)
+        return empty.set_(inputs[leaf.storage_key].untyped_storage(), leaf.offset, leaf.shape, leaf.stride)
+
+    @staticmethod
+    def _mutated(spec: OpSpec, inputs: Mapping[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.dtype]]:
+        """The storages that the operation writes to, to be filled again before every run."""
+        found: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
+        for at, argument in enumerate(spec.func._schema.arguments):
+            if argument.alias_info is None or not argument.alias_info.is_write:
+                continue
+            value = spec.kwargs.get(argument.name, spec.args[at] if at < len(spec.args) else None)
+            for leaf in tree_leaves(value):
+                if isinstance(leaf, TensorSpec):
+                    found[leaf.storage_key] = (inputs[leaf.storage_key], leaf.dtype)
+        return list(found.values())
+
+    def _refill(self, dirty: list[tuple[torch.Tensor, torch.dtype]]) -> None:
+        for data, dtype in dirty:
+            self._fill(data, dtype)
+
+
+def _by_storage(spec: OpSpec) -> dict[int, list[TensorSpec]]:
+    found: dict[int, list[TensorSpec]] = {}
+    for leaf in spec.tensors():
+        found.setdefault(leaf.storage_key, []).append(leaf)
+    return found
+
+
+def _devices(spec: OpSpec) -> set[torch.device]:
+    named = {leaf for leaf in tree_leaves((spec.args, spec.kwargs)) if isinstance(leaf, torch.device)}
+    return named | {leaf.device for leaf in spec.tensors()}
+
+
+def _device_of(spec: OpSpec) -> torch.device:
+    return next((d for d in _devices(spec) if d.type == "cuda"), torch.device("cpu"))
+
+
+def _is_cuda(spec: OpSpec) -> bool:
+    return _device_of(spec).type == "cuda"
+
+
+def _present(device: torch.device) -> bool:
+    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
+
+
+@lru_cache(maxsize=32)
+def _calibrated(kind: str, dtype: torch.dtype, threads: int) -> Roofline:
+    """A matrix product and a copy, the best of a few runs."""
+    del threads  # part of the key: another count of threads is another machine
+    cuda = kind == "cuda"
+    side, room = (4096, 1 << 28) if cuda else (512, 1 << 25)
+
+    def best(call: Callable[[], Any], runs: int) -> float:
+        times = []
+        for _ in range(runs):
+            if cuda:
+                torch.cuda.synchronize()
+            begin = time.perf_counter()
+            call()
+            if cuda:
+                torch.cuda.synchronize()
+            times.append(time.perf_counter() - begin)
+        return min(times)
+
+    with _aside(), torch.no_grad():
+        left = torch.full((side, side), 0.5, dtype=dtype, device=kind)
+        source, target = torch.ones(room, dtype=torch.uint8, device=kind), torch.ones(room, dtype=torch.uint8, device=kind)
+        tiny = torch.ones(4, device=kind)
+        product = best(lambda: torch.ops.aten.mm.default(left, left), 5)
+        copy = best(lambda: torch.ops.aten.copy_.default(target, source), 5)
+        call = best(lambda: torch.ops.aten.neg.default(tiny), 50)
+    return Roofline(2 * side**3 / product, 2 * room / copy, call)
+
+
+def calibrate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Roofline:
+    """The roofline of a device, measured once per process, device, dtype and number of threads (0.1 s).
+
+    A device that is only simulated has the CPU's: ratios between operations are then right, seconds are not.
+    """
+    where = torch.device(device)
+    kind = where.type if _present(where) else "cpu"
+    known = dtype if dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) else torch.float32
+    return _calibrated(kind, known, torch.get_num_threads())
+
+
+def estimate(spec: OpSpec, roofline: Roofline | None = None) -> OpCost:
+    """An operation's time by a roofline, without running it. Scratch is not known: 0.
+
+    Args:
+        spec: the operation.
+        roofline: the device; ``None`` calibrates the one that the operation is on.
+    """
+    leaves = spec.tensors()
+    if roofline is None:
+        dtype = next((leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point), torch.float32)
+        roofline = calibrate(_device_of(spec), dtype)
+    moved = sum(leaf.bytes for leaf in leaves)
+    written = spec.output_bytes or (max((leaf.bytes for leaf in leaves), default=0))
+    return OpCost(roofline.seconds(flops(spec), moved + written), 0, "estimated")
+
+
+def measure_costs(
+    specs: Mapping[K, OpSpec],
+    *,
+    cache: MutableMapping[K, OpCost] | None = None,
+    time_budget: float = 6.0,
+    memory_limit_bytes: int | None = None,
+    roofline: Roofline | None = None,
+) -> dict[K, OpCost]:
+    """Time operations one at a time, on inputs made up to have the same layout, outside autograd and every mode.
+
+    Each is run once to warm up and at least twice more, short ones more often. What may not or cannot be run is estimated: other
+    namespaces than ATen's (collectives among them), devices that are not there, inputs that the operation rejects, what would not fit, and
+    what is left when twice the time budget is spent. Random state is as before, and no memory stays.
+
+    Args:
+        specs: a signature for each distinct operation.
+        cache: costs known from before, by signature; what is measured now is added.
+        time_budget: seconds for all of them together; a few heavy operations may take it up to twice that.
+        memory_limit_bytes: the most that an operation's inputs and outputs may take, earlier outputs still held included; what needs more
+            is estimated. The operation's scratch is not known before and comes on top.
+        roofline: what estimates use; ``None`` calibrates the device.
+    """
+    costs: dict[K, OpCost] = {key: cache[key] for key in specs if cache is not None and key in cache}
+    todo = {key: spec for key, spec in specs.items() if key not in costs}
+    if not todo:
+        return costs
+    bench = Bench()
+    begin = time.perf_counter()
+    with _undisturbed(any(_is_cuda(spec) for spec in todo.values())):
+        guess = {key: estimate(spec, roofline) for key, spec in todo.items()}
+        order = sorted(todo, key=lambda key: -guess[key].seconds)  # the heavy ones first: where time runs out, little is left to guess
+        for done, key in enumerate(order):
+            spec, cost = todo[key], guess[key]
+            left = time_budget - (time.perf_counter() - begin)
+            room = _HELD_BYTES if memory_limit_bytes is None else memory_limit_bytes - spec.input_bytes() - spec.output_bytes
+            if runnable(spec.func) and room >= 0 and left > -time_budget and all(map(_present, _devices(spec))):
+                try:
+                    cost = bench.time(spec, max(0.0, left) / (len(order) - done), room)
+                except Exception:  # made-up inputs that the operation rejects: its estimate stands
+                    cost = guess[key]
+            costs[key] = cost
+            if cache is not None:
+                cache[key] = cost
+    return costs
+
+
+@contextmanager
+def _undisturbed(cuda: bool) -> Iterator[None]:
+    """Below autograd, out of every mode, with the random state as before, and the meter installed once for all."""
+    counted = available()
+    if counted:
+        counting_allocator().install()
+    try:
+        devices = list(range(torch.cuda.device_count())) if cuda else []
+        with _aside(), torch.random.fork_rng(devices=devices), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+            yield
+    finally:
+        if counted:
+            counting_allocator().uninstall()
+
+
+@dataclass(frozen=True, slots=True)
+class ExecutorOverheads:
+    """Seconds that Python adds to an operation.
+
+    Attributes:
+        record_seconds: under a dispatch mode that records operations, beyond the operation itself.
+        replay_seconds: of calling a tiny operation again from its recorded arguments, the operation included.
+    """
+
+    record_seconds: float
+    replay_seconds: float
+
+
+class _Recorder(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows: list[Any] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        out = func(*args, **kwargs)
+        reads = [leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+        writes = [leaf.untyped_storage()._cdata for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        self.rows.append((func, args, kwargs, reads, writes))
+        return out
+
+
+@lru_cache(maxsize=8)
+def executor_overheads(device: str = "cpu") -> ExecutorOverheads:
+    """What recording and replaying cost per operation here, measured once per process and device (20 ms)."""
+    runs = 300
+    with _aside(), torch.no_grad():
+        left, right = torch.ones(4, device=device), torch.ones(4, device=device)
+        func = torch.ops.aten.add.Tensor
+
+        def median() -> float:
+            times = []
+            for _ in range(runs):
+                begin = time.perf_counter()
+                torch.add(left, right)
+                times.append(time.perf_counter() - begin)
+            return statistics.median(times)
+
+        median()
+        plain = median()
+        with _Recorder():
+            recorded = median()
+        tape: list[tuple[OpOverload, tuple[Any, ...], dict[str, Any]]] = [(func, (0, 1), {})] * runs
+        values, times = {0: left, 1: right}, []
+        for step, reads, kwargs in tape:
+            begin = time.perf_counter()
+            values[2] = step(*[values[at] for at in reads], **kwargs)
+            times.append(time.perf_counter() - begin)
+    return ExecutorOverheads(max(0.0, recorded - plain), statistics.median(times))

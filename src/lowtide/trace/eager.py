@@ -1,0 +1,467 @@
+"""Record one training step as a `StepGraph`, operation by operation, below autograd.
+
+A `TorchDispatchMode` sees every ATen call of forward and backward; `saved_tensors_hooks` see what autograd keeps. Storages are followed by
+weak references, because addresses are reused; in-place writes make new versions. On fake tensors every saved tensor is given up as it is
+packed and a stand-in is handed out as it is unpacked, so that the events show how long the *program* needs each storage.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide import private
+from lowtide.errors import TraceError
+from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
+from lowtide.ops import (
+    OpInfo,
+    covers_storage,
+    has_plain_storage,
+    hidden_statistics,
+    is_wrapper,
+    op_info,
+    tensors_of,
+    written_tensors,
+)
+from lowtide.trace.costs import OpSpec, TensorSpec
+
+Signature = tuple[Any, ...]
+
+
+class TraceHandle:
+    """What autograd holds in place of a saved tensor during a trace; its end is the tensor's release."""
+
+    __slots__ = ("device", "dtype", "inner", "saved", "shape", "strides", "tracer")
+
+    def __init__(self, tracer: Tracer, saved: int, tensor: torch.Tensor, inner: Any) -> None:
+        self.tracer = tracer
+        self.saved = saved
+        self.shape = tensor.shape
+        self.strides = tensor.stride()
+        self.dtype = tensor.dtype
+        self.device = tensor.device
+        self.inner = inner
+
+    def __del__(self) -> None:
+        self.tracer.event("release", self.saved)
+
+
+class Tracer(TorchDispatchMode):
+    """Records what runs while it is active. Use `lowtide.trace.trace_step`; this is the machine inside.
+
+    Args:
+        model: names parameters, buffers and modules.
+        fake: the step runs on fake tensors, and autograd gets stand-ins instead of tensors to hold.
+        inner: pack and unpack of an executor that runs the step for real while it is traced.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None = None,
+        *,
+        fake: bool = True,
+        inner: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None,
+    ) -> None:
+        super().__init__()
+        self.model = model
+        self.fake = fake
+        self.inner = inner
+        self.operations: list[dict[str, Any]] = []
+        self.signatures: list[Signature] = []
+        self.specs: dict[Signature, OpSpec] = {}
+        self.storages: list[dict[str, Any]] = []
+        self.values: list[dict[str, Any]] = []
+        self.saved: list[dict[str, Any]] = []
+        self.events: list[Event] = []
+        self.in_region = True
+        self.closed = False
+        self.paused = 0
+        self.module_stack: list[str] = []
+        self.backward_module = ""
+        self._known: dict[int, int] = {}  # storage address -> storage id
+        self._current: dict[int, int] = {}  # storage id -> id of its newest value
+        self._restored: dict[int, int] = {}  # address of a handed-out stand-in -> value id
+        self._watches: list[weakref.ref[torch.UntypedStorage]] = []
+        self._names: dict[int, tuple[StorageKind, str]] = {}
+        self._module_names: dict[int, str] = {}
+        self._uninitialized: set[int] = set()
+        self._outputs: set[int] = set()
+        if model is not None:
+            self.name_model(model)
+
+    # ---- names ------------------------------------------------------------------------------------------------------------------
+
+    def name_model(self, model: torch.nn.Module) -> None:
+        """Learn whose storage is whose and what the modules are called."""
+        for name, parameter in model.named_parameters():
+            self._name(parameter, "parameter", name)
+            if parameter.grad is not None:
+                self._name(parameter.grad, "gradient", name)
+        for name, buffer in model.named_buffers():
+            self._name(buffer, "buffer", name)
+        self._module_names = {id(module): name for name, module in model.named_modules()}
+
+    def _name(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
+        for leaf in _plain_leaves(tensor):
+            self._names.setdefault(private.storage_key(leaf), (kind, name))
+
+    def enter_module(self, module: torch.nn.Module) -> None:
+        """A module's forward begins."""
+        if not self._module_names:
+            self._module_names = {id(m): name for name, m in module.named_modules()}
+        here = self.module_stack[-1] if self.module_stack else ""
+        self.module_stack.append(self._module_names.get(id(module), here))
+
+    def exit_module(self) -> None:
+        """A module's forward ends."""
+        if self.module_stack:
+            self.module_stack.pop()
+
+    @property
+    def module(self) -> str:
+        """Qualified name of the module that runs now; in backward, of the one whose saved tensor was asked for last."""
+        if private.in_backward():
+            return self.backward_module
+        return self.module_stack[-1] if self.module_stack else ""
+
+    # ---- events -----------------------------------------------------------------------------------------------------------------
+
+    def event(self, kind: Any, index: int) -> None:
+        """Append one event, unless the trace is over."""
+        if not self.closed:
+            self.events.append(Event(kind, index))
+
+    def _watch(self, storage: torch.UntypedStorage, on_end: Callable[[], None]) -> None:
+        key = storage._cdata
+
+        def ended(_: object) -> None:
+            if not self.closed:
+                self._known.pop(key, None)
+                self._restored.pop(key, None)
+                on_end()
+
+        self._watches.append(weakref.ref(storage, ended))
+
+    def _storage_of(self, tensor: torch.Tensor, producer: int | None = None) -> int:
+        """The id of the tensor's storage, registered now if it is new."""
+        storage = tensor.untyped_storage()
+        key = storage._cdata
+        found = self._known.get(key)
+        if found is not None:
+            return found
+        kind, name = self._names.get(key, (None, ""))
+        if kind is None or producer is not None:
+            kind, name = ("input" if producer is None else "backward" if private.in_backward() else "forward"), ""
+        number = len(self.storages)
+        self.storages.append({"id": number, "bytes": storage.nbytes(), "kind": kind, "producer": producer, "name": name})
+        self._known[key] = number
+        self._watch(storage, lambda: self.event("free", number))
+        self._new_value(number, producer)
+        return number
+
+    def _new_value(self, storage: int, producer: int | None) -> int:
+        version = self.values[self._current[storage]]["version"] + 1 if storage in self._current else 0
+        number = len(self.values)
+        self.values.append({"id": number, "storage": storage, "version": version, "producer": producer})
+        self._current[storage] = number
+        return number
+
+    def value_of(self, tensor: torch.Tensor) -> int:
+        """The id of the value that the tensor shows now."""
+        restored = self._restored.get(private.storage_key(tensor))
+        if restored is not None:
+            return restored
+        return self._current[self._storage_of(tensor)]
+
+    # ---- operations -------------------------------------------------------------------------------------------------------------
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self.paused or self.closed:
+            return func(*args, **kwargs)
+        if any(is_wrapper_type(kind) for kind in types):
+            return NotImplemented
+        info = op_info(func)
+        if info.is_view:
+            return func(*args, **kwargs)
+        inputs = [t for t in tensors_of([args, kwargs]) if has_plain_storage(t)]
+        if self.fake:
+            self._refuse_strangers(inputs)
+        written = written_tensors(info, args, kwargs)
+        keys = {private.storage_key(t) for t in inputs}
+        ignored = {id(args[position]) for position in hidden_statistics(info, args)}
+        if info.fills:
+            ignored |= {id(t) for t in written if has_plain_storage(t) and covers_storage(t)}
+        reads = list(dict.fromkeys(self.value_of(t) for t in inputs if id(t) not in ignored))
+        signature, spec = _signature(func, args, kwargs)
+        result = func(*args, **kwargs)
+        outputs = [t for t in tensors_of(result) if has_plain_storage(t)]
+        fresh = [t for t in outputs if private.storage_key(t) not in keys]
+        if not fresh and not written:
+            return result
+        index = len(self.operations)
+        if signature not in self.specs:
+            output_bytes = sum({private.storage_key(t): t.untyped_storage().nbytes() for t in fresh}.values())
+            self.specs[signature] = replace(spec, output_bytes=output_bytes)
+        writes: list[int] = []
+        for tensor in fresh:
+            known = len(self.storages)
+            storage = self._storage_of(tensor, producer=index)
+            if storage >= known:
+                writes.append(self._current[storage])
+                if info.uninitialized:
+                    self._uninitialized.add(self._current[storage])
+        for tensor in written:
+            if has_plain_storage(tensor):
+                new = self._new_value(self._storage_of(tensor), index)
+                writes.append(new)
+                if info.fills and not covers_storage(tensor) and self._uninitialized.intersection(reads):
+                    self._uninitialized.add(new)
+        reason = info.reason or self._unsafe(info, reads, inputs, outputs)
+        self.signatures.append(signature)
+        self.operations.append(
+            {
+                "index": index,
+                "name": info.name,
+                "reads": tuple(reads),
+                "writes": tuple(dict.fromkeys(writes)),
+                "phase": "backward" if private.in_backward() else "forward",
+                "module": self.module,
+                "random": info.random,
+                "replayable": not reason,
+                "reason": reason,
+            }
+        )
+        self.event("op", index)
+        return result
+
+    def _unsafe(self, info: OpInfo, reads: list[int], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
+        if not self.in_region:
+            return "it runs outside the planned region"
+        if info.uninitialized:
+            return "it returns memory that nothing has written yet"
+        for value in reads:
+            if value in self._uninitialized:
+                return "it reads memory that nothing the dispatcher sees has written"
+        if not outputs:
+            return "it returns no tensor"
+        return ""
+
+    def _refuse_strangers(self, inputs: list[torch.Tensor]) -> None:
+        for tensor in inputs:
+            if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, FakeTensor):
+                raise TraceError(
+                    f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that the trace does not know: pass the module that owns it "
+                    "as model=, or trace with real=True"
+                )
+
+    # ---- saved tensors ----------------------------------------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd saves ``tensor``."""
+        if self.closed or not has_plain_storage(tensor):
+            return tensor if self.inner is None else self.inner[0](tensor)
+        with self._pause():
+            value = self.value_of(tensor)
+            storage = self.storages[self.values[value]["storage"]]
+            droppable = self.in_region and storage["producer"] is not None
+            number = len(self.saved)
+            self.saved.append(
+                {
+                    "id": number,
+                    "value": value,
+                    "droppable": droppable,
+                    "module": self.module,
+                    "shape": tuple(tensor.shape),
+                    "dtype": str(tensor.dtype).removeprefix("torch."),
+                }
+            )
+            self.event("pack", number)
+            if self.inner is not None:
+                inner = self.inner[0](tensor)
+            else:
+                inner = None if droppable and self.fake else tensor.detach()
+            return TraceHandle(self, number, tensor, inner)
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        """Autograd asks for a saved tensor."""
+        if not isinstance(handle, TraceHandle):
+            return handle if self.inner is None else self.inner[1](handle)
+        with self._pause():
+            self.backward_module = self.saved[handle.saved]["module"]
+            self.event("unpack", handle.saved)
+            value = self.saved[handle.saved]["value"]
+            if self.inner is not None:
+                tensor = self.inner[1](handle.inner)
+            elif handle.inner is not None:
+                tensor = handle.inner
+            else:
+                tensor = torch.empty_strided(handle.shape, handle.strides, dtype=handle.dtype, device=handle.device)
+            if handle.inner is None or self.inner is not None:
+                key = private.storage_key(tensor)
+                if key not in self._known and key not in self._restored:
+                    self._restored[key] = value
+                    number = handle.saved
+                    self._watch(tensor.untyped_storage(), lambda: self.event("done", number))
+            return tensor
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self.paused += 1
+        try:
+            yield
+        finally:
+            self.paused -= 1
+
+    # ---- the whole --------------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def recording(self) -> Iterator[Tracer]:
+        """Activate the dispatch mode, the hooks and the module names together."""
+        with ExitStack() as stack:
+            hook = torch.nn.modules.module
+            pre = hook.register_module_forward_pre_hook(lambda module, _: self.enter_module(module))
+            stack.callback(pre.remove)
+            post = hook.register_module_forward_hook(lambda *_: self.exit_module(), always_call=True)
+            stack.callback(post.remove)
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+            stack.enter_context(self)
+            yield self
+
+    def hold(self, result: Any) -> None:
+        """The step's caller may hold ``result`` (logits beside the loss, say) for as long as the step lasts: remember which storages."""
+        self._outputs = {self._known[key] for key in map(private.storage_key, _tensors_inside(result)) if key in self._known}
+
+    def _settle(self) -> None:
+        """Put the ends of storages where a plain step would have them.
+
+        What the step returned is taken to live until the step's end. In a trace on real tensors the executor or autograd held what they
+        saved; the program itself is taken to need it until the last forward operation that touches it.
+        """
+        moved = {number for number in self._outputs}
+        events = [event for event in self.events if not (event.kind == "free" and event.index in moved)]
+        events += [Event("free", number) for number in sorted(moved)]
+        if not self.fake:
+            last: dict[int, int] = {}
+            freed_in_forward: set[int] = set()
+            for place, event in enumerate(events):
+                if event.kind == "op":
+                    operation = self.operations[event.index]
+                    if operation["phase"] == "backward":
+                        break
+                    for value in (*operation["reads"], *operation["writes"]):
+                        last[self.values[value]["storage"]] = place
+                elif event.kind == "pack":
+                    last[self.values[self.saved[event.index]["value"]]["storage"]] = place
+                elif event.kind == "free":
+                    freed_in_forward.add(event.index)
+            early = {
+                number: place
+                for number, place in last.items()
+                if number not in freed_in_forward and number not in moved and self.storages[number]["producer"] is not None
+            }
+            after: dict[int, list[Event]] = {}
+            for number, place in early.items():
+                after.setdefault(place, []).append(Event("free", number))
+            events = [
+                new
+                for place, event in enumerate(events)
+                if not (event.kind == "free" and event.index in early)
+                for new in (event, *after.get(place, []))
+            ]
+        self.events = events
+
+    def graph(
+        self, *, device: str, source: Any, extra_resident_bytes: int = 0, must_store: set[int] | None = None, notes: tuple[str, ...] = ()
+    ) -> StepGraph:
+        """What was recorded, as data, without times; ends the trace."""
+        self.closed = True
+        self._settle()
+        newest: dict[int, int] = {}
+        for value in self.values:
+            producer = value["producer"]
+            if producer is None or self.operations[producer]["phase"] == "forward":
+                newest[value["storage"]] = value["id"]
+        values = tuple(
+            Value(
+                **value,
+                storable=newest.get(value["storage"]) == value["id"] or self.storages[value["storage"]]["kind"] == "backward",
+                must_store=value["id"] in (must_store or ()),
+            )
+            for value in self.values
+        )
+        resident = sum(s["bytes"] for s in self.storages if s["producer"] is None)
+        return StepGraph(
+            operations=tuple(Operation(**operation) for operation in self.operations),
+            storages=tuple(Storage(**storage) for storage in self.storages),
+            values=values,
+            saved=tuple(Saved(**saved) for saved in self.saved),
+            events=tuple(self.events),
+            resident_bytes=resident + extra_resident_bytes,
+            device=device,
+            source=source,
+            notes=notes,
+        )
+
+
+def is_wrapper_type(kind: type) -> bool:
+    """Whether tensors of this type hold other tensors."""
+    return kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__")
+
+
+def _plain_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The plain tensors inside a tensor, itself when it is plain."""
+    if is_wrapper(tensor):
+        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+        for name in names:
+            yield from _plain_leaves(getattr(tensor, name))
+    elif has_plain_storage(tensor):
+        yield tensor
+
+
+def _tensors_inside(result: Any) -> Iterator[torch.Tensor]:
+    """The plain tensors in what a step returned, in containers and in the attributes of an output object."""
+    if isinstance(result, torch.Tensor):
+        yield from _plain_leaves(result)
+    elif isinstance(result, (tuple, list)):
+        for item in result:
+            yield from _tensors_inside(item)
+    elif isinstance(result, dict):
+        for item in result.values():
+            yield from _tensors_inside(item)
+    elif hasattr(result, "__dict__"):
+        for item in vars(result).values():
+            if isinstance(item, (torch.Tensor, tuple, list, dict)):
+                yield from _tensors_inside(item)
+
+
+def _describe(item: Any, keys: dict[int, int]) -> Any:
+    """An argument with tensors described; ``keys`` numbers the storages of the call in order of appearance."""
+    if isinstance(item, torch.Tensor):
+        if not has_plain_storage(item):
+            return TensorSpec(0, item.dtype, tuple(item.shape), (), 0, item.device, -1)
+        storage = item.untyped_storage()
+        number = keys.setdefault(storage._cdata, len(keys))
+        return TensorSpec(storage.nbytes(), item.dtype, tuple(item.shape), item.stride(), item.storage_offset(), item.device, number)
+    if isinstance(item, (tuple, list)):
+        return tuple(_describe(part, keys) for part in item)
+    if isinstance(item, (int, float, str, bool, torch.dtype, torch.device, torch.layout, torch.memory_format)) or item is None:
+        return item
+    return repr(item) if not isinstance(item, torch.Generator) else None
+
+
+def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, OpSpec]:
+    """A hashable key that equal calls share, and the same call with tensors described instead of held."""
+    keys: dict[int, int] = {}
+
+    described = tuple(_describe(item, keys) for item in args)
+    named = {name: _describe(item, keys) for name, item in kwargs.items()}
+    signature = (func, described, tuple(sorted(named.items())))
+    return signature, OpSpec(func, described, named)

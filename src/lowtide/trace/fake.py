@@ -1,0 +1,89 @@
+"""Lend a module fake tensors for the length of a trace, and leave it as it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils import _pytree as pytree
+
+
+class Faker:
+    """Turns real tensors into fake ones: the same tensor always into the same fake, views of one storage into views of one storage.
+
+    Args:
+        mode: the fake tensor mode; made with ``allow_non_fake_inputs`` so that constants inside a model need no care.
+    """
+
+    def __init__(self, mode: FakeTensorMode | None = None) -> None:
+        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def tensor(self, real: torch.Tensor) -> torch.Tensor:
+        """The fake of one tensor: same geometry, device, ``requires_grad``; its ``grad`` has a fake of its own."""
+        found = self._made.get(id(real))
+        if found is not None:
+            return found[1]
+        source = real.detach() if not real.is_leaf else real
+        fake = self.mode.from_tensor(source, static_shapes=True)
+        if real.requires_grad and not fake.requires_grad:
+            fake.requires_grad_()
+        if real.is_leaf and real.grad is not None and fake.grad is None:
+            fake.grad = self.tensor(real.grad)
+        self._made[id(real)] = (real, fake)
+        return fake
+
+    def tree(self, items: Any) -> Any:
+        """The same nest of containers with fake tensors in place of real ones."""
+        return pytree.tree_map_only(torch.Tensor, self.tensor, items)
+
+
+def _swap_attribute(faker: Faker, item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return faker.tensor(item)
+    if isinstance(item, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in item):
+        return type(item)([_swap_attribute(faker, part) for part in item])
+    if isinstance(item, dict) and any(isinstance(part, torch.Tensor) for part in item.values()):
+        return {key: _swap_attribute(faker, part) for key, part in item.items()}
+    return item
+
+
+@contextmanager
+def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
+    """Give every parameter, buffer and tensor attribute of ``modules`` a fake for the length of the block.
+
+    Afterwards each module's attributes are what they were, so a module that caches tensors on itself keeps no fake ones.
+    """
+    snapshots: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    seen: set[int] = set()
+    try:
+        for root in modules:
+            for module in root.modules():
+                if id(module) in seen:
+                    continue
+                seen.add(id(module))
+                attributes = dict(module.__dict__)
+                snapshots.append((module, attributes, dict(module._parameters), dict(module._buffers)))
+                for name, parameter in module._parameters.items():
+                    if parameter is not None:
+                        module._parameters[name] = faker.tensor(parameter)  # type: ignore[assignment]
+                for name, buffer in module._buffers.items():
+                    if buffer is not None:
+                        module._buffers[name] = faker.tensor(buffer)
+                for name, item in attributes.items():
+                    if name not in ("_parameters", "_buffers", "_modules"):
+                        swapped = _swap_attribute(faker, item)
+                        if swapped is not item:
+                            module.__dict__[name] = swapped
+        yield
+    finally:
+        for module, attributes, parameters, buffers in snapshots:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            module._parameters.clear()
+            module._parameters.update(parameters)
+            module._buffers.clear()
+            module._buffers.update(buffers)

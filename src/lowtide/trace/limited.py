@@ -1,0 +1,113 @@
+"""Trace a step of a model that is about to be limited: its forward is the region that can be planned, its loss may lie outside."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+
+from lowtide.errors import TraceError
+from lowtide.graph import StepGraph
+from lowtide.ops import tensors_of
+from lowtide.private import is_compiled
+from lowtide.trace.costs import OpCost, measure_costs
+from lowtide.trace.eager import Signature, Tracer
+from lowtide.trace.fake import Faker, borrowed
+from lowtide.trace.real import Packing, trace_real
+from lowtide.trace.step import device_of, loss_of, with_costs
+
+
+def trace_model(
+    model: torch.nn.Module,
+    forward: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    *,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    cost_cache: dict[Signature, OpCost] | None = None,
+    small: Callable[[torch.nn.Module], tuple[Packing, Callable[[], Any]]] | None = None,
+) -> StepGraph:
+    """The step graph of ``loss_fn(forward(*args, **kwargs))`` and its backward.
+
+    Fake tensors are tried first. A model that cannot be followed so runs one extra step for real, kept small by the executor that
+    ``small`` makes; gradients, buffers and random state are put back. A loss that lies outside is stood in for by the sum of the outputs.
+
+    Args:
+        model: owns the parameters.
+        forward: its own forward.
+        args, kwargs: of the step, real tensors.
+        loss_fn: from the output to the loss.
+        cost_cache: costs already known, extended in place.
+        small: makes the executor for a real trace.
+
+    Raises:
+        TraceError: no output requires a gradient.
+    """
+    notes: list[str] = []
+
+    def run(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        result = forward(*args, **kwargs)
+        tracer.in_region = False
+        if loss_fn is not None:
+            loss = loss_fn(result)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise TraceError(f"loss_fn returned {type(loss).__name__}: it has to return the loss, a tensor of one element")
+        else:
+            loss = loss_of(result)
+            if loss is None:
+                loss = _stand_in(result)
+                notes.append("the loss lies outside the model and was stood in for by the sum of its outputs")
+        tracer.hold(result)
+        del result
+        (loss.sum() if loss.dim() else loss).backward()
+
+    compiled = any(is_compiled(module) for module in model.modules())
+    tracer: Tracer | None = None
+    if not compiled:
+        try:
+            tracer = _fake(run, model, args, kwargs)
+        except TraceError as error:
+            notes.append(f"traced for real: {error}")
+    if tracer is None:
+        notes = [note for note in notes if note.startswith("traced")]
+        inner, below = small(model) if small is not None else (None, None)
+        tracer = trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below)
+    graph = tracer.graph(device=device_of([model], args), source="fake" if tracer.fake else "real", notes=tuple(notes))
+    return with_costs(graph, tracer, measure_costs(tracer.specs, cache=cost_cache))
+
+
+def _fake(run: Callable[..., None], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
+    faker = Faker()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(borrowed([model], faker))
+        with faker.mode:
+            fake_args, fake_kwargs = faker.tree(args), faker.tree(kwargs)
+            tracer = Tracer(model, fake=True)
+            try:
+                with tracer.recording(), torch.enable_grad():
+                    run(tracer, fake_args, fake_kwargs)
+            except TraceError:
+                raise
+            except Exception as error:
+                raise TraceError(f"{type(error).__name__}: {error}") from error
+            finally:
+                tracer.closed = True
+    return tracer
+
+
+def _stand_in(result: Any) -> torch.Tensor:
+    outputs = [t for t in tensors_of(_items(result)) if t.requires_grad and (t.is_floating_point() or t.is_complex())]
+    if not outputs:
+        raise TraceError("no output of the model requires a gradient: there is no backward to plan for")
+    return torch.stack([t.sum().float() if not t.is_complex() else t.abs().sum().float() for t in outputs]).sum()
+
+
+def _items(result: Any) -> Any:
+    if isinstance(result, dict):
+        return list(result.values())
+    if hasattr(result, "__dict__") and not isinstance(result, torch.Tensor):
+        return list(vars(result).values())
+    return result

@@ -1,0 +1,180 @@
+"""The proof at the end of a run: one plain and one planned step from the same state, measured side by side."""
+
+from __future__ import annotations
+
+import hashlib
+import statistics
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide import meter
+from lowtide.plan.plan import Plan
+from lowtide.report.picture import Curve
+from lowtide.train.memory import free_bytes
+
+PAIRS = 5
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one way of running the step did.
+
+    Attributes:
+        peak_bytes: the most live bytes, of everything that counts against the budget.
+        seconds: median over the pairs.
+        curve: live bytes over one step.
+    """
+
+    peak_bytes: int
+    seconds: float
+    curve: Curve = field(repr=False)
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """One step, plain and planned.
+
+    Attributes:
+        plan: what the planned step ran.
+        planned, plain: what was measured; ``plain`` is ``None`` where the plain step does not fit into memory.
+        extra: measured extra time as a share of the plain step: the median over pairs that ran one after the other.
+        different: names of the gradients (or ``loss``) that were not bitwise equal; ``None`` where there was nothing to compare with.
+    """
+
+    plan: Plan
+    planned: Measured
+    plain: Measured | None
+    extra: float | None
+    different: tuple[str, ...] | None
+
+    @property
+    def within_budget(self) -> bool | None:
+        """Whether the measured peak is at or below the budget; ``None`` without a budget."""
+        return None if self.plan.budget_bytes is None else self.planned.peak_bytes <= self.plan.budget_bytes
+
+    def to_json(self) -> dict[str, Any]:
+        """The numbers, without the curves' moments."""
+
+        def plain(measured: Measured | None) -> dict[str, Any] | None:
+            return None if measured is None else {"peak_bytes": measured.peak_bytes, "seconds": measured.seconds}
+
+        plan = {key: value for key, value in asdict(self.plan).items() if isinstance(value, int | float | str) or value is None}
+        return {
+            "budget_bytes": self.plan.budget_bytes,
+            "within_budget": self.within_budget,
+            "plain": plain(self.plain),
+            "planned": plain(self.planned),
+            "predicted_peak_bytes": self.plan.predicted_peak_bytes,
+            "predicted_extra": _share(self.plan.predicted_extra_seconds, self.plan.plain_seconds),
+            "measured_extra": self.extra,
+            "gap": self.plan.gap,
+            "bitwise_equal": None if self.different is None else not self.different,
+            "different": self.different,
+            "plan": plan,
+        }
+
+
+def compare(
+    model: nn.Module,
+    handle: Any,
+    optimizer: torch.optim.Optimizer,
+    loss_of: Callable[[], Tensor],
+    device: torch.device,
+    pairs: int = PAIRS,
+) -> Comparison:
+    """Run forward and backward in turn with and without the plan, each from the same weights, random state and empty gradients.
+
+    Args:
+        model: the limited model.
+        handle: what `lowtide.limit_memory` gave for it.
+        optimizer: whose state counts as resident.
+        loss_of: runs the forward and returns the loss.
+        device: whose memory counts.
+        pairs: how often; one uncounted pair warms up, and is the one whose loss and gradients are compared.
+    """
+    random = _random_state(device)
+
+    def run(planned: bool) -> tuple[meter.Measurement, int, float]:
+        """One measured step; returns what was measured, what stood before, and leaves the gradients."""
+        optimizer.zero_grad(set_to_none=True)
+        _set_random_state(random, device)
+        standing = meter.resident_bytes(model, optimizer, device)
+
+        def step() -> Tensor:
+            loss = loss_of()
+            loss.backward()
+            return loss.detach()
+
+        with nullcontext() if planned else unlimited(model, handle):
+            measured = meter.measure(step, device=device)
+        return measured, standing, measured.seconds
+
+    first, standing, _ = run(planned=True)
+    planned_digests = _digests(model, first.value)
+    plan: Plan = handle.plan
+    room = free_bytes(device)
+    if room is not None and plan.plain_peak_bytes - standing > 0.9 * room:
+        optimizer.zero_grad(set_to_none=True)
+        runs = [run(planned=True)[0] for _ in range(pairs)]
+        return Comparison(plan, _measured("planned", runs, standing), None, None, None)
+    plain_digests = _digests(model, run(planned=False)[0].value)
+    plain_runs, planned_runs = [], []
+    for pair in range(pairs):
+        order = (False, True) if pair % 2 == 0 else (True, False)
+        for planned in order:
+            (planned_runs if planned else plain_runs).append(run(planned)[0])
+    optimizer.zero_grad(set_to_none=True)
+    _set_random_state(random, device)
+    extra = statistics.median(planned.seconds / plain.seconds - 1 for plain, planned in zip(plain_runs, planned_runs, strict=True))
+    different = tuple(name for name, digest in plain_digests.items() if planned_digests.get(name) != digest)
+    return Comparison(plan, _measured("planned", planned_runs, standing), _measured("plain", plain_runs, standing), extra, different)
+
+
+@contextmanager
+def unlimited(model: nn.Module, handle: Any) -> Iterator[None]:
+    """The model as it was before `lowtide.limit_memory`, for the length of the block; its plans stay."""
+    limited = model.__dict__["forward"]
+    handle.remove()
+    try:
+        yield
+    finally:
+        model.__dict__["forward"] = limited
+
+
+def _measured(label: str, runs: list[meter.Measurement], standing: int) -> Measured:
+    """The highest peak and the median time of some runs; the curve of the one with the median time."""
+    runs = sorted(runs, key=lambda run: run.seconds)
+    middle = runs[len(runs) // 2]
+    moments = [(when, standing + live) for when, live in middle.timeline]
+    return Measured(standing + max(run.peak_bytes for run in runs), statistics.median(run.seconds for run in runs), Curve(label, moments))
+
+
+def _digests(model: nn.Module, loss: Tensor) -> dict[str, bytes]:
+    """A digest of the loss's and of every gradient's bytes: comparing these holds no second set of gradients."""
+    found = {"loss": _digest(loss)}
+    for name, parameter in model.named_parameters():
+        found[name] = b"" if parameter.grad is None else _digest(parameter.grad)
+    return found
+
+
+def _digest(tensor: Tensor) -> bytes:
+    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).digest()
+
+
+def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
+    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
+    torch.set_rng_state(state[0])
+    if state[1] is not None:
+        torch.cuda.set_rng_state(state[1], device)
+
+
+def _share(part: float, whole: float) -> float | None:
+    return part / whole if whole else None

@@ -1,0 +1,75 @@
+"""How much memory a run uses, and how much there is."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import TracebackType
+
+import torch
+
+from lowtide import meter
+from lowtide.models import ModelSpec, build_model
+
+BYTES_PER_PARAMETER = 16
+"""Parameter, gradient and AdamW's two moments, each in float32."""
+
+
+class RunMeter:
+    """Watches everything that PyTorch allocates on a device from the moment it is entered: enter it before the model is built.
+
+    Where memory cannot be counted cheaply (on a CPU without a C++ compiler) every number is ``None``.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._whole = meter.peak(device) if device.type == "cuda" or meter.available() else None
+
+    def __enter__(self) -> RunMeter:
+        if self._whole is not None:
+            self._whole.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self._whole is not None:
+            self._whole.__exit__(kind, error, trace)
+
+    @contextmanager
+    def block(self) -> Iterator[BlockPeak]:
+        """The peak of a block of code, in bytes of everything alive and not only what the block added."""
+        result = BlockPeak()
+        if self._whole is None:
+            yield result
+            return
+        before = self._whole.live_bytes
+        with meter.peak(self._device) as block:
+            yield result
+        result.bytes = before + block.peak_bytes
+
+
+class BlockPeak:
+    """Filled in when a `RunMeter.block` has ended."""
+
+    bytes: int | None = None
+
+
+def training_bytes(spec: ModelSpec) -> int:
+    """Bytes of a model's parameters, gradients and optimizer state: what training needs before the first activation."""
+    if spec.config is not None:
+        return spec.config.parameters() * BYTES_PER_PARAMETER
+    with torch.device("meta"):
+        return sum(parameter.numel() for parameter in build_model(spec).parameters()) * BYTES_PER_PARAMETER
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Bytes that can still be allocated on a device, or ``None`` where the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    try:
+        for line in Path("/proc/meminfo").read_text().splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        pass
+    return None

@@ -1,0 +1,163 @@
+"""What a training run is asked to do, checked: an option that cannot take effect raises and names the way out."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+
+from lowtide.errors import LowtideError
+from lowtide.models import ModelSpec, model_spec
+from lowtide.train.data import VOCABULARY
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
+PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
+
+
+class OptionError(LowtideError):
+    """An option has an impossible value, or does not go with another."""
+
+
+@dataclass(frozen=True)
+class TrainOptions:
+    """A training run.
+
+    Attributes:
+        model: a preset, ``hf:TYPE[:key=value,...]``, or the path of a Hugging Face ``config.json``.
+        budget: the most live bytes at any moment, ``600MiB`` or ``60%`` of the plain step's peak; ``None`` with a policy that takes none.
+        policy: how to meet the budget; ``None`` is ``optimal``.
+        steps: optimizer steps.
+        batch, seq: sequences in a micro-batch, tokens in a sequence.
+        dtype: ``fp32``, or ``bf16`` for autocast over float32 weights.
+        seed: of the weights, the batches and dropout.
+        data: a text file or folder; ``None`` is Python's standard library.
+        lr, warmup: peak learning rate, and the steps up to it.
+        weight_decay: AdamW's, on matrices only.
+        grad_accum: micro-batches per optimizer step.
+        clip: largest gradient norm; 0 is no clipping.
+        eval_every: steps between evaluations on the validation text; 0 evaluates at the end only.
+        eval_batches: micro-batches per evaluation.
+        device: ``cpu``, ``cuda`` or ``cuda:N``.
+        dropout, unfused_attention, loss_chunks: changes to a built-in model's preset; ``None`` leaves the preset's.
+        checkpoint_dir, checkpoint_every: where and how often to write checkpoints; the last step is always written.
+        resume: go on from the newest checkpoint.
+        stop_after: stop at this step as if interrupted; the learning rate still follows ``steps``.
+        compare: measure a plain and a planned step side by side at the end.
+        json, plot: files for the results and for the picture of memory.
+    """
+
+    model: str = "gpt-small"
+    budget: str | None = "60%"
+    policy: str | None = None
+    steps: int = 200
+    batch: int = 8
+    seq: int = 256
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    seed: int = 0
+    data: Path | None = None
+    lr: float = 1e-3
+    warmup: int = 20
+    weight_decay: float = 0.1
+    grad_accum: int = 1
+    clip: float = 1.0
+    eval_every: int = 50
+    eval_batches: int = 8
+    device: str = "cpu"
+    dropout: float | None = None
+    unfused_attention: bool = False
+    loss_chunks: int | None = None
+    checkpoint_dir: Path | None = None
+    checkpoint_every: int = 0
+    resume: bool = False
+    stop_after: int | None = None
+    compare: bool = True
+    json: Path | None = None
+    plot: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("steps", "batch", "seq", "grad_accum", "eval_batches"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
+        for name in ("warmup", "weight_decay", "clip", "eval_every", "checkpoint_every", "seed"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "it cannot be negative")
+        require(self.lr > 0, "lr", self.lr, "a positive learning rate is needed")
+        require(self.warmup <= self.steps, "warmup", self.warmup, f"it is longer than the run of --steps {self.steps}")
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")
+        if self.checkpoint_dir is None:
+            require(not self.checkpoint_every, "checkpoint-every", self.checkpoint_every, "it needs --checkpoint-dir")
+            require(not self.resume, "resume", "", "it needs --checkpoint-dir with the run's checkpoints")
+        if self.stop_after is not None:
+            require(0 < self.stop_after <= self.steps, "stop-after", self.stop_after, f"choose a step from 1 to --steps {self.steps}")
+        if self.plot is not None:
+            require(self.compare, "plot", self.plot, "the picture is of the comparison: leave out --no-compare")
+            require(self.plot.suffix in PICTURE_SUFFIXES, "plot", self.plot, f"choose a name that ends in {', '.join(PICTURE_SUFFIXES)}")
+            if importlib.util.find_spec("matplotlib") is None:
+                raise OptionError("--plot needs matplotlib: pip install 'lowtide[pictures]'")
+        for name, file in (("json", self.json), ("plot", self.plot)):
+            check_file(name, file)
+        check_device(self.device)
+
+    def spec(self) -> ModelSpec:
+        """The model, with the changes that the options ask for, checked against sequence and text."""
+        return checked_spec(self.model, self.seq, self.dropout, self.unfused_attention, self.loss_chunks)
+
+    def trajectory(self, corpus_digest: str) -> dict[str, Any]:
+        """Everything that the losses depend on. Budget, policy and what is reported may differ between a run and its resumption."""
+        names = ("steps", "batch", "seq", "dtype", "seed", "lr", "warmup", "weight_decay", "grad_accum", "clip", "device")
+        return {**{name: getattr(self, name) for name in names}, "data": corpus_digest, "model": self.spec().describe()}
+
+    def to_json(self) -> dict[str, Any]:
+        """These options as plain values."""
+        return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
+
+
+def checked_spec(model: str, seq: int, dropout: float | None, unfused_attention: bool, loss_chunks: int | None) -> ModelSpec:
+    """A model for byte-level text in sequences of ``seq`` tokens.
+
+    Raises:
+        OptionError: the model cannot read bytes or sequences that long.
+    """
+    changes = {"dropout": dropout, "loss_chunks": loss_chunks, "fused_attention": False if unfused_attention else None}
+    spec = model_spec(model, {key: value for key, value in changes.items() if value is not None})
+    if spec.positions is not None:
+        require(seq <= spec.positions, "seq", seq, f"{model} has {spec.positions} positions, choose at most that")
+    require(
+        spec.vocabulary >= VOCABULARY,
+        "model",
+        model,
+        f"its vocabulary of {spec.vocabulary} is too small for bytes, which need {VOCABULARY}",
+    )
+    return spec
+
+
+def check_device(name: str) -> torch.device:
+    """The device called ``name``.
+
+    Raises:
+        OptionError: it is not there, or lowtide does not measure its memory.
+    """
+    try:
+        device = torch.device(name)
+    except RuntimeError as error:
+        raise OptionError(f"--device {name}: there is no such device, choose cpu, cuda or cuda:N") from error
+    require(device.type in ("cpu", "cuda"), "device", name, "choose cpu, cuda or cuda:N")
+    if device.type == "cuda":
+        require(torch.cuda.is_available(), "device", name, "this PyTorch sees no CUDA device, choose cpu")
+        count = torch.cuda.device_count()
+        require((device.index or 0) < count, "device", name, f"there are {count} CUDA devices, the last is cuda:{count - 1}")
+    return device
+
+
+def check_file(name: str, file: Path | None) -> None:
+    """Raise an `OptionError` unless ``file`` is absent or can be written."""
+    if file is not None:
+        require(not file.is_dir() and file.parent.is_dir() and os.access(file.parent, os.W_OK), name, file, "cannot write a file there")
+
+
+def require(holds: bool, name: str, value: object, message: str) -> None:
+    """Raise an `OptionError` about an option unless ``holds``."""
+    if not holds:
+        raise OptionError(f"--{name.replace('_', '-')} {value}".rstrip() + f": {message}")

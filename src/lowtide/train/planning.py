@@ -1,0 +1,81 @@
+"""``lowtide plan``: the plan of one training step, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.models import ModelSpec, build_model
+from lowtide.plan.plan import Plan
+from lowtide.train.options import DTYPES, check_device, check_file, checked_spec, require
+
+TIMED_BYTES = 2 << 30
+"""Operations on more than this are estimated instead of timed: they would take minutes, and memory that the step itself may not have."""
+
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """A step to plan; the attributes mean what they mean in `lowtide.train.options.TrainOptions`."""
+
+    model: str = "gpt-small"
+    budget: str | None = "60%"
+    policy: str | None = None
+    batch: int = 8
+    seq: int = 256
+    dtype: Literal["fp32", "bf16"] = "fp32"
+    device: str = "cpu"
+    dropout: float | None = None
+    unfused_attention: bool = False
+    loss_chunks: int | None = None
+    json: Path | None = None
+
+    def __post_init__(self) -> None:
+        for name in ("batch", "seq"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
+        require(self.dtype in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")
+        check_file("json", self.json)
+        check_device(self.device)
+
+
+def make_plan(options: PlanOptions) -> Plan:
+    """Trace the step on fake tensors and plan it. On a CPU this takes little memory whatever the model's size.
+
+    Raises:
+        LowtideError: the options do not fit the model, or no plan meets the budget.
+    """
+    spec = checked_spec(options.model, options.seq, options.dropout, options.unfused_attention, options.loss_chunks)
+    device = torch.device(options.device)
+    model = build_untouched(spec, device)
+    tokens = torch.zeros(options.batch, options.seq, dtype=torch.long, device=device)
+
+    def step(tokens: Tensor, targets: Tensor) -> Tensor:
+        with torch.autocast(device.type, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
+            return model(tokens, targets).loss
+
+    graph = lowtide.trace(step, tokens, tokens.clone(), model=model, memory_limit_bytes=TIMED_BYTES)
+    return lowtide.plan(graph, budget=options.budget, policy=options.policy)
+
+
+def build_untouched(spec: ModelSpec, device: torch.device) -> nn.Module:
+    """The model with uninitialised parameters and buffers, tied ones still tied.
+
+    Main memory that nobody wrote to costs nothing, so a model larger than the machine can be built and traced.
+    """
+    with torch.device("meta"):
+        model = build_model(spec)
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for tensors in (module._parameters, module._buffers):
+            for name, tensor in tensors.items():
+                if tensor is None:
+                    continue
+                if id(tensor) not in made:
+                    empty = torch.empty_like(tensor, device=device)
+                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                tensors[name] = made[id(tensor)]  # type: ignore[assignment]
+    return model

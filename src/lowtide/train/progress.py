@@ -1,0 +1,106 @@
+"""What a run says while it goes: a progress bar on a terminal, now and then a line elsewhere, or nothing."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as RichProgress
+
+from lowtide.budget import format_bytes
+
+LINES = 10
+"""How many times a run reports itself where there is no terminal."""
+
+
+class Progress(ABC):
+    """What the trainer tells."""
+
+    @abstractmethod
+    def start(self, first: int, steps: int, what: str) -> None:
+        """The run of ``what`` begins after ``first`` of ``steps`` steps."""
+
+    @abstractmethod
+    def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None:
+        """A step has ended; ``peak_bytes`` is the most live memory within it, if known."""
+
+    @abstractmethod
+    def evaluated(self, done: int, loss: float) -> None:
+        """The validation loss after ``done`` steps."""
+
+    @abstractmethod
+    def finish(self) -> None:
+        """The last step has ended, or the run failed."""
+
+    @abstractmethod
+    def comparing(self) -> None:
+        """The plain and the planned step are measured now."""
+
+
+class Silent(Progress):
+    """Says nothing."""
+
+    def start(self, first: int, steps: int, what: str) -> None: ...
+
+    def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None: ...
+
+    def evaluated(self, done: int, loss: float) -> None: ...
+
+    def finish(self) -> None: ...
+
+    def comparing(self) -> None: ...
+
+
+class ConsoleProgress(Progress):
+    """A bar with loss, tokens per second and live peak on a terminal; a line now and then in a log."""
+
+    def __init__(self, console: Console) -> None:
+        self._console = console
+        self._bar: RichProgress | None = None
+        self._task: TaskID | None = None
+        self._first = self._steps = 0
+        self._smooth_rate: float | None = None
+
+    def start(self, first: int, steps: int, what: str) -> None:
+        self._first, self._steps = first, steps
+        self._console.print(what, highlight=False, soft_wrap=True)
+        if first:
+            self._console.print(f"going on after step {first}")
+
+    def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None:
+        if done - self._first > 1:  # the first step plans
+            before = self._smooth_rate or tokens_per_second
+            self._smooth_rate = 0.9 * before + 0.1 * tokens_per_second
+        rate = self._smooth_rate or tokens_per_second
+        peak = "not counted" if peak_bytes is None else format_bytes(peak_bytes)
+        if self._console.is_terminal:
+            if self._bar is None:  # only now: planning shows its own progress during the first step
+                self._bar = RichProgress(
+                    TextColumn("training"),
+                    BarColumn(),
+                    MofNCompleteColumn(),
+                    TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s  live peak {task.fields[peak]}"),
+                    TimeRemainingColumn(),
+                    console=self._console,
+                )
+                self._task = self._bar.add_task("training", total=self._steps, completed=done, loss=loss, rate=rate, peak=peak)
+                self._bar.start()
+            assert self._task is not None
+            self._bar.update(self._task, completed=done, loss=loss, rate=rate, peak=peak)
+        elif done == self._first + 1 or done == self._steps or done % max(1, self._steps // LINES) == 0:
+            text = f"step {done:>5}/{self._steps}  loss {loss:.3f}  {rate:,.0f} tokens/s  live peak {peak}"
+            self._console.print(text, highlight=False, soft_wrap=True)
+
+    def evaluated(self, done: int, loss: float) -> None:
+        self._console.print(
+            f"step {done:>5}/{self._steps}  validation loss {loss:.3f} ({loss / 0.6931:.2f} bits per byte)", highlight=False
+        )
+
+    def finish(self) -> None:
+        if self._bar is not None:
+            self._bar.stop()
+            self._bar = None
+
+    def comparing(self) -> None:
+        self._console.print("measuring the plain and the planned step in turn ...")

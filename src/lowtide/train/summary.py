@@ -1,0 +1,119 @@
+"""The end of a run on the terminal: the plain and the planned step side by side, and the picture of both."""
+
+from __future__ import annotations
+
+from rich.console import Console
+from rich.table import Table
+
+from lowtide.budget import format_bytes
+from lowtide.report import percent_text, save_picture, seconds_text, terminal_picture
+from lowtide.train.compare import Comparison
+from lowtide.train.trainer import TrainResult
+
+PICTURE_WIDTH, PICTURE_HEIGHT = 96, 16
+
+
+def show(result: TrainResult, console: Console) -> None:
+    """Print everything that a run found."""
+    console.print()
+    console.print(_losses(result), highlight=False, soft_wrap=True)
+    comparison = result.comparison
+    if comparison is not None:
+        console.print(_table(result, comparison))
+        if _draws_braille(console):
+            curves = [measured.curve for measured in (comparison.plain, comparison.planned) if measured is not None]
+            console.print("live memory over one step")
+            width = min(console.width, PICTURE_WIDTH)
+            console.print(terminal_picture(curves, comparison.plan.budget_bytes, width, PICTURE_HEIGHT), soft_wrap=True)
+    for what, file in (("results", result.options.json), ("picture", result.options.plot)):
+        if file is not None:
+            console.print(f"{what} in {file}", highlight=False)
+    folder = result.options.checkpoint_dir
+    if folder is not None:
+        console.print(f"checkpoints in {folder}", highlight=False)
+
+
+def save_plot(result: TrainResult) -> None:
+    """Write the picture that the options ask for."""
+    comparison, path = result.comparison, result.options.plot
+    if comparison is None or path is None:
+        return
+    curves = [measured.curve for measured in (comparison.plain, comparison.planned) if measured is not None]
+    options = result.options
+    title = f"{options.model}, {options.batch} x {options.seq} tokens, {options.dtype}: live memory over one step"
+    save_picture(path, curves, comparison.plan.budget_bytes, title)
+
+
+def _losses(result: TrainResult) -> str:
+    words = [f"{len(result.losses)} steps in {seconds_text(sum(result.step_seconds))}"]
+    if result.losses:
+        words.append(f"training loss {result.losses[0]:.3f} -> {result.losses[-1]:.3f}")
+    if result.validation:
+        words.append(f"validation loss {result.validation[-1][1]:.3f}")
+    if result.step_peak_bytes:
+        planning, *others = result.step_peak_bytes
+        words.append(f"most live memory {format_bytes(max(others, default=planning))}")
+        if planning > max(others, default=planning):
+            words.append(f"{format_bytes(planning)} while planning")
+    if result.stopped:
+        words.append(f"stopped after step {result.last_step}")
+    return ", ".join(words)
+
+
+def _table(result: TrainResult, comparison: Comparison) -> Table:
+    plan, plain, planned = comparison.plan, comparison.plain, comparison.planned
+    table = Table(title=f"one step, {result.options.batch} x {result.options.seq} tokens, policy {plan.policy}", title_justify="left")
+    for column in ("", "plain step", "planned step", "change"):
+        table.add_column(column, justify="left" if not column else "right")
+    unknown = "does not fit"
+
+    def row(name: str, plain_text: str, planned_text: str, ratio: str = "") -> None:
+        table.add_row(name, plain_text, planned_text, ratio)
+
+    budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
+    within = {True: "held", False: "[red]exceeded[/red]", None: ""}[comparison.within_budget]
+    row("budget", "", budget, within)
+    row(
+        "peak, predicted",
+        format_bytes(plan.plain_peak_bytes),
+        format_bytes(plan.predicted_peak_bytes),
+        _change(plan.predicted_peak_bytes, plan.plain_peak_bytes),
+    )
+    row(
+        "peak, measured",
+        format_bytes(plain.peak_bytes) if plain else unknown,
+        format_bytes(planned.peak_bytes),
+        _change(planned.peak_bytes, plain.peak_bytes) if plain else "",
+    )
+    predicted_seconds = plan.plain_seconds + plan.predicted_extra_seconds
+    row(
+        "time, predicted", seconds_text(plan.plain_seconds), seconds_text(predicted_seconds), _change(predicted_seconds, plan.plain_seconds)
+    )
+    row(
+        "time, measured",
+        seconds_text(plain.seconds) if plain else unknown,
+        seconds_text(planned.seconds),
+        percent_text(comparison.extra) if comparison.extra is not None else "",
+    )
+    row("optimality gap", "", f"{seconds_text(plan.gap_seconds)}", f"{plan.gap * 100:.2f} %")
+    if comparison.different is None:
+        equal = "not compared"
+    elif comparison.different:
+        shown = ", ".join(comparison.different[:3]) + (" ..." if len(comparison.different) > 3 else "")
+        equal = f"[red]no: {len(comparison.different)} differ ({shown})[/red]"
+    else:
+        equal = "[green]yes[/green]"
+    row("bitwise equal", "", equal)
+    return table
+
+
+def _change(now: float, before: float) -> str:
+    return percent_text(now / before - 1) if before else ""
+
+
+def _draws_braille(console: Console) -> bool:
+    try:
+        "\u28ff│└┤━┅".encode(console.encoding)
+    except (UnicodeEncodeError, LookupError):
+        return False
+    return True

@@ -1,0 +1,312 @@
+"""The training run: `train` reads top to bottom. Everything that it calls is small and stands below it or in the files beside it."""
+
+from __future__ import annotations
+
+import math
+import platform
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import lowtide
+from lowtide.budget import format_bytes
+from lowtide.errors import LowtideError
+from lowtide.models import ModelSpec, build_model
+from lowtide.train import checkpoint
+from lowtide.train.compare import Comparison, compare
+from lowtide.train.data import Batches, Corpus, load_corpus
+from lowtide.train.memory import RunMeter, free_bytes, training_bytes
+from lowtide.train.options import DTYPES, OptionError, TrainOptions
+from lowtide.train.progress import Progress, Silent
+from lowtide.train.schedule import learning_rate
+
+
+class TrainError(LowtideError):
+    """Training cannot go on."""
+
+
+@dataclass
+class TrainResult:
+    """What a run did.
+
+    Attributes:
+        options: what was asked for.
+        corpus: what it read, in words.
+        parameters: of the model.
+        first_step: where it began; above 0 after a resume.
+        losses: training loss of every step that this run did.
+        validation: (steps done, validation loss).
+        gradient_norms: before clipping, of every step.
+        step_seconds: wall time of every step.
+        step_peak_bytes: most live bytes within every step, from its first forward to the end of its optimizer step, evaluation and
+            checkpoint included; empty where they cannot be counted. The first step plans.
+        plans: how many plans were made (one for each shape of step).
+        comparison: the plain and the planned step side by side, unless turned off.
+        stopped: whether the run was interrupted before its last step.
+        seconds: of the whole run.
+    """
+
+    options: TrainOptions
+    corpus: str
+    parameters: int
+    first_step: int
+    losses: list[float] = field(default_factory=list)
+    validation: list[tuple[int, float]] = field(default_factory=list)
+    gradient_norms: list[float] = field(default_factory=list)
+    step_seconds: list[float] = field(default_factory=list)
+    step_peak_bytes: list[int] = field(default_factory=list)
+    plans: int = 0
+    comparison: Comparison | None = None
+    stopped: bool = False
+    seconds: float = 0.0
+
+    @property
+    def last_step(self) -> int:
+        """Optimizer steps done, those before a resume included."""
+        return self.first_step + len(self.losses)
+
+    def to_json(self) -> dict[str, Any]:
+        """Everything as plain values."""
+        return {
+            "lowtide": "train",
+            "options": self.options.to_json(),
+            "corpus": self.corpus,
+            "parameters": self.parameters,
+            "first_step": self.first_step,
+            "last_step": self.last_step,
+            "losses": self.losses,
+            "validation": [{"step": step, "loss": loss} for step, loss in self.validation],
+            "gradient_norms": self.gradient_norms,
+            "step_seconds": self.step_seconds,
+            "step_peak_bytes": self.step_peak_bytes,
+            "plans": self.plans,
+            "comparison": None if self.comparison is None else self.comparison.to_json(),
+            "stopped": self.stopped,
+            "seconds": self.seconds,
+            "machine": {
+                "torch": torch.__version__,
+                "python": platform.python_version(),
+                "processor": platform.machine(),
+                "threads": torch.get_num_threads(),
+            },
+        }
+
+
+def train(options: TrainOptions, progress: Progress | None = None) -> TrainResult:
+    """Train a language model under a memory budget, and measure what the budget did.
+
+    Args:
+        options: what to do.
+        progress: told about every step; silent without one.
+
+    Raises:
+        LowtideError: the options do not go together, the data or a checkpoint is no good, the budget cannot be met, or the loss diverged.
+    """
+    progress = progress or Silent()
+    began = time.perf_counter()
+    device = torch.device(options.device)
+    spec = options.spec()
+    check_room(spec, device)
+    corpus = load_corpus(options.data)
+    batches = Batches(corpus.train, options.batch, options.seq, options.seed)
+    validation = Batches(corpus.validation, options.batch, options.seq, options.seed, "validation")
+    resumed = find_checkpoint(options, corpus)
+
+    with RunMeter(device) as memory, stop_signals() as stop:
+        torch.manual_seed(options.seed)
+        model = build_model(spec).to(device)
+        optimizer = make_optimizer(model, options)
+        handle = lowtide.limit_memory(model, **limit(options), optimizer=optimizer)
+        result = TrainResult(options, str(corpus), sum(p.numel() for p in model.parameters()), first_step=0)
+        if resumed is not None:
+            restore(resumed, model, optimizer, device)
+            result.first_step = resumed.step
+        progress.start(result.first_step, options.steps, f"{options.model}, {result.parameters / 1e6:.1f} M parameters, {corpus}")
+
+        def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
+            with torch.autocast(device.type, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
+                return model(tokens.to(device), targets.to(device)).loss
+
+        for step in range(result.first_step, options.stop_after or options.steps):
+            done = step + 1
+            last = done == options.steps
+            with memory.block() as peak:
+                step_began = time.perf_counter()
+                for group in optimizer.param_groups:
+                    group["lr"] = learning_rate(step, options.steps, options.lr, options.warmup)
+                loss = 0.0
+                for micro in range(options.grad_accum):
+                    part = loss_of(*batches.draw(step * options.grad_accum + micro)) / options.grad_accum
+                    part.backward()
+                    loss += part.item()
+                norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf).item()
+                if not math.isfinite(loss) or not math.isfinite(norm):
+                    raise TrainError(f"the loss became {loss} (gradient norm {norm}) at step {done}: lower --lr or raise --warmup")
+                optimizer.step()
+                optimizer.zero_grad(set_to_none=True)
+                seconds = time.perf_counter() - step_began
+
+                if last or due(done, options.eval_every):
+                    result.validation.append((done, evaluate(model, validation, options, loss_of)))
+                if options.checkpoint_dir and (last or stop or done == options.stop_after or due(done, options.checkpoint_every)):
+                    save(options, corpus, done, model, optimizer, device)
+            result.losses.append(loss)
+            result.gradient_norms.append(norm)
+            result.step_seconds.append(seconds)
+            if peak.bytes is not None:
+                result.step_peak_bytes.append(peak.bytes)
+            progress.step(done, loss, options.batch * options.seq * options.grad_accum / seconds, peak.bytes)
+            if result.validation and result.validation[-1][0] == done:
+                progress.evaluated(done, result.validation[-1][1])
+            if stop:
+                result.stopped = not last
+                break
+        progress.finish()
+
+        if options.compare and not result.stopped:
+            progress.comparing()
+            tokens, targets = batches.draw(0)
+            result.comparison = compare(model, handle, optimizer, lambda: loss_of(tokens, targets), device)
+        result.plans = len(handle.plans)
+        handle.remove()
+    result.seconds = time.perf_counter() - began
+    return result
+
+
+def limit(options: TrainOptions) -> dict[str, Any]:
+    """The budget and policy as `lowtide.limit_memory` takes them."""
+    return {"budget": options.budget, "policy": options.policy}
+
+
+def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.AdamW:
+    """AdamW with weight decay on matrices only (not on biases and norms), fused: fastest, and without temporaries of its own."""
+    matrices = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim >= 2]
+    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim < 2]
+    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    return torch.optim.AdamW([group for group in groups if group["params"]], lr=options.lr, betas=(0.9, 0.95), fused=True)
+
+
+@torch.no_grad()
+def evaluate(model: nn.Module, validation: Batches, options: TrainOptions, loss_of: Any) -> float:
+    """The mean loss over validation batches that are the same every time."""
+    model.eval()
+    losses = [loss_of(*batch).item() for batch in validation.spread(options.eval_batches)]
+    model.train()
+    return sum(losses) / len(losses)
+
+
+def check_room(spec: ModelSpec, device: torch.device) -> None:
+    """Refuse a model whose weights, gradients and optimizer state alone do not fit, before anything is allocated.
+
+    Raises:
+        OptionError: they do not.
+    """
+    needed, free = training_bytes(spec), free_bytes(device)
+    if free is not None and needed > free:
+        raise OptionError(
+            f"--model {spec.name}: parameters, gradients and optimizer state take {format_bytes(needed)}, "
+            f"and {format_bytes(free)} are free: "
+            "choose a smaller model (lowtide plan plans this one without allocating it)"
+        )
+
+
+def due(done: int, every: int) -> bool:
+    """Whether something that happens every ``every`` steps (0 is never) happens after ``done``."""
+    return every > 0 and done % every == 0
+
+
+def find_checkpoint(options: TrainOptions, corpus: Corpus) -> checkpoint.Checkpoint | None:
+    """The checkpoint to go on from, checked against the options; ``None`` for a fresh start.
+
+    Raises:
+        OptionError: the folder holds another run, or this one and ``--resume`` was not given.
+        CheckpointError: there is nothing to resume.
+    """
+    folder = options.checkpoint_dir
+    if folder is None:
+        return None
+    if not options.resume:
+        if found := checkpoint.steps(folder):
+            raise OptionError(
+                f"--checkpoint-dir {folder} holds a run at step {found[-1]}: pass --resume to go on with it, or another folder"
+            )
+        return None
+    loaded = checkpoint.load(folder)
+    now = options.trajectory(corpus.digest)
+    for name, value in loaded.run.items():
+        if now.get(name) != value and name == "data":
+            raise OptionError(f"--resume: the run in {folder} was trained on other text: pass the same --data")
+        if now.get(name) != value and name == "model":
+            raise OptionError(f"--resume: the run in {folder} trains a model of another shape: pass the same --model and changes to it")
+        if now.get(name) != value:
+            flag = name.replace("_", "-")
+            raise OptionError(
+                f"--resume: the run in {folder} has --{flag} {value}, not {now.get(name)}: pass --{flag} {value}, or start anew"
+            )
+    if loaded.step >= (options.stop_after or options.steps):
+        raise OptionError(f"--resume: the run in {folder} is at step {loaded.step} already: there is nothing left to do")
+    return loaded
+
+
+def save(
+    options: TrainOptions, corpus: Corpus, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+) -> None:
+    """Write a checkpoint of everything that the rest of the run depends on. Batches depend on the step alone, the learning rate too."""
+    state = {
+        "model": model.state_dict(),
+        "optimizer": optimizer.state_dict(),
+        "random": torch.get_rng_state(),
+        "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+    }
+    assert options.checkpoint_dir is not None
+    checkpoint.save(options.checkpoint_dir, step, state, options.trajectory(corpus.digest))
+
+
+def restore(loaded: checkpoint.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+    """Put back what `save` wrote."""
+    model.load_state_dict(loaded.state["model"])
+    optimizer.load_state_dict(loaded.state["optimizer"])
+    torch.set_rng_state(loaded.state["random"])
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(loaded.state["random_cuda"], device)
+    loaded.state.clear()
+
+
+class StopRequest:
+    """Whether somebody asked the run to stop; true after the first signal."""
+
+    def __init__(self) -> None:
+        self._asked = False
+
+    def __bool__(self) -> bool:
+        return self._asked
+
+    def ask(self, number: int, frame: FrameType | None) -> None:
+        """A signal handler: the first asks to stop after this step, the second stops at once."""
+        if self._asked:
+            raise KeyboardInterrupt
+        self._asked = True
+
+
+@contextmanager
+def stop_signals() -> Iterator[StopRequest]:
+    """Turn Ctrl-C and SIGTERM into a request to finish the step, save and stop. Outside the main thread nothing is caught."""
+    stop = StopRequest()
+    before = {}
+    try:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            before[number] = signal.signal(number, stop.ask)
+    except ValueError:
+        pass
+    try:
+        yield stop
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

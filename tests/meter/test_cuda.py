@@ -1,0 +1,67 @@
+"""CUDA: several readers share the one peak statistic of a device. The statistics are played here; on a CUDA machine they are real."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowtide.meter import measure, peak
+from lowtide.meter.cuda import CudaMark
+
+
+class Played:
+    """A device's allocator statistics."""
+
+    def __init__(self) -> None:
+        self.live = self.most = self.count = 0
+
+    def alloc(self, size: int) -> None:
+        self.live += size
+        self.count += size > 0
+        self.most = max(self.most, self.live)
+
+    def reset(self, device: int) -> None:
+        self.most = self.live
+
+
+def test_nested_marks_see_their_own_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+    card = Played()
+    monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: card.live)
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: card.most)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocation.all.allocated": card.count})
+    monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", card.reset)
+    card.alloc(100)
+    outer, inner = CudaMark(torch.device("cuda", 0)), CudaMark(torch.device("cuda", 0))
+    outer.open()
+    card.alloc(900)
+    card.alloc(-900)
+    inner.open()
+    card.alloc(50)
+    assert outer.read()[:3] == (900, 50, 100)
+    assert inner.read()[:2] == (50, 50)
+    card.alloc(1000)
+    card.alloc(-1000)
+    inner.close()
+    card.alloc(5000)
+    card.alloc(-5000)
+    outer.close()
+    assert inner.read()[0] == 1050
+    assert outer.read() == (5050, 50, 100, 1 << 20, 4)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
+def test_a_real_device() -> None:
+    def step() -> torch.Tensor:
+        kept = torch.empty(1 << 20, dtype=torch.uint8, device="cuda")
+        torch.empty(1 << 22, dtype=torch.uint8, device="cuda")
+        return kept
+
+    seen = measure(step, device="cuda", warmup=1)
+    assert seen.source == "cuda"
+    assert (seen.peak_bytes, seen.end_bytes) == ((1 << 20) + (1 << 22), 1 << 20)
+    assert max(live for _, live in seen.timeline) == seen.peak_bytes
+    with peak("cuda") as outer, peak("cuda") as inner:
+        step()
+    assert inner.peak_bytes == outer.peak_bytes == (1 << 20) + (1 << 22)

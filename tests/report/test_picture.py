@@ -1,0 +1,52 @@
+"""Pictures of memory: every peak stays visible, the budget line is where it belongs."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from lowtide.report import save_picture, terminal_picture
+from lowtide.report.picture import Curve
+
+PLAIN = Curve("plain", [(i / 100, 100 - abs(50 - i)) for i in range(101)])
+PLANNED = Curve("planned", [(i / 80, 80 - abs(50 - i)) for i in range(101)])
+
+
+@given(st.lists(st.tuples(st.floats(0, 10), st.integers(0, 1000)), max_size=50), st.integers(1, 40))
+def test_no_column_loses_the_peak(moments: list[tuple[float, int]], count: int) -> None:
+    curve = Curve("", sorted(moments))
+    columns = curve.columns(count, curve.seconds or 1.0)
+    assert len(columns) == count
+    assert max((live for live in columns if live is not None), default=0) == curve.peak_bytes
+
+
+def test_a_shorter_curve_ends_earlier() -> None:
+    columns = PLAIN.columns(10, 2.0)
+    assert columns[4] is not None
+    assert columns[6:] == [None] * 4
+
+
+def test_the_terminal_picture_fits_its_size_and_names_what_it_shows() -> None:
+    text = terminal_picture([PLAIN, PLANNED], budget_bytes=90, width=60, height=10).plain
+    *rows, legend = text.split("\n")
+    assert len(rows) == 10
+    assert max(len(row) for row in rows) <= 60
+    assert "plain, peak 100 B" in legend
+    assert "planned, peak 80 B" in legend
+    assert "budget 90 B" in legend
+    assert any(0x2800 < ord(character) <= 0x28FF for character in rows[0])  # the peak touches the top
+
+
+def test_a_step_without_memory_draws_all_the_same() -> None:
+    assert "empty, peak 0 B" in terminal_picture([Curve("empty", [])]).plain
+
+
+@pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
+def test_the_picture_file_is_written(tmp_path: Path, suffix: str) -> None:
+    pytest.importorskip("matplotlib")
+    file = tmp_path / f"memory{suffix}"
+    save_picture(file, [PLAIN, PLANNED], budget_bytes=90, title="a step")
+    assert file.read_bytes()[:4] in (b"\x89PNG", b"%PDF", b"<?xm")

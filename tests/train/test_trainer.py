@@ -1,0 +1,212 @@
+"""The trainer: losses fall, the budget holds, and a run that was stopped or killed goes on as if nothing had been."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide.train import checkpoint
+from lowtide.train.checkpoint import CheckpointError
+from lowtide.train.options import OptionError, TrainOptions
+from lowtide.train.trainer import TrainError, TrainResult, train
+
+pytestmark = pytest.mark.filterwarnings("ignore:lowtide plans again")
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
+    return file
+
+
+def options(text: Path, **changes: Any) -> TrainOptions:
+    small = {"model": "gpt-nano", "data": text, "steps": 8, "batch": 2, "seq": 64, "warmup": 2, "eval_every": 4, "eval_batches": 2}
+    return TrainOptions(**{**small, "budget": "75%", "compare": False, **changes})
+
+
+def trail(result: TrainResult) -> list[tuple[float, float]]:
+    return list(zip(result.losses, result.gradient_norms, strict=True))
+
+
+def weights(folder: Path) -> dict[str, torch.Tensor]:
+    return checkpoint.load(folder).state["model"]
+
+
+def test_the_loss_falls_under_a_budget(text: Path) -> None:
+    result = train(options(text, steps=60, lr=3e-3))
+    assert result.losses[0] > 5
+    assert sum(result.losses[-5:]) / 5 < 3.2
+    assert result.validation[-1][0] == 60
+    assert result.validation[-1][1] < result.validation[0][1]
+
+
+def test_training_under_a_budget_is_bitwise_training_without_one(text: Path, tmp_path: Path) -> None:
+    runs = {}
+    for name, changes in {
+        "plain": {"budget": None, "policy": "keep_all"},
+        "planned": {"budget": "70%"},
+        "full": {"policy": "full", "budget": None},
+    }.items():
+        runs[name] = trail(train(options(text, dropout=0.1, grad_accum=2, checkpoint_dir=tmp_path / name, **changes)))
+    assert runs["planned"] == runs["plain"]
+    assert runs["full"] == runs["plain"]
+    for name, tensor in weights(tmp_path / "plain").items():
+        assert torch.equal(tensor, weights(tmp_path / "planned")[name])
+
+
+@pytest.mark.parametrize("changes", [{}, {"grad_accum": 3, "dropout": 0.2}, {"model": "llama-nano", "dtype": "bf16"}])
+def test_a_resumed_run_goes_the_same_way(text: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
+    whole = options(text, checkpoint_dir=tmp_path / "whole", **changes)
+    parts = options(text, checkpoint_dir=tmp_path / "parts", **changes)
+    expected = train(whole)
+    first = train(dataclasses.replace(parts, stop_after=3))
+    second = train(dataclasses.replace(parts, resume=True, stop_after=5, budget="90%"))
+    third = train(dataclasses.replace(parts, resume=True))
+    assert (second.first_step, third.first_step) == (3, 5)
+    assert trail(first) + trail(second) + trail(third) == trail(expected)
+    assert third.validation[-1] == expected.validation[-1]
+    for name, tensor in weights(tmp_path / "whole").items():
+        assert torch.equal(tensor, weights(tmp_path / "parts")[name])
+
+
+def test_the_comparison_holds_the_budget_and_finds_equal_bits(text: Path, tmp_path: Path) -> None:
+    result = train(options(text, compare=True, batch=4, seq=128, steps=4, json=tmp_path / "r.json"))
+    comparison = result.comparison
+    assert comparison is not None
+    assert comparison.plain is not None
+    assert comparison.different == ()
+    assert comparison.within_budget
+    assert comparison.planned.peak_bytes < comparison.plain.peak_bytes
+    assert comparison.planned.peak_bytes == pytest.approx(comparison.plan.predicted_peak_bytes, rel=0.01)
+    assert comparison.plain.peak_bytes == pytest.approx(comparison.plan.plain_peak_bytes, rel=0.01)
+    assert comparison.plain.curve.peak_bytes == comparison.plain.peak_bytes
+    assert comparison.plan.budget_bytes is not None
+    assert all(peak <= comparison.plan.budget_bytes for peak in result.step_peak_bytes[1:])
+    told = json.loads(json.dumps(result.to_json()))
+    assert told["comparison"]["bitwise_equal"] is True
+    assert told["comparison"]["plain"]["peak_bytes"] == comparison.plain.peak_bytes
+
+
+def test_a_run_leaves_no_signal_handler_behind(text: Path) -> None:
+    before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
+    train(options(text, steps=1, warmup=0))
+    assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
+
+
+def test_a_folder_with_a_run_is_not_overwritten(text: Path, tmp_path: Path) -> None:
+    train(options(text, steps=2, checkpoint_dir=tmp_path))
+    with pytest.raises(OptionError, match="holds a run at step 2: pass --resume"):
+        train(options(text, steps=2, checkpoint_dir=tmp_path))
+    with pytest.raises(OptionError, match="is at step 2 already"):
+        train(options(text, steps=2, checkpoint_dir=tmp_path, resume=True))
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"seed": 5}, "has --seed 0, not 5: pass --seed 0"),
+        ({"grad_accum": 2}, "has --grad-accum 1, not 2"),
+        ({"model": "gpt-tiny"}, "a model of another shape"),
+        ({"data": None}, "trained on other text"),
+    ],
+)
+def test_a_run_is_not_resumed_as_another_one(text: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
+    train(options(text, stop_after=1, checkpoint_dir=tmp_path))
+    with pytest.raises(OptionError, match=message):
+        train(options(text, checkpoint_dir=tmp_path, resume=True, **changes))
+
+
+def test_there_is_nothing_to_resume_in_an_empty_folder(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="no checkpoint in"):
+        train(options(text, checkpoint_dir=tmp_path, resume=True))
+
+
+def test_a_diverging_run_stops_and_says_what_to_lower(text: Path) -> None:
+    with pytest.raises(TrainError, match="lower --lr"):
+        train(options(text, steps=50, lr=1e30, warmup=0, clip=0.0))
+
+
+def test_a_model_larger_than_the_machine_is_refused_before_anything_is_allocated(text: Path) -> None:
+    with pytest.raises(OptionError, match=r"parameters, gradients and optimizer state take 2\.5\d TiB"):
+        train(options(text, model="gpt3-175b"))
+
+
+def command(text: Path, folder: Path, *more: str) -> list[str]:
+    line = [
+        sys.executable,
+        "-m",
+        "lowtide",
+        "train",
+        "--model",
+        "gpt-nano",
+        "--data",
+        str(text),
+        "--steps",
+        "40",
+        "--batch",
+        "2",
+        "--seq",
+        "64",
+    ]
+    return [
+        *line,
+        "--checkpoint-dir",
+        str(folder),
+        "--checkpoint-every",
+        "1",
+        "--no-compare",
+        "--json",
+        str(folder / "results.json"),
+        *more,
+    ]
+
+
+@pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills with SIGKILL")
+def test_a_run_killed_with_9_resumes_and_ends_where_an_unharmed_one_does(text: Path, tmp_path: Path) -> None:
+    killed, whole = tmp_path / "killed", tmp_path / "whole"
+    killed.mkdir()
+    expected = train(options(text, steps=40, warmup=4, checkpoint_dir=whole, budget="60%"))
+    process = subprocess.Popen(command(text, killed), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    limit = time.monotonic() + 120
+    while len(checkpoint.steps(killed)) < 2 and process.poll() is None and time.monotonic() < limit:
+        time.sleep(0.005)
+    os.kill(process.pid, signal.SIGKILL)
+    _, errors = process.communicate()
+    assert process.returncode == -signal.SIGKILL, errors.decode()
+    before = checkpoint.load(killed).step
+    assert 1 <= before < 40
+    done = subprocess.run([*command(text, killed), "--resume"], capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    results = json.loads((killed / "results.json").read_text())
+    assert results["first_step"] == before
+    assert results["losses"] == expected.losses[before:]
+    for name, tensor in weights(whole).items():
+        assert torch.equal(tensor, weights(killed)[name])
+
+
+@pytest.mark.skipif(os.name == "nt", reason="sends SIGTERM")
+def test_a_run_asked_to_stop_saves_and_can_go_on(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "run"
+    folder.mkdir()
+    line = command(text, folder, "--steps", "100000")
+    process = subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    limit = time.monotonic() + 120
+    while not checkpoint.steps(folder) and process.poll() is None and time.monotonic() < limit:
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output
+    step = checkpoint.load(folder).step
+    assert f"stopped after step {step}" in " ".join(output.split())
+    assert len(json.loads((folder / "results.json").read_text())["losses"]) == step
