@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import sys
-from importlib import metadata
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
+from lowtide import __version__
 from lowtide.errors import LowtideError
 
 # torch and everything on top of it is imported inside the commands, so that --help and --version answer at once.
@@ -49,7 +49,7 @@ LossChunks = Annotated[int | None, typer.Option(help="Built-in models: pieces in
 
 def _version(asked: bool) -> None:
     if asked:
-        typer.echo(f"lowtide {metadata.version('lowtide')}")
+        typer.echo(f"lowtide {__version__}")
         raise typer.Exit
 
 
@@ -93,7 +93,7 @@ def train(
     plot: Annotated[
         Path | None, typer.Option(help="Draw live memory over one step into this file (.png, .pdf or .svg; needs matplotlib).")
     ] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
     """Train a language model on text under a memory budget, and show what the budget did to a step."""
     from rich.console import Console
@@ -159,7 +159,7 @@ def plan(
     unfused_attention: Unfused = False,
     loss_chunks: LossChunks = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Save the plan to this file.")] = None,
-    quiet: Annotated[bool, typer.Option("--quiet", help="Print nothing but errors.")] = False,
+    quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
     """Plan one training step of a model without running it, and explain the plan."""
     from lowtide.train.planning import PlanOptions, make_plan

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 GRAPH_FORMAT = 1
@@ -128,6 +128,7 @@ class Saved:
         module: qualified name of the module that saved it.
         shape: the tensor's shape.
         dtype: its dtype, for example ``float32``.
+        forced: whether a checkpointing scope around it asks for it to be given up.
     """
 
     id: int
@@ -136,6 +137,7 @@ class Saved:
     module: str = ""
     shape: tuple[int, ...] = ()
     dtype: str = ""
+    forced: bool = False
 
 
 @dataclass(frozen=True)
@@ -152,6 +154,9 @@ class StepGraph:
         replay_overhead_seconds: extra seconds to dispatch one replayed operation.
         device: the device that the budget is about, for example ``cpu`` or ``cuda``.
         source: how the graph was made: ``fake`` or ``real`` tensors.
+        notes: what should be known about how it was made.
+        outputs: ids of the storages that the step's caller can hold on to (logits beside the loss). The events have them freed where the
+            step itself lets go of them; `holding_outputs` is the graph of a caller that does not.
     """
 
     operations: tuple[Operation, ...]
@@ -166,6 +171,14 @@ class StepGraph:
     device: str = "cpu"
     source: Literal["fake", "real"] = "fake"
     notes: tuple[str, ...] = field(default=())
+    outputs: tuple[int, ...] = field(default=())
+
+    def holding_outputs(self) -> StepGraph:
+        """The same step when its caller holds what the forward returned until the step ends."""
+        held = set(self.outputs)
+        events = [event for event in self.events if not (event.kind == "free" and event.index in held)]
+        freed = [event for event in self.events if event.kind == "free" and event.index in held]
+        return replace(self, events=(*events, *freed)) if freed else self
 
     def structure(self) -> list[Any]:
         """Everything but times and scratch, as nested lists: two traces of one step agree on it."""
@@ -173,7 +186,7 @@ class StepGraph:
             [[o.name, o.reads, o.writes, o.phase, o.random, o.replayable] for o in self.operations],
             [[s.bytes, s.kind, s.producer] for s in self.storages],
             [[v.storage, v.version, v.producer, v.storable, v.must_store] for v in self.values],
-            [[s.value, s.droppable] for s in self.saved],
+            [[s.value, s.droppable, s.forced] for s in self.saved],
             self.events,
             self.resident_bytes,
         ]
@@ -200,7 +213,7 @@ class StepGraph:
         def rows(kind: type, items: list[dict[str, Any]]) -> tuple[Any, ...]:
             return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}) for item in items)
 
-        rest = {k: v for k, v in data.items() if k not in ("format", "operations", "storages", "values", "saved", "events", "notes")}
+        rest = {k: v for k, v in data.items() if k not in ("format", "operations", "storages", "values", "saved", "events", "notes", "outputs")}
         return cls(
             operations=rows(Operation, data["operations"]),
             storages=rows(Storage, data["storages"]),
@@ -208,5 +221,6 @@ class StepGraph:
             saved=rows(Saved, data["saved"]),
             events=tuple(Event(kind, index) for kind, index in data["events"]),
             notes=tuple(data["notes"]),
+            outputs=tuple(data["outputs"]),
             **rest,
         )

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
@@ -93,3 +93,8 @@ def enter_modes(taken: list[TorchDispatchMode]) -> None:
     """Put back what `leave_mode` took."""
     for mode in reversed(taken):
         _push_mode(mode)
+
+
+def at_backward_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that runs on this thread has ended; an error that it raises leaves that backward."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]

@@ -31,7 +31,7 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(text: Path, **changes: Any) -> TrainOptions:
-    small = {"model": "gpt-nano", "data": text, "steps": 8, "batch": 2, "seq": 64, "warmup": 2, "eval_every": 4, "eval_batches": 2}
+    small = {"model": "gpt-nano", "data": text, "steps": 8, "batch": 8, "seq": 128, "warmup": 2, "eval_every": 4, "eval_batches": 2}
     return TrainOptions(**{**small, "budget": "75%", "compare": False, **changes})
 
 
@@ -81,7 +81,7 @@ def test_a_resumed_run_goes_the_same_way(text: Path, tmp_path: Path, changes: di
 
 
 def test_the_comparison_holds_the_budget_and_finds_equal_bits(text: Path, tmp_path: Path) -> None:
-    result = train(options(text, compare=True, batch=4, seq=128, steps=4, json=tmp_path / "r.json"))
+    result = train(options(text, compare=True, steps=4, json=tmp_path / "r.json"))
     comparison = result.comparison
     assert comparison is not None
     assert comparison.plain is not None
@@ -143,33 +143,9 @@ def test_a_model_larger_than_the_machine_is_refused_before_anything_is_allocated
 
 
 def command(text: Path, folder: Path, *more: str) -> list[str]:
-    line = [
-        sys.executable,
-        "-m",
-        "lowtide",
-        "train",
-        "--model",
-        "gpt-nano",
-        "--data",
-        str(text),
-        "--steps",
-        "40",
-        "--batch",
-        "2",
-        "--seq",
-        "64",
-    ]
-    return [
-        *line,
-        "--checkpoint-dir",
-        str(folder),
-        "--checkpoint-every",
-        "1",
-        "--no-compare",
-        "--json",
-        str(folder / "results.json"),
-        *more,
-    ]
+    line = [sys.executable, "-m", "lowtide", "train", "--model", "gpt-nano", "--data", str(text), "--batch", "8", "--seq", "128"]
+    line += ["--steps", "40", "--checkpoint-dir", str(folder), "--checkpoint-every", "1", "--no-compare"]
+    return [*line, "--json", str(folder / "results.json"), *more]
 
 
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills with SIGKILL")

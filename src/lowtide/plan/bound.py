@@ -5,7 +5,7 @@ order, in which each value either stays from forward until everything that rests
 it, operations run again only in backward, as often as wanted, and every tensor that backward unpacks is there from its ``unpack`` to its
 ``done``. That includes every plan of docs/design.md. The costs are the traced ones.
 
-The linear program has s_v in [0, 1] ("value v is stored") and r_i >= 0 ("how often operation i runs again"):
+The linear program has s_v in [0, 1] ("value v is stored") and r_i in [0, 1] ("operation i runs again"):
 
     minimise    sum of r_i * (seconds_i + dispatch overhead)
     s_v + r_prod(v)          >= 1      for every saved value v that backward unpacks
@@ -15,8 +15,11 @@ The linear program has s_v in [0, 1] ("value v is stored") and r_i >= 0 ("how of
 At moment t, ``natural`` is what the program itself holds, the sum is over values that are dead by themselves at t and are surely still
 held if they are stored, and ``demanded`` are the tensors that backward has unpacked and not yet dropped: they are there, stored or not.
 A stored value is surely held until its own last unpack, or, when autograd does not save it, until the first moment at which anything that
-is made from it is unpacked. Everything a replay holds beyond what is demanded at that moment is left out, so the bound is below the true
-optimum (FIELD, "Planning"; the same program with integers and replay residency is Checkmate's, arXiv 1910.02653, equations 1 and 7).
+is made from it is unpacked.
+
+Where memory is tight, `lowtide.plan.windows` adds a stage's backward, one backward node at a time: there it also counts the replayed values
+that wait for later nodes (or lets the program pay for replaying them twice). All other bytes that replays hold are left out, so the bound
+is below the true optimum (FIELD, "Planning"; with integers it is Checkmate's program, arXiv 1910.02653, equations 1 and 7).
 """
 
 from __future__ import annotations
@@ -29,9 +32,15 @@ from scipy.optimize import linprog
 from scipy.sparse import csr_array
 
 from lowtide.plan.simulate import Simulator
+from lowtide.plan.stages import Stages, find_stages
+from lowtide.plan.windows import Window
 
-_ROUNDS = 25
+Floats = NDArray[np.float64]
+
+_ROUNDS = 30
 _ROWS_PER_ROUND = 48
+_WINDOWS_PER_ROUND = 6
+_MOST_WINDOWS = 24
 
 
 @dataclass(frozen=True)
@@ -47,13 +56,58 @@ class Bound:
     peak_bytes: int
 
 
+class Program:
+    """A linear program that grows: minimise ``cost``, every row at most its right side, every column between 0 and its upper bound."""
+
+    def __init__(self) -> None:
+        self.cost: list[float] = []
+        self.upper: list[float] = []
+        self.rows: list[int] = []
+        self.columns: list[int] = []
+        self.data: list[float] = []
+        self.right: list[float] = []
+
+    def column(self, cost: float = 0.0, upper: float = 1.0) -> int:
+        """A new column."""
+        self.cost.append(cost)
+        self.upper.append(upper)
+        return len(self.cost) - 1
+
+    def row(self, entries: list[tuple[int, float]], right: float) -> None:
+        """A new row: the sum of the entries is at most ``right``."""
+        for column, value in entries:
+            self.rows.append(len(self.right))
+            self.columns.append(column)
+            self.data.append(value)
+        self.right.append(right)
+
+    def solve(self) -> tuple[int, float, Floats]:
+        """HiGHS's status (0 solved, 2 infeasible), the objective, and the columns."""
+        shape = (len(self.right), len(self.cost))
+        matrix = csr_array((self.data, (self.rows, self.columns)), shape=shape)
+        scale = max(max(self.cost, default=0.0), 1e-12)
+        answer = linprog(
+            np.array(self.cost) / scale,
+            A_ub=matrix,
+            b_ub=np.array(self.right),
+            bounds=np.stack([np.zeros(shape[1]), np.array(self.upper)], axis=1),
+            method="highs",
+        )
+        if answer.status != 0 or answer.x is None:
+            return int(answer.status), 0.0, np.zeros(shape[1])
+        return 0, float(answer.fun) * scale, np.asarray(answer.x)
+
+
 class Relaxation:
     """The linear program of one step graph; `solve` answers for a budget."""
 
-    def __init__(self, sim: Simulator) -> None:
+    def __init__(self, sim: Simulator, stages: Stages | None = None) -> None:
+        from lowtide.plan.build import feasible_replays
+
         self.sim = sim
         graph = sim.graph
-        self.feasible = self._feasible()
+        self.stages = stages or find_stages(sim)
+        self.feasible = feasible_replays(sim)
         self.demanded = [v for v in sim.droppable if sim.unpacked[v]]
         relevant: set[int] = set()
         stack = list(self.demanded)
@@ -73,12 +127,22 @@ class Relaxation:
         self.column = {v: k for k, v in enumerate(self.values)}
         self.op_column = {i: len(self.values) + k for k, i in enumerate(self.operations)}
         self._moments()
-        self._constraints()
 
-    def _feasible(self) -> list[bool]:
-        from lowtide.plan.build import feasible_replays
+    def seconds_of(self, index: int) -> float:
+        """What one more run of an operation costs."""
+        return self.sim.graph.operations[index].seconds + self.sim.graph.replay_overhead_seconds
 
-        return feasible_replays(self.sim)
+    def replay_column(self, value: int) -> int | None:
+        """The column of the operation that brings ``value`` back, if any may."""
+        if self.sim.graph.values[value].must_store:
+            return None
+        return self.op_column.get(self.sim.producer[value])
+
+    def available(self, value: int) -> list[tuple[int, float]]:
+        """Entries that are -1 when an operation can read ``value``: it is stored or replayed."""
+        entries = [(self.column[value], -1.0)] if self.sim.graph.values[value].storable else []
+        replay = self.replay_column(value)
+        return entries if replay is None else [*entries, (replay, -1.0)]
 
     def _moments(self) -> None:
         """Per value, the events between which a stored copy is surely extra; per event, what is there in any case."""
@@ -88,6 +152,7 @@ class Relaxation:
         self.span: dict[int, tuple[int, int]] = {}
         fixed = np.zeros(end + 1, dtype=np.int64)
         self.handed: dict[int, list[tuple[int, int]]] = {}
+        self.pieces: dict[int, list[tuple[int, int]]] = {}
         for value in self.values:
             dead = sim.natural_end[sim.storage_of[value]]
             last = -1
@@ -97,8 +162,6 @@ class Relaxation:
                     last = max(last, start)
                     handed.append((max(start, dead), until))
             until = last if last >= 0 else first_need.get(value, -1)
-            if sim.graph.values[value].storable and dead < until:
-                self.span[value] = (dead, until)
             merged: list[tuple[int, int]] = []
             for start, stop in sorted(h for h in handed if h[0] < h[1]):
                 if merged and start <= merged[-1][1]:
@@ -106,13 +169,12 @@ class Relaxation:
                 else:
                     merged.append((start, stop))
             self.handed[value] = merged
-        by_storage: dict[int, list[tuple[int, int]]] = {}
-        for value, spans in self.handed.items():
-            by_storage.setdefault(sim.storage_of[value], []).extend(spans)
-        for value in self.values:
-            for start, stop in self.handed[value]:
+            for start, stop in merged:
                 fixed[start] += sim.value_bytes[value]
                 fixed[stop] -= sim.value_bytes[value]
+            if sim.graph.values[value].storable and dead < until:
+                self.span[value] = (dead, until)
+                self.pieces[value] = _outside(merged, dead, until)
         self.fixed = sim.natural_live + np.cumsum(fixed[:end]) + sim.scratch
 
     def _first_needs(self) -> dict[int, int]:
@@ -129,78 +191,50 @@ class Relaxation:
                     need[u] = min(need.get(u, here), here)
         return need
 
-    def _constraints(self) -> None:
-        sim = self.sim
-        graph = sim.graph
-        columns = len(self.values) + len(self.operations)
-        rows: list[int] = []
-        cols: list[int] = []
-        data: list[float] = []
-        right: list[float] = []
-
-        def entry(row: int, column: int, value: float) -> None:
-            rows.append(row)
-            cols.append(column)
-            data.append(value)
-
+    def base_program(self) -> Program:
+        """Columns and rows without memory."""
+        graph = self.sim.graph
+        program = Program()
+        for _ in self.values:
+            program.column()
+        for i in self.operations:
+            program.column(self.seconds_of(i))
         for v in self.demanded:
-            row = len(right)
-            entry(row, self.column[v], -1)
-            if sim.producer[v] in self.op_column and not graph.values[v].must_store:
-                entry(row, self.op_column[sim.producer[v]], -1)
-            right.append(-1)
+            replay = self.replay_column(v)
+            program.row([(self.column[v], -1.0), *([] if replay is None else [(replay, -1.0)])], -1.0)
         for i in self.operations:
             for u in graph.operations[i].reads:
-                if sim.base_flags[u]:
-                    continue
-                row = len(right)
-                entry(row, self.op_column[i], 1)
-                if graph.values[u].storable:
-                    entry(row, self.column[u], -1)
-                if sim.producer[u] in self.op_column and not graph.values[u].must_store:
-                    entry(row, self.op_column[sim.producer[u]], -1)
-                right.append(0)
-        self.logic = csr_array((data, (rows, cols)), shape=(len(right), columns))
-        self.logic_right = np.array(right, dtype=float)
-        self.cost = np.zeros(columns)
-        for i, column in self.op_column.items():
-            self.cost[column] = graph.operations[i].seconds + graph.replay_overhead_seconds
-        self.upper = np.ones(columns)
+                if not self.sim.base_flags[u]:
+                    program.row([(self.op_column[i], 1.0), *self.available(u)], 0.0)
+        return program
 
-    def _occupancy(self, stored: NDArray[np.float64]) -> NDArray[np.float64]:
+    def occupancy(self, stored: Floats) -> Floats:
         """Bytes of stored values at every event, those handed out left aside (they are in ``fixed``)."""
         change = np.zeros(self.sim.end + 1)
-        for value, (start, until) in self.span.items():
+        for value, pieces in self.pieces.items():
             amount = stored[self.column[value]]
             if amount > 1e-9:
                 size = self.sim.value_bytes[value] * amount
-                for a, b in self._pieces(value, start, until):
+                for a, b in pieces:
                     change[a] += size
                     change[b] -= size
         return np.cumsum(change[:-1])
 
-    def _pieces(self, value: int, start: int, until: int) -> list[tuple[int, int]]:
-        pieces: list[tuple[int, int]] = []
-        for a, b in self.handed[value]:
-            if a > start:
-                pieces.append((start, min(a, until)))
-            start = max(start, b)
-        if start < until:
-            pieces.append((start, until))
-        return [(a, b) for a, b in pieces if a < b]
+    def held_at(self, event: int, without: set[int] | None = None) -> list[tuple[int, float]]:
+        """Entries of the stored values that take memory at ``event``."""
+        return [
+            (self.column[value], float(self.sim.value_bytes[value]))
+            for value, pieces in self.pieces.items()
+            if self.span[value][0] <= event < self.span[value][1]
+            and (without is None or value not in without)
+            and any(a <= event < b for a, b in pieces)
+        ]
 
-    def _row(self, event: int) -> dict[int, float]:
-        row: dict[int, float] = {}
-        for value, (start, until) in self.span.items():
-            if start <= event < until and any(a <= event < b for a, b in self._pieces(value, start, until)):
-                row[self.column[value]] = float(self.sim.value_bytes[value])
-        return row
-
-    def forced(self) -> NDArray[np.float64]:
+    def forced(self) -> Floats:
         """1 for every value that each schedule stores: demanded, and not to be brought back."""
         stored = np.zeros(len(self.values))
         for v in self.demanded:
-            if self.sim.producer[v] not in self.op_column or self.sim.graph.values[v].must_store:
+            if self.replay_column(v) is None:
                 stored[self.column[v]] = 1
         return stored
 
@@ -208,59 +242,54 @@ class Relaxation:
         """No schedule has a smaller peak."""
         if not self.sim.end:
             return self.sim.graph.resident_bytes
-        return int(np.ceil((self.fixed + self._occupancy(self.forced())).max() - 0.5))
+        return int(np.ceil((self.fixed + self.occupancy(self.forced())).max() - 0.5))
 
-    def solve(self, budget: int) -> tuple[float, NDArray[np.float64] | None]:
-        """The least extra seconds of replays within ``budget``, and the relaxed decisions.
+    def solve(self, budget: int) -> tuple[float, Floats]:
+        """The least extra seconds of replays within ``budget`` (infinite when nothing fits), and the relaxed decisions.
 
-        Memory rows are added as they are found violated. Stopping early leaves rows out, so the answer stays a lower bound.
+        Memory rows are added as they are found violated, and windows where memory is tight. Stopping early leaves rows out, so the answer
+        stays a lower bound.
         """
-        if not self.values:
-            return 0.0, np.zeros(0)
+        count = len(self.values)
+        point = np.zeros(count + len(self.operations))
+        point[:count] = 1.0
+        if not count:
+            return 0.0, point
         scale = float(max(1, budget))
-        chosen: dict[int, None] = {}
-        total = len(self.values) + len(self.operations)
-        rows: list[int] = []
-        cols: list[int] = []
-        data: list[float] = []
-        right: list[float] = []
+        program = self.base_program()
+        chosen: set[int] = set()
+        windows: dict[int, Window] = {}
         best = 0.0
-        point: NDArray[np.float64] | None = None
-        candidate = np.zeros(total)
-        candidate[: len(self.values)] = 1.0
         for _ in range(_ROUNDS):
-            load = (self.fixed + self._occupancy(candidate[: len(self.values)])) / scale
+            load = (self.fixed + self.occupancy(point[:count])) / scale
             fresh = [e for e in self._violated(load) if e not in chosen]
-            if not fresh:
-                break
             for event in fresh:
-                chosen[event] = None
-                for column, value in self._row(event).items():
-                    rows.append(len(right))
-                    cols.append(column)
-                    data.append(value / scale)
-                right.append((budget - float(self.fixed[event])) / scale)
-            memory = csr_array((data, (rows, cols)), shape=(len(right), total))
-            matrix = _stack(self.logic, memory)
-            answer = linprog(
-                self.cost,
-                A_ub=matrix,
-                b_ub=np.concatenate([self.logic_right, right]),
-                bounds=np.stack([np.zeros(total), self.upper], axis=1),
-                method="highs",
-            )
-            if answer.status == 2:
-                return float("inf"), None
-            if answer.status != 0 or answer.x is None:
+                chosen.add(event)
+                program.row([(c, b / scale) for c, b in self.held_at(event)], (budget - float(self.fixed[event])) / scale)
+            if not fresh and not self._add_windows(program, windows, load, budget, scale):
                 break
-            best = max(best, float(answer.fun))
-            candidate = np.asarray(answer.x)
-            point = candidate
-        if point is None:
-            point = candidate
-        return best, point
+            status, objective, answer = program.solve()
+            if status == 2:
+                return float("inf"), point
+            if status != 0:
+                break
+            best = max(best, objective)
+            point = answer
+        return best, point[: count + len(self.operations)]
 
-    def _violated(self, load: NDArray[np.float64]) -> list[int]:
+    def _add_windows(self, program: Program, windows: dict[int, Window], load: Floats, budget: int, scale: float) -> bool:
+        """Add the stages whose backward is tightest; whether there was one."""
+        tight: list[tuple[float, int]] = []
+        for k, (a, b) in enumerate(self.stages.window_events):
+            if a < b and k not in windows:
+                tight.append((-float(load[a:b].max()), k))
+        tight = [(x, k) for x, k in sorted(tight) if -x > 0.9][: min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))]
+        for _, k in tight:
+            windows[k] = Window(self, k)
+            windows[k].add(program, budget, scale)
+        return bool(tight)
+
+    def _violated(self, load: Floats) -> list[int]:
         """The worst events above the budget, at most one in each stretch of the step."""
         over = np.flatnonzero(load > 1 + 1e-7)
         if not len(over):
@@ -275,20 +304,21 @@ class Relaxation:
         return ordered[:_ROWS_PER_ROUND]
 
 
-def _stack(a: csr_array, b: csr_array) -> csr_array:
-    return csr_array(
-        (
-            np.concatenate([a.data, b.data]),
-            np.concatenate([a.indices, b.indices]),
-            np.concatenate([a.indptr, a.indptr[-1] + b.indptr[1:]]),
-        ),
-        shape=(a.shape[0] + b.shape[0], a.shape[1]),
-    )
+def _outside(handed: list[tuple[int, int]], start: int, until: int) -> list[tuple[int, int]]:
+    """The parts of ``start`` to ``until`` that lie outside ``handed``."""
+    pieces: list[tuple[int, int]] = []
+    for a, b in handed:
+        if a > start:
+            pieces.append((start, min(a, until)))
+        start = max(start, b)
+    if start < until:
+        pieces.append((start, until))
+    return [(a, b) for a, b in pieces if a < b]
 
 
-def lower_bound(sim: Simulator, budget: int) -> Bound:
+def lower_bound(sim: Simulator, budget: int, stages: Stages | None = None) -> Bound:
     """The least extra seconds that any schedule within ``budget`` bytes adds, and the least peak any schedule has."""
-    relaxation = Relaxation(sim)
+    relaxation = Relaxation(sim, stages)
     peak = relaxation.least_peak()
     if budget >= sim.plain_peak:
         return Bound(0.0, peak)

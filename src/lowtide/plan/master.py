@@ -13,10 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.plan.segment import Configuration, Segment
-from lowtide.plan.simulate import Simulator
+from lowtide.plan.simulate import Bytes, Simulator
 from lowtide.plan.stages import Stages
 
-_BUCKETS = 4096
+_BUCKETS = 1500
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,22 +27,27 @@ class Option:
         first, last: the stages.
         segment: an alike segment.
         configurations: its configurations.
-        held, need, seconds: per configuration, bytes held, the most live bytes in its own events, and seconds.
+        events: event ranges of its forward and its window.
+        held, late: per configuration, bytes held, and how many of them cost nothing in the forward.
+        forward_need, window_need, seconds: per configuration, the most live bytes in its own events, and seconds.
     """
 
     first: int
     last: int
     segment: Segment
     configurations: list[Configuration]
+    events: tuple[tuple[int, int], tuple[int, int]]
     held: NDArray[np.int64]
-    need: NDArray[np.int64]
+    late: NDArray[np.int64]
+    forward_need: NDArray[np.int64]
+    window_need: NDArray[np.int64]
     seconds: NDArray[np.float64]
 
 
 class Master:
     """All options of a step, and the best path through them for a budget."""
 
-    def __init__(self, sim: Simulator, stages: Stages, feasible: list[bool], effort: int, report: bool = False) -> None:
+    def __init__(self, sim: Simulator, stages: Stages, feasible: list[bool], effort: int) -> None:
         self.sim = sim
         self.stages = stages
         self.feasible = feasible
@@ -50,7 +55,46 @@ class Master:
         self.options: list[list[Option]] = [[] for _ in range(len(stages))]
         """options by their first stage"""
         self.evaluations = 0
+        self.base = stages.base
+        self.late = self._late()
         self._build(effort)
+
+    def _late(self) -> list[tuple[int, int, int, int]]:
+        """Values that the program itself holds beyond their owner's forward: (owner, from event, to event, bytes).
+
+        A segment's held bytes count from the end of its forward, where the base counts such values a second time.
+        """
+        sim, stages = self.sim, self.stages
+        late: list[tuple[int, int, int, int]] = []
+        for v, k in stages.owner.items():
+            start, stop = stages.forward_events[k][1], sim.natural_end[sim.storage_of[v]]
+            if v not in stages.everywhere and start < stop < min(sim.saved_hold.get(v, -1), stages.forward_end):
+                late.append((k, start, stop, sim.value_bytes[v]))
+        return late
+
+    def correct(self, path: list[tuple[Option, int]], top: Bytes) -> None:
+        """Take over what an exact simulation of ``path`` says about the moments that the model gets wrong."""
+        model = self.base.copy()
+        last = self.stages.forward_end
+        for option, choice in path:
+            c = option.configurations[choice]
+            (fa, fb), (wa, wb) = option.events
+            model[fa:fb] += c.profile[: fb - fa]
+            model[wa:wb] += c.profile[fb - fa :]
+            model[fb:wa] += c.held_bytes
+            if fb <= last:
+                model[fb : last + 1] -= c.late_bytes
+            for owner, start, stop, size in self.late:
+                if owner < option.first:
+                    model[max(start, fa) : max(min(stop, fb), max(start, fa))] -= size
+        self.base = self.base + (top - model)
+        self.options = [[self._option(o.first, o.last, o.segment, o.configurations) for o in here] for here in self.options]
+
+    def restore(self) -> None:
+        """Forget the corrections."""
+        if self.base is not self.stages.base:
+            self.base = self.stages.base
+            self.options = [[self._option(o.first, o.last, o.segment, o.configurations) for o in here] for here in self.options]
 
     def _build(self, effort: int) -> None:
         count = len(self.stages)
@@ -59,13 +103,13 @@ class Master:
             distinct = len({signature[k : k + length] for k in range(count - length + 1)})
             if not distinct:
                 continue
-            share = effort // (2 * distinct) if length == 1 else effort // (6 * distinct)
+            share = int(effort * (0.45, 0.35, 0.1, 0.1)[length - 1]) // distinct
             if length > 1 and share < 24:
                 break
             for first in range(count - length + 1):
                 if sum(len(self.stages.operations(k, k + 1)) for k in range(first, first + length)) > 160:
                     continue
-                self._add(first, first + length, max(24, min(share, 1500)))
+                self._add(first, first + length, max(24, min(share, 2500)))
 
     def _add(self, first: int, last: int, effort: int) -> None:
         key = self.stages.signature[first:last]
@@ -112,7 +156,10 @@ class Master:
             (stages.forward_events[first][0], stages.forward_events[last - 1][1]),
             (stages.window_events[last - 1][0], stages.window_events[first][1]),
         )
-        natural = np.concatenate([stages.base[fa:fb], stages.base[wa:wb]])
+        natural = np.concatenate([self.base[fa:fb], self.base[wa:wb]])
+        for owner, start, stop, size in self.late:
+            if owner < first and start < fb and stop > fa:
+                natural[max(start, fa) - fa : min(stop, fb) - fa] -= size
         operations = stages.operations(first, last)
         cost = [graph.operations[i].seconds + graph.replay_overhead_seconds for i in operations]
         return Option(
@@ -120,8 +167,11 @@ class Master:
             last,
             segment,
             front,
+            ((fa, fb), (wa, wb)),
             np.array([c.held_bytes for c in front], dtype=np.int64),
-            np.array([int((natural + c.profile).max(initial=0)) for c in front], dtype=np.int64),
+            np.array([c.late_bytes for c in front], dtype=np.int64),
+            np.array([int((natural + c.profile)[: fb - fa].max(initial=0)) for c in front], dtype=np.int64),
+            np.array([int((natural + c.profile)[fb - fa :].max(initial=0)) for c in front], dtype=np.int64),
             np.array([sum(cost[k] for k in c.replayed) for c in front]),
         )
 
@@ -195,14 +245,14 @@ class Master:
     def _leanest(self, budget: int) -> list[tuple[Option, int]] | None:
         """The path that holds the fewest bytes after each stage, within ``budget``."""
         count = len(self.stages)
-        least: list[tuple[int, tuple[int, int, int]] | None] = [None] * (count + 1)
-        least[0] = (0, (0, 0, 0))
+        least: list[tuple[int, int, tuple[int, int, int]] | None] = [None] * (count + 1)
+        least[0] = (0, 0, (0, 0, 0))
         for k in range(count):
             here = least[k]
             if here is None:
                 continue
             for which, option in enumerate(self.options[k]):
-                fits = option.need + here[0] <= budget
+                fits = (option.window_need + here[0] <= budget) & (option.forward_need + here[0] - here[1] <= budget)
                 if not fits.any():
                     continue
                 held = np.where(fits, option.held, np.iinfo(np.int64).max)
@@ -210,14 +260,14 @@ class Master:
                 total = here[0] + int(held[choice])
                 old = least[option.last]
                 if old is None or total < old[0]:
-                    least[option.last] = (total, (k, which, choice))
+                    least[option.last] = (total, here[1] + int(option.late[choice]), (k, which, choice))
         path: list[tuple[Option, int]] = []
         k = count
         while k:
             here = least[k]
             if here is None:
                 return None
-            first, which, choice = here[1]
+            first, which, choice = here[2]
             path.append((self.options[first][which], choice))
             k = first
         return path[::-1]
@@ -228,22 +278,25 @@ class _States:
     """Non-dominated (bytes held, seconds), with where each came from: first stage, option, configuration, row."""
 
     held: NDArray[np.int64]
+    late: NDArray[np.int64]
     seconds: NDArray[np.float64]
     back: NDArray[np.int64]
 
     @classmethod
     def start(cls) -> _States:
-        return cls(np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros((1, 4), dtype=np.int64))
+        return cls(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros((1, 4), dtype=np.int64))
 
     def extend(self, option: Option, budget: int, first: int, which: int) -> _States | None:
-        fits = self.held[:, None] + option.need[None, :] <= budget
+        fits = self.held[:, None] + option.window_need[None, :] <= budget
+        fits &= (self.held - self.late)[:, None] + option.forward_need[None, :] <= budget
         rows, choices = np.nonzero(fits)
         if not len(rows):
             return None
         held = self.held[rows] + option.held[choices]
+        late = self.late[rows] + option.late[choices]
         seconds = self.seconds[rows] + option.seconds[choices]
         back = np.stack([np.full_like(rows, first), np.full_like(rows, which), choices, rows], axis=1)
-        return _States(held, seconds, back)
+        return _States(held, late, seconds, back)
 
     @classmethod
     def merge(cls, many: list[_States], quantum: int) -> _States | None:
@@ -251,7 +304,6 @@ class _States:
             return None
         held = np.concatenate([s.held for s in many])
         seconds = np.concatenate([s.seconds for s in many])
-        back = np.concatenate([s.back for s in many])
         order = np.lexsort((seconds, held))
         lowest = np.minimum.accumulate(seconds[order])
         better = np.ones(len(order), dtype=bool)
@@ -262,4 +314,6 @@ class _States:
             bucket = held[order] // quantum
             edge = np.flatnonzero(np.diff(bucket))
             order = order[np.unique(np.concatenate([[0], edge, edge + 1, [len(order) - 1]]))]
-        return cls(held[order], seconds[order], back[order])
+        late = np.concatenate([s.late for s in many])
+        back = np.concatenate([s.back for s in many])
+        return cls(held[order], late[order], seconds[order], back[order])

@@ -69,41 +69,67 @@ class Planner:
             BudgetError: none is.
         """
         family = self.family()
-        pool = [c for c in family if c.simulation.peak_bytes <= budget]
         if family[0].simulation.peak_bytes <= budget:
             return family[0]
-        target = budget
-        for _ in range(6):
-            found = self.master.best(target)
+        pool = [c for c in family if c.simulation.peak_bytes <= budget]
+        self.master.restore()
+        for _ in range(4):
+            found = self.master.best(budget)
             if found is None:
                 break
             candidate = self.candidate(self.master.stored(found[1]))
-            over = candidate.simulation.peak_bytes - budget
-            if over <= 0:
+            if candidate.simulation.peak_bytes <= budget:
                 pool.append(candidate)
-                if -over < 0.002 * budget or target > budget:
+                if candidate.simulation.peak_bytes > 0.998 * budget:
                     break
-                target = budget - over
-            else:
-                if target > budget and pool:
-                    break
-                target = target - over
-        if not pool:
-            least = self.least(family)
-            if least.simulation.peak_bytes > budget:
-                raise BudgetError(
-                    f"no plan fits in {budget:,} bytes: the smallest that can be met is {least.simulation.peak_bytes:,} bytes. "
-                    f"At its peak stands {standing(least.simulation)}.",
-                    least.simulation.peak_bytes,
-                )
+            self.master.correct(found[1], candidate.simulation.top_bytes)
+        self.master.restore()
+        least = self.least(family)
+        if least.simulation.peak_bytes <= budget:
             pool.append(least)
-        return min(pool, key=lambda c: c.key)
+        if not pool:
+            raise BudgetError(
+                f"no plan fits in {budget:,} bytes: the smallest that can be met is {least.simulation.peak_bytes:,} bytes. "
+                f"At its peak stands {standing(least.simulation)}.",
+                least.simulation.peak_bytes,
+            )
+        return polish(self, min(pool, key=lambda c: c.key), budget)
 
     def least(self, family: list[Candidate]) -> Candidate:
         """The plan with the smallest peak that the search finds."""
         _, path = self.master.least()
         found = [*family, self.candidate(self.master.stored(path))]
         return min(found, key=lambda c: (c.simulation.peak_bytes, c.simulation.extra_seconds))
+
+
+def polish(planner: Planner, start: Candidate, budget: int, tries: int = 400) -> Candidate:
+    """Store more where the budget has room, the most seconds a byte first; exact simulation decides each step."""
+    graph, sim = planner.graph, planner.sim
+    best = start
+    for _ in range(4):
+        replayed = best.simulation.replayed
+        moves: list[tuple[float, int, list[int]]] = []
+        for index in replayed:
+            op = graph.operations[index]
+            outputs = [w for w in op.writes if graph.values[w].storable and w not in best.stored]
+            size = sum(sim.value_bytes[w] for w in outputs)
+            if outputs:
+                moves.append((-(op.seconds + graph.replay_overhead_seconds) / max(size, 1), index, outputs))
+        improved = False
+        done: set[int] = set()
+        for _, index, outputs in sorted(moves):
+            if tries <= 0:
+                return best
+            if index in done or index not in best.simulation.replayed:
+                continue
+            done.add(index)
+            tries -= 1
+            other = planner.candidate(best.stored | frozenset(outputs))
+            if other.simulation.peak_bytes <= budget and other.key < best.key:
+                best, improved = other, True
+        if not improved:
+            break
+    return best
 
 
 def optimal(graph: StepGraph, budget: int | None = None) -> Plan:

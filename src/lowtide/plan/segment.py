@@ -10,9 +10,15 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import numpy as np
+from scipy.optimize import linprog
 
 from lowtide.plan.simulate import Bytes, Simulator
 from lowtide.plan.stages import Stages
+
+_PRICES = (1.0, 0.3, 3.0, 0.1, 10.0, 0.03, 0.55, 1.7, 100.0, 0.003)
+"""Prices of a stored byte at which configurations are sought, in units of the segment's own average."""
+
+_LP_PRICES = (0.003, 0.01, 0.03, 0.07, 0.13, 0.22, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 9.0, 20.0, 60.0, 300.0)
 
 
 @dataclass(frozen=True, eq=False)
@@ -22,6 +28,7 @@ class Configuration:
     Attributes:
         kept: for every unit of the segment, whether its outputs are stored.
         held_bytes: bytes that it adds to the step's memory from the end of its forward to the beginning of its window.
+        late_bytes: those of them that the program itself holds to the end of the step's forward.
         seconds: what its replays cost.
         replayed: positions, among the segment's operations, of those that run again.
         profile: bytes that it adds at every event of its forward and its window.
@@ -30,6 +37,7 @@ class Configuration:
 
     kept: int
     held_bytes: int
+    late_bytes: int
     seconds: float
     replayed: tuple[int, ...]
     profile: Bytes
@@ -59,6 +67,7 @@ class Segment:
         self._find_units(inside, feasible)
         (fa, fb), (wa, wb) = self.ranges
         self.size_forward = fb - fa
+        self.forward_end = stages.forward_end
         top = stages.base
         self.natural: Bytes = np.concatenate([top[fa:fb], top[wa:wb]])
         self.flags = bytearray(b"\x01" * len(graph.values))
@@ -129,7 +138,7 @@ class Segment:
         for v, until in replay.hold.items():
             if v in owned:
                 self._longer(hold, storage_of[v], until)
-        held, profile = self._profile(hold, replay.level, replay.tops)
+        held, late, profile = self._profile(hold, replay.level, replay.tops)
         natural = self.natural
         live = natural + profile
         split = self.size_forward
@@ -137,6 +146,7 @@ class Segment:
         found = Configuration(
             kept,
             held,
+            late,
             sum(graph.operations[i].seconds + graph.replay_overhead_seconds for i in replay.running),
             tuple(self.position[i] for i in replay.running),
             profile,
@@ -151,12 +161,12 @@ class Segment:
         if until > hold.get(sid, -1):
             hold[sid] = until
 
-    def _profile(self, hold: dict[int, int], level: list[tuple[int, int]], tops: list[tuple[int, int, int]]) -> tuple[int, Bytes]:
+    def _profile(self, hold: dict[int, int], level: list[tuple[int, int]], tops: list[tuple[int, int, int]]) -> tuple[int, int, Bytes]:
         sim = self.sim
         (fa, fb), (wa, wb) = self.ranges
         split = self.size_forward
         change = np.zeros(split + (wb - wa) + 1, dtype=np.int64)
-        held = 0
+        held = late = 0
         for sid, until in hold.items():
             start = sim.natural_end[sid]
             if start >= until:
@@ -164,6 +174,7 @@ class Segment:
             size = sim.graph.storages[sid].bytes
             if start < wa:
                 held += size
+                late += size if start >= self.forward_end else 0
             change[min(max(start, fa), fb) - fa if start < wa else min(start - wa, wb - wa) + split] += size
             change[split + min(max(until, wa), wb) - wa] -= size
         for event, size in level:
@@ -178,7 +189,7 @@ class Segment:
                 if wa <= event < wb:
                     k = event - wa
                     profile[split + k] += max(0, most - int(after[k]))
-        return held, profile
+        return held, late, profile
 
     def search(self, effort: int, seeds: list[int] | None = None) -> list[Configuration]:
         """Look for good configurations with at most about ``effort`` evaluations; the Pareto front of all that was seen."""
@@ -186,46 +197,89 @@ class Segment:
         everything = (1 << count) - 1
         first = self.evaluate(everything)
         last = self.evaluate(0)
-        for seed in seeds or ():
-            self.evaluate(seed)
-        if count and (1 << count) <= min(effort, 1 << 10):
+        if count and (1 << count) <= min(effort, 1 << 9):
             for kept in range(1 << count):
                 self.evaluate(kept)
         elif count:
             span = max(1, first.held_bytes - last.held_bytes)
             price = max(last.seconds - first.seconds, 1e-12) / span
-            best_start = [everything, 0, *(seeds or ())]
-            for transient in (0.0, 1.0, 4.0, 0.25):
-                for factor in (1.0, 0.3, 3.0, 0.1, 10.0, 0.03, 0.55, 1.7, 100.0, 0.003):
+            for seed in [*self._relaxed([f * price for f in _LP_PRICES]), *(seeds or ())]:
+                self.evaluate(seed)
+            for transient, pairs in ((0.0, False), (1.0, True), (0.3, False), (4.0, True), (0.0, True)):
+                for factor in _PRICES:
                     if len(self.known) > effort:
                         break
-                    self._descend(best_start, factor * price, transient * factor * price)
+                    self._descend(factor * price, transient * factor * price, pairs)
         return self.front()
+
+    def _relaxed(self, prices: list[float]) -> list[int]:
+        """The best configurations when each stored byte costs a price and the window's peak is free: a linear program each."""
+        graph, sim = self.sim.graph, self.sim
+        inside = set(self.local)
+        operations = sorted({*self.units, *(sim.producer[v] for v in self.never if sim.producer[v] in self.position)})
+        column = {i: k for k, i in enumerate(operations)}
+        unit = {i: len(operations) + k for k, i in enumerate(self.units)}
+        rows: list[tuple[list[int], list[float], float]] = []
+
+        def recovered(value: int, columns: list[int], signs: list[float], right: float) -> None:
+            index = sim.producer[value]
+            if index not in column:
+                return
+            columns, signs = [*columns, column[index]], [*signs, -1.0]
+            if index in unit and value in self.outputs[index]:
+                columns, signs = [*columns, unit[index]], [*signs, -1.0]
+            rows.append((columns, signs, right))
+
+        stored_anyway = set(self.always)
+        for v in self.given:
+            if v not in stored_anyway and sim.unpacked[v]:
+                recovered(v, [], [], -1.0)
+        for i in operations:
+            for u in graph.operations[i].reads:
+                if u in inside and u not in stored_anyway:
+                    recovered(u, [column[i]], [1.0], 0.0)
+        if not rows:
+            return []
+        total = len(operations) + len(self.units)
+        matrix = np.zeros((len(rows), total))
+        for k, (columns, signs, _) in enumerate(rows):
+            matrix[k, columns] += signs
+        right = np.array([r for _, _, r in rows])
+        cost = np.zeros(total)
+        size = np.zeros(total)
+        for i in operations:
+            cost[column[i]] = graph.operations[i].seconds + graph.replay_overhead_seconds
+        for i in self.units:
+            size[unit[i]] = sum(sim.value_bytes[v] for v in self.outputs[i])
+        scale = 1.0 / max(cost.max(), 1e-12)
+        found: dict[int, None] = {}
+        for price in prices:
+            answer = linprog((cost + price * size) * scale, A_ub=matrix, b_ub=right, bounds=(0, 1), method="highs")
+            if answer.status == 0:
+                found[sum(1 << k for k, i in enumerate(self.units) if answer.x[unit[i]] > 0.5)] = None
+        return list(found)
 
     def _score(self, kept: int, price: float, transient: float) -> float:
         c = self.evaluate(kept)
-        return c.seconds + price * c.held_bytes + transient * (max(c.window_peak, c.forward_peak))
+        return c.seconds + price * c.held_bytes + transient * max(c.window_peak, c.forward_peak)
 
-    def _descend(self, starts: list[int], price: float, transient: float) -> int:
+    def _descend(self, price: float, transient: float, pairs: bool) -> int:
         """First-improvement descent by flips, then by pairs of flips, from the best of what is known."""
         count = len(self.units)
         kept = min(self.known, key=lambda k: (self._score(k, price, transient), k))
         best = self._score(kept, price, transient)
-        improved = True
-        while improved:
-            improved = False
-            for k in range(count):
-                other = kept ^ (1 << k)
-                score = self._score(other, price, transient)
-                if score < best - 1e-15:
-                    kept, best, improved = other, score, True
-            if not improved:
-                for i in range(count):
-                    for j in range(i + 1, min(count, i + 5)):
-                        other = kept ^ (1 << i) ^ (1 << j)
-                        score = self._score(other, price, transient)
-                        if score < best - 1e-15:
-                            kept, best, improved = other, score, True
+        moves = [1 << k for k in range(count)]
+        if pairs:
+            moves += [1 << i | 1 << j for i in range(count) for j in range(i + 1, min(count, i + 4))]
+        quiet = 0
+        at = 0
+        while quiet < len(moves):
+            other = kept ^ moves[at]
+            at = (at + 1) % len(moves)
+            score = self._score(other, price, transient)
+            quiet += 1
+            if score < best - 1e-15:
+                kept, best, quiet = other, score, 0
         return kept
 
     def front(self, most: int = 64) -> list[Configuration]:
@@ -248,11 +302,9 @@ def _thin(everyone: list[Configuration], chosen: list[int], most: int) -> list[i
     held = np.array([everyone[k].held_bytes for k in chosen], dtype=float)
     peak = np.array([max(everyone[k].window_peak, everyone[k].forward_peak) for k in chosen], dtype=float)
     price = max(float(np.ptp(seconds)), 1e-12) / max(1.0, float(np.ptp(held)))
-    keep: set[int] = {0, int(np.argmin(held)), int(np.argmin(peak)), int(np.argmin(held + peak))}
-    grid = [0.0, *np.geomspace(0.003, 300, 20).tolist()]
-    for transient in (0.0, 0.1, 0.3, 1.0, 3.0, 10.0, 100.0):
-        for factor in grid:
-            if len(keep) >= most:
-                break
-            keep.add(int(np.argmin(seconds + price * factor * held + price * max(factor, 0.1) * transient * peak)))
+    keep: dict[int, None] = dict.fromkeys([0, int(np.argmin(held)), int(np.argmin(peak)), int(np.argmin(held + peak))])
+    for transient in (0.0, 1.0, 0.3, 3.0, 10.0, 0.1, 100.0):
+        for factor in [0.0, *np.geomspace(0.003, 300, 24).tolist()]:
+            if len(keep) < most:
+                keep[int(np.argmin(seconds + price * factor * held + price * max(factor, 0.1) * transient * peak))] = None
     return sorted(chosen[k] for k in keep)

@@ -2,57 +2,33 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
 import threading
 import warnings
-from collections.abc import Callable
-from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from lowtide import budget as budgets
 from lowtide import private
-from lowtide.errors import BudgetError, LowtideError, PlanError, TraceError
+from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.meter import resident_bytes
-from lowtide.plan import make
 from lowtide.plan.plan import Plan
-from lowtide.plan.simulate import plain
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector
 from lowtide.run.key import StepKey, step_key
-from lowtide.run.notice import Notice
+from lowtide.run.planning import Planned, Planner, Policy
 from lowtide.run.record import Recorder, Verify
-from lowtide.run.resident import optimizer_need
-from lowtide.run.scope import small_executor
-from lowtide.trace.costs import OpCost
-from lowtide.trace.limited import trace_model
-
-Policy = str | Callable[..., Plan]
+from lowtide.run.watch import StepWatch
+from lowtide.trace.eager import Tracer, tensors_inside
+from lowtide.trace.step import loss_of
 
 
 class LowtideWarning(UserWarning):
     """Something that a user should know and that stops nothing: an operation that does not reproduce, a plan made again."""
-
-
-@dataclass
-class Planned:
-    """A plan and how far it has been trusted.
-
-    Attributes:
-        graph: what it was made for.
-        plan: the decisions.
-        verified: whether a step has run under it with every replay compared.
-        steps: how many steps have run under it.
-        departed: operations of the latest step that the plan did not know.
-    """
-
-    graph: StepGraph
-    plan: Plan
-    verified: bool = False
-    steps: int = 0
-    departed: int = 0
 
 
 class Limiter:
@@ -74,33 +50,27 @@ class Limiter:
     ) -> None:
         self.model = model
         self.budget = budget
-        self.policy = policy
+        self.policy: Policy = policy if policy is not None else "optimal"
         self.loss_fn = loss_fn
-        self.optimizer = optimizer
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
-        self._fresh()
+        self._fresh(optimizer)
 
-    def _fresh(self) -> None:
+    def _fresh(self, optimizer: torch.optim.Optimizer | None) -> None:
+        self.planner = Planner(self.model, self.budget, self.policy, self.loss_fn, optimizer)
         self.plans: dict[StepKey, Planned] = {}
         self.latest: Planned | None = None
-        self.costs: dict[Any, OpCost] = {}
-        self.kept: dict[str, str] = {}
         self.lock = threading.RLock()
         self.local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "budget", "policy", "loss_fn", "verify", "original")
-        return {name: self.__dict__[name] for name in names}
+        return {name: self.__dict__[name] for name in ("model", "budget", "policy", "loss_fn", "verify", "original")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__.update(state)
-        self.optimizer = None
-        self._fresh()
+        self._fresh(None)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Limiter:
-        import copy
-
         twin = Limiter.__new__(Limiter)
         memo[id(self)] = twin
         state = {name: copy.deepcopy(item, memo) if name in ("model", "original") else item for name, item in self.__getstate__().items()}
@@ -108,9 +78,7 @@ class Limiter:
         return twin
 
     @property
-    def __signature__(self) -> Any:
-        import inspect
-
+    def __signature__(self) -> inspect.Signature:
         return inspect.signature(self.forward)
 
     @property
@@ -118,105 +86,122 @@ class Limiter:
         """The model's own forward."""
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
 
-    # ---- a step -----------------------------------------------------------------------------------------------------------------
-
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or getattr(self.local, "inside", False):
             return self.forward(*args, **kwargs)
         if not any(parameter.requires_grad for parameter in self.model.parameters()) or _watched():
             return self.forward(*args, **kwargs)
-        planned = self._planned(args, kwargs)
-        if not planned.plan.replayed:
-            planned.steps += 1
-            return self.forward(*args, **kwargs)
+        with self._inside():
+            planned = self.planned(args, kwargs)
+            if not planned.plan.replayed and not planned.loss_unknown:
+                planned.steps += 1
+                return self.forward(*args, **kwargs)
+            return self._step(planned, args, kwargs)
+
+    def _step(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         director = PlanDirector(planned.plan)
         verifying = self.verify != "never" and not planned.verified
-        recorder = Recorder(director, verify=verifying, check=self.verify == "always")
+        watch = self._watch(planned, verifying)
+        recorder = Recorder(
+            director, verify=verifying, check=self.verify == "always", watch=watch, room=planned.room() if verifying else None
+        )
         with ExitStack() as stack:
-            stack.enter_context(self._inside())
             stack.enter_context(recorder.recording())
             stack.enter_context(left_alone(self.model, recorder))
             result = self.forward(*args, **kwargs)
         planned.steps += 1
         planned.departed = director.departed
+        if watch is not None:
+            loss = loss_of(result)
+            watch.forward_ends(t for t in tensors_inside(result) if t is not loss)
         if verifying:
             planned.verified = True
-            if recorder.findings.kept:
-                self._replan(planned, recorder.findings.kept)
+            self._keep(planned, recorder.findings.kept)
         return result
 
-    def _inside(self) -> ExitStack:
-        stack = ExitStack()
+    @contextmanager
+    def _inside(self) -> Iterator[None]:
         self.local.inside = True
-        stack.callback(setattr, self.local, "inside", False)
-        return stack
+        try:
+            yield
+        finally:
+            self.local.inside = False
 
     # ---- planning ---------------------------------------------------------------------------------------------------------------
 
-    def _planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+    def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+        """The plan for a step with these arguments, made now if there is none.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
         key = step_key(self.model, args, kwargs)
-        found = self.plans.get(key)
-        if found is None:
-            with self.lock:
-                found = self.plans.get(key)
-                if found is None:
-                    if self.plans:
-                        warnings.warn(f"lowtide plans again: {key.difference(next(reversed(self.plans)))}", LowtideWarning, stacklevel=4)
-                    found = self.plans[key] = self._make(args, kwargs)
-        self.latest = found
-        return found
+        with self.lock:
+            found = self.plans.get(key)
+            if found is None:
+                if self.plans:
+                    last = next(reversed(self.plans))
+                    warnings.warn(f"lowtide plans for another kind of step: {key.difference(last)}", LowtideWarning, stacklevel=5)
+                found = self.plans[key] = self.planner.first(self.forward, args, kwargs)
+            elif found.again:
+                self.planner.solve(found)
+            self.latest = found
+            return found
 
-    def _make(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        with Notice("lowtide") as notice, self._inside():
-            notice.say("tracing one step")
-            graph = self._trace(args, kwargs)
-            notice.say(f"planning {len(graph.operations):,} operations")
-            return Planned(graph, self._solve(graph))
-
-    def _solve(self, graph: StepGraph) -> Plan:
-        limit = None if self.budget is None else budgets.parse(self.budget, plain(graph).peak_bytes)
-        self._check_optimizer(limit)
-        return make(graph, budget=limit, policy=self.policy or "optimal")
-
-    def _trace(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepGraph:
-        graph = trace_model(self.model, self.forward, args, kwargs, loss_fn=self.loss_fn, cost_cache=self.costs, small=small_executor)
-        return self._with_resident(graph)
-
-    def _with_resident(self, graph: StepGraph) -> StepGraph:
-        """Count everything of the model's and the optimizer's, used by this step or not."""
-        own = resident_bytes(self.model)
-        seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
-        state = optimizer_need(self.optimizer).state_bytes if self.optimizer is not None else 0
-        return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - seen) + state)
-
-    def _check_optimizer(self, limit: int | None) -> None:
-        """Refuse a budget that the optimizer's own step cannot meet."""
-        if self.optimizer is None or limit is None:
-            return
-        need = optimizer_need(self.optimizer)
-        standing = resident_bytes(self.model) + need.state_bytes + need.missing_gradient_bytes
-        if standing + need.step_bytes > limit:
-            least = standing + need.step_bytes
-            raise BudgetError(
-                f"the budget of {budgets.format_bytes(limit)} does not hold optimizer.step(): parameters, gradients and the state of "
-                f"{type(self.optimizer).__name__} take {budgets.format_bytes(standing)} and its update {budgets.format_bytes(need.step_bytes)} "
-                f"more. The smallest budget is {budgets.format_bytes(least)} ({least} bytes); an optimizer made with fused=True needs less.",
-                least,
-            )
-
-    def _replan(self, planned: Planned, kept: dict[str, str]) -> None:
+    def _keep(self, planned: Planned, kept: dict[str, str]) -> None:
         """Operations were found that do not reproduce: say so once, keep what they write, and solve again."""
-        new = {name: reason for name, reason in kept.items() if name not in self.kept}
-        self.kept.update(new)
+        new = {name: reason for name, reason in kept.items() if name not in self.planner.kept}
+        if not new:
+            return
+        self.planner.kept.update(new)
         for name, reason in new.items():
-            warnings.warn(f"lowtide keeps the results of {name}: {reason}", LowtideWarning, stacklevel=5)
-        operations = tuple(
-            replace(operation, replayable=False, reason=kept[operation.name]) if operation.name in kept else operation
-            for operation in planned.graph.operations
-        )
-        planned.graph = replace(planned.graph, operations=operations)
-        planned.plan = self._solve(planned.graph)
-        planned.verified = False
+            warnings.warn(f"lowtide keeps the results of {name}: {reason}", LowtideWarning, stacklevel=6)
+        self.planner.solve(planned)
+
+    def _watch(self, planned: Planned, verifying: bool) -> StepWatch | None:
+        """What to learn from the coming step, if anything is left to learn."""
+        learning = planned.loss_unknown or planned.holding and bool(planned.traced.outputs)
+        measuring = not verifying and planned.steps <= 2 and planned.plan.budget_bytes is not None
+        if not (learning or measuring):
+            return None
+        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        watch = StepWatch(lambda: self._learn(planned, watch), lambda: self._compare(planned, watch, measuring), device)
+        return watch
+
+    def _learn(self, planned: Planned, watch: StepWatch) -> None:
+        """Backward begins: the loss has been computed, and the caller has let go of what it does not need."""
+        if planned.loss_unknown:
+            planned.loss_unknown = False
+            planned.holding = not watch.outputs_dropped
+            if watch.loss_peak_bytes is not None and watch.loss_live_bytes is not None:
+                planned.loss = (watch.loss_peak_bytes, watch.loss_live_bytes)
+            else:
+                warnings.warn(
+                    "lowtide cannot measure the loss outside the model here (no C++ compiler for the counting allocator): pass loss_fn=",
+                    LowtideWarning,
+                    stacklevel=2,
+                )
+            self.planner.solve(planned)
+        elif planned.holding and watch.outputs_dropped:
+            planned.holding = False
+            planned.again = "the caller lets go of the outputs before backward"
+
+    def _compare(self, planned: Planned, watch: StepWatch, measuring: bool) -> None:
+        """Backward has ended: hold what the step took against the budget."""
+        limit = planned.plan.budget_bytes
+        if not measuring or watch.peak_bytes is None or limit is None or planned.again:
+            return
+        measured = planned.graph.resident_bytes + watch.peak_bytes
+        if measured > limit:
+            excess = measured - planned.plan.predicted_peak_bytes
+            warnings.warn(
+                f"a planned step took {budgets.format_bytes(measured)} where {budgets.format_bytes(planned.plan.predicted_peak_bytes)} was "
+                f"predicted, above the budget of {budgets.format_bytes(limit)}: lowtide plans again with that much less",
+                LowtideWarning,
+                stacklevel=2,
+            )
+            planned.margin_bytes += max(0, excess)
+            planned.again = "a step took more than predicted"
 
 
 class Handle:
@@ -250,7 +235,7 @@ class Handle:
     @property
     def kept(self) -> dict[str, str]:
         """Operations whose results are kept because they do not reproduce, with the reason."""
-        return dict(self._limiter.kept)
+        return dict(self._limiter.planner.kept)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Plan for a step with these arguments now, without running it.
@@ -258,7 +243,8 @@ class Handle:
         Raises:
             BudgetError: no plan fits.
         """
-        return self._limiter._planned(args, kwargs).plan
+        with self._limiter._inside():
+            return self._limiter.planned(args, kwargs).plan
 
     def remove(self) -> None:
         """Give the model its own forward back. Steps that are under way finish under their plan."""
@@ -281,7 +267,9 @@ def limit_memory(
     """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same gradients.
 
     The first step with inputs of a new kind is traced on fake tensors, its operations are timed one at a time, and a plan is made; steps
-    then run under it. Other kinds (another shape, evaluation, gradients that are there or not) get plans of their own.
+    then run under it. Other kinds (another shape, evaluation, gradients that are there or not) get plans of their own. What cannot be
+    traced on fake tensors runs one extra step for real, in little memory. When the loss lies outside the model and ``loss_fn`` is not given,
+    the first step runs under the plan of least memory and the loss is measured.
 
     Args:
         model: any module; its forward is replaced on the instance until ``handle.remove()``.
@@ -298,7 +286,7 @@ def limit_memory(
     Example:
         >>> import torch, lowtide
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
-        >>> handle = lowtide.limit_memory(model, budget="90%", loss_fn=torch.sum)
+        >>> handle = lowtide.limit_memory(model, budget="100%", loss_fn=torch.sum)
         >>> model(torch.randn(4, 8)).sum().backward()
         >>> handle.plan.predicted_peak_bytes <= handle.plan.budget_bytes
         True
@@ -312,10 +300,10 @@ def limit_memory(
         raise BudgetError("limit_memory needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, such as 'full'")
     if budget is not None:
         budgets.parse(budget, 1 << 60)
-    if isinstance(model.__dict__.get("forward"), Limiter):
-        raise PlanError("this model is limited already: call remove() on its handle first")
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
+    if isinstance(model.__dict__.get("forward"), Limiter):
+        raise PlanError("this model is limited already: call remove() on its handle first")
     limiter = Limiter(model, budget=budget, policy=policy, loss_fn=loss_fn, optimizer=optimizer, verify=verify)
     model.__dict__["forward"] = limiter
     return Handle(limiter)
@@ -323,7 +311,4 @@ def limit_memory(
 
 def _watched() -> bool:
     """Whether a trace or another limited model around this one already governs what runs here."""
-    return any(isinstance(mode, Recorder) or type(mode).__name__ == "Tracer" for mode in private.dispatch_modes())
-
-
-__all__ = ["Handle", "Limiter", "LowtideError", "LowtideWarning", "Planned", "TraceError", "limit_memory"]
+    return any(isinstance(mode, (Recorder, Tracer)) for mode in private.dispatch_modes())

@@ -7,7 +7,7 @@ one that follows a plan (`lowtide.run.apply`) or one that knows only its region 
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -16,7 +16,6 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import private
-from lowtide.errors import ReplayError
 from lowtide.ops import (
     OpInfo,
     covers_storage,
@@ -28,11 +27,11 @@ from lowtide.ops import (
     written_tensors,
 )
 from lowtide.run.direct import PlanDirector
+from lowtide.run.handles import GivenUp, Kept, Wrapped, unpack
 from lowtide.run.tape import (
     LiveValue,
     Node,
     Ref,
-    bring_back,
     digest,
     flat_results,
     generator_state,
@@ -42,6 +41,7 @@ from lowtide.run.tape import (
     same_bytes,
     unrecorded,
 )
+from lowtide.run.watch import StepWatch
 
 Verify = Literal["first", "always", "never"]
 
@@ -73,91 +73,6 @@ class Findings:
     kept_bytes: int = 0
 
 
-class Kept:
-    """A saved tensor that stays."""
-
-    __slots__ = ("tensor", "version")
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor = tensor.detach()
-        self.version = self.tensor._version
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor, unless it was overwritten."""
-        _check_version(self.tensor, self.version, self.tensor.shape)
-        return self.tensor
-
-
-class GivenUp:
-    """A saved tensor that is brought back when asked for."""
-
-    __slots__ = ("asked", "digest", "ref", "version", "witness")
-
-    def __init__(self, ref: Ref, tensor: torch.Tensor, checked: tuple[int, int] | None) -> None:
-        self.ref = ref
-        self.witness = private.version_witness(tensor)
-        self.version = self.witness._version
-        self.digest = checked
-        self.asked = False
-        ref.value.readers += 1
-
-    def unpack(self) -> torch.Tensor:
-        """The tensor, replayed or from the cache of an earlier replay."""
-        with unrecorded():
-            return self._bring_back()
-
-    def _bring_back(self) -> torch.Tensor:
-        _check_version(self.witness, self.version, self.ref.shape)
-        value = self.ref.value
-        base = bring_back(value)
-        if self.digest is not None and digest(base) != self.digest:
-            node = value.node
-            raise ReplayError(
-                f"{node.func if node is not None else 'an operation'} gave other bytes in its replay than in the forward pass, so this step's "
-                "gradients would be wrong: mark its module with lowtide.policies.keep_all, or run with verify='first' from the start"
-            )
-        if not self.asked:
-            self.asked = True
-            if value.readers > 0:
-                value.readers -= 1
-                if value.readers == 0:
-                    value.cached = None
-        return self.ref.view(base)
-
-
-class Wrapped:
-    """A saved tensor subclass that holds other tensors; each is packed for itself."""
-
-    __slots__ = ("context", "kind", "names", "packed", "shape", "strides")
-
-    def __init__(self, tensor: Any, recorder: Recorder) -> None:
-        self.kind = type(tensor)
-        self.names, self.context = tensor.__tensor_flatten__()
-        self.shape, self.strides = tensor.shape, tensor.stride()
-        self.packed = [recorder.pack(getattr(tensor, name)) for name in self.names]
-
-    def unpack(self) -> torch.Tensor:
-        """The subclass put together again."""
-        inner = {name: unpack(packed) for name, packed in zip(self.names, self.packed, strict=True)}
-        return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.strides)
-
-
-def unpack(packed: Any) -> torch.Tensor:
-    """What autograd gets back for what `Recorder.pack` returned."""
-    return packed if isinstance(packed, torch.Tensor) else packed.unpack()
-
-
-def _check_version(tensor: torch.Tensor, expected: int, shape: torch.Size) -> None:
-    if tensor._version != expected:
-        kind = tensor.type().removeprefix("torch.")
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[torch.{kind} {list(shape)}] is at version {tensor._version}; expected version {expected} instead. "
-            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True)."
-        )
-
-
 class Recorder(TorchDispatchMode):
     """The dispatch mode of one forward, or of one region of it.
 
@@ -166,13 +81,27 @@ class Recorder(TorchDispatchMode):
         verify: run every recorded operation a second time at once and compare, and check what is given up for writes that the dispatcher did
             not see.
         check: compare every replayed tensor with the digest of the original.
+        watch: is told when backward asks for the first saved tensor.
+        room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its position in the forward; what
+            does not fit is not run twice but checked by digest in backward.
     """
 
-    def __init__(self, director: Director, *, verify: bool = False, check: bool = False) -> None:
+    def __init__(
+        self,
+        director: Director,
+        *,
+        verify: bool = False,
+        check: bool = False,
+        watch: StepWatch | None = None,
+        room: Callable[[int], int] | None = None,
+    ) -> None:
         super().__init__()
         self.director = director
         self.verify = verify
         self.check = check or verify
+        self.watch = watch
+        self.room = room
+        self._seen = 0
         self.findings = Findings()
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
         self._held: dict[int, weakref.ref[LiveValue]] = {}
@@ -266,6 +195,7 @@ class Recorder(TorchDispatchMode):
         if not fresh and not written:
             return result
         record, stays = self.director.decide(info, len(fresh) + len(written))
+        self._seen += 1
         if info.uninitialized:
             for position in fresh.values():
                 self._mark_blank(flat[position])
@@ -279,7 +209,8 @@ class Recorder(TorchDispatchMode):
         if not record or node is None:
             return result
         if self.verify:
-            reason = self._rerun(node, info, args, kwargs, flat, before)
+            fits = self.room is None or self._extra_bytes(flat, fresh, before) <= self.room(self._seen - 1)
+            reason = self._rerun(node, info, args, kwargs, flat, before) if fits else ""
             if reason:
                 self._not_reproduced(info.name, reason)
                 return result
@@ -427,6 +358,13 @@ class Recorder(TorchDispatchMode):
                 value.held = copy.set_(storage, held.storage_offset(), held.shape, held.stride())  # type: ignore[call-overload]
                 value.version = value.held._version
 
+    @staticmethod
+    def _extra_bytes(flat: list[Any], fresh: dict[int, int], before: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
+        """What a second run needs beside the first."""
+        return sum(flat[position].untyped_storage().nbytes() for position in fresh.values()) + sum(
+            2 * copy.untyped_storage().nbytes() for _, copy in before
+        )
+
     def _rerun(
         self,
         node: Node,
@@ -461,9 +399,9 @@ class Recorder(TorchDispatchMode):
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``: keep it, or hold what brings it back."""
         if is_wrapper(tensor):
-            return Wrapped(tensor, self)
+            return Wrapped(tensor, self.pack)
         if not has_plain_storage(tensor):
-            return Kept(tensor)
+            return Kept(tensor, self.watch)
         with unrecorded():
             return self._pack_plain(tensor)
 
@@ -471,19 +409,19 @@ class Recorder(TorchDispatchMode):
         entry = self._given.get(private.storage_key(tensor))
         if entry is None:
             self.findings.kept_bytes += tensor.untyped_storage().nbytes()
-            return Kept(tensor)
+            return Kept(tensor, self.watch)
         value = entry[0]
         if self.verify and value.digest is not None and digest(tensor) != value.digest:
             self._written_behind(value, tensor)
-            return Kept(tensor)
+            return Kept(tensor, self.watch)
         ref = make_ref(value, tensor)
         if ref is None:
-            return Kept(tensor)
+            return Kept(tensor, self.watch)
         checked = value.digest
         if self.check and checked is None:
             checked = value.digest = digest(tensor)
         self.findings.given_up_bytes += tensor.numel() * tensor.element_size()
-        return GivenUp(ref, tensor, checked if self.check else None)
+        return GivenUp(ref, tensor, checked if self.check else None, self.watch)
 
 
 def _swap(item: Any, fresh: dict[int, torch.Tensor]) -> Any:

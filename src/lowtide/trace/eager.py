@@ -93,6 +93,8 @@ class Tracer(TorchDispatchMode):
         self._module_names: dict[int, str] = {}
         self._uninitialized: set[int] = set()
         self._outputs: set[int] = set()
+        self._scopes: list[tuple[int, Any]] = []
+        self._infos: list[OpInfo] = []
         if model is not None:
             self.name_model(model)
 
@@ -226,6 +228,7 @@ class Tracer(TorchDispatchMode):
                     self._uninitialized.add(new)
         reason = info.reason or self._unsafe(info, reads, inputs, outputs)
         self.signatures.append(signature)
+        self._infos.append(info)
         self.operations.append(
             {
                 "index": index,
@@ -271,7 +274,7 @@ class Tracer(TorchDispatchMode):
         with self._pause():
             value = self.value_of(tensor)
             storage = self.storages[self.values[value]["storage"]]
-            droppable = self.in_region and storage["producer"] is not None
+            droppable = self.in_region and storage["producer"] is not None and not self._is_exempt(value)
             number = len(self.saved)
             self.saved.append(
                 {
@@ -281,6 +284,7 @@ class Tracer(TorchDispatchMode):
                     "module": self.module,
                     "shape": tuple(tensor.shape),
                     "dtype": str(tensor.dtype).removeprefix("torch."),
+                    "forced": self._is_forced(value),
                 }
             )
             self.event("pack", number)
@@ -313,6 +317,31 @@ class Tracer(TorchDispatchMode):
             return tensor
 
     @contextmanager
+    def region(self, director: Any) -> Iterator[None]:
+        """A checkpointing scope: what its director gives up is forced, what it keeps is not droppable."""
+        self._scopes.append((len(self.operations), director))
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def _scope_of(self, value: int) -> Any:
+        """The director of the innermost scope that is open and in which the value was written, and its operation."""
+        producer = self.values[value]["producer"]
+        if producer is None or not self._scopes:
+            return None
+        start, director = self._scopes[-1]
+        return director if producer >= start else None
+
+    def _is_forced(self, value: int) -> bool:
+        director = self._scope_of(value)
+        return director is not None and director.wants(self._infos[self.values[value]["producer"]])
+
+    def _is_exempt(self, value: int) -> bool:
+        director = self._scope_of(value)
+        return director is not None and not director.wants(self._infos[self.values[value]["producer"]])
+
+    @contextmanager
     def _pause(self) -> Iterator[None]:
         self.paused += 1
         try:
@@ -337,17 +366,15 @@ class Tracer(TorchDispatchMode):
 
     def hold(self, result: Any) -> None:
         """The step's caller may hold ``result`` (logits beside the loss, say) for as long as the step lasts: remember which storages."""
-        self._outputs = {self._known[key] for key in map(private.storage_key, _tensors_inside(result)) if key in self._known}
+        self._outputs = {self._known[key] for key in map(private.storage_key, tensors_inside(result)) if key in self._known}
 
     def _settle(self) -> None:
         """Put the ends of storages where a plain step would have them.
 
-        What the step returned is taken to live until the step's end. In a trace on real tensors the executor or autograd held what they
-        saved; the program itself is taken to need it until the last forward operation that touches it.
+        In a trace on real tensors the executor or autograd held what they saved; the program itself is taken to need it until the last
+        forward operation that touches it.
         """
-        moved = {number for number in self._outputs}
-        events = [event for event in self.events if not (event.kind == "free" and event.index in moved)]
-        events += [Event("free", number) for number in sorted(moved)]
+        events, moved = self.events, self._outputs
         if not self.fake:
             last: dict[int, int] = {}
             freed_in_forward: set[int] = set()
@@ -408,6 +435,7 @@ class Tracer(TorchDispatchMode):
             device=device,
             source=source,
             notes=notes,
+            outputs=tuple(sorted(self._outputs)),
         )
 
 
@@ -426,20 +454,20 @@ def _plain_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def _tensors_inside(result: Any) -> Iterator[torch.Tensor]:
+def tensors_inside(result: Any) -> Iterator[torch.Tensor]:
     """The plain tensors in what a step returned, in containers and in the attributes of an output object."""
     if isinstance(result, torch.Tensor):
         yield from _plain_leaves(result)
     elif isinstance(result, (tuple, list)):
         for item in result:
-            yield from _tensors_inside(item)
+            yield from tensors_inside(item)
     elif isinstance(result, dict):
         for item in result.values():
-            yield from _tensors_inside(item)
+            yield from tensors_inside(item)
     elif hasattr(result, "__dict__"):
         for item in vars(result).values():
             if isinstance(item, (torch.Tensor, tuple, list, dict)):
-                yield from _tensors_inside(item)
+                yield from tensors_inside(item)
 
 
 def _describe(item: Any, keys: dict[int, int]) -> Any:

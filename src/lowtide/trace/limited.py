@@ -18,6 +18,8 @@ from lowtide.trace.fake import Faker, borrowed
 from lowtide.trace.real import Packing, trace_real
 from lowtide.trace.step import device_of, loss_of, with_costs
 
+LOSS_OUTSIDE = "the loss lies outside the model and was stood in for by the sum of its outputs"
+
 
 def trace_model(
     model: torch.nn.Module,
@@ -58,7 +60,7 @@ def trace_model(
             loss = loss_of(result)
             if loss is None:
                 loss = _stand_in(result)
-                notes.append("the loss lies outside the model and was stood in for by the sum of its outputs")
+                notes.append(LOSS_OUTSIDE)
         tracer.hold(result)
         del result
         (loss.sum() if loss.dim() else loss).backward()

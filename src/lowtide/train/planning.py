@@ -9,9 +9,10 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
-import lowtide
+from lowtide import budget as budgets
 from lowtide.models import ModelSpec, build_model
-from lowtide.plan.plan import Plan
+from lowtide.plan import Plan, Simulator, make
+from lowtide.trace.step import trace
 from lowtide.train.options import DTYPES, check_device, check_file, checked_spec, require
 
 TIMED_BYTES = 2 << 30
@@ -57,8 +58,9 @@ def make_plan(options: PlanOptions) -> Plan:
         with torch.autocast(device.type, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
             return model(tokens, targets).loss
 
-    graph = lowtide.trace(step, tokens, tokens.clone(), model=model, memory_limit_bytes=TIMED_BYTES)
-    return lowtide.plan(graph, budget=options.budget, policy=options.policy)
+    graph = trace(step, tokens, tokens.clone(), model=model, memory_limit_bytes=TIMED_BYTES)
+    limit = None if options.budget is None else budgets.parse(options.budget, Simulator(graph).plain_peak)
+    return make(graph, budget=limit, policy=options.policy or "optimal")
 
 
 def build_untouched(spec: ModelSpec, device: torch.device) -> nn.Module:

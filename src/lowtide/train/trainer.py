@@ -123,7 +123,7 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
         torch.manual_seed(options.seed)
         model = build_model(spec).to(device)
         optimizer = make_optimizer(model, options)
-        handle = lowtide.limit_memory(model, **limit(options), optimizer=optimizer)
+        handle = lowtide.limit_memory(model, budget=options.budget, policy=options.policy, optimizer=optimizer)
         result = TrainResult(options, str(corpus), sum(p.numel() for p in model.parameters()), first_step=0)
         if resumed is not None:
             restore(resumed, model, optimizer, device)
@@ -155,7 +155,8 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
 
                 if last or due(done, options.eval_every):
                     result.validation.append((done, evaluate(model, validation, options, loss_of)))
-                if options.checkpoint_dir and (last or stop or done == options.stop_after or due(done, options.checkpoint_every)):
+                stopping = bool(stop)
+                if options.checkpoint_dir and (last or stopping or done == options.stop_after or due(done, options.checkpoint_every)):
                     save(options, corpus, done, model, optimizer, device)
             result.losses.append(loss)
             result.gradient_norms.append(norm)
@@ -165,7 +166,7 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
             progress.step(done, loss, options.batch * options.seq * options.grad_accum / seconds, peak.bytes)
             if result.validation and result.validation[-1][0] == done:
                 progress.evaluated(done, result.validation[-1][1])
-            if stop:
+            if stopping:
                 result.stopped = not last
                 break
         progress.finish()
@@ -178,11 +179,6 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
         handle.remove()
     result.seconds = time.perf_counter() - began
     return result
-
-
-def limit(options: TrainOptions) -> dict[str, Any]:
-    """The budget and policy as `lowtide.limit_memory` takes them."""
-    return {"budget": options.budget, "policy": options.policy}
 
 
 def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.AdamW:

@@ -1,0 +1,104 @@
+"""What autograd holds in place of a saved tensor."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide import private
+from lowtide.errors import ReplayError
+from lowtide.run.tape import Ref, bring_back, digest, unrecorded
+from lowtide.run.watch import StepWatch
+
+
+class Kept:
+    """A saved tensor that stays."""
+
+    __slots__ = ("tensor", "version", "watch")
+
+    def __init__(self, tensor: torch.Tensor, watch: StepWatch | None = None) -> None:
+        self.tensor = tensor.detach()
+        self.version = self.tensor._version
+        self.watch = watch
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, unless it was overwritten."""
+        if self.watch is not None:
+            self.watch.backward_begins()
+        _check_version(self.tensor, self.version, self.tensor.shape)
+        return self.tensor
+
+
+class GivenUp:
+    """A saved tensor that is brought back when asked for."""
+
+    __slots__ = ("asked", "digest", "ref", "version", "watch", "witness")
+
+    def __init__(self, ref: Ref, tensor: torch.Tensor, checked: tuple[int, int] | None, watch: StepWatch | None = None) -> None:
+        self.ref = ref
+        self.witness = private.version_witness(tensor)
+        self.version = self.witness._version
+        self.digest = checked
+        self.asked = False
+        self.watch = watch
+        ref.value.readers += 1
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, replayed or from the cache of an earlier replay."""
+        if self.watch is not None:
+            self.watch.backward_begins()
+        with unrecorded():
+            return self._bring_back()
+
+    def _bring_back(self) -> torch.Tensor:
+        _check_version(self.witness, self.version, self.ref.shape)
+        value = self.ref.value
+        base = bring_back(value)
+        if self.digest is not None and digest(base) != self.digest:
+            node = value.node
+            raise ReplayError(
+                f"{node.func if node is not None else 'an operation'} gave other bytes in its replay than in the forward pass, so this step's "
+                "gradients would be wrong: mark its module with lowtide.policies.keep_all, or run with verify='first' from the start"
+            )
+        if not self.asked:
+            self.asked = True
+            if value.readers > 0:
+                value.readers -= 1
+                if value.readers == 0:
+                    value.cached = None
+        return self.ref.view(base)
+
+
+class Wrapped:
+    """A saved tensor subclass that holds other tensors; each is packed for itself."""
+
+    __slots__ = ("context", "kind", "names", "packed", "shape", "strides")
+
+    def __init__(self, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> None:
+        self.kind = type(tensor)
+        self.names, self.context = tensor.__tensor_flatten__()
+        self.shape, self.strides = tensor.shape, tensor.stride()
+        self.packed = [pack(getattr(tensor, name)) for name in self.names]
+
+    def unpack(self) -> torch.Tensor:
+        """The subclass put together again."""
+        inner = {name: unpack(packed) for name, packed in zip(self.names, self.packed, strict=True)}
+        return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.strides)
+
+
+def unpack(packed: Any) -> torch.Tensor:
+    """What autograd gets back for what `Recorder.pack` returned."""
+    return packed if isinstance(packed, torch.Tensor) else packed.unpack()
+
+
+def _check_version(tensor: torch.Tensor, expected: int, shape: torch.Size) -> None:
+    if tensor._version != expected:
+        kind = tensor.type().removeprefix("torch.")
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an inplace operation: "
+            f"[torch.{kind} {list(shape)}] is at version {tensor._version}; expected version {expected} instead. "
+            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
+            "torch.autograd.set_detect_anomaly(True)."
+        )

@@ -1,0 +1,220 @@
+"""From a step of a model to a plan for it, and from what the step teaches to a better one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import torch
+
+from lowtide import budget as budgets
+from lowtide.errors import BudgetError
+from lowtide.graph import Event, Operation, StepGraph, Storage, Value
+from lowtide.meter import resident_bytes
+from lowtide.plan import make
+from lowtide.plan.plan import Plan
+from lowtide.plan.simulate import plain, simulate
+from lowtide.run.notice import Notice
+from lowtide.run.resident import OptimizerNeed, optimizer_need
+from lowtide.run.scope import small_executor
+from lowtide.trace.costs import OpCost
+from lowtide.trace.limited import LOSS_OUTSIDE, trace_model
+
+Policy = str | Callable[..., Plan]
+
+
+@dataclass
+class Planned:
+    """A plan and how far it has been trusted.
+
+    Attributes:
+        traced: the step as it was traced.
+        graph: what the plan was made for: `traced`, with what is known of its caller and its loss.
+        plan: the decisions.
+        holding: whether the caller is taken to hold the outputs until the step ends.
+        loss: bytes that a loss outside the model takes at most and at its end, once measured.
+        loss_unknown: the loss lies outside and has not been measured.
+        margin_bytes: by how much a step was seen to exceed its prediction.
+        verified: whether a step has run under the plan with every replay compared.
+        steps: how many steps have run under it.
+        departed: operations of the latest step that the plan did not know.
+        again: why it is to be made again before the next step, or empty.
+    """
+
+    traced: StepGraph
+    graph: StepGraph
+    plan: Plan
+    holding: bool = True
+    loss: tuple[int, int] | None = None
+    loss_unknown: bool = False
+    margin_bytes: int = 0
+    verified: bool = False
+    steps: int = 0
+    departed: int = 0
+    again: str = ""
+
+    def room(self) -> Callable[[int], int]:
+        """From a forward operation's position to the bytes that the budget leaves beside it."""
+        if self.plan.budget_bytes is None:
+            return lambda _: 1 << 62
+        top = simulate(self.graph, self.plan.stored).top_bytes
+        places = [at for at, event in enumerate(self.graph.events) if event.kind == "op"]
+        forward = {op.index for op in self.graph.operations if op.phase == "forward"}
+        taken = np.array([top[at] for at in places if self.graph.events[at].index in forward], dtype=np.int64)
+        budget = self.plan.budget_bytes
+        return lambda position: int(budget - taken[position]) if position < len(taken) else 0
+
+
+class Planner:
+    """Makes plans for the steps of one model.
+
+    Args:
+        model: the model.
+        budget: as given to `limit_memory`.
+        policy: a policy or its name.
+        loss_fn: from output to loss, or ``None``.
+        optimizer: counts against the budget, or ``None``.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module,
+        budget: str | int | None,
+        policy: Policy,
+        loss_fn: Callable[[Any], torch.Tensor] | None,
+        optimizer: torch.optim.Optimizer | None,
+    ) -> None:
+        self.model = model
+        self.budget = budget
+        self.policy = policy
+        self.loss_fn = loss_fn
+        self.optimizer = optimizer
+        self.costs: dict[Any, OpCost] = {}
+        self.kept: dict[str, str] = {}
+
+    def first(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+        """The plan for a step that has not been seen yet.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        with Notice("lowtide") as notice:
+            notice.say("tracing one step and timing its operations")
+            traced = trace_model(
+                self.model, forward, args, kwargs, loss_fn=self.loss_fn, cost_cache=self.costs, small=small_executor
+            )
+            traced = self._whole(traced)
+            unknown = LOSS_OUTSIDE in traced.notes
+            planned = Planned(traced, traced, _nothing(traced), loss_unknown=unknown)
+            if unknown and self.policy == "optimal" and self.budget is not None:
+                planned.graph = self._without_kept(traced.holding_outputs())
+                notice.say("planning for the least memory")
+                planned.plan = self._least(planned.graph)
+            else:
+                notice.say(f"planning {len(traced.operations):,} operations")
+                self.solve(planned)
+            return planned
+
+    def solve(self, planned: Planned) -> None:
+        """Make the plan from all that is known by now.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        graph = planned.traced.holding_outputs() if planned.holding else planned.traced
+        if planned.loss is not None:
+            graph = with_loss(graph, *planned.loss)
+        planned.graph = graph = self._without_kept(graph)
+        limit = self.limit(graph)
+        self._check_optimizer(limit)
+        target = limit - planned.margin_bytes if limit is not None else None
+        try:
+            plan = make(graph, budget=target, policy=self.policy)
+        except BudgetError as error:
+            if not planned.margin_bytes or error.smallest_bytes is None or limit is None or error.smallest_bytes > limit:
+                raise
+            plan = make(graph, budget=error.smallest_bytes, policy=self.policy)
+        planned.plan = replace(plan, budget_bytes=limit)
+        planned.verified = False
+        planned.again = ""
+
+    def limit(self, graph: StepGraph) -> int | None:
+        """The budget in bytes for this step."""
+        return None if self.budget is None else budgets.parse(self.budget, plain(graph).peak_bytes)
+
+    def _least(self, graph: StepGraph) -> Plan:
+        try:
+            return make(graph, budget=1, policy=self.policy)
+        except BudgetError as error:
+            if error.smallest_bytes is None:
+                raise
+            return make(graph, budget=error.smallest_bytes, policy=self.policy)
+
+    def _without_kept(self, graph: StepGraph) -> StepGraph:
+        """The graph with the operations that were found not to reproduce marked so."""
+        if not self.kept:
+            return graph
+        operations = tuple(
+            replace(operation, replayable=False, reason=self.kept[operation.name]) if operation.name in self.kept else operation
+            for operation in graph.operations
+        )
+        return replace(graph, operations=operations)
+
+    def _whole(self, graph: StepGraph) -> StepGraph:
+        """Count everything of the model's and the optimizer's, used by this step or not."""
+        own = resident_bytes(self.model)
+        seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
+        state = self._optimizer_need().state_bytes if self.optimizer is not None else 0
+        return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - seen) + state)
+
+    def _optimizer_need(self) -> OptimizerNeed:
+        assert self.optimizer is not None
+        return optimizer_need(self.optimizer)
+
+    def _check_optimizer(self, limit: int | None) -> None:
+        """Refuse a budget that the optimizer's own step cannot meet."""
+        if self.optimizer is None or limit is None:
+            return
+        need = self._optimizer_need()
+        standing = resident_bytes(self.model) + need.state_bytes + need.missing_gradient_bytes
+        least = standing + need.step_bytes
+        if least > limit:
+            raise BudgetError(
+                f"the budget of {budgets.format_bytes(limit)} does not hold optimizer.step(): parameters, gradients and the state of "
+                f"{type(self.optimizer).__name__} take {budgets.format_bytes(standing)} and its update {budgets.format_bytes(need.step_bytes)} "
+                f"more. The smallest budget is {budgets.format_bytes(least)} ({least} bytes); an optimizer made with fused=True needs less",
+                least,
+            )
+
+
+def with_loss(graph: StepGraph, peak_bytes: int, live_bytes: int) -> StepGraph:
+    """The graph with a loss between forward and backward that takes ``peak_bytes`` and leaves ``live_bytes`` until backward is under way."""
+    last = max(at for at, event in enumerate(graph.events) if event.kind == "op" and graph.operations[event.index].phase == "forward")
+    index, storage, value = len(graph.operations), len(graph.storages), len(graph.values)
+    operation = Operation(
+        index=index,
+        name="the loss outside the model",
+        reads=(),
+        writes=(value,),
+        phase="backward",
+        replayable=False,
+        reason="it lies outside the model",
+        scratch_bytes=max(0, peak_bytes - live_bytes),
+    )
+    events = list(graph.events)
+    after = next((at for at in range(last + 1, len(events)) if events[at].kind == "release"), len(events) - 1)
+    events.insert(after + 1, Event("free", storage))
+    events.insert(last + 1, Event("op", index))
+    return replace(
+        graph,
+        operations=(*graph.operations, operation),
+        storages=(*graph.storages, Storage(storage, max(0, live_bytes), "backward", index)),
+        values=(*graph.values, Value(value, storage, 0, index)),
+        events=tuple(events),
+    )
+
+
+def _nothing(graph: StepGraph) -> Plan:
+    return Plan(graph.fingerprint(), "none", None, {}, frozenset(), (), 0, 0, 0.0, 0.0)

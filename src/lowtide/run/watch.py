@@ -1,0 +1,85 @@
+"""Watch one planned step from outside: what is known only once backward begins, and what the step really took."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterable
+
+import torch
+
+from lowtide import private
+from lowtide.meter import MeterError, Peak, available, peak
+
+
+class StepWatch:
+    """Follows one step of a limited model, from before its forward to the end of its backward.
+
+    Args:
+        on_backward: called once, when backward asks for the first saved tensor of the forward.
+        on_end: called once, when that backward has ended.
+        device: whose memory is watched.
+
+    Attributes:
+        outputs_dropped: whether the caller had let go of what the forward returned (other than the loss) when backward began.
+        loss_peak_bytes, loss_live_bytes: most and last live bytes between forward and backward, above those at the forward's end; ``None``
+            where they cannot be measured.
+        peak_bytes: most live bytes of the step, above those at its start; ``None`` where it cannot be measured.
+    """
+
+    def __init__(self, on_backward: Callable[[], None], on_end: Callable[[], None], device: torch.device) -> None:
+        self._on_backward = on_backward
+        self._on_end = on_end
+        self._began = False
+        self._outputs: list[weakref.ref[torch.Tensor]] = []
+        self._whole = _open(device)
+        self._loss: Peak | None = None
+        self._device = device
+        self.outputs_dropped = False
+        self.loss_peak_bytes: int | None = None
+        self.loss_live_bytes: int | None = None
+        self.peak_bytes: int | None = None
+
+    def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
+        """The forward returned ``outputs``."""
+        self._outputs = [weakref.ref(t) for t in outputs if t.numel() > 1]
+        self._loss = _open(self._device)
+
+    def backward_begins(self) -> None:
+        """Backward asks for a saved tensor; only the first time counts."""
+        if self._began:
+            return
+        self._began = True
+        self.outputs_dropped = all(reference() is None for reference in self._outputs)
+        if self._loss is not None:
+            self.loss_peak_bytes, self.loss_live_bytes = self._loss.peak_bytes, self._loss.live_bytes
+            self._loss.__exit__(None, None, None)
+            self._loss = None
+        private.at_backward_end(self._backward_ends)
+        self._on_backward()
+
+    def _backward_ends(self) -> None:
+        self.close()
+        self._on_end()
+
+    def close(self) -> None:
+        """Stop measuring."""
+        if self._whole is not None:
+            self.peak_bytes = self._whole.peak_bytes
+            self._whole.__exit__(None, None, None)
+            self._whole = None
+        if self._loss is not None:
+            self._loss.__exit__(None, None, None)
+            self._loss = None
+
+    def __del__(self) -> None:
+        self.close()
+
+
+def _open(device: torch.device) -> Peak | None:
+    """A running peak, where there is one that can be read at any time."""
+    if device.type == "cpu" and not available():
+        return None
+    try:
+        return peak(device).__enter__()
+    except MeterError:
+        return None

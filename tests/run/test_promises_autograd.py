@@ -1,0 +1,617 @@
+"""Promises 1, 2 and 5 around autograd: custom functions, retained graphs, double backward, accumulation, overwritten tensors, errors."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import ReplayError, private
+
+N = 16
+
+
+class Run(nn.Module):
+    """A function of a hidden tensor between two linear layers."""
+
+    def __init__(self, function: Any) -> None:
+        super().__init__()
+        self.first = nn.Linear(N, N)
+        self.function = function
+        self.last = nn.Linear(N, N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.function(torch.tanh(self.first(x))).sin()).square().sum()
+
+
+def make(function: Any = torch.exp) -> Run:
+    torch.manual_seed(7)
+    return Run(function)
+
+
+def batch(seed: int = 3) -> torch.Tensor:
+    return torch.randn(6, N, generator=torch.Generator().manual_seed(seed))
+
+
+# ---- custom functions -------------------------------------------------------------------------------------------------------------------
+
+
+class SavesEverything(torch.autograd.Function):
+    """Saves an input, an output and an intermediate, takes what is no tensor, returns what has no gradient."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: float, names: list[str]) -> tuple[torch.Tensor, torch.Tensor, int]:
+        middle = x.exp()
+        out = middle * factor
+        index = out.argmax(-1)
+        ctx.save_for_backward(x, middle, out, index)
+        ctx.mark_non_differentiable(index)
+        ctx.factor = factor
+        return out, index, len(names)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, *_: Any) -> tuple[torch.Tensor, None, None]:
+        x, middle, out, index = ctx.saved_tensors
+        chosen = torch.zeros_like(out).scatter_(1, index[:, None], 1.0)
+        return grad * ctx.factor * middle + chosen * out.cos() * x, None, None
+
+
+class MarksDirty(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        x.mul_(2).sin_()
+        ctx.mark_dirty(x)
+        ctx.save_for_backward(x)
+        return x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (y,) = ctx.saved_tensors
+        return 2 * grad * (1 - y * y).clamp_min(0).sqrt()
+
+
+class Separate(torch.autograd.Function):
+    """The newer style with setup_context, saving an attribute on ctx as well."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x @ y.t(), x * y
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        ctx.save_for_backward(*inputs)
+        ctx.sum_of_output = output[0].sum()
+
+    @staticmethod
+    def backward(ctx: Any, first: torch.Tensor, second: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, y = ctx.saved_tensors
+        return first @ y * 1.0 + second * y + ctx.sum_of_output * 0.001, first.t() @ x + second * x
+
+
+class RunsAutogradInside(torch.autograd.Function):
+    """As activation checkpointing does: a forward without, a backward with a graph of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        with torch.no_grad():
+            return (x.exp() * x).sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            twin = x.detach().requires_grad_()
+            return torch.autograd.grad((twin.exp() * twin).sin(), twin, grad)[0]
+
+
+def with_saves(h: torch.Tensor) -> torch.Tensor:
+    out, index, count = SavesEverything.apply(h * 1.5, 0.5, ["a", "b"])
+    assert not index.requires_grad and count == 2
+    return out * h + index[:, None].float().cos()
+
+
+def with_dirty(h: torch.Tensor) -> torch.Tensor:
+    return MarksDirty.apply(h * 0.3) + h.exp()
+
+
+def with_setup_context(h: torch.Tensor) -> torch.Tensor:
+    square, product = Separate.apply(h.exp(), h.cos())
+    return square @ product + product
+
+
+def with_inner_autograd(h: torch.Tensor) -> torch.Tensor:
+    return RunsAutogradInside.apply(h.exp() * 0.2) * h
+
+
+def with_torch_checkpoint(h: torch.Tensor) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda t: (t.exp() * t).sin().exp(), h, use_reentrant=False) * h
+
+
+def with_reentrant_checkpoint(h: torch.Tensor) -> torch.Tensor:
+    return torch.utils.checkpoint.checkpoint(lambda t: (t.exp() * t).sin().exp(), h, use_reentrant=True) * h
+
+
+def with_scope_inside(h: torch.Tensor) -> torch.Tensor:
+    with lowtide.checkpointing():
+        y = (h.exp() * h).sin()
+        with lowtide.checkpointing(policy="keep_all"):
+            y = y.exp() * y
+    return y * h
+
+
+def with_grad_inside(h: torch.Tensor) -> torch.Tensor:
+    """A gradient taken within forward, with a graph: energy models and physics."""
+    with torch.enable_grad():
+        position = h.exp()
+        energy = (position.sin() * position).sum()
+        (force,) = torch.autograd.grad(energy, position, create_graph=True)
+    return force * position
+
+
+def with_hooks(h: torch.Tensor) -> torch.Tensor:
+    y = h.exp()
+    y.register_hook(lambda g: g * 2)
+    y.retain_grad()
+    return y * y
+
+
+CUSTOM = [
+    with_saves, with_dirty, with_setup_context, with_inner_autograd, with_torch_checkpoint, with_reentrant_checkpoint, with_scope_inside,
+    with_grad_inside, with_hooks,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("function", CUSTOM, ids=lambda f: f.__name__)
+def test_custom_functions(twins: Any, function: Any) -> None:
+    twins(make(function)).check(lambda m: m(batch()))
+
+
+@pytest.mark.parametrize("function", CUSTOM, ids=lambda f: f.__name__)
+def test_custom_functions_in_a_scope(same: Any, function: Any) -> None:
+    model, grads = make(function), []
+    for scoped in (False, True):
+        model.zero_grad()
+        with lowtide.checkpointing(policy=None if scoped else "keep_all"):
+            loss = model(batch())
+        loss.backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(same, *grads))
+
+
+def test_a_step_that_runs_other_operations_than_its_trace(twins: Any) -> None:
+    """`one_hot` looks at its numbers when they are there, and does not on fake tensors."""
+
+    def function(h: torch.Tensor) -> torch.Tensor:
+        for _ in range(3):
+            h = torch.nn.functional.one_hot(h.argmax(-1), N) * h.exp() + h.sin() * h
+        return h
+
+    pair = twins(make(function))
+    for seed in range(3):
+        pair.step(lambda m: m(batch()), seed)
+    assert pair.handle.plan.replayed
+
+
+# ---- more than one backward ------------------------------------------------------------------------------------------------------------
+
+
+def test_retained_graph_goes_backward_again(twins: Any) -> None:
+    def run(model: nn.Module) -> torch.Tensor:
+        loss = model(batch())
+        loss.backward(retain_graph=True)
+        loss.backward(retain_graph=True)
+        return loss  # a third time, by the twins
+
+    twins(make(with_saves)).check(run)
+
+
+def test_gradients_of_a_part_first_then_the_rest(twins: Any) -> None:
+    def run(model: Any) -> torch.Tensor:
+        x = batch().requires_grad_()
+        loss = model(x)
+        (grad,) = torch.autograd.grad(loss, x, retain_graph=True)
+        return loss + grad.square().sum()  # no graph behind grad: a constant
+
+    twins(make()).check(run)
+
+
+def test_second_backward_without_retaining_raises_as_plain_does() -> None:
+    model = make()
+    lowtide.limit_memory(model, policy="full")
+    for _ in range(2):
+        loss = model(batch())
+        loss.backward()
+        with pytest.raises(RuntimeError, match="second time"):
+            loss.backward()
+
+
+def test_double_backward(twins: Any) -> None:
+    def penalty(model: nn.Module) -> torch.Tensor:
+        x = batch().requires_grad_()
+        loss = model(x)
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        return loss + grad.square().sum()
+
+    pair = twins(make())
+    for seed in range(3):
+        pair.step(penalty, seed)
+
+
+def test_double_backward_through_a_scope(same: Any) -> None:
+    model, grads = make(), []
+    for scoped in (False, True):
+        model.zero_grad()
+        x = batch().requires_grad_()
+        with lowtide.checkpointing(policy=None if scoped else "keep_all"):
+            loss = model(x)
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        (loss + grad.square().sum()).backward()
+        grads.append([p.grad.clone() for p in model.parameters()])
+    assert all(map(same, *grads))
+
+
+class TwoHeads(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Dropout(0.2), nn.Linear(N, N), nn.Tanh())
+        self.heads = nn.ModuleList([nn.Linear(N, 1), nn.Linear(N, 2)])
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.trunk(x)
+        return self.heads[0](h).square().sum(), self.heads[1](h).exp().sum()
+
+
+@pytest.mark.parametrize("order", ["first", "second", "sum", "only second"])
+def test_several_losses(twins: Any, order: str) -> None:
+    def run(model: nn.Module) -> torch.Tensor:
+        first, second = model(batch())
+        if order == "first":
+            first.backward(retain_graph=True)
+            return second
+        if order == "second":
+            second.backward(retain_graph=True)
+            return first
+        return second if order == "only second" else first + 0.5 * second
+
+    twins(TwoHeads()).check(run)
+
+
+def test_losses_backward_together(twins: Any) -> None:
+    def run(model: nn.Module) -> torch.Tensor:
+        losses = model(batch())
+        torch.autograd.backward(list(losses))
+        return sum(losses).detach()
+
+    pair = twins(TwoHeads())
+    for seed in range(3):
+        pair.step(run, seed, backward=False)
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.LowtideWarning")
+def test_gradient_accumulation(twins: Any) -> None:
+    pair = twins(TwoHeads(), loss_fn=sum)
+    for round_ in range(2):
+        for k in range(3):
+            pair.step(lambda m, k=k: sum(m(batch(k))), seed=10 * round_ + k, clear=k == 0)
+    assert len(pair.handle.plans) == 2  # without gradients and with
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.LowtideWarning")
+def test_many_forwards_before_any_backward(twins: Any) -> None:
+    pair = twins(TwoHeads(), loss_fn=sum)
+    for seed in range(2):
+        pair.step(lambda m: sum(sum(m(batch(k))) for k in range(3)), seed)
+
+
+def test_backward_inputs_only(twins: Any, same: Any) -> None:
+    pair = twins(make())
+    found = []
+    for model in (pair.plain, pair.limited):
+        loss = model(batch())
+        loss.backward(inputs=[model.last.weight])
+        assert model.first.weight.grad is None
+        found.append(model.last.weight.grad)
+    assert same(*found)
+
+
+def test_parameters_that_hook_their_gradients(twins: Any) -> None:
+    """An optimizer inside backward, as low-memory training does it."""
+
+    def run(model: nn.Module) -> torch.Tensor:
+        return model(batch())
+
+    def update(parameter: torch.Tensor) -> None:
+        with torch.no_grad():
+            parameter.sub_(parameter.grad, alpha=0.01)
+        parameter.grad = None
+
+    pair = twins(make())
+    for model in (pair.plain, pair.limited):
+        for parameter in model.parameters():
+            parameter.register_post_accumulate_grad_hook(update)
+    for seed in range(3):
+        pair.step(run, seed)
+
+
+# ---- overwritten tensors ---------------------------------------------------------------------------------------------------------------
+
+
+class Overwritten(nn.Module):
+    """Lets a test overwrite what was saved."""
+
+    def __init__(self, when: str, what: str) -> None:
+        super().__init__()
+        self.linear = nn.Linear(N, N)
+        self.when, self.what = when, what
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.linear(x)
+        y = h.exp()  # saves its result
+        z = y * h  # saves both
+        self.kept = {"y": y, "h": h, "view of h": h[1:], "weight": self.linear.weight, "input": x}[self.what]
+        if self.when == "forward":
+            self.overwrite()
+        return z.sum()
+
+    def overwrite(self) -> None:
+        with torch.no_grad():
+            self.kept.add_(1.0)
+
+
+@pytest.mark.parametrize("give_up", [True, False], ids=["given up", "kept"])
+@pytest.mark.parametrize("what", ["y", "h", "view of h"])
+@pytest.mark.parametrize("when", ["forward", "after"])
+def test_overwriting_a_saved_tensor_raises_where_plain_does(everything: Any, when: str, what: str, give_up: bool) -> None:
+    messages = []
+    for limited in (False, True):
+        torch.manual_seed(0)
+        model = Overwritten(when, what)
+        if limited:
+            # half of the model is given up at least, so that a recorder is there either way
+            lowtide.limit_memory(model, policy=everything if give_up else keep_most)
+        for _ in range(2):
+            loss = model(batch())
+            if when == "after":
+                model.overwrite()
+            with pytest.raises(RuntimeError, match="modified by an inplace operation") as caught:
+                loss.backward()
+            messages.append(str(caught.value))
+    assert all(message.startswith(messages[0][:40]) for message in messages)
+
+
+def keep_most(graph: Any, budget: int | None = None) -> Any:
+    from lowtide.plan.build import make_plan
+
+    saved = {s.value for s in graph.saved if s.droppable}
+    return make_plan(graph, stored=sorted(saved)[1:], budget=budget, bound=False)
+
+
+def test_overwriting_what_is_not_needed_raises_nothing(twins: Any) -> None:
+    def run(model: Any) -> torch.Tensor:
+        loss = model(batch())
+        model.kept.detach_().mul_(1)  # nothing backward needs
+        return loss
+
+    class Harmless(Overwritten):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.linear(x)
+            z = h + 1  # saves nothing
+            self.kept = z.detach().clone()
+            return (z.exp() * h).sum()
+
+    twins(Harmless("after", "y")).check(run)
+
+
+def test_overwritten_replay_source_raises() -> None:
+    """The input of an addition is saved by nobody, yet a replay starts from it."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(N))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((x + 1) * self.scale).sum()
+
+    model, x = Adds(), batch()
+    lowtide.limit_memory(model, policy=lambda graph, budget=None: make_everything(graph))
+    for _ in range(2):
+        loss = model(x)
+        x.add_(1)
+        with pytest.raises(ReplayError, match="in-place"):
+            loss.backward()
+    loss = model(x)
+    loss.backward()  # and the next step is normal
+
+
+def make_everything(graph: Any) -> Any:
+    from lowtide.plan.build import make_plan
+
+    return make_plan(graph, stored=(), bound=False)
+
+
+def test_overwritten_replay_source_in_a_scope_raises() -> None:
+    x, w = batch(), torch.ones(N, requires_grad=True)
+    with lowtide.checkpointing():
+        loss = ((x + 1) * w).sum()
+    x.zero_()
+    with pytest.raises(ReplayError, match="in-place"):
+        loss.backward()
+
+
+def test_optimizer_step_between_forward_and_backward_raises_as_plain_does() -> None:
+    for limited in (False, True):
+        model = make(with_saves)
+        optimizer = torch.optim.SGD(model.parameters(), 0.1)
+        if limited:
+            lowtide.limit_memory(model, policy="full")
+        first, second = model(batch()), model(batch(4))
+        first.backward()
+        optimizer.step()
+        with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
+            second.backward()
+
+
+# ---- failures ----------------------------------------------------------------------------------------------------------------------------
+
+
+class Watched(nn.Module):
+    """Keeps weak references to the storages of what it made, and fails on demand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(N, N) for _ in range(4)])
+        self.norm = nn.BatchNorm1d(N)
+        self.seen: list[Any] = []
+        self.fail = ""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, layer in enumerate(self.layers):
+            x = torch.nn.functional.gelu(layer(x))
+            self.seen.append(weakref.ref(x.untyped_storage()))
+            x = self.norm(x.exp()) * x
+            self.seen.append(weakref.ref(x.untyped_storage()))
+            if self.fail == "forward" and k == 2:
+                raise KeyError("on demand")
+        if self.fail == "backward":
+            x = FailsBackward.apply(x)
+        return x.sum()
+
+
+class FailsBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise KeyError("on demand")
+
+
+def alive(model: Watched) -> int:
+    return sum(r() is not None for r in model.seen)
+
+
+@pytest.mark.parametrize("fail", ["forward", "backward"])
+@pytest.mark.parametrize("first_step", [True, False])
+@pytest.mark.parametrize("way", ["limit", "scope"])
+def test_a_failed_step_leaves_nothing_and_the_next_is_normal(twins: Any, fail: str, first_step: bool, way: str) -> None:
+    torch.manual_seed(0)
+    if way == "limit":
+        pair = twins(Watched())
+    else:
+        pair = twins(Watched(), policy="keep_all")
+
+    def run(model: nn.Module) -> torch.Tensor:
+        if way == "scope" and model is pair.limited:
+            with lowtide.checkpointing():
+                return model(batch())
+        return model(batch())
+
+    if not first_step:
+        pair.step(run)
+    gc.collect()
+    gc.disable()  # nothing may need the cycle collector
+    try:
+        for model in (pair.plain, pair.limited):
+            model.zero_grad()
+            model.seen.clear()
+            model.fail = fail
+            with pytest.raises(KeyError, match="on demand"):
+                run(model).backward()
+            model.fail = ""
+            model.zero_grad()
+        assert private.dispatch_modes() == []
+        assert alive(pair.limited) == alive(pair.plain) == 0
+    finally:
+        gc.enable()
+    if first_step and way == "limit":  # it failed while it was traced, which moves no statistics
+        pair.limited.load_state_dict(pair.plain.state_dict())
+    for seed in range(2):
+        pair.step(run, seed)
+
+
+@pytest.mark.parametrize("way", ["limit", "scope"])
+def test_forward_without_backward_holds_nothing(twins: Any, way: str) -> None:
+    pair = twins(Watched(), policy="keep_all" if way == "scope" else None, budget="95%" if way == "limit" else None)
+    model = pair.limited
+
+    def run() -> torch.Tensor:
+        if way == "scope":
+            with lowtide.checkpointing():
+                return model(batch())
+        return model(batch())
+
+    run()
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            model.seen.clear()
+            loss = run()
+            del loss
+            assert alive(model) == 0
+    finally:
+        gc.enable()
+
+
+def test_saved_tensors_die_as_backward_goes(everything: Any) -> None:
+    """After backward the loss is still held, and nothing else."""
+    model = Watched()
+    lowtide.limit_memory(model, policy=everything)
+    for _ in range(3):
+        model.seen.clear()
+        loss = model(batch())
+        loss.backward()
+        assert alive(model) == 0
+        del loss
+
+
+def test_given_up_tensors_are_gone_after_forward(everything: Any) -> None:
+    model = Watched()
+    lowtide.limit_memory(model, policy=everything)
+    for _ in range(3):
+        model.seen.clear()
+        loss = model(batch())
+        assert alive(model) == 0
+        loss.backward()
+
+
+def test_evaluation_and_no_grad_run_plain(twins: Any, same: Any) -> None:
+    pair = twins(Watched())
+    for context in (torch.no_grad, torch.inference_mode):
+        with context():
+            torch.manual_seed(0)
+            a = pair.plain(batch())
+            torch.manual_seed(0)
+            b = pair.limited(batch())
+        assert same(a.clone(), b.clone()) and pair.handle.plan is None
+    pair.plain.eval()
+    pair.limited.eval()
+    pair.check(lambda m: m(batch()))
+
+
+def test_switching_between_training_and_evaluation(twins: Any) -> None:
+    pair = twins(Watched())
+    pair.step(lambda m: m(batch()))
+    for model in (pair.plain, pair.limited):
+        model.eval()
+        with torch.no_grad():
+            model(batch())
+        model.train()
+    pair.step(lambda m: m(batch()), 1)
+    assert len(pair.handle.plans) == 1
+
+
+def test_frozen_model_runs_plain(same: Any) -> None:
+    model = make().requires_grad_(False)
+    handle = lowtide.limit_memory(model, "50%")
+    x = batch().requires_grad_()
+    model(x).backward()
+    assert x.grad is not None and (handle.plan is None or handle.plan.budget_bytes)
