@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 _INPLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
@@ -52,12 +53,18 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 
 @contextmanager
 def replaying() -> Iterator[None]:
-    """Run recorded operations as they were recorded: below autograd (no history) and below autocast (no second cast)."""
+    """Run recorded operations as they were recorded: below autograd (no history) and below autocast (no second cast).
+
+    Grad mode may be set in the block and is put back after it: kernels look at it (oneDNN's LSTM makes its workspace only with gradients
+    on), and below autograd it does nothing else.
+    """
+    before = torch.is_grad_enabled()
     guard = torch._C._DisableAutocast()
     try:
-        with torch.no_grad():
+        with torch._C._AutoDispatchBelowAutograd():
             yield
     finally:
+        torch._C._set_grad_enabled(before)
         del guard
 
 
@@ -98,3 +105,13 @@ def enter_modes(taken: list[TorchDispatchMode]) -> None:
 def at_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that runs on this thread has ended; an error that it raises leaves that backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+def fake_mode() -> FakeTensorMode:
+    """A fake tensor mode that takes real tensors as constants, and whose tensors refuse to give an address.
+
+    By default a fake tensor's ``data_ptr()`` is 0 and code that writes there ends the process.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    mode._allow_unsafe_data_ptr_access = False
+    return mode

@@ -77,7 +77,7 @@ class Window:
         there = {v: [program.column() for _ in range(count + 1)] for v in self.values}
         for i in self.operations:
             # What costs is how often the operation runs, no longer whether it does.
-            total = program.column(rel.seconds_of(i), float(count + 1))
+            total = program.column(rel.seconds_of(i), 1.0)
             program.cost[rel.op_column[i]] = 0.0
             program.row([(early[i], 1.0), *((c, 1.0) for c in runs[i]), (total, -1.0)], 0.0)
             program.row([(rel.op_column[i], 1.0), (total, -1.0)], 0.0)

@@ -181,8 +181,9 @@ class Recorder(TorchDispatchMode):
         prepared = self._prepare(func, info, args, kwargs, inputs, written, before) if plain else None
         if prepared is not None:
             node, writes = prepared
-        if written:
-            self._copy_on_write(written)
+        touched = [*written, *(args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor))]
+        if touched:
+            self._copy_on_write(touched)
         result = func(*args, **kwargs)
         flat = flat_results(result)
         keys = {private.storage_key(t) for t in inputs} if plain else set()
@@ -199,7 +200,7 @@ class Recorder(TorchDispatchMode):
         if info.uninitialized:
             for position in fresh.values():
                 self._mark_blank(flat[position])
-        for tensor in written:
+        for tensor in touched:
             key = private.storage_key(tensor) if has_plain_storage(tensor) else None
             if key is not None and not (key in self._blank and info.fills and not covers_storage(tensor)):
                 self._blank.pop(key, None)
@@ -377,7 +378,7 @@ class Recorder(TorchDispatchMode):
         """Why the operation does not reproduce, or nothing."""
         fresh = {id(tensor): copy for tensor, copy in before}
         for position in node.statistics:
-            if isinstance(args[position], torch.Tensor):
+            if isinstance(args[position], torch.Tensor) and id(args[position]) not in fresh:
                 fresh[id(args[position])] = args[position].clone()
 
         try:

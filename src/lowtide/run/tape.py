@@ -125,10 +125,11 @@ class Node:
         random_state: the generator's state before the call, for random operations.
         generator: the generator argument, if one was given.
         device: where it ran.
+        grad: whether gradients were on, which some kernels look at.
     """
 
     __slots__ = (
-        "__weakref__", "args", "device", "func", "generator", "kwargs", "order", "outputs", "random_state", "statistics", "written",
+        "__weakref__", "args", "device", "func", "generator", "grad", "kwargs", "order", "outputs", "random_state", "statistics", "written",
     )  # fmt: skip
 
     def __init__(self, func: Any, order: int, device: torch.device) -> None:
@@ -142,6 +143,7 @@ class Node:
         self.statistics: tuple[int, ...] = ()
         self.random_state: torch.Tensor | None = None
         self.generator: torch.Generator | None = None
+        self.grad = torch.is_grad_enabled()
 
     def inputs(self) -> list[LiveValue]:
         """The values that it reads, each once."""
@@ -214,6 +216,7 @@ def bring_back(value: LiveValue) -> torch.Tensor:
     uses[id(value)] = uses.get(id(value), 0) + 1
     with unrecorded(), private.replaying():
         for node in order:
+            torch._C._set_grad_enabled(node.grad)
             _run(node, transient, uses)
     found = transient.pop(id(value), None)
     if found is None:

@@ -10,6 +10,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
+from lowtide import private
+
 
 class Faker:
     """Turns real tensors into fake ones: the same tensor always into the same fake, views of one storage into views of one storage.
@@ -19,7 +21,7 @@ class Faker:
     """
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
-        self.mode = mode or FakeTensorMode(allow_non_fake_inputs=True)
+        self.mode = mode or private.fake_mode()
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
