@@ -65,6 +65,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
+    if name in ("plan", "trace"):  # each is a room and a verb
+        return import_module(f"lowtide.{name}")
     if name == "policies":
         return import_module("lowtide.plan.policies")
     home = _HOMES.get(name)

@@ -65,7 +65,7 @@ def train(
     model: Model = "gpt-small",
     budget: Budget = None,
     policy: Policy = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 200,
+    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 150,
     batch: Batch = 8,
     seq: Seq = 256,
     dtype: DtypeOption = "fp32",

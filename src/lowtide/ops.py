@@ -28,6 +28,18 @@ _RUNNING_STATISTICS = {
     "aten._batch_norm_with_update.default": None,
     "aten._batch_norm_with_update_functional.default": None,
 }
+_UNREDUCED = {  # where a loss's reduction stands
+    "aten.mse_loss.default": 2,
+    "aten.smooth_l1_loss.default": 2,
+    "aten.soft_margin_loss.default": 2,
+    "aten.binary_cross_entropy.default": 3,
+}
+_REAL_ONLY = {"aten.mkldnn_rnn_layer.default"}  # on fake tensors its workspace is empty
+_LOOSE = {  # a workspace or table, parts of which are never written and never read
+    "aten.mkldnn_rnn_layer.default": (3,),
+    "aten._ctc_loss.default": (1,),
+    "aten._ctc_loss.Tensor": (1,),
+}
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "fsdp", "symm_mem"}
 _UNREPLAYABLE = {
     "aten.set_.source_Storage": "it swaps a tensor's storage",
@@ -52,6 +64,8 @@ class OpInfo:
         running_statistics: positions of batch-norm statistics that it updates in training mode, whatever its schema says.
         training_position: which argument tells training mode; ``None`` when it always trains.
         reason: why it can never be replayed, else empty.
+        loose: positions of results that are compared with nothing, because parts of them are whatever was in memory.
+        real_only: fake tensors do not show how much it allocates.
     """
 
     name: str
@@ -63,6 +77,8 @@ class OpInfo:
     running_statistics: tuple[int, ...]
     training_position: int | None
     reason: str
+    loose: tuple[int, ...] = ()
+    real_only: bool = False
 
 
 @lru_cache(maxsize=None)
@@ -92,6 +108,8 @@ def op_info(func: torch._ops.OpOverload) -> OpInfo:
         running_statistics=(3, 4) if name in _RUNNING_STATISTICS else (),
         training_position=_RUNNING_STATISTICS.get(name),
         reason=reason,
+        loose=_LOOSE.get(name, ()),
+        real_only=name in _REAL_ONLY,
     )
 
 
@@ -102,6 +120,19 @@ def hidden_statistics(info: OpInfo, args: Sequence[Any]) -> tuple[int, ...]:
     if info.training_position is not None and not args[info.training_position]:
         return ()
     return info.running_statistics
+
+
+def unreduced_bytes(info: OpInfo, args: Sequence[Any]) -> int:
+    """Bytes that the one element of a reduced loss really stands on: the unreduced result, which its kernel reduces where it lies.
+
+    Fake tensors do not show it.
+    """
+    position = _UNREDUCED.get(info.name)
+    if position is None or (len(args) > position and args[position] == 0):
+        return 0
+    first, second = args[0], args[1]
+    shape = torch.broadcast_shapes(first.shape, second.shape)
+    return int(shape.numel()) * torch.promote_types(first.dtype, second.dtype).itemsize
 
 
 def tensors_of(items: Any) -> Iterator[torch.Tensor]:

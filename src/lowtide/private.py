@@ -6,10 +6,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 _INPLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
@@ -115,3 +116,8 @@ def fake_mode() -> FakeTensorMode:
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode._allow_unsafe_data_ptr_access = False
     return mode
+
+
+def without_fake_mode() -> AbstractContextManager[object]:
+    """Operations in the block see no fake tensor mode, whatever is active outside."""
+    return unset_fake_temporarily()

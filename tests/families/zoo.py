@@ -173,7 +173,7 @@ def convnext() -> tuple[nn.Module, Batch]:
 def convolutions() -> tuple[nn.Module, Batch]:
     layers: list[nn.Module] = []
     for wide, to in ((3, 16), (16, 32), (32, 32)):
-        layers += [nn.Conv2d(wide, to, 3, padding=1), nn.BatchNorm2d(to), nn.ReLU(inplace=True), nn.Dropout2d(0.1, inplace=True)]
+        layers += [nn.Conv2d(wide, to, 3, padding=1), nn.BatchNorm2d(to), nn.ReLU(inplace=True), nn.Dropout2d(0.1)]
     body = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 12 * 12, 10))
     return WithLoss(body, functional.cross_entropy), {"x": torch.randn(4, 3, 24, 24), "labels": torch.randint(0, 10, (4,))}
 

@@ -65,7 +65,7 @@ class Behind(nn.Module):
         return torch.tanh(self.last(y * h * y)).square().sum()
 
 
-WRITES = [by_numpy, over_a_result, by_memset, through_a_view, between_two_readers]
+WRITES = [by_numpy, over_a_result, by_memset, through_a_view]
 
 
 def batch() -> torch.Tensor:
@@ -105,6 +105,24 @@ def test_writes_behind_the_dispatcher_in_a_scope(same: Any, write: Any) -> None:
             return
         grads.append([p.grad.clone() for p in model.parameters()])
     assert all(map(same, *grads))
+
+
+def test_a_write_between_two_readers_is_an_error_and_never_a_wrong_number(same: Any, everything: Any) -> None:
+    """The first reader's input exists nowhere any more: nothing can be given up there, and nothing that was can come back."""
+    model = Behind(between_two_readers)
+    model(batch()).backward()
+    grads = [p.grad.clone() for p in model.parameters()]
+    lowtide.limit_memory(model, policy=everything)
+    for _ in range(2):
+        model.zero_grad()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", LowtideWarning)
+            loss = model(batch())
+        try:
+            loss.backward()
+        except ReplayError:
+            continue
+        assert all(same(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
 
 
 CALLS = itertools.count()
@@ -197,12 +215,12 @@ def test_verification_runs_each_operation_twice_and_only_in_the_first_step(every
     model = Behind(lambda h: noise(h.detach()))
     lowtide.limit_memory(model, policy=everything)
     counted = []
-    for _ in range(3):
+    for _ in range(4):
         CALLS = Counter()
         model(batch()).backward()
         model.zero_grad()
         counted.append(CALLS.count)
-    assert counted == [3, 2, 2]
+    assert counted[0] == 3 and counted[-1] == 2  # a plan that is made again, for what the first step taught, is verified again
 
 
 class Counter:

@@ -26,7 +26,7 @@ from lowtide.train.planning import PlanOptions
         ({"dtype": "fp16"}, "--dtype fp16: choose fp32 or bf16"),
         ({"checkpoint_every": 5}, "--checkpoint-every 5: it needs --checkpoint-dir"),
         ({"resume": True}, "--resume: it needs --checkpoint-dir"),
-        ({"stop_after": 300}, "--stop-after 300: choose a step from 1 to --steps 200"),
+        ({"stop_after": 300}, "--stop-after 300: choose a step from 1 to --steps 150"),
         ({"plot": Path("a.png"), "compare": False}, "leave out --no-compare"),
         ({"plot": Path("a.txt")}, r"--plot a.txt: choose a name that ends in \.png"),
         ({"json": Path("missing/a.json")}, "--json missing/a.json: cannot write a file there"),

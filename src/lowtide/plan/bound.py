@@ -2,7 +2,7 @@
 
 In: a `Simulator` and a budget. Out: a `Bound`. What the bound covers: every schedule that runs the step's operations in their recorded
 order, in which each value either stays from forward until everything that rests on it is done (stored) or goes when the program lets go of
-it, operations run again only in backward, as often as wanted, and every tensor that backward unpacks is there from its ``unpack`` to its
+it, operations run again only in backward, each at most once, and every tensor that backward unpacks is there from its ``unpack`` to its
 ``done``. That includes every plan of docs/design.md. The costs are the traced ones.
 
 The linear program has s_v in [0, 1] ("value v is stored") and r_i in [0, 1] ("operation i runs again"):
@@ -14,12 +14,11 @@ The linear program has s_v in [0, 1] ("value v is stored") and r_i in [0, 1] ("o
 
 At moment t, ``natural`` is what the program itself holds, the sum is over values that are dead by themselves at t and are surely still
 held if they are stored, and ``demanded`` are the tensors that backward has unpacked and not yet dropped: they are there, stored or not.
-A stored value is surely held until its own last unpack, or, when autograd does not save it, until the first moment at which anything that
-is made from it is unpacked.
+A stored value is surely held until its own last unpack, or, when autograd does not save it, until the last unpack of the first of the saved
+values that replays can make from it.
 
 Where memory is tight, `lowtide.plan.windows` adds a stage's backward, one backward node at a time: there it also counts the replayed values
-that wait for later nodes (or lets the program pay for replaying them twice). All other bytes that replays hold are left out, so the bound
-is below the true optimum (FIELD, "Planning"; with integers it is Checkmate's program, arXiv 1910.02653, equations 1 and 7).
+that wait for later nodes. All other bytes that replays hold are left out, so the bound is below the true optimum (FIELD, "Planning"; with integers it is Checkmate's program, arXiv 1910.02653, equations 1 and 7).
 """
 
 from __future__ import annotations
@@ -148,7 +147,7 @@ class Relaxation:
         """Per value, the events between which a stored copy is surely extra; per event, what is there in any case."""
         sim = self.sim
         end = sim.end
-        first_need = self._first_needs()
+        rests = self._surely_held()
         self.span: dict[int, tuple[int, int]] = {}
         fixed = np.zeros(end + 1, dtype=np.int64)
         self.handed: dict[int, list[tuple[int, int]]] = {}
@@ -161,7 +160,7 @@ class Relaxation:
                 for start, until in sim.unpacks[tensor]:
                     last = max(last, start)
                     handed.append((max(start, dead), until))
-            until = last if last >= 0 else first_need.get(value, -1)
+            until = last if last >= 0 else rests.get(value, -1)
             merged: list[tuple[int, int]] = []
             for start, stop in sorted(h for h in handed if h[0] < h[1]):
                 if merged and start <= merged[-1][1]:
@@ -177,19 +176,21 @@ class Relaxation:
                 self.pieces[value] = _outside(merged, dead, until)
         self.fixed = sim.natural_live + np.cumsum(fixed[:end]) + sim.scratch
 
-    def _first_needs(self) -> dict[int, int]:
-        """Value -> the first unpack of anything that is made from it."""
+    def _surely_held(self) -> dict[int, int]:
+        """Value -> the event until which a stored copy is held at least, by what is made from it and given up.
+
+        An operation runs again because one of its outputs is not stored: a saved one, which then rests on what the operation reads until
+        its own last unpack, or one that another replay reads.
+        """
         sim = self.sim
-        need: dict[int, int] = {}
-        for value in self.demanded:
-            need[value] = min(start for t in sim.saved_of[value] for start, _ in sim.unpacks[t])
+        last = {v: max(start for t in sim.saved_of[v] for start, _ in sim.unpacks[t]) for v in self.demanded}
+        by_reader: dict[int, int] = {}
         for index in reversed(self.operations):
             op = sim.graph.operations[index]
-            here = min((need[w] for w in op.writes if w in need), default=None)
-            if here is not None:
-                for u in op.reads:
-                    need[u] = min(need.get(u, here), here)
-        return need
+            here = min((last.get(w, by_reader.get(w, sim.end)) for w in op.writes if w in self.column), default=sim.end)
+            for u in op.reads:
+                by_reader[u] = min(by_reader.get(u, here), here)
+        return by_reader
 
     def base_program(self) -> Program:
         """Columns and rows without memory."""

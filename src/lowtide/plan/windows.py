@@ -1,17 +1,16 @@
 """One stage's backward in the bound's linear program, a backward node at a time.
 
-The window of a stage is split into granules: a batch of unpacks and what runs until the next. Between two granules' moments an operation of
-the stage runs again (a) or not, and at each moment a value of the stage is there (y) or not:
+The window of a stage is split into granules: a batch of unpacks and what runs until the next. Because an operation runs again at most once,
+it has run again by granule g (a_i,g = 1) or not, and what it brought back waits for whoever still wants it:
 
-    y_v,0 <= s_v + e_prod(v)                 before the window: stored, or replayed ahead of it
-    y_v,g <= y_v,g-1 + a_prod(v),g           there because it was there, or was replayed since
-    y_v,g-1 + a_prod(v),g >= 1               for what granule g unpacks
-    a_i,g <= y_u,g-1 + a_prod(u),g           for what operation i reads (values of other stages: stored or replayed at all)
-    r_i <= t_i,  t_i >= e_i + sum of a_i,g   t_i is how often operation i runs, which is what costs
-    y_v,g >= s_v                             until the last unpack of v: a stored value stays
+    a_i,g-1 <= a_i,g <= r_i                  g = 0 stands for before the window
+    a_i,g <= s_u + a_prod(u),g               for what operation i reads (values of other stages: s_u + r_prod(u))
+    s_v + a_prod(v),g >= 1                   for what granule g unpacks
+    there_v,g >= s_v + a_prod(v),g           until the last unpack of v (s_v or a, where the operation has several outputs)
+    there_u,g >= s_u + a_prod(u),g + r_i - a_i,g - 1      for a reader i that has yet to run
 
-and the memory row of the granule's worst moment counts y in place of s. A value that is replayed for one granule and wanted by a later one
-either takes memory at the moments between or costs a second replay: that is what the plain relaxation does not see.
+and the memory row of the granule's worst moment counts what is there in place of what is stored. A value that is replayed for one granule
+and wanted by a later one takes memory at the moments between: that is what the plain relaxation does not see.
 """
 
 from __future__ import annotations
@@ -69,46 +68,65 @@ class Window:
     def add(self, program: Program, budget: int, scale: float) -> None:
         """Put this window's columns and rows into ``program``."""
         rel = self.relaxation
-        sim = rel.sim
-        graph = sim.graph
+        graph, sim = rel.sim.graph, rel.sim
         count = len(self.granules)
-        early = {i: program.column() for i in self.operations}
-        runs = {i: [program.column() for _ in range(count)] for i in self.operations}
-        there = {v: [program.column() for _ in range(count + 1)] for v in self.values}
+        again = {i: [program.column() for _ in range(count + 1)] for i in self.operations}
+        mine = set(self.values)
         for i in self.operations:
-            # What costs is how often the operation runs, no longer whether it does.
-            total = program.column(rel.seconds_of(i), 1.0)
-            program.cost[rel.op_column[i]] = 0.0
-            program.row([(early[i], 1.0), *((c, 1.0) for c in runs[i]), (total, -1.0)], 0.0)
-            program.row([(rel.op_column[i], 1.0), (total, -1.0)], 0.0)
-            program.row([(early[i], 1.0), (rel.op_column[i], -1.0)], 0.0)
             for g in range(count):
-                program.row([(runs[i][g], 1.0), (rel.op_column[i], -1.0)], 0.0)
-        for v in self.values:
-            column = rel.column[v]
-            p = sim.producer[v]
-            storable = graph.values[v].storable or v in sim.saved_of
-            program.row([(there[v][0], 1.0), (early[p], -1.0), *([(column, -1.0)] if storable else [])], 0.0)
-            last = max((start for t in sim.saved_of.get(v, ()) for start, _ in sim.unpacks[t]), default=-1)
-            for g, (moment, demanded) in enumerate(self.granules):
-                program.row([(there[v][g + 1], 1.0), (there[v][g], -1.0), (runs[p][g], -1.0)], 0.0)
-                if v in demanded:
-                    program.row([(there[v][g], -1.0), (runs[p][g], -1.0)], -1.0)
-                if storable and moment < last:
-                    program.row([(column, 1.0), (there[v][g + 1], -1.0)], 0.0)
-        for i in self.operations:
+                program.row([(again[i][g], 1.0), (again[i][g + 1], -1.0)], 0.0)
+            program.row([(again[i][count], 1.0), (rel.op_column[i], -1.0)], 0.0)
             for u in graph.operations[i].reads:
                 if sim.base_flags[u]:
                     continue
-                for g in range(count):
-                    if u in there:
-                        program.row([(runs[i][g], 1.0), (there[u][g], -1.0), (runs[sim.producer[u]][g], -1.0)], 0.0)
-                    else:
-                        program.row([(runs[i][g], 1.0), *rel.available(u)], 0.0)
-        mine = set(self.values)
-        for g, (moment, _) in enumerate(self.granules):
-            entries = [(c, b / scale) for c, b in rel.held_at(moment, mine)]
-            for v in self.values:
-                if not any(a <= moment < b for a, b in rel.handed[v]):
-                    entries.append((there[v][g + 1], sim.value_bytes[v] / scale))
+                if u in mine:
+                    for g in range(count + 1):
+                        program.row([(again[i][g], 1.0), *self._stored(u, -1.0), (again[sim.producer[u]][g], -1.0)], 0.0)
+                else:
+                    program.row([(again[i][count], 1.0), *rel.available(u)], 0.0)
+        memory: list[list[tuple[int, float]]] = [
+            [(c, b / scale) for c, b in rel.held_at(moment, mine)] for moment, _ in self.granules
+        ]
+        for v in self.values:
+            self._add_value(program, v, again, memory, scale)
+        for (moment, _), entries in zip(self.granules, memory, strict=True):
             program.row(entries, (budget - float(rel.fixed[moment])) / scale)
+
+    def _stored(self, value: int, factor: float) -> list[tuple[int, float]]:
+        """Entry of s_v where ``value`` can be stored for replays."""
+        return [(self.relaxation.column[value], factor)] if self.relaxation.sim.graph.values[value].storable else []
+
+    def _add_value(
+        self, program: Program, v: int, again: dict[int, list[int]], memory: list[list[tuple[int, float]]], scale: float
+    ) -> None:
+        """Where ``v`` is demanded and where it waits."""
+        rel = self.relaxation
+        graph, sim = rel.sim.graph, rel.sim
+        p = sim.producer[v]
+        own = [(rel.column[v], 1.0)] if graph.values[v].storable or v in sim.saved_of else []
+        alone = sum(1 for w in graph.operations[p].writes if w in rel.column) == 1
+        last = max((start for t in sim.saved_of.get(v, ()) for start, _ in sim.unpacks[t]), default=-1)
+        size = sim.value_bytes[v] / scale
+        readers = [i for i in sim.readers[v] if i in again]
+        for g, (moment, demanded) in enumerate(self.granules, start=1):
+            if v in demanded:
+                program.row([*((c, -x) for c, x in own), (again[p][g], -1.0)], -1.0)
+            if any(a <= moment < b for a, b in rel.handed[v]):
+                continue
+            if moment < last:
+                if alone:
+                    memory[g - 1] += [(c, x * size) for c, x in own] + [(again[p][g], size)]
+                    continue
+                there = program.column()
+                program.row([(again[p][g], 1.0), (there, -1.0)], 0.0)
+                if own:
+                    program.row([*own, (there, -1.0)], 0.0)
+                memory[g - 1].append((there, size))
+            elif readers and last < 0:
+                there = program.column()
+                stored = self._stored(v, 1.0) if alone else []
+                for i in readers:
+                    program.row(
+                        [*stored, (again[p][g], 1.0), (rel.op_column[i], 1.0), (again[i][g], -1.0), (there, -1.0)], 1.0
+                    )
+                memory[g - 1].append((there, size))

@@ -56,7 +56,7 @@ class GivenUp:
         _check_version(self.witness, self.version, self.ref.shape)
         value = self.ref.value
         base = bring_back(value)
-        if self.digest is not None and digest(base) != self.digest:
+        if self.digest is not None and digest(base, value.extent) != self.digest:
             node = value.node
             raise ReplayError(
                 f"{node.func if node is not None else 'an operation'} gave other bytes in its replay than in the forward pass, so this step's "

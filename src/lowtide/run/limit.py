@@ -20,7 +20,7 @@ from lowtide.plan.plan import Plan
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector
 from lowtide.run.key import StepKey, step_key
-from lowtide.run.planning import Planned, Planner, Policy
+from lowtide.run.planning import LossMemory, Planned, Planner, Policy
 from lowtide.run.record import Recorder, Verify
 from lowtide.run.watch import StepWatch
 from lowtide.trace.eager import Tracer, tensors_inside
@@ -174,7 +174,7 @@ class Limiter:
             planned.loss_unknown = False
             planned.holding = not watch.outputs_dropped
             if watch.loss_peak_bytes is not None and watch.loss_live_bytes is not None:
-                planned.loss = (watch.loss_peak_bytes, watch.loss_live_bytes)
+                planned.loss = LossMemory(watch.loss_peak_bytes, watch.loss_live_bytes, planned.plan.stored)
             else:
                 warnings.warn(
                     "lowtide cannot measure the loss outside the model here (no C++ compiler for the counting allocator): pass loss_fn=",

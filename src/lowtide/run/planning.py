@@ -20,9 +20,25 @@ from lowtide.run.notice import Notice
 from lowtide.run.resident import OptimizerNeed, optimizer_need
 from lowtide.run.scope import small_executor
 from lowtide.trace.costs import OpCost
+from lowtide.trace.eager import OUTSIDE
 from lowtide.trace.limited import LOSS_OUTSIDE, trace_model
 
 Policy = str | Callable[..., Plan]
+
+
+@dataclass(frozen=True)
+class LossMemory:
+    """What a loss outside the model takes, above what is live at the forward's end.
+
+    Attributes:
+        peak_bytes: at most, between forward and backward.
+        live_bytes: when backward reaches the model.
+        stored: the stored values of the plan under which it was measured.
+    """
+
+    peak_bytes: int
+    live_bytes: int
+    stored: frozenset[int]
 
 
 @dataclass
@@ -34,7 +50,7 @@ class Planned:
         graph: what the plan was made for: `traced`, with what is known of its caller and its loss.
         plan: the decisions.
         holding: whether the caller is taken to hold the outputs until the step ends.
-        loss: bytes that a loss outside the model takes at most and at its end, once measured.
+        loss: what a loss outside the model takes, once measured.
         loss_unknown: the loss lies outside and has not been measured.
         margin_bytes: by how much a step was seen to exceed its prediction.
         verified: whether a step has run under the plan with every replay compared.
@@ -47,7 +63,7 @@ class Planned:
     graph: StepGraph
     plan: Plan
     holding: bool = True
-    loss: tuple[int, int] | None = None
+    loss: LossMemory | None = None
     loss_unknown: bool = False
     margin_bytes: int = 0
     verified: bool = False
@@ -125,7 +141,7 @@ class Planner:
         """
         graph = planned.traced.holding_outputs() if planned.holding else planned.traced
         if planned.loss is not None:
-            graph = with_loss(graph, *planned.loss)
+            graph = with_loss(graph, planned.loss)
         planned.graph = graph = self._without_kept(graph)
         limit = self.limit(graph)
         self._check_optimizer(limit)
@@ -189,9 +205,20 @@ class Planner:
             )
 
 
-def with_loss(graph: StepGraph, peak_bytes: int, live_bytes: int) -> StepGraph:
-    """The graph with a loss between forward and backward that takes ``peak_bytes`` and leaves ``live_bytes`` until backward is under way."""
-    last = max(at for at, event in enumerate(graph.events) if event.kind == "op" and graph.operations[event.index].phase == "forward")
+def with_loss(graph: StepGraph, measured: LossMemory) -> StepGraph:
+    """The graph with a loss between forward and backward that takes what was measured.
+
+    What it leaves (the gradients of the outputs) is taken to live until the first of the model's saved tensors is released.
+    """
+    operations = graph.operations
+    last = max(
+        at
+        for at, event in enumerate(graph.events)
+        if event.kind == "op" and operations[event.index].phase == "forward" and operations[event.index].reason != OUTSIDE
+    )
+    place = next((at for at in range(last + 1, len(graph.events)) if graph.events[at].kind == "unpack"), last + 1)
+    live = simulate(graph, measured.stored).live_bytes
+    left = max(0, measured.live_bytes - int(live[place - 1] - live[last]))
     index, storage, value = len(graph.operations), len(graph.storages), len(graph.values)
     operation = Operation(
         index=index,
@@ -201,16 +228,16 @@ def with_loss(graph: StepGraph, peak_bytes: int, live_bytes: int) -> StepGraph:
         phase="backward",
         replayable=False,
         reason="it lies outside the model",
-        scratch_bytes=max(0, peak_bytes - live_bytes),
+        scratch_bytes=max(0, measured.peak_bytes - measured.live_bytes),
     )
     events = list(graph.events)
-    after = next((at for at in range(last + 1, len(events)) if events[at].kind == "release"), len(events) - 1)
+    after = next((at for at in range(place, len(events)) if events[at].kind == "release"), len(events) - 1)
     events.insert(after + 1, Event("free", storage))
-    events.insert(last + 1, Event("op", index))
+    events.insert(place, Event("op", index))
     return replace(
         graph,
         operations=(*graph.operations, operation),
-        storages=(*graph.storages, Storage(storage, max(0, live_bytes), "backward", index)),
+        storages=(*graph.storages, Storage(storage, left, "backward", index)),
         values=(*graph.values, Value(value, storage, 0, index)),
         events=tuple(events),
     )

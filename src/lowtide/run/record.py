@@ -37,6 +37,7 @@ from lowtide.run.tape import (
     generator_state,
     is_unrecorded,
     make_ref,
+    reach,
     run_again,
     same_bytes,
     unrecorded,
@@ -282,9 +283,10 @@ class Recorder(TorchDispatchMode):
     ) -> None:
         made: list[LiveValue] = []
         place = 0
+        loose = op_info(node.func).loose
         for position in fresh.values():
             if not (place < len(stays) and stays[place]):
-                made.append(self._give(node, flat[position]))
+                made.append(self._give(node, flat[position], 0 if position in loose else reach(flat[position])))
                 node.outputs.append((position, weakref.ref(made[-1])))
             place += 1
         matter = {id(ref): ref.value.held is not None or ref.value.node is not None for ref in writes}
@@ -292,7 +294,7 @@ class Recorder(TorchDispatchMode):
             if place < len(stays) and stays[place]:
                 value = LiveValue(None, ref.value.nbytes)
             else:
-                value = self._give(node, tensor)
+                value = self._give(node, tensor, max(ref.value.extent, reach(tensor)))
             made.append(value)
             node.written.append((ref, matter[id(ref)], weakref.ref(value)))
             place += 1
@@ -300,13 +302,14 @@ class Recorder(TorchDispatchMode):
             source.readers += 1
         self._nodes.append(weakref.ref(node))
 
-    def _give(self, node: Node, tensor: torch.Tensor) -> LiveValue:
+    def _give(self, node: Node, tensor: torch.Tensor, extent: int) -> LiveValue:
         """Enter the value that ``node`` just wrote into the table of values that can come back."""
         storage = tensor.untyped_storage()
         key = storage._cdata
         value = LiveValue(node, storage.nbytes())
+        value.extent = extent
         if self.verify:
-            value.digest = digest(tensor)
+            value.digest = digest(tensor, extent)
         given = self._given
         given[key] = (value, weakref.ref(storage, lambda _: given.pop(key, None)))
         return value
@@ -323,7 +326,7 @@ class Recorder(TorchDispatchMode):
         entry = self._given.get(key)
         if entry is not None:
             value = entry[0]
-            if self.verify and value.digest is not None and digest(tensor) != value.digest:
+            if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
                 self._written_behind(value, tensor)
             return value
         reference = self._held.get(key)
@@ -385,7 +388,8 @@ class Recorder(TorchDispatchMode):
             again = flat_results(run_again(node, [_swap(item, fresh) for item in args], {k: _swap(v, fresh) for k, v in kwargs.items()}))
         except RuntimeError as error:
             return f"its second run raised {type(error).__name__}: {error}"
-        pairs = [(a, b) for a, b in zip(flat, again, strict=True) if isinstance(a, torch.Tensor)]
+        both = enumerate(zip(flat, again, strict=True))
+        pairs = [(a, b) for position, (a, b) in both if isinstance(a, torch.Tensor) and position not in info.loose]
         pairs += [(tensor, copy) for tensor, copy in before]
         for first, second in pairs:
             if has_plain_storage(first) and not same_bytes(first, second):
@@ -412,7 +416,7 @@ class Recorder(TorchDispatchMode):
             self.findings.kept_bytes += tensor.untyped_storage().nbytes()
             return Kept(tensor, self.watch)
         value = entry[0]
-        if self.verify and value.digest is not None and digest(tensor) != value.digest:
+        if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
             self._written_behind(value, tensor)
             return Kept(tensor, self.watch)
         ref = make_ref(value, tensor)
@@ -420,7 +424,7 @@ class Recorder(TorchDispatchMode):
             return Kept(tensor, self.watch)
         checked = value.digest
         if self.check and checked is None:
-            checked = value.digest = digest(tensor)
+            checked = value.digest = digest(tensor, value.extent)
         self.findings.given_up_bytes += tensor.numel() * tensor.element_size()
         return GivenUp(ref, tensor, checked if self.check else None, self.watch)
 

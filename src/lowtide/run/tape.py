@@ -47,14 +47,16 @@ class LiveValue:
         readers: how many nodes and saved tensors have yet to read it.
         nbytes: size of its storage.
         digest: what its bytes sum up to, where verification asks for it.
+        extent: how many of its storage's bytes say something: the rest was never written.
         module: name of the module that wrote it, for messages.
     """
 
-    __slots__ = ("__weakref__", "cached", "digest", "held", "nbytes", "node", "readers", "version")
+    __slots__ = ("__weakref__", "cached", "digest", "extent", "held", "nbytes", "node", "readers", "version")
 
     def __init__(self, node: Node | None, nbytes: int) -> None:
         self.node = node
         self.nbytes = nbytes
+        self.extent = nbytes
         self.held: torch.Tensor | None = None
         self.version = 0
         self.cached: torch.Tensor | None = None
@@ -315,13 +317,21 @@ def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
         set_generator_state(node.device, node.generator, before)
 
 
-def digest(tensor: torch.Tensor) -> tuple[int, int]:
-    """Two sums over the bytes of the tensor's whole storage; equal bytes give equal digests."""
+def reach(tensor: torch.Tensor) -> int:
+    """How many bytes of its storage the tensor reaches over, from the storage's start."""
+    if tensor.numel() == 0:
+        return 0
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    return (tensor.storage_offset() + last + 1) * tensor.element_size()
+
+
+def digest(tensor: torch.Tensor, extent: int) -> tuple[int, int]:
+    """Two sums over the first ``extent`` bytes of the tensor's storage; equal bytes give equal digests."""
     storage = tensor.untyped_storage()
     words = torch.empty(0, dtype=torch.int32, device=tensor.device)
-    words.set_(storage, 0, (storage.nbytes() // 4,), (1,))  # type: ignore[call-overload]
+    words.set_(storage, 0, (extent // 4,), (1,))  # type: ignore[call-overload]
     tail = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    tail.set_(storage, storage.nbytes() // 4 * 4, (storage.nbytes() % 4,), (1,))  # type: ignore[call-overload]
+    tail.set_(storage, extent // 4 * 4, (extent % 4,), (1,))  # type: ignore[call-overload]
     first = int(words.sum(dtype=torch.int64)) + int(tail.sum(dtype=torch.int64))
     half = words[::3]
     return first, int(half.sum(dtype=torch.int64))

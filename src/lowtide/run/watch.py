@@ -46,7 +46,7 @@ class StepWatch:
 
     def backward_begins(self) -> None:
         """Backward asks for a saved tensor; only the first time counts."""
-        if self._began:
+        if self._began or not private.in_backward():  # a debugger may look at a saved tensor, too
             return
         self._began = True
         self.outputs_dropped = all(reference() is None for reference in self._outputs)

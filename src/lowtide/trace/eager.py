@@ -28,11 +28,15 @@ from lowtide.ops import (
     is_wrapper,
     op_info,
     tensors_of,
+    unreduced_bytes,
     written_tensors,
 )
 from lowtide.trace.costs import OpSpec, TensorSpec
+from lowtide.trace.fake import is_small_constant
 
 Signature = tuple[Any, ...]
+OUTSIDE = "it runs outside the planned region"
+"""Why an operation is not replayable that the model's forward did not run."""
 
 
 class TraceHandle:
@@ -54,7 +58,7 @@ class TraceHandle:
 
 
 class Tracer(TorchDispatchMode):
-    """Records what runs while it is active. Use `lowtide.trace.trace_step`; this is the machine inside.
+    """Records what runs while it is active. Use `lowtide.trace`; this is the machine inside.
 
     Args:
         model: names parameters, buffers and modules.
@@ -192,10 +196,15 @@ class Tracer(TorchDispatchMode):
             return NotImplemented
         info = op_info(func)
         if info.is_view:
+            if self.fake and not any(isinstance(t, FakeTensor) for t in tensors_of([args, kwargs])):
+                with private.without_fake_mode():
+                    return func(*args, **kwargs)
             return func(*args, **kwargs)
         inputs = [t for t in tensors_of([args, kwargs]) if has_plain_storage(t)]
         if self.fake:
             self._refuse_strangers(inputs)
+            if info.real_only:
+                raise TraceError(f"{info.name} allocates memory that fake tensors do not show: trace with real=True")
         written = written_tensors(info, args, kwargs)
         keys = {private.storage_key(t) for t in inputs}
         ignored = {id(args[position]) for position in hidden_statistics(info, args)}
@@ -203,20 +212,26 @@ class Tracer(TorchDispatchMode):
             ignored |= {id(t) for t in written if has_plain_storage(t) and covers_storage(t)}
         reads = list(dict.fromkeys(self.value_of(t) for t in inputs if id(t) not in ignored))
         signature, spec = _signature(func, args, kwargs)
-        result = func(*args, **kwargs)
+        if self.fake and _stays_real(inputs, args, kwargs):
+            with private.without_fake_mode():
+                result = func(*args, **kwargs)
+        else:
+            result = func(*args, **kwargs)
         outputs = [t for t in tensors_of(result) if has_plain_storage(t)]
         fresh = [t for t in outputs if private.storage_key(t) not in keys]
         if not fresh and not written:
             return result
         index = len(self.operations)
+        hidden = unreduced_bytes(info, args) if self.fake else 0
         if signature not in self.specs:
-            output_bytes = sum({private.storage_key(t): t.untyped_storage().nbytes() for t in fresh}.values())
+            output_bytes = max(hidden, sum({private.storage_key(t): t.untyped_storage().nbytes() for t in fresh}.values()))
             self.specs[signature] = replace(spec, output_bytes=output_bytes)
         writes: list[int] = []
         for tensor in fresh:
             known = len(self.storages)
             storage = self._storage_of(tensor, producer=index)
             if storage >= known:
+                self.storages[storage]["bytes"] = max(hidden, self.storages[storage]["bytes"])
                 writes.append(self._current[storage])
                 if info.uninitialized:
                     self._uninitialized.add(self._current[storage])
@@ -247,7 +262,7 @@ class Tracer(TorchDispatchMode):
 
     def _unsafe(self, info: OpInfo, reads: list[int], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
         if not self.in_region:
-            return "it runs outside the planned region"
+            return OUTSIDE
         if info.uninitialized:
             return "it returns memory that nothing has written yet"
         for value in reads:
@@ -308,12 +323,13 @@ class Tracer(TorchDispatchMode):
                 tensor = handle.inner
             else:
                 tensor = torch.empty_strided(handle.shape, handle.strides, dtype=handle.dtype, device=handle.device)
-            if handle.inner is None or self.inner is not None:
-                key = private.storage_key(tensor)
-                if key not in self._known and key not in self._restored:
-                    self._restored[key] = value
-                    number = handle.saved
-                    self._watch(tensor.untyped_storage(), lambda: self.event("done", number))
+            key = private.storage_key(tensor)
+            number = handle.saved
+            if key in self._known or key in self._restored:
+                self.event("done", number)
+            else:
+                self._restored[key] = value
+                self._watch(tensor.untyped_storage(), lambda: self.event("done", number))
             return tensor
 
     @contextmanager
@@ -452,6 +468,19 @@ def _plain_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             yield from _plain_leaves(getattr(tensor, name))
     elif has_plain_storage(tensor):
         yield tensor
+
+
+_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
+
+
+def _stays_real(inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call on real constants only (or one that makes integers from nothing) is carried out for real in a fake trace."""
+    if inputs:
+        return all(not isinstance(t, FakeTensor) and is_small_constant(t) for t in inputs)
+    dtype = kwargs.get("dtype")
+    if dtype is not None:
+        return dtype in _INTEGERS
+    return bool(args) and all(isinstance(item, int) for item in args)
 
 
 def tensors_inside(result: Any) -> Iterator[torch.Tensor]:

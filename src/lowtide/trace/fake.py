@@ -13,8 +13,15 @@ from torch.utils import _pytree as pytree
 from lowtide import private
 
 
+SMALL_BYTES = 1 << 24
+"""Tensors of integers and truth values up to this size are real in a trace."""
+
+
 class Faker:
     """Turns real tensors into fake ones: the same tensor always into the same fake, views of one storage into views of one storage.
+
+    Small tensors of integers and truth values (token ids, masks, positions) are copied instead: models branch on what is in them, and some
+    behave differently when they see a fake one.
 
     Args:
         mode: the fake tensor mode; made with ``allow_non_fake_inputs`` so that constants inside a model need no care.
@@ -29,6 +36,11 @@ class Faker:
         found = self._made.get(id(real))
         if found is not None:
             return found[1]
+        if is_small_constant(real):
+            with private.without_fake_mode():
+                copy = real.detach().clone()
+            self._made[id(real)] = (real, copy)
+            return copy
         source = real.detach() if not real.is_leaf else real
         fake = self.mode.from_tensor(source, static_shapes=True)
         if real.requires_grad and not fake.requires_grad:
@@ -41,6 +53,13 @@ class Faker:
     def tree(self, items: Any) -> Any:
         """The same nest of containers with fake tensors in place of real ones."""
         return pytree.tree_map_only(torch.Tensor, self.tensor, items)
+
+
+def is_small_constant(tensor: torch.Tensor) -> bool:
+    """Whether a trace keeps the tensor real: small, without gradients, of integers or truth values."""
+    if tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized:
+        return False
+    return tensor.layout is torch.strided and tensor.numel() * tensor.element_size() <= SMALL_BYTES
 
 
 def _swap_attribute(faker: Faker, item: Any) -> Any:

@@ -53,14 +53,14 @@ class TrainOptions:
     model: str = "gpt-small"
     budget: str | None = "60%"
     policy: str | None = None
-    steps: int = 200
+    steps: int = 150
     batch: int = 8
     seq: int = 256
     dtype: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
     data: Path | None = None
     lr: float = 1e-3
-    warmup: int = 20
+    warmup: int = 15
     weight_decay: float = 0.1
     grad_accum: int = 1
     clip: float = 1.0
