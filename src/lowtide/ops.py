@@ -66,6 +66,7 @@ class OpInfo:
         reason: why it can never be replayed, else empty.
         loose: positions of results that are compared with nothing, because parts of them are whatever was in memory.
         real_only: fake tensors do not show how much it allocates.
+        dropout_position: which argument is the probability of a dropout inside it.
     """
 
     name: str
@@ -79,6 +80,7 @@ class OpInfo:
     reason: str
     loose: tuple[int, ...] = ()
     real_only: bool = False
+    dropout_position: int | None = None
 
 
 @lru_cache(maxsize=None)
@@ -110,6 +112,7 @@ def op_info(func: torch._ops.OpOverload) -> OpInfo:
         reason=reason,
         loose=_LOOSE.get(name, ()),
         real_only=name in _REAL_ONLY,
+        dropout_position=next((p for p, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None),
     )
 
 
@@ -120,6 +123,14 @@ def hidden_statistics(info: OpInfo, args: Sequence[Any]) -> tuple[int, ...]:
     if info.training_position is not None and not args[info.training_position]:
         return ()
     return info.running_statistics
+
+
+def draws(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
+    """Whether this very call of a random operation draws numbers: attention without dropout does not."""
+    position = info.dropout_position
+    if position is None:
+        return True
+    return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
 def unreduced_bytes(info: OpInfo, args: Sequence[Any]) -> int:

@@ -119,7 +119,14 @@ class Planner:
         with Notice("lowtide") as notice:
             notice.say("tracing one step and timing its operations")
             traced = trace_model(
-                self.model, forward, args, kwargs, loss_fn=self.loss_fn, cost_cache=self.costs, small=small_executor
+                self.model,
+                forward,
+                args,
+                kwargs,
+                loss_fn=self.loss_fn,
+                cost_cache=self.costs,
+                small=small_executor,
+                memory_limit=self._free_bytes,
             )
             traced = self._whole(traced)
             unknown = LOSS_OUTSIDE in traced.notes
@@ -132,6 +139,12 @@ class Planner:
                 notice.say(f"planning {len(traced.operations):,} operations")
                 self.solve(planned)
             return planned
+
+    def _free_bytes(self, graph: StepGraph) -> int | None:
+        """What the budget leaves for timing operations while only the model stands in memory."""
+        whole = self._whole(graph)
+        limit = self.limit(whole.holding_outputs())
+        return None if limit is None else max(0, limit - whole.resident_bytes)
 
     def solve(self, planned: Planned) -> None:
         """Make the plan from all that is known by now.

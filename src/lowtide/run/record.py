@@ -19,6 +19,7 @@ from lowtide import private
 from lowtide.ops import (
     OpInfo,
     covers_storage,
+    draws,
     has_plain_storage,
     hidden_statistics,
     is_wrapper,
@@ -211,7 +212,7 @@ class Recorder(TorchDispatchMode):
         if not record or node is None:
             return result
         if self.verify:
-            fits = self.room is None or self._extra_bytes(flat, fresh, before) <= self.room(self._seen - 1)
+            fits = len(before) == len(written) and self._fits(sum(flat[at].untyped_storage().nbytes() for at in fresh.values()), ran=1)
             reason = self._rerun(node, info, args, kwargs, flat, before) if fits else ""
             if reason:
                 self._not_reproduced(info.name, reason)
@@ -249,12 +250,12 @@ class Recorder(TorchDispatchMode):
             node.kwargs = {name: self._reference(item, fills, overwritten, writes) for name, item in kwargs.items()}
         except _Unrecordable:
             return None
-        if info.random:
+        if info.random and draws(info, args, kwargs):
             generator = kwargs.get("generator")
             node.generator = generator if isinstance(generator, torch.Generator) else None
             node.random_state = generator_state(node.device, node.generator)
-        if self.verify:
-            before.extend((t, t.clone(memory_format=torch.preserve_format)) for t in written if has_plain_storage(t))
+        if self.verify and self._fits(2 * sum(t.untyped_storage().nbytes() for t in written)):
+            before.extend((t, t.clone(memory_format=torch.preserve_format)) for t in written)
         return node, writes
 
     def _reference(self, item: Any, fills: set[int], overwritten: set[int], writes: list[Ref]) -> Any:
@@ -362,12 +363,9 @@ class Recorder(TorchDispatchMode):
                 value.held = copy.set_(storage, held.storage_offset(), held.shape, held.stride())  # type: ignore[call-overload]
                 value.version = value.held._version
 
-    @staticmethod
-    def _extra_bytes(flat: list[Any], fresh: dict[int, int], before: list[tuple[torch.Tensor, torch.Tensor]]) -> int:
-        """What a second run needs beside the first."""
-        return sum(flat[position].untyped_storage().nbytes() for position in fresh.values()) + sum(
-            2 * copy.untyped_storage().nbytes() for _, copy in before
-        )
+    def _fits(self, extra_bytes: int, ran: int = 0) -> bool:
+        """Whether the budget leaves room for ``extra_bytes`` beside the operation at hand."""
+        return self.room is None or extra_bytes <= self.room(self._seen - ran)
 
     def _rerun(
         self,

@@ -16,7 +16,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.ops import has_plain_storage
+from lowtide.ops import covers_storage, has_plain_storage
 
 _BUSY = threading.local()
 
@@ -143,7 +143,7 @@ class Node:
         self.written: list[tuple[Ref, bool, weakref.ref[LiveValue]]] = []
         self.outputs: list[tuple[int, weakref.ref[LiveValue]]] = []
         self.statistics: tuple[int, ...] = ()
-        self.random_state: torch.Tensor | None = None
+        self.random_state: bytes | None = None
         self.generator: torch.Generator | None = None
         self.grad = torch.is_grad_enabled()
 
@@ -158,23 +158,26 @@ class Node:
         return list(found.values())
 
 
-def generator_state(device: torch.device, generator: torch.Generator | None) -> torch.Tensor:
-    """The random state that an operation on ``device`` is about to use."""
+def generator_state(device: torch.device, generator: torch.Generator | None) -> bytes:
+    """The random state that an operation on ``device`` is about to use. It lies outside the memory that the budget is about."""
     if generator is not None:
-        return generator.get_state()
-    if device.type == "cpu":
-        return torch.get_rng_state()
-    return torch.get_device_module(device.type).get_rng_state(device)
-
-
-def set_generator_state(device: torch.device, generator: torch.Generator | None, state: torch.Tensor) -> None:
-    """Set what `generator_state` reads."""
-    if generator is not None:
-        generator.set_state(state)
+        state = generator.get_state()
     elif device.type == "cpu":
-        torch.set_rng_state(state)
+        state = torch.get_rng_state()
     else:
-        torch.get_device_module(device.type).set_rng_state(state, device)
+        state = torch.get_device_module(device.type).get_rng_state(device)
+    return state.numpy().tobytes()
+
+
+def set_generator_state(device: torch.device, generator: torch.Generator | None, state: bytes) -> None:
+    """Set what `generator_state` reads."""
+    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    if generator is not None:
+        generator.set_state(tensor)
+    elif device.type == "cpu":
+        torch.set_rng_state(tensor)
+    else:
+        torch.get_device_module(device.type).set_rng_state(tensor, device)
 
 
 def flat_results(result: Any) -> list[Any]:
@@ -325,16 +328,17 @@ def reach(tensor: torch.Tensor) -> int:
     return (tensor.storage_offset() + last + 1) * tensor.element_size()
 
 
+def _words(tensor: torch.Tensor, dtype: torch.dtype, extent: int) -> torch.Tensor:
+    """The first ``extent`` bytes of the tensor's storage as numbers of ``dtype``, without what is left over at their end."""
+    words = torch.empty(0, dtype=dtype, device=tensor.device)
+    return words.set_(tensor.untyped_storage(), 0, (extent // dtype.itemsize,), (1,))  # type: ignore[call-overload]
+
+
 def digest(tensor: torch.Tensor, extent: int) -> tuple[int, int]:
-    """Two sums over the first ``extent`` bytes of the tensor's storage; equal bytes give equal digests."""
-    storage = tensor.untyped_storage()
-    words = torch.empty(0, dtype=torch.int32, device=tensor.device)
-    words.set_(storage, 0, (extent // 4,), (1,))  # type: ignore[call-overload]
-    tail = torch.empty(0, dtype=torch.uint8, device=tensor.device)
-    tail.set_(storage, extent // 4 * 4, (extent % 4,), (1,))  # type: ignore[call-overload]
-    first = int(words.sum(dtype=torch.int64)) + int(tail.sum(dtype=torch.int64))
-    half = words[::3]
-    return first, int(half.sum(dtype=torch.int64))
+    """Two sums over the first ``extent`` bytes of the tensor's storage; equal bytes give equal digests. Nothing of their size is allocated."""
+    words = _words(tensor, torch.int64, extent)
+    tail = _words(tensor, torch.uint8, extent)[words.numel() * 8 :]
+    return int(words.sum()) + int(tail.sum()), int(words[::3].sum())
 
 
 def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
@@ -343,11 +347,13 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.numel() == 0:
         return True
+    if a.stride() == b.stride() and covers_storage(a) and covers_storage(b):
+        extent = a.untyped_storage().nbytes()
+        wide = torch.int64 if extent % 8 == 0 else torch.uint8
+        return torch.equal(_words(a, wide, extent), _words(b, wide, extent))
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if a.dtype.is_floating_point:
-        if torch.equal(a, b):
-            return bool((torch.signbit(a) == torch.signbit(b)).all()) if bool((a == 0).any()) else True
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         a, b = a.contiguous().view(kinds[a.element_size()]), b.contiguous().view(kinds[b.element_size()])
     return torch.equal(a, b)

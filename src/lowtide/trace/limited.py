@@ -30,6 +30,7 @@ def trace_model(
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     cost_cache: dict[Signature, OpCost] | None = None,
     small: Callable[[torch.nn.Module], tuple[Packing, Callable[[], Any]]] | None = None,
+    memory_limit: Callable[[StepGraph], int | None] = lambda _: None,
 ) -> StepGraph:
     """The step graph of ``loss_fn(forward(*args, **kwargs))`` and its backward.
 
@@ -43,6 +44,7 @@ def trace_model(
         loss_fn: from the output to the loss.
         cost_cache: costs already known, extended in place.
         small: makes the executor for a real trace.
+        memory_limit: from the graph, still without costs, to the bytes that timing its operations may take.
 
     Raises:
         TraceError: no output requires a gradient.
@@ -77,7 +79,8 @@ def trace_model(
         inner, below = small(model) if small is not None else (None, None)
         tracer = trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below)
     graph = tracer.graph(device=device_of([model], args), source="fake" if tracer.fake else "real", notes=tuple(notes))
-    return with_costs(graph, tracer, measure_costs(tracer.specs, cache=cost_cache))
+    costs = measure_costs(tracer.specs, cache=cost_cache, memory_limit_bytes=memory_limit(graph))
+    return with_costs(graph, tracer, costs)
 
 
 def _fake(run: Callable[..., None], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:

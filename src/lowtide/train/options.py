@@ -60,7 +60,7 @@ class TrainOptions:
     seed: int = 0
     data: Path | None = None
     lr: float = 1e-3
-    warmup: int = 15
+    warmup: int = 20
     weight_decay: float = 0.1
     grad_accum: int = 1
     clip: float = 1.0
