@@ -115,7 +115,7 @@ def test_too_small_a_budget_names_the_smallest_and_that_works(same: Any) -> None
 def test_a_budget_that_does_not_hold_the_optimizer() -> None:
     model = small()
     optimizer = torch.optim.AdamW(model.parameters())
-    lowtide.limit_memory(model, resident_bytes(model) * 2 + 100_000, optimizer=optimizer)
+    lowtide.limit_memory(model, resident_bytes(model) * 2, optimizer=optimizer)
     with pytest.raises(BudgetError, match="optimizer.step") as caught:
         model(batch())
     assert caught.value.smallest_bytes >= 4 * resident_bytes(model)
@@ -556,15 +556,15 @@ def test_a_hundred_steps_hold_no_more_memory(way: str) -> None:
         gc.collect()
         gc.disable()
         mark = allocator.mark()
-        objects = len(gc.get_objects())
         for _ in range(48):
             step()
+        gc.collect()  # PyTorch's own pytree leaves small cycles
         half = len(gc.get_objects())
         for _ in range(50):
             step()
-        live = allocator.mark_live(mark)
+        live = allocator.mark_live(mark)  # before the collector runs: no cycle holds a tensor
+        gc.collect()
         grown = len(gc.get_objects()) - half
-        print(objects, half, grown)
         allocator.close_mark(mark)
     finally:
         gc.enable()

@@ -16,7 +16,9 @@ from lowtide.plan.segment import Configuration, Segment
 from lowtide.plan.simulate import Bytes, Simulator
 from lowtide.plan.stages import Stages
 
-_BUCKETS = 1500
+_STATES = 60_000
+"""States kept over all stages: what a step's stages share."""
+
 
 
 @dataclass(frozen=True, eq=False)
@@ -115,7 +117,7 @@ class Master:
         key = self.stages.signature[first:last]
         if key not in self.classes:
             segment = Segment(self.sim, self.stages, first, last, self.feasible)
-            front = segment.search(effort, self._seeds(segment, first, last))
+            front = segment.search(effort, self._seeds(segment, first, last), 64 if last - first < 3 else 24)
             self.evaluations += len(segment.known)
             segment.known.clear()
             self.classes[key] = (segment, front)
@@ -196,13 +198,15 @@ class Master:
     def best(self, budget: int) -> tuple[float, list[tuple[Option, int]]] | None:
         """The path with the least seconds whose memory stays within ``budget``, or ``None``."""
         count = len(self.stages)
-        quantum = max(1, (self.sim.plain_peak - self.sim.graph.resident_bytes) // _BUCKETS)
+        most = max(300, min(1500, _STATES // max(count, 1)))
+        quantum = max(1, (self.sim.plain_peak - self.sim.graph.resident_bytes) // most)
         states: list[_States | None] = [None] * (count + 1)
         pending: list[list[_States]] = [[] for _ in range(count + 1)]
         pending[0].append(_States.start())
         for k in range(count + 1):
-            states[k] = _States.merge(pending[k], quantum)
+            states[k] = _States.merge(pending[k], most, quantum)
             here = states[k]
+            pending[k] = []
             if here is None or k == count:
                 continue
             for which, option in enumerate(self.options[k]):
@@ -299,7 +303,7 @@ class _States:
         return _States(held, late, seconds, back)
 
     @classmethod
-    def merge(cls, many: list[_States], quantum: int) -> _States | None:
+    def merge(cls, many: list[_States], most: int, quantum: int) -> _States | None:
         if not many:
             return None
         held = np.concatenate([s.held for s in many])
@@ -309,7 +313,7 @@ class _States:
         better = np.ones(len(order), dtype=bool)
         better[1:] = seconds[order][1:] < lowest[:-1] - 1e-15
         order = order[better]
-        if len(order) > _BUCKETS:
+        if len(order) > most:
             # Within one bucket of bytes, the cheapest (the last one in the order) and the lightest (the first) stay.
             bucket = held[order] // quantum
             edge = np.flatnonzero(np.diff(bucket))

@@ -73,15 +73,19 @@ class Planner:
             return family[0]
         pool = [c for c in family if c.simulation.peak_bytes <= budget]
         self.master.restore()
-        for _ in range(4):
-            found = self.master.best(budget)
+        target = budget
+        for _ in range(5):
+            found = self.master.best(target)
             if found is None:
                 break
             candidate = self.candidate(self.master.stored(found[1]))
-            if candidate.simulation.peak_bytes <= budget:
+            over = candidate.simulation.peak_bytes - budget
+            if over <= 0:
                 pool.append(candidate)
-                if candidate.simulation.peak_bytes > 0.998 * budget:
+                if over > -0.002 * budget or target < budget:
                     break
+            elif over < 0.01 * budget:
+                target -= over
             self.master.correct(found[1], candidate.simulation.top_bytes)
         self.master.restore()
         least = self.least(family)
@@ -102,7 +106,7 @@ class Planner:
         return min(found, key=lambda c: (c.simulation.peak_bytes, c.simulation.extra_seconds))
 
 
-def polish(planner: Planner, start: Candidate, budget: int, tries: int = 400) -> Candidate:
+def polish(planner: Planner, start: Candidate, budget: int, tries: int = 150) -> Candidate:
     """Store more where the budget has room, the most seconds a byte first; exact simulation decides each step."""
     graph, sim = planner.graph, planner.sim
     best = start

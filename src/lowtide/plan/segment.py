@@ -191,8 +191,8 @@ class Segment:
                     profile[split + k] += max(0, most - int(after[k]))
         return held, late, profile
 
-    def search(self, effort: int, seeds: list[int] | None = None) -> list[Configuration]:
-        """Look for good configurations with at most about ``effort`` evaluations; the Pareto front of all that was seen."""
+    def search(self, effort: int, seeds: list[int], most: int) -> list[Configuration]:
+        """Look for good configurations with at most about ``effort`` evaluations: the Pareto front of what was seen, at most ``most``."""
         count = len(self.units)
         everything = (1 << count) - 1
         first = self.evaluate(everything)
@@ -203,14 +203,14 @@ class Segment:
         elif count:
             span = max(1, first.held_bytes - last.held_bytes)
             price = max(last.seconds - first.seconds, 1e-12) / span
-            for seed in [*self._relaxed([f * price for f in _LP_PRICES]), *(seeds or ())]:
+            for seed in [*self._relaxed([f * price for f in _LP_PRICES]), *seeds]:
                 self.evaluate(seed)
             for transient, pairs in ((0.0, False), (1.0, True), (0.3, False), (4.0, True), (0.0, True)):
                 for factor in _PRICES:
                     if len(self.known) > effort:
                         break
                     self._descend(factor * price, transient * factor * price, pairs)
-        return self.front()
+        return self.front(most)
 
     def _relaxed(self, prices: list[float]) -> list[int]:
         """The best configurations when each stored byte costs a price and the window's peak is free: a linear program each."""
@@ -282,7 +282,7 @@ class Segment:
                 kept, best, quiet = other, score, 0
         return kept
 
-    def front(self, most: int = 64) -> list[Configuration]:
+    def front(self, most: int) -> list[Configuration]:
         """The configurations that no other one beats in held bytes, seconds and both peaks, thinned to about ``most``."""
         everyone = sorted(self.known.values(), key=lambda c: (c.seconds, c.held_bytes, c.window_peak, c.forward_peak, c.kept))
         table = np.array([(c.held_bytes, c.window_peak, c.forward_peak) for c in everyone], dtype=np.int64)

@@ -87,9 +87,9 @@ def find_stages(sim: Simulator) -> Stages:
     owner = _owners(sim, stage_of, last_stage, packs, of_position, position)
     forward_events, window_events = _event_ranges(sim, starts, forward, packs, of_position)
     signature = _signatures(sim, starts, forward, forward_events, window_events)
-    sizable = max(1, (sim.plain_peak - graph.resident_bytes) // 1000)
-    large = (i for i in forward if graph.operations[i].scratch_bytes + sum(sim.value_bytes[w] for w in graph.operations[i].writes) >= sizable)
-    forward_end = max((sim.op_event[i] for i in large), default=0)
+    taken = {i: graph.operations[i].scratch_bytes + sum(sim.value_bytes[w] for w in graph.operations[i].writes) for i in forward}
+    sizable = max(taken.values(), default=0) // 50
+    forward_end = max((sim.op_event[i] for i in forward if taken[i] >= sizable), default=0)
     base = _base(sim, everywhere, window_events, of_position, position)
     return Stages(tuple(starts), tuple(forward), stage_of, last_stage, owner, everywhere, forward_events, window_events, signature, base, forward_end)
 

@@ -61,6 +61,8 @@ class Limiter:
         self.plans: dict[StepKey, Planned] = {}
         self.latest: Planned | None = None
         self.lock = threading.RLock()
+        self.idle = threading.Condition(self.lock)
+        self.running = 0
         self.local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,16 +89,33 @@ class Limiter:
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or getattr(self.local, "inside", False):
+        if getattr(self.local, "inside", False):
             return self.forward(*args, **kwargs)
-        if not any(parameter.requires_grad for parameter in self.model.parameters()) or _watched():
-            return self.forward(*args, **kwargs)
-        with self._inside():
-            planned = self.planned(args, kwargs)
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or _watched():
+            with self._inside(), self._running():
+                return self.forward(*args, **kwargs)
+        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            with self._inside(), self._running():
+                return self.forward(*args, **kwargs)
+        with self._inside(), self._running(args, kwargs) as planned:
+            assert planned is not None
             if not planned.plan.replayed and not planned.loss_unknown:
                 planned.steps += 1
                 return self.forward(*args, **kwargs)
             return self._step(planned, args, kwargs)
+
+    @contextmanager
+    def _running(self, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None) -> Iterator[Planned | None]:
+        """The model runs in the block, so that no other thread lends it fake parameters meanwhile; planned for ``args`` where they are given."""
+        with self.lock:
+            planned = self.planned(args, kwargs or {}) if args is not None else None
+            self.running += 1
+        try:
+            yield planned
+        finally:
+            with self.lock:
+                self.running -= 1
+                self.idle.notify_all()
 
     def _step(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         director = PlanDirector(planned.plan)
@@ -135,9 +154,12 @@ class Limiter:
         Raises:
             BudgetError: no plan fits.
         """
-        key = step_key(self.model, args, kwargs)
         with self.lock:
+            key = step_key(self.model, args, kwargs)
             found = self.plans.get(key)
+            if found is None:
+                self.idle.wait_for(lambda: self.running == 0)
+                found = self.plans.get(key)  # another thread may have made it meanwhile
             if found is None:
                 if self.plans:
                     last = next(reversed(self.plans))

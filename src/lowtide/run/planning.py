@@ -24,6 +24,7 @@ from lowtide.trace.eager import OUTSIDE
 from lowtide.trace.limited import LOSS_OUTSIDE, trace_model
 
 Policy = str | Callable[..., Plan]
+_TIMING_SHARE = 0.85  # of what the budget leaves; the rest is for what an operation allocates on the way
 
 
 @dataclass(frozen=True)
@@ -143,8 +144,8 @@ class Planner:
     def _free_bytes(self, graph: StepGraph) -> int | None:
         """What the budget leaves for timing operations while only the model stands in memory."""
         whole = self._whole(graph)
-        limit = self.limit(whole.holding_outputs())
-        return None if limit is None else max(0, limit - whole.resident_bytes)
+        limit = self.limit(whole)
+        return None if limit is None else max(0, int((limit - whole.resident_bytes) * _TIMING_SHARE))
 
     def solve(self, planned: Planned) -> None:
         """Make the plan from all that is known by now.
@@ -152,11 +153,12 @@ class Planner:
         Raises:
             BudgetError: no plan fits.
         """
-        graph = planned.traced.holding_outputs() if planned.holding else planned.traced
-        if planned.loss is not None:
-            graph = with_loss(graph, planned.loss)
-        planned.graph = graph = self._without_kept(graph)
+        graph = planned.traced if planned.loss is None else with_loss(planned.traced, planned.loss)
         limit = self.limit(graph)
+        if planned.holding:
+            held = planned.traced.holding_outputs()
+            graph = held if planned.loss is None else with_loss(held, planned.loss)
+        planned.graph = graph = self._without_kept(graph)
         self._check_optimizer(limit)
         target = limit - planned.margin_bytes if limit is not None else None
         try:
@@ -170,7 +172,7 @@ class Planner:
         planned.again = ""
 
     def limit(self, graph: StepGraph) -> int | None:
-        """The budget in bytes for this step."""
+        """The budget in bytes; a percentage is of the plain step whose caller lets go of the outputs."""
         return None if self.budget is None else budgets.parse(self.budget, plain(graph).peak_bytes)
 
     def _least(self, graph: StepGraph) -> Plan:
