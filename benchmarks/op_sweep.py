@@ -51,6 +51,8 @@ ABOUT: dict[Variant, str] = {
 RESULTS = Path(__file__).parent / "results"
 EXTRA_SAMPLES = 12
 SECONDS_PER_SAMPLE = 60
+PLAIN_RUNS = 30
+FROM_PYTHON = ("aten.lift_fresh.default",)  # constants that no operation writes
 
 
 @dataclass
@@ -115,12 +117,14 @@ class Watching(Recorder):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         for storage in storages([tensor]):
+            writer = self.writers.get(storage._cdata)
+            name = writer[1] if writer is not None and writer[0]() is not None else "unseen"
+            if name in FROM_PYTHON:
+                continue
             known = self.seen.get(storage._cdata)
             if storage._cdata in self.leaf_keys or (known is not None and known() is not None):
                 continue
             self.seen[storage._cdata] = reference = weakref.ref(storage)
-            writer = self.writers.get(storage._cdata)
-            name = writer[1] if writer is not None and writer[0]() is not None else "unseen"
             self.saved.append((reference, storage.nbytes(), name))
         return super().pack(tensor)
 
@@ -237,6 +241,17 @@ def _within(seconds: int) -> Iterator[None]:
         signal.signal(signal.SIGALRM, before)
 
 
+def _unsteady(call: Callable[..., Any], sample: Any, variant: Variant, plain: Ran) -> str:
+    """Where plain differs from itself in one of many runs, before lowtide is blamed: some LAPACK results depend on where buffers lie."""
+    litter = []
+    for count in range(1, PLAIN_RUNS):
+        litter.append(torch.empty(count * 7 % 50))
+        found = equal(plain, run_sample(call, sample, variant, record=False))
+        if found:
+            return found
+    return ""
+
+
 def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Variant) -> Outcome:
     """Run one sample plain, plain again, and with everything given up."""
     outcome = Outcome(name, variant)
@@ -264,9 +279,16 @@ def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Vari
             except TimeoutError:
                 raise
             except Exception as error:
+                unsteady = _unsteady(call, sample, variant, plain)
+                if unsteady:
+                    return settle("plain differs", unsteady)
                 return settle("error", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            wrong = equal(plain, planned)
+            unsteady = _unsteady(call, sample, variant, plain) if wrong else ""
     except TimeoutError:
         return settle("too slow")
+    if unsteady:
+        return settle("plain differs", unsteady)
     assert planned.recorder is not None
     outcome.kept.update(planned.recorder.findings.kept)
     for nbytes, is_gone, writer in planned.gone:
@@ -275,7 +297,6 @@ def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Vari
             outcome.dropped_bytes += nbytes
         else:
             outcome.still[writer] += nbytes
-    wrong = equal(plain, planned)
     return settle("different" if wrong else "bitwise", wrong)
 
 
@@ -440,7 +461,7 @@ def markdown(data: dict[str, Any]) -> str:
         ],
     )
     for status, title, about in (
-        ("plain differs", "Plain disagrees with itself", "Two plain runs with one seed differ, so there is nothing to compare with."),
+        ("plain differs", "Plain disagrees with itself", "Plain runs with one seed differ, so there is nothing to compare with."),
         ("plain raises", "Plain raises", "The plain run of some samples raises (what a variant feeds is not always allowed)."),
         ("too slow", "Too slow", f"Some samples take over {SECONDS_PER_SAMPLE} s."),
     ):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -72,7 +73,9 @@ def train(
     seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
     data: Annotated[Path | None, typer.Option(help="A text file or folder. [default: the source of Python's standard library]")] = None,
     lr: Annotated[float, typer.Option(help="Peak learning rate; a cosine takes it down to a tenth.")] = 1e-3,
-    warmup: Annotated[int | None, typer.Option(help="Steps up to the peak learning rate. [default: a tenth of --steps, at least 20]")] = None,
+    warmup: Annotated[
+        int | None, typer.Option(help="Steps up to the peak learning rate. [default: a tenth of --steps, at least 20]")
+    ] = None,
     weight_decay: Annotated[float, typer.Option(help="AdamW's, on matrices only.")] = 0.1,
     grad_accum: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
     clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 for no clipping.")] = 1.0,
@@ -203,7 +206,9 @@ def _write_text(path: Path, text: str) -> None:
 def main() -> None:
     """The command line; exits with 2 for what the user can mend, 130 when interrupted."""
     try:
-        app()
+        with warnings.catch_warnings():
+            warnings.showwarning = _show_warning
+            app()
     except LowtideError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -214,6 +219,17 @@ def main() -> None:
         if "allocate memory" not in str(error) and type(error).__name__ != "OutOfMemoryError":
             raise
         _fail(f"the machine is out of memory ({str(error).splitlines()[0]}): lower --budget, --batch or --seq, or choose a smaller --model")
+
+
+_plain_warning = warnings.showwarning
+
+
+def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, **more: Any) -> None:
+    """Our own warnings as one line without a place in the code; others as ever."""
+    if category.__name__ == "LowtideWarning":
+        print(f"lowtide: {str(message).removeprefix('lowtide ')}", file=sys.stderr)
+    else:
+        _plain_warning(message, category, *rest, **more)
 
 
 def _fail(message: str) -> None:

@@ -67,6 +67,7 @@ class OpInfo:
         loose: positions of results that are compared with nothing, because parts of them are whatever was in memory.
         real_only: fake tensors do not show how much it allocates.
         dropout_position: which argument is the probability of a dropout inside it.
+        returns_written: all that it returns are arguments that it wrote (some fake kernels return copies of them).
     """
 
     name: str
@@ -81,6 +82,7 @@ class OpInfo:
     loose: tuple[int, ...] = ()
     real_only: bool = False
     dropout_position: int | None = None
+    returns_written: bool = False
 
 
 @lru_cache(maxsize=None)
@@ -113,6 +115,7 @@ def op_info(func: torch._ops.OpOverload) -> OpInfo:
         loose=_LOOSE.get(name, ()),
         real_only=name in _REAL_ONLY,
         dropout_position=next((p for p, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None),
+        returns_written=bool(returns) and all(r.alias_info is not None and r.alias_info.is_write for r in returns),
     )
 
 

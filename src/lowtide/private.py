@@ -5,8 +5,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -14,6 +15,8 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 _INPLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
+_CONJUGATE = torch._C.DispatchKey.Conjugate
+_NEGATIVE = torch._C.DispatchKey.Negative
 
 
 def in_backward() -> bool:
@@ -52,21 +55,44 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     return witness
 
 
+def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Call an operation with lazy conjugation and negation on, as in a plain step.
+
+    Inside a dispatch mode both are off, and operations that take conjugate views of their own (``linalg_pinv`` of complex numbers) give
+    wrong results there.
+    """
+    excluded, exclude = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C._dispatch_tls_set_dispatch_key_excluded
+    conjugate, negative = excluded(_CONJUGATE), excluded(_NEGATIVE)
+    if not (conjugate or negative):
+        return func(*args, **kwargs)
+    exclude(_CONJUGATE, False)
+    exclude(_NEGATIVE, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        exclude(_CONJUGATE, conjugate)
+        exclude(_NEGATIVE, negative)
+
+
 @contextmanager
 def replaying() -> Iterator[None]:
-    """Run recorded operations as they were recorded: below autograd (no history) and below autocast (no second cast).
+    """Run recorded operations as they were recorded: below autograd and its view tracking (no history), and below autocast (no second cast).
 
     Grad mode may be set in the block and is put back after it: kernels look at it (oneDNN's LSTM makes its workspace only with gradients
     on), and below autograd it does nothing else.
     """
     before = torch.is_grad_enabled()
-    guard = torch._C._DisableAutocast()
     try:
-        with torch._C._AutoDispatchBelowAutograd():
-            yield
+        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+            # Autograd alone is not enough: with gradients on, the key below it makes views that lose their conjugate bit.
+            excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_INPLACE_OR_VIEW)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(_INPLACE_OR_VIEW, True)
+            try:
+                yield
+            finally:
+                torch._C._dispatch_tls_set_dispatch_key_excluded(_INPLACE_OR_VIEW, excluded)
     finally:
         torch._C._set_grad_enabled(before)
-        del guard
 
 
 def storage_use_count(storage: torch.UntypedStorage) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from typing import Any
 
@@ -355,6 +356,24 @@ def test_autocast_inside_forward_and_low_precision_copies_of_weights(twins: Any)
     handle = twins(Inside()).check(lambda m: m(tokens))
     copies = [o for o in handle.graph.operations if o.name == "aten._to_copy.default" and o.phase == "forward"]
     assert copies and any(o.index in handle.plan.replayed for o in copies)
+
+
+@pytest.mark.parametrize("inside", ["forward", "backward", "both"])
+def test_backward_under_another_autocast_than_forward(same: Any, everything: Any, inside: str) -> None:
+    tokens, found = torch.randint(0, 11, (3, 5)), []
+    torch.manual_seed(0)
+    plain = Tied()
+    limited = copy.deepcopy(plain)
+    lowtide.limit_memory(limited, policy=everything)
+    for model in (plain, limited):
+        for _ in range(2):
+            model.zero_grad()
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside != "backward"):
+                loss = model(tokens, labels=tokens)
+            with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside != "forward"):
+                loss.backward()
+        found.append([p.grad for p in model.parameters()])
+    assert all(map(same, *found))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float64])

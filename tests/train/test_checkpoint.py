@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide.run.limit import LowtideWarning
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 
@@ -68,7 +69,7 @@ def test_a_damaged_checkpoint_is_passed_over_with_a_warning(tmp_path: Path, suff
     if (suffix, damage) == (".json", "missing"):
         assert check(checkpoint.load(tmp_path)) == 1  # without its JSON it was never there
     else:
-        with pytest.warns(UserWarning, match="resuming from step 1 instead"):
+        with pytest.warns(LowtideWarning, match="resuming from step 1 instead"):
             assert check(checkpoint.load(tmp_path)) == 1
     save(tmp_path, 2)
     assert check(checkpoint.load(tmp_path)) == 2
@@ -95,6 +96,7 @@ class Evil:
         return os.system, ("echo executed > executed",)
 
 
+@pytest.mark.filterwarnings("ignore:Detected pickle protocol")
 @pytest.mark.parametrize("how", ["torch", "pickle"])
 def test_code_in_a_file_is_not_executed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str) -> None:
     monkeypatch.chdir(tmp_path)
@@ -181,6 +183,7 @@ KILLER = """
 import os, random, signal, sys, time, warnings
 from pathlib import Path
 import torch
+from lowtide.run.limit import LowtideWarning
 from lowtide.train import checkpoint
 
 torch.set_num_threads(1)

@@ -27,7 +27,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import linprog
+from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
 from lowtide.plan.simulate import Simulator
@@ -40,6 +40,7 @@ _ROUNDS = 30
 _ROWS_PER_ROUND = 48
 _WINDOWS_PER_ROUND = 6
 _MOST_WINDOWS = 24
+_DEPTH = 1
 
 
 @dataclass(frozen=True)
@@ -95,6 +96,28 @@ class Program:
         if answer.status != 0 or answer.x is None:
             return int(answer.status), 0.0, np.zeros(shape[1])
         return 0, float(answer.fun) * scale, np.asarray(answer.x)
+
+
+    def solve_integral(self, integral: int, nodes: int, gap: float) -> tuple[int, float, Floats | None]:
+        """As `solve` with the first ``integral`` columns whole numbers: status, lower bound on the objective, and the best point found."""
+        count = len(self.cost)
+        scale = max(max(self.cost, default=0.0), 1e-12)
+        whole = np.zeros(count)
+        whole[:integral] = 1
+        answer = milp(
+            np.array(self.cost) / scale,
+            constraints=LinearConstraint(
+                csr_array((self.data, (self.rows, self.columns)), shape=(len(self.right), count)), -np.inf, np.array(self.right)
+            ),
+            bounds=Bounds(np.zeros(count), np.array(self.upper)),
+            integrality=whole,
+            options={"node_limit": nodes, "mip_rel_gap": gap},
+        )
+        if answer.status == 2:
+            return 2, float("inf"), None
+        bound = answer.mip_dual_bound
+        usable = bound is not None and np.isfinite(bound)
+        return int(answer.status), float(bound) * scale if usable else 0.0, None if answer.x is None else np.asarray(answer.x)
 
 
 class Relaxation:
@@ -256,20 +279,14 @@ class Relaxation:
         point[:count] = 1.0
         if not count:
             return 0.0, point
-        scale = float(max(1, budget))
-        program = self.base_program()
-        chosen: set[int] = set()
-        windows: dict[int, Window] = {}
+        self.program = self.base_program()
+        self.chosen: set[int] = set()
+        self.windows: dict[int, Window] = {}
         best = 0.0
         for _ in range(_ROUNDS):
-            load = (self.fixed + self.occupancy(point[:count])) / scale
-            fresh = [e for e in self._violated(load) if e not in chosen]
-            for event in fresh:
-                chosen.add(event)
-                program.row([(c, b / scale) for c, b in self.held_at(event)], (budget - float(self.fixed[event])) / scale)
-            if not fresh and not self._add_windows(program, windows, load, budget, scale):
+            if not self._tighten(point, budget):
                 break
-            status, objective, answer = program.solve()
+            status, objective, answer = self.program.solve()
             if status == 2:
                 return float("inf"), point
             if status != 0:
@@ -277,6 +294,30 @@ class Relaxation:
             best = max(best, objective)
             point = answer
         return best, point[: count + len(self.operations)]
+
+    def solve_whole(self, budget: int, nodes: int, gap: float) -> tuple[float, Floats | None]:
+        """After `solve`: a sharper bound from decisions that are whole, and such decisions (they may exceed the budget a little)."""
+        whole = len(self.values) + len(self.operations)
+        best, point = 0.0, None
+        for _ in range(3):
+            status, bound, answer = self.program.solve_integral(whole, nodes, gap)
+            best = max(best, bound)
+            if status == 2 or answer is None:
+                break
+            point = answer[:whole]
+            if not self._tighten(point, budget):
+                break
+        return best, point
+
+    def _tighten(self, point: Floats, budget: int) -> bool:
+        """Add the memory rows that ``point`` violates, or else the windows where it is tight; whether there was anything to add."""
+        scale = float(max(1, budget))
+        load = (self.fixed + self.occupancy(point[: len(self.values)])) / scale
+        fresh = [e for e in self._violated(load) if e not in self.chosen]
+        for event in fresh:
+            self.chosen.add(event)
+            self.program.row([(c, b / scale) for c, b in self.held_at(event)], (budget - float(self.fixed[event])) / scale)
+        return bool(fresh) or self._add_windows(self.program, self.windows, load, budget, scale)
 
     def _add_windows(self, program: Program, windows: dict[int, Window], load: Floats, budget: int, scale: float) -> bool:
         """Add the stages whose backward is tightest; whether there was one."""
@@ -286,8 +327,9 @@ class Relaxation:
                 tight.append((-float(load[a:b].max()), k))
         tight = [(x, k) for x, k in sorted(tight) if -x > 0.9][: min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))]
         for _, k in tight:
-            windows[k] = Window(self, k)
-            windows[k].add(program, budget, scale)
+            window = Window(self, k, _DEPTH)
+            window.add(program, budget, scale, windows.values())
+            windows[k] = window
         return bool(tight)
 
     def _violated(self, load: Floats) -> list[int]:

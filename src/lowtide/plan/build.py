@@ -35,11 +35,13 @@ def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None =
     """The smallest feasible set of stored values that includes what ``stored`` keeps.
 
     Values that replays would need but that cannot be brought back (their operation is not replayable, or they lie beyond a value that must
-    be stored) are added; values that neither backward nor a replay reads are left out.
+    be stored) are added; values that neither backward nor a replay reads are left out. What a checkpointing scope asked to be given up is
+    not kept where it can come back.
     """
     sim = simulator or Simulator(graph)
     feasible = feasible_replays(sim)
-    kept = set(stored)
+    forced = {tensor.value for tensor in graph.saved if tensor.forced}
+    kept = set(stored) - forced
     producer, values = sim.producer, graph.values
 
     def must(value: int) -> bool:

@@ -7,31 +7,17 @@ In: a step graph and a budget in bytes. Out: a `Plan` whose exactly simulated pe
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.build import close, feasible_replays, make_plan, standing
+from lowtide.plan.build import feasible_replays, make_plan, standing
 from lowtide.plan.master import Master
 from lowtide.plan.plan import Plan
-from lowtide.plan.simulate import Simulation, Simulator
+from lowtide.plan.search import Candidate, Search
+from lowtide.plan.simulate import Simulator
 from lowtide.plan.stages import find_stages
 
 _EFFORT = 9000
 """Evaluations of stage configurations, over all distinct stages."""
-
-
-@dataclass(frozen=True)
-class Candidate:
-    """A set of stored values with its exact simulation."""
-
-    stored: frozenset[int]
-    simulation: Simulation
-
-    @property
-    def key(self) -> tuple[float, int]:
-        """What makes a candidate better: seconds first, then bytes."""
-        return (self.simulation.extra_seconds, self.simulation.peak_bytes)
 
 
 class Planner:
@@ -40,25 +26,20 @@ class Planner:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self.sim = Simulator(graph)
-        self.feasible = feasible_replays(self.sim)
+        self.search = Search(self.sim)
         self.stages = find_stages(self.sim)
-        self.master = Master(self.sim, self.stages, self.feasible, _EFFORT)
-
-    def candidate(self, stored: frozenset[int]) -> Candidate:
-        """``stored``, closed and simulated."""
-        closed = close(self.graph, stored, self.sim)
-        return Candidate(closed, self.sim.simulate(closed))
+        self.master = Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT)
 
     def family(self) -> list[Candidate]:
         """Plans that need no search: keep everything, give everything up, per block, by square root."""
         from lowtide.plan import policies
 
-        everything = self.candidate(frozenset(self.sim.droppable))
-        found = [everything, self.candidate(frozenset())]
+        everything = self.search.candidate(frozenset(self.sim.droppable))
+        found = [everything, self.search.candidate(frozenset())]
         for make in (policies.full_stored, policies.sqrt_stored):
             try:
-                found.append(self.candidate(make(self.graph, self.sim)))
-            except policies.PlanError:
+                found.append(self.search.candidate(make(self.graph, self.sim)))
+            except PlanError:
                 continue
         return found
 
@@ -71,14 +52,14 @@ class Planner:
         family = self.family()
         if family[0].simulation.peak_bytes <= budget:
             return family[0]
-        pool = [c for c in family if c.simulation.peak_bytes <= budget]
+        pool = [c for c in [*family, *self.search.everything()] if c.simulation.peak_bytes <= budget]
         self.master.restore()
         target = budget
         for _ in range(5):
             found = self.master.best(target)
             if found is None:
                 break
-            candidate = self.candidate(self.master.stored(found[1]))
+            candidate = self.search.candidate(self.master.stored(found[1]))
             over = candidate.simulation.peak_bytes - budget
             if over <= 0:
                 pool.append(candidate)
@@ -97,43 +78,14 @@ class Planner:
                 f"At its peak stands {standing(least.simulation)}.",
                 least.simulation.peak_bytes,
             )
-        return polish(self, min(pool, key=lambda c: c.key), budget)
+        best = min(pool, key=lambda c: c.key)
+        return best if self.search.everything() else self.search.polish(best, budget)
 
     def least(self, family: list[Candidate]) -> Candidate:
         """The plan with the smallest peak that the search finds."""
         _, path = self.master.least()
-        found = [*family, self.candidate(self.master.stored(path))]
+        found = [*family, *self.search.everything(), self.search.candidate(self.master.stored(path))]
         return min(found, key=lambda c: (c.simulation.peak_bytes, c.simulation.extra_seconds))
-
-
-def polish(planner: Planner, start: Candidate, budget: int, tries: int = 150) -> Candidate:
-    """Store more where the budget has room, the most seconds a byte first; exact simulation decides each step."""
-    graph, sim = planner.graph, planner.sim
-    best = start
-    for _ in range(4):
-        replayed = best.simulation.replayed
-        moves: list[tuple[float, int, list[int]]] = []
-        for index in replayed:
-            op = graph.operations[index]
-            outputs = [w for w in op.writes if graph.values[w].storable and w not in best.stored]
-            size = sum(sim.value_bytes[w] for w in outputs)
-            if outputs:
-                moves.append((-(op.seconds + graph.replay_overhead_seconds) / max(size, 1), index, outputs))
-        improved = False
-        done: set[int] = set()
-        for _, index, outputs in sorted(moves):
-            if tries <= 0:
-                return best
-            if index in done or index not in best.simulation.replayed:
-                continue
-            done.add(index)
-            tries -= 1
-            other = planner.candidate(best.stored | frozenset(outputs))
-            if other.simulation.peak_bytes <= budget and other.key < best.key:
-                best, improved = other, True
-        if not improved:
-            break
-    return best
 
 
 def optimal(graph: StepGraph, budget: int | None = None) -> Plan:

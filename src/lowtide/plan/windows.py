@@ -15,6 +15,7 @@ and wanted by a later one takes memory at the moments between: that is what the 
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
@@ -24,11 +25,13 @@ if TYPE_CHECKING:
 class Window:
     """The backward of stage ``stage``."""
 
-    def __init__(self, relaxation: Relaxation, stage: int) -> None:
+    def __init__(self, relaxation: Relaxation, stage: int, depth: int = 0) -> None:
         self.relaxation = relaxation
+        self.stage = stage
+        self.again: dict[int, list[int]] = {}
         sim = relaxation.sim
         start, end = relaxation.stages.window_events[stage]
-        self.operations = [i for i in relaxation.stages.operations(stage, stage + 1) if i in relaxation.op_column]
+        self.operations = [i for i in relaxation.stages.operations(max(0, stage - depth), stage + 1) if i in relaxation.op_column]
         inside = set(self.operations)
         self.values = [
             v for v in relaxation.values if sim.producer[v] in inside and sim.natural_end[sim.storage_of[v]] <= start and relaxation.replay_column(v) is not None
@@ -65,13 +68,19 @@ class Window:
         close(end)
         return granules
 
-    def add(self, program: Program, budget: int, scale: float) -> None:
-        """Put this window's columns and rows into ``program``."""
+    def add(self, program: Program, budget: int, scale: float, others: Iterable[Window] = ()) -> None:
+        """Put this window's columns and rows into ``program``; ``others`` are the windows that are there."""
         rel = self.relaxation
         graph, sim = rel.sim.graph, rel.sim
         count = len(self.granules)
         again = {i: [program.column() for _ in range(count + 1)] for i in self.operations}
+        self.again = again
         mine = set(self.values)
+        for other in others:
+            # Backward comes to the later stage first: what has run again by the end of one window has before the other.
+            sooner, later = (self, other) if self.stage > other.stage else (other, self)
+            for i in sooner.again.keys() & later.again.keys():
+                program.row([(sooner.again[i][-1], 1.0), (later.again[i][0], -1.0)], 0.0)
         for i in self.operations:
             for g in range(count):
                 program.row([(again[i][g], 1.0), (again[i][g + 1], -1.0)], 0.0)
@@ -125,6 +134,8 @@ class Window:
             elif readers and last < 0:
                 there = program.column()
                 stored = self._stored(v, 1.0) if alone else []
+                if v in rel.span and moment < rel.span[v][1]:
+                    program.row([*self._stored(v, 1.0), (there, -1.0)], 0.0)
                 for i in readers:
                     program.row(
                         [*stored, (again[p][g], 1.0), (rel.op_column[i], 1.0), (again[i][g], -1.0), (there, -1.0)], 1.0

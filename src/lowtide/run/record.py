@@ -167,7 +167,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         info = op_info(func)
         if info.is_view or private.in_backward() or is_unrecorded():
-            return func(*args, **kwargs)
+            return private.call(func, args, kwargs)
         for kind in types:
             if kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented
@@ -186,7 +186,7 @@ class Recorder(TorchDispatchMode):
         touched = [*written, *(args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor))]
         if touched:
             self._copy_on_write(touched)
-        result = func(*args, **kwargs)
+        result = private.call(func, args, kwargs)
         flat = flat_results(result)
         keys = {private.storage_key(t) for t in inputs} if plain else set()
         fresh: dict[int, int] = {}

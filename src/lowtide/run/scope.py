@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -46,9 +47,17 @@ def _director(policy: RegionPolicy) -> Director:
             "name to whether its results are given up; give the other policies to lowtide.limit_memory"
         )
     rule = getattr(policy, "gives_up", policy)
-    if getattr(policy, "needs_graph", False) or not callable(rule):
+    if not callable(rule) or _takes_graph(rule):
         raise PlanError(f"checkpointing(policy={policy!r}): this policy needs a step graph; give it to lowtide.limit_memory")
     return RuleDirector(rule)
+
+
+def _takes_graph(rule: Callable[..., object]) -> bool:
+    """Whether a function is a policy, which is called with a step graph and a budget."""
+    try:
+        return "budget" in inspect.signature(rule).parameters
+    except (TypeError, ValueError):
+        return False
 
 
 @contextmanager

@@ -96,7 +96,7 @@ class LiveValue:
 class Ref:
     """A tensor argument: a value and the geometry it is seen through."""
 
-    __slots__ = ("dtype", "offset", "shape", "strides", "value")
+    __slots__ = ("conjugate", "dtype", "negative", "offset", "shape", "strides", "value")
 
     def __init__(self, value: LiveValue, tensor: torch.Tensor) -> None:
         self.value = value
@@ -104,15 +104,21 @@ class Ref:
         self.shape = tensor.shape
         self.strides = tensor.stride()
         self.offset = tensor.storage_offset()
+        self.conjugate = tensor.is_conj()
+        self.negative = tensor.is_neg()
 
     def view(self, base: torch.Tensor) -> torch.Tensor:
         """This geometry over the storage of ``base``."""
-        if base.dtype is self.dtype:
-            if base.shape == self.shape and base.stride() == self.strides and base.storage_offset() == self.offset:
-                return base
-            return base.as_strided(self.shape, self.strides, self.offset)
-        empty = torch.empty(0, dtype=self.dtype, device=base.device)
-        return empty.set_(base.untyped_storage(), self.offset, self.shape, self.strides)  # type: ignore[call-overload]
+        if base.dtype is not self.dtype:
+            empty = torch.empty(0, dtype=self.dtype, device=base.device)
+            base = empty.set_(base.untyped_storage(), self.offset, self.shape, self.strides)  # type: ignore[call-overload]
+        elif base.shape != self.shape or base.stride() != self.strides or base.storage_offset() != self.offset:
+            base = base.as_strided(self.shape, self.strides, self.offset)
+        if base.is_conj() is not self.conjugate:
+            base = torch._conj(base)
+        if base.is_neg() is not self.negative:
+            base = torch._neg_view(base)
+        return base
 
 
 class Node:
@@ -311,11 +317,11 @@ def _clone_storage(base: torch.Tensor, ref: Ref) -> torch.Tensor:
 def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """One call with the recorded random state, leaving the generator as it was."""
     if node.random_state is None:
-        return node.func(*args, **kwargs)
+        return private.call(node.func, args, kwargs)
     before = generator_state(node.device, node.generator)
     set_generator_state(node.device, node.generator, node.random_state)
     try:
-        return node.func(*args, **kwargs)
+        return private.call(node.func, args, kwargs)
     finally:
         set_generator_state(node.device, node.generator, before)
 
@@ -347,7 +353,9 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         return False
     if a.numel() == 0:
         return True
-    if a.stride() == b.stride() and covers_storage(a) and covers_storage(b):
+    if a.is_neg() or b.is_neg():
+        a, b = a.resolve_neg(), b.resolve_neg()
+    if a.stride() == b.stride() and a.is_conj() == b.is_conj() and covers_storage(a) and covers_storage(b):
         extent = a.untyped_storage().nbytes()
         wide = torch.int64 if extent % 8 == 0 else torch.uint8
         return torch.equal(_words(a, wide, extent), _words(b, wide, extent))
@@ -361,6 +369,6 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def make_ref(value: LiveValue, tensor: torch.Tensor) -> Ref | None:
     """A reference to ``tensor``, or ``None`` when its geometry cannot be rebuilt from strides."""
-    if not has_plain_storage(tensor) or tensor.is_conj() or tensor.is_neg():
+    if not has_plain_storage(tensor):
         return None
     return Ref(value, tensor)

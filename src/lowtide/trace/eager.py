@@ -191,15 +191,15 @@ class Tracer(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         if self.paused or self.closed:
-            return func(*args, **kwargs)
+            return private.call(func, args, kwargs)
         if any(is_wrapper_type(kind) for kind in types):
             return NotImplemented
         info = op_info(func)
         if info.is_view:
             if self.fake and not any(isinstance(t, FakeTensor) for t in tensors_of([args, kwargs])):
                 with private.without_fake_mode():
-                    return func(*args, **kwargs)
-            return func(*args, **kwargs)
+                    return private.call(func, args, kwargs)
+            return private.call(func, args, kwargs)
         inputs = [t for t in tensors_of([args, kwargs]) if has_plain_storage(t)]
         if self.fake:
             self._refuse_strangers(inputs)
@@ -214,11 +214,11 @@ class Tracer(TorchDispatchMode):
         signature, spec = _signature(func, args, kwargs)
         if self.fake and _stays_real(inputs, args, kwargs):
             with private.without_fake_mode():
-                result = func(*args, **kwargs)
+                result = private.call(func, args, kwargs)
         else:
-            result = func(*args, **kwargs)
+            result = private.call(func, args, kwargs)
         outputs = [t for t in tensors_of(result) if has_plain_storage(t)]
-        fresh = [t for t in outputs if private.storage_key(t) not in keys]
+        fresh = [t for t in outputs if private.storage_key(t) not in keys] if not info.returns_written else []
         if not fresh and not written:
             return result
         index = len(self.operations)

@@ -22,6 +22,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lowtide.errors import LowtideError
+from lowtide.run.limit import LowtideWarning
 
 KEPT = 2
 _NAME = re.compile(r"step-(\d{8})\.json")
@@ -96,7 +97,7 @@ def load(folder: Path) -> Checkpoint:
             damage.append(str(error))
             continue
         for text in damage:
-            warnings.warn(f"{text}; resuming from step {step} instead", stacklevel=2)
+            warnings.warn(f"{text}; resuming from step {step} instead", LowtideWarning, stacklevel=2)
         return checkpoint
     raise CheckpointError(f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): leave out --resume to start anew")
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import statistics
+import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass, field
@@ -18,6 +19,8 @@ from lowtide.report.picture import Curve
 from lowtide.train.memory import free_bytes
 
 PAIRS = 5
+ENOUGH_SECONDS = 60.0
+"""After this long two pairs do, for steps that take many seconds each."""
 
 
 @dataclass(frozen=True)
@@ -95,7 +98,7 @@ def compare(
         optimizer: whose state counts as resident.
         loss_of: runs the forward and returns the loss.
         device: whose memory counts.
-        pairs: how often; one uncounted pair warms up, and is the one whose loss and gradients are compared.
+        pairs: how often, or fewer for steps of many seconds; one uncounted pair warms up, and its loss and gradients are compared.
     """
     random = _random_state(device)
 
@@ -124,7 +127,10 @@ def compare(
         return Comparison(plan, _measured("planned", runs, standing), None, None, None)
     plain_digests = _digests(model, run(planned=False)[0].value)
     plain_runs, planned_runs = [], []
+    began = time.perf_counter()
     for pair in range(pairs):
+        if pair >= 2 and time.perf_counter() - began > ENOUGH_SECONDS:
+            break
         order = (False, True) if pair % 2 == 0 else (True, False)
         for planned in order:
             (planned_runs if planned else plain_runs).append(run(planned)[0])

@@ -1,0 +1,23 @@
+"""Run benchmarks by name, all of them without one: ``python -m benchmarks accuracy planning_time``."""
+
+from __future__ import annotations
+
+import sys
+from importlib import import_module
+
+NAMES = ("planning_time", "versus_checkpoint", "accuracy", "op_sweep")
+
+
+def main(names: list[str]) -> int:
+    """Run each; returns the exit code."""
+    unknown = [name for name in names if name not in NAMES]
+    if unknown:
+        print(f"there is no benchmark {unknown[0]!r}: choose of {', '.join(NAMES)}", file=sys.stderr)
+        return 2
+    for name in names or NAMES:
+        import_module(f"benchmarks.{name}").main()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

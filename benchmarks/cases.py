@@ -1,0 +1,142 @@
+"""The models that the benchmarks run on: built-in ones and small random ones of the transformers package."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from benchmarks.common import Case
+from lowtide.models import build_model
+from lowtide.models.presets import ModelConfig
+
+
+class WithLoss(torch.nn.Module):
+    """A classifier and its loss in one module."""
+
+    def __init__(self, body: torch.nn.Module) -> None:
+        super().__init__()
+        self.body = body
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        """The loss, as an output with ``.loss``."""
+        from types import SimpleNamespace
+
+        return SimpleNamespace(loss=torch.nn.functional.cross_entropy(self.body(x), labels))
+
+
+class Bottleneck(torch.nn.Module):
+    """ResNet's block with in-place activations and batch norm."""
+
+    def __init__(self, inner: int, width: int) -> None:
+        super().__init__()
+        self.layers = torch.nn.Sequential(
+            torch.nn.Conv2d(width, inner, 1, bias=False),
+            torch.nn.BatchNorm2d(inner),
+            torch.nn.ReLU(inplace=True),
+            torch.nn.Conv2d(inner, inner, 3, padding=1, bias=False),
+            torch.nn.BatchNorm2d(inner),
+            torch.nn.ReLU(inplace=True),
+            torch.nn.Conv2d(inner, width, 1, bias=False),
+            torch.nn.BatchNorm2d(width),
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.relu(x + self.layers(x), inplace=True)
+
+
+def language(name: str, batch: int, sequence: int, **shape: Any) -> Case:
+    """A built-in language model on random bytes."""
+    config = ModelConfig(vocabulary=512, positions=sequence, **shape)
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        return build_model(config).train()
+
+    def data() -> dict[str, Any]:
+        torch.manual_seed(1)
+        tokens = torch.randint(512, (batch, sequence))
+        return {"tokens": tokens, "targets": tokens}
+
+    return Case(name, build, data)
+
+
+def gpt(layers: int, width: int, *, batch: int = 2, sequence: int = 512, dropout: float = 0.0, fused: bool = True) -> Case:
+    """A GPT shape."""
+    shape = dict(family="gpt", layers=layers, width=width, heads=width // 64, hidden_width=4 * width, key_value_heads=width // 64)
+    return language(f"gpt {layers}x{width}", batch, sequence, dropout=dropout, fused_attention=fused, **shape)
+
+
+def llama(layers: int, width: int, *, batch: int = 2, sequence: int = 512) -> Case:
+    """A Llama shape with grouped-query attention."""
+    hidden = (8 * width // 3 + 63) // 64 * 64
+    shape = dict(family="llama", layers=layers, width=width, heads=width // 64, hidden_width=hidden, key_value_heads=max(1, width // 128))
+    return language(f"llama {layers}x{width}", batch, sequence, **shape)
+
+
+def resnet() -> Case:
+    """Bottleneck blocks with batch norm."""
+
+    def build() -> torch.nn.Module:
+        torch.manual_seed(0)
+        blocks = [Bottleneck(48, 192) for _ in range(8)]
+        head = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(192, 10)]
+        return WithLoss(torch.nn.Sequential(torch.nn.Conv2d(3, 192, 3, padding=1), *blocks, *head)).train()
+
+    def data() -> dict[str, Any]:
+        torch.manual_seed(1)
+        return {"x": torch.randn(8, 3, 48, 48), "labels": torch.randint(10, (8,))}
+
+    return Case("resnet 8 blocks", build, data)
+
+
+def _hugging_face(name: str, model: str, config: str, values: dict[str, Any], batch: Any) -> Case:
+    def build() -> torch.nn.Module:
+        import transformers
+
+        torch.manual_seed(0)
+        return getattr(transformers, model)(getattr(transformers, config)(**values)).train()
+
+    return Case(name, build, batch)
+
+
+def bert() -> Case:
+    """An encoder with dropout."""
+
+    def batch() -> dict[str, Any]:
+        torch.manual_seed(1)
+        ids = torch.randint(1000, (4, 256))
+        return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
+
+    values = dict(vocab_size=1000, hidden_size=384, num_hidden_layers=6, num_attention_heads=6, intermediate_size=1536)
+    return _hugging_face("bert 6x384", "BertForMaskedLM", "BertConfig", values, batch)
+
+
+def t5() -> Case:
+    """An encoder and a decoder."""
+
+    def batch() -> dict[str, Any]:
+        torch.manual_seed(1)
+        ids = torch.randint(1000, (4, 192))
+        return {"input_ids": ids, "labels": ids}
+
+    values = dict(vocab_size=1000, d_model=320, d_kv=64, d_ff=1280, num_layers=4, num_heads=5)
+    return _hugging_face("t5 4+4x320", "T5ForConditionalGeneration", "T5Config", values, batch)
+
+
+def vit() -> Case:
+    """A vision transformer."""
+
+    def batch() -> dict[str, Any]:
+        torch.manual_seed(1)
+        return {"pixel_values": torch.randn(8, 3, 96, 96), "labels": torch.randint(10, (8,))}
+
+    values = dict(
+        hidden_size=384, num_hidden_layers=8, num_attention_heads=6, intermediate_size=1536, image_size=96, patch_size=8, num_labels=10
+    )
+    return _hugging_face("vit 8x384", "ViTForImageClassification", "ViTConfig", values, batch)
+
+
+def six() -> list[Case]:
+    """One of each kind."""
+    return [gpt(8, 384, dropout=0.1), llama(8, 384), bert(), t5(), vit(), resnet()]

@@ -1,0 +1,110 @@
+"""What every benchmark shares: models to measure, paired timing, and results that say where they come from."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import json
+import os
+import platform
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowtide import __version__, meter
+
+RESULTS = Path(__file__).parent / "results"
+
+
+@dataclass(frozen=True)
+class Case:
+    """A model and one batch.
+
+    Attributes:
+        name: what the tables call it.
+        build: makes the model.
+        batch: makes the keyword arguments of its forward; the output has ``.loss``.
+    """
+
+    name: str
+    build: Callable[[], torch.nn.Module]
+    batch: Callable[[], dict[str, Any]]
+
+
+def machine() -> dict[str, Any]:
+    """The machine as far as it matters for a figure."""
+    model = platform.processor()
+    cpuinfo = Path("/proc/cpuinfo")
+    if cpuinfo.exists():
+        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        model = names[0] if names else model
+    found: dict[str, Any] = {
+        "date": date.today().isoformat(),
+        "lowtide": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "processor": model,
+        "cores": os.cpu_count(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        found["gpu"] = torch.cuda.get_device_name()
+    return found
+
+
+def step_of(model: torch.nn.Module, batch: dict[str, Any]) -> Callable[[], None]:
+    """One forward and backward from cleared gradients; the caller lets go of everything but the gradients."""
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        model(**batch).loss.backward()
+
+    return step
+
+
+def total_peak(model: torch.nn.Module, batch: dict[str, Any], step: Callable[[], None]) -> int:
+    """Measured peak of a step in bytes: what stands before it and what it adds at most."""
+    model.zero_grad(set_to_none=True)
+    gc.collect()
+    inputs = sum(s.nbytes() for s in meter.storages(t for t in batch.values() if isinstance(t, torch.Tensor)))
+    return meter.resident_bytes(model) + inputs + meter.measure(step, timeline=False).peak_bytes
+
+
+def paired(steps: Sequence[Callable[[], None]], rounds: int, warmup: int = 1) -> list[list[float]]:
+    """Seconds of each step in each round; the steps of a round run one after the other, in turning order."""
+    for _ in range(warmup):
+        for step in steps:
+            step()
+    seconds: list[list[float]] = [[] for _ in steps]
+    for turn in range(rounds):
+        for place in range(len(steps)):
+            which = (place + turn) % len(steps)
+            begin = time.perf_counter()
+            steps[which]()
+            seconds[which].append(time.perf_counter() - begin)
+    return seconds
+
+
+def median_difference(a: Sequence[float], b: Sequence[float]) -> float:
+    """Median over the rounds of a - b."""
+    return statistics.median(x - y for x, y in zip(a, b, strict=True))
+
+
+def save(name: str, rows: list[dict[str, Any]], **more: Any) -> Path:
+    """Write a result file."""
+    RESULTS.mkdir(exist_ok=True)
+    path = RESULTS / f"{name}.json"
+    path.write_text(json.dumps({"machine": machine(), **more, "rows": rows}, indent=1) + "\n")
+    print(f"wrote {path.relative_to(RESULTS.parent.parent)}")
+    return path
+
+
+def twins(model: torch.nn.Module, count: int) -> list[torch.nn.Module]:
+    """Copies of a model, itself first."""
+    return [model, *(copy.deepcopy(model) for _ in range(count - 1))]

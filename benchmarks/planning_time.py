@@ -1,0 +1,57 @@
+"""How long planning takes, from the model to the plan, and how far the plan is from the best possible.
+
+    python -m benchmarks planning_time
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from benchmarks.cases import gpt
+from benchmarks.common import Case, save
+from lowtide import BudgetError, limit_memory
+
+LIMIT_SECONDS = {12: 10.0, 24: 20.0}
+
+
+def rows_of(case: Case, layers: int) -> list[dict[str, Any]]:
+    """One row a budget; tracing and timing operations are part of each."""
+    model, batch = case.build(), case.batch()
+    rows = []
+    for budget in ("80%", "60%", "40%"):
+        handle = limit_memory(model, budget=budget)
+        begin = time.perf_counter()
+        try:
+            plan = handle.prepare(**batch)
+        except BudgetError as error:
+            print(f"{case.name} {budget}: {error}")
+            continue
+        finally:
+            handle.remove()
+        seconds = time.perf_counter() - begin
+        rows.append(
+            {
+                "model": case.name,
+                "budget": budget,
+                "seconds": seconds,
+                "gap": plan.gap,
+                "extra": plan.predicted_extra_seconds / plan.plain_seconds,
+                "peak_over_plain": plan.predicted_peak_bytes / plan.plain_peak_bytes,
+                "holds": seconds < LIMIT_SECONDS[layers] and plan.gap <= 0.01,
+            }
+        )
+        print(f"{case.name} at {budget}: {seconds:.1f} s, gap {100 * plan.gap:.2f} % of the step", flush=True)
+    return rows
+
+
+def main() -> None:
+    """Run and write benchmarks/results/planning_time.json."""
+    rows = rows_of(gpt(12, 768, batch=1, sequence=1024, dropout=0.1, fused=False), 12)
+    rows += rows_of(gpt(12, 768, batch=1, sequence=1024), 12)
+    rows += rows_of(gpt(24, 1024, batch=1, sequence=1024), 24)
+    save("planning_time", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,39 @@
+"""Small random step graphs for property tests."""
+
+from __future__ import annotations
+
+from random import Random
+
+from lowtide.graph import StepGraph
+from synthetic import Tape
+
+
+def random_graph(seed: int, operations: int = 7) -> StepGraph:
+    """A random forward with branches, several outputs, in-place writes and operations that cannot run again, and its backward."""
+    random = Random(seed)
+    tape = Tape()
+    alive = [tape.before(random.choice([4, 16]), random.choice(["input", "parameter"]))]
+    for k in range(operations):
+        tape.module = f"layers.{k // 3}"
+        reads = random.sample(alive, min(len(alive), random.choice([1, 1, 2])))
+        recent = [v for v in alive[-2:] if v not in reads]
+        if recent and random.random() < 0.6:
+            reads[0] = recent[-1]
+        kind = random.random()
+        if kind < 0.12 and tape.values[reads[0]].producer is not None and not any(s.value == reads[0] for s in tape.saved):
+            made = tape.op("inplace", reads[1:], mutates=[reads[0]], seconds=random.randint(1, 9), scratch=random.choice([0, 0, 8]))
+            alive = [v for v in alive if v != reads[0]]
+        elif kind < 0.2:
+            (empty,) = tape.op("empty", [], [random.choice([4, 8])], seconds=0.5)
+            made = tape.op("bernoulli_", [], unseen=[empty], random=True, seconds=random.randint(1, 5))
+        else:
+            outs = [random.choice([4, 8, 16, 32]) for _ in range(random.choice([1, 1, 1, 2]))]
+            made = tape.op(
+                f"op{k}", reads, outs, seconds=random.randint(1, 9), scratch=random.choice([0, 0, 16]), replayable=random.random() > 0.06
+            )
+        saved = [tape.save(v) for v in dict.fromkeys([*reads, *made]) if random.random() < 0.55 and tape.newest[tape.values[v].storage] == v]
+        inputs = [v for v in reads if tape.newest[tape.values[v].storage] == v]
+        tape.node(f"grad{k}", saved, made[0], inputs, random.randint(1, 5), random.choice([0, 0, 8]))
+        alive += made
+    tape.backward()
+    return tape.graph(replay_overhead_seconds=random.choice([0.0, 0.25]), overhead_seconds=random.choice([0.0, 0.5]))

@@ -1,0 +1,161 @@
+"""The planner and its bound: against brute force on small graphs, and their promises on larger ones."""
+
+from __future__ import annotations
+
+import time
+from itertools import combinations
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import random_graph
+from synthetic import residual_network, transformer
+
+import lowtide.plan
+from lowtide.errors import BudgetError, PlanError
+from lowtide.graph import StepGraph
+from lowtide.plan import Plan, policies
+from lowtide.plan.bound import lower_bound
+from lowtide.plan.build import close
+from lowtide.plan.optimal import Planner, optimal
+from lowtide.plan.simulate import Simulator
+
+
+def all_plans(graph: StepGraph) -> list[tuple[int, float]]:
+    """(peak, extra seconds) of every feasible set of stored values."""
+    sim = Simulator(graph)
+    saved = set(sim.droppable)
+    choices = [v.id for v in graph.values if v.producer is not None and (v.storable or v.id in saved)]
+    choices = [v for v in choices if v in saved or sim.readers[v]]
+    found: list[tuple[int, float]] = []
+    for size in range(len(choices) + 1):
+        for stored in combinations(choices, size):
+            try:
+                step = sim.simulate(stored)
+            except PlanError:
+                continue
+            found.append((step.peak_bytes, step.extra_seconds))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9), st.integers(2, 6))
+def test_bound_is_below_every_plan(seed: int, operations: int):
+    graph = random_graph(seed, operations)
+    plans = all_plans(graph)
+    sim = Simulator(graph)
+    for budget in sorted({peak for peak, _ in plans}):
+        best = min(extra for peak, extra in plans if peak <= budget)
+        bound = lower_bound(sim, budget)
+        assert bound.extra_seconds <= best + 1e-6
+        assert bound.peak_bytes <= min(peak for peak, _ in plans)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9), st.integers(2, 6))
+def test_small_graphs_are_planned_as_well_as_by_brute_force(seed: int, operations: int):
+    graph = random_graph(seed, operations)
+    plans = all_plans(graph)
+    planner = Planner(graph)
+    least = min(peak for peak, _ in plans)
+    for budget in sorted({peak for peak, _ in plans}):
+        best = min(extra for peak, extra in plans if peak <= budget)
+        found = planner.solve(budget)
+        assert found.simulation.peak_bytes <= budget
+        assert found.simulation.extra_seconds == pytest.approx(best)
+    with pytest.raises(BudgetError) as error:
+        planner.solve(least - 1)
+    assert error.value.smallest_bytes == least
+
+
+@pytest.fixture(scope="module")
+def gpt() -> StepGraph:
+    return transformer(12, tokens=512, hidden=256, heads=4, sequence=256, vocab=512, overhead_seconds=0.001, replay_overhead_seconds=1e-6)
+
+
+@pytest.fixture(scope="module")
+def planner(gpt: StepGraph) -> Planner:
+    return Planner(gpt)
+
+
+def budgets_of(planner: Planner, count: int = 6) -> list[int]:
+    """From the smallest budget to 80 % of the plain peak."""
+    least = planner.least(planner.family()).simulation.peak_bytes
+    return [least + (int(0.8 * planner.sim.plain_peak) - least) * k // (count - 1) for k in range(count)]
+
+
+def test_plans_fit_and_are_near_the_bound(gpt: StepGraph, planner: Planner):
+    for budget in budgets_of(planner):
+        found = planner.solve(budget).simulation
+        assert found.peak_bytes <= budget
+        gap = found.extra_seconds - lower_bound(planner.sim, budget).extra_seconds
+        assert -1e-9 <= gap <= 0.01 * gpt.plain_seconds
+
+
+def test_smaller_budgets_never_give_less_time_and_larger_ones_are_used(planner: Planner):
+    extras = [planner.solve(budget).simulation.extra_seconds for budget in budgets_of(planner, 12)]
+    assert extras == sorted(extras, reverse=True)
+    assert len(set(extras)) == len(extras)
+    assert planner.solve(planner.sim.plain_peak).simulation.extra_seconds == 0
+
+
+def test_smallest_budget_is_below_per_block_checkpointing(gpt: StepGraph):
+    per_block = policies.full()(gpt).predicted_peak_bytes
+    with pytest.raises(BudgetError, match="At its peak stands") as error:
+        optimal(gpt, gpt.resident_bytes)
+    assert error.value.smallest_bytes is not None and error.value.smallest_bytes <= per_block
+    assert "h." in str(error.value)
+
+
+def test_the_same_graph_gets_the_same_plan(gpt: StepGraph):
+    budget = int(0.5 * Simulator(gpt).plain_peak)
+    assert optimal(gpt, budget).to_json() == optimal(StepGraph.from_json(gpt.to_json()), budget).to_json()
+
+
+def test_plans_survive_json_and_explain_themselves(gpt: StepGraph):
+    plan = lowtide.plan.make(gpt, int(0.4 * Simulator(gpt).plain_peak))
+    assert Plan.from_json(plan.to_json()) == plan
+    text = str(plan)
+    assert "optimal" in text and "lm_head" in text and "total" in text
+    assert plan.gap <= 0.01
+    assert plan.bound_peak_bytes <= plan.predicted_peak_bytes
+    assert sum(row.replayed_operations for row in plan.modules) == len(plan.replayed)
+    assert sum(row.extra_seconds for row in plan.modules) + gpt.overhead_seconds == pytest.approx(plan.predicted_extra_seconds)
+
+
+def test_planning_is_quick():
+    graph = transformer(24, tokens=512, hidden=256, heads=4, sequence=256, vocab=512)
+    start = time.perf_counter()
+    optimal(graph, int(0.4 * Simulator(graph).plain_peak))
+    assert time.perf_counter() - start < 20
+
+
+def test_many_layers_do_not_cost_as_many_times():
+    small, large = transformer(12), transformer(48)
+    a, b = Planner(small), Planner(large)
+    assert b.master.evaluations <= a.master.evaluations
+    assert len(b.stages) > 3.5 * len(a.stages)
+
+
+def test_networks_without_blocks_fit_too():
+    graph = residual_network(8)
+    planner = Planner(graph)
+    for budget in budgets_of(planner, 4):
+        assert planner.solve(budget).simulation.peak_bytes <= budget
+
+
+def test_budget_that_keeps_everything_adds_nothing(gpt: StepGraph):
+    plan = optimal(gpt, Simulator(gpt).plain_peak)
+    assert plan.predicted_extra_seconds == 0 and plan.replayed == () and plan.gap == 0
+    assert all(decision.kind == "keep" for decision in plan.decisions.values())
+
+
+def test_closing_adds_only_what_is_needed():
+    for seed in range(40):
+        graph = random_graph(seed, 8)
+        sim = Simulator(graph)
+        stored = close(graph, [], sim)
+        sim.simulate(stored)
+        for value in stored:
+            with pytest.raises(PlanError):
+                sim.simulate(stored - {value})

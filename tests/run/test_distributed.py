@@ -1,0 +1,213 @@
+"""DistributedDataParallel and FSDP2 on Gloo: limited models train bit by bit as without lowtide, or an error says what to do."""
+
+from __future__ import annotations
+
+import copy
+import os
+import traceback
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import lowtide
+
+pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs Gloo")
+
+N = 16
+
+
+class Block(nn.Module):
+    def __init__(self, width: int = N) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(32, N)
+        self.blocks = nn.ModuleList([Block() for _ in range(layers)])
+        self.head = nn.Linear(N, 32)
+
+    def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+        x = self.embed(tokens)
+        for block in self.blocks:
+            x = block(x)
+        return nn.functional.cross_entropy(self.head(x).flatten(0, 1), tokens.roll(-1, 1).flatten())
+
+
+def make() -> Model:
+    torch.manual_seed(0)
+    return Model()
+
+
+def tokens(rank: int, step: int) -> torch.Tensor:
+    return torch.randint(0, 32, (8, 16), generator=torch.Generator().manual_seed(100 * rank + step))
+
+
+def train(model: nn.Module, rank: int, steps: int = 3) -> list[torch.Tensor]:
+    """Gradients, losses and parameters of a few steps."""
+    found: list[torch.Tensor] = []
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    for step in range(steps):
+        optimizer.zero_grad()
+        torch.manual_seed(step)
+        loss = model(tokens(rank, step))
+        loss.backward()
+        found.append(loss.detach().clone())
+        found += [local(p.grad).clone() for p in model.parameters() if p.grad is not None]
+        optimizer.step()
+    return found + [local(p.detach()).clone() for p in model.parameters()]
+
+
+def local(tensor: Any) -> torch.Tensor:
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
+
+
+# ---- two processes ---------------------------------------------------------------------------------------------------------------------
+
+
+def start(rank: int, body: Callable[[int], None], folder: str) -> None:
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    try:
+        body(rank)
+        dist.barrier()
+    except BaseException:
+        Path(folder, f"error{rank}").write_text(traceback.format_exc())
+        os._exit(1)  # the other process waits in a collective: let the launcher end it
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def on_two_processes(body: Callable[[int], None], folder: Path) -> None:
+    try:
+        mp.start_processes(start, (body, str(folder)), nprocs=2, start_method="fork")
+    except Exception as error:
+        texts = [p.read_text() for p in sorted(folder.glob("error*"))]
+        pytest.fail("\n".join(texts) or str(error))
+
+
+def ddp(rank: int) -> None:
+    from torch.nn.parallel import DistributedDataParallel as Wrap
+
+    expected = train(Wrap(make()), rank)
+
+    inner = make()
+    before = lowtide.limit_memory(inner, "90%")
+    assert equal(expected, train(Wrap(inner), rank)), "limited, then wrapped"
+    assert before.plan is not None and before.plan.replayed
+
+    wrapped = Wrap(make())
+    after = lowtide.limit_memory(wrapped, "90%")
+    assert equal(expected, train(wrapped, rank)), "wrapped, then limited"
+    assert after.plan is not None and after.plan.replayed
+
+    for options in ({"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
+        expected = train(Wrap(make(), **options), rank)
+        inner = make()
+        lowtide.limit_memory(inner, policy="full")
+        assert equal(expected, train(Wrap(inner, **options), rank)), options
+
+
+def ddp_no_sync(rank: int) -> None:
+    import warnings
+
+    from torch.nn.parallel import DistributedDataParallel as Wrap
+
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    results = []
+    for limited in (False, True):
+        model = make()
+        if limited:
+            lowtide.limit_memory(model, policy="full")
+        wrapped = Wrap(model)
+        torch.manual_seed(0)
+        with wrapped.no_sync():
+            wrapped(tokens(rank, 0)).backward()
+            wrapped(tokens(rank, 1)).backward()
+        wrapped(tokens(rank, 2)).backward()
+        results.append([p.grad.clone() for p in model.parameters()])
+    assert equal(*results)
+
+
+def sharded(model: Model, **options: Any) -> Model:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    mesh = init_device_mesh("cpu", (2,))
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, **options)
+    fully_shard(model, mesh=mesh, **options)
+    return model
+
+
+def fsdp_blocks(rank: int) -> None:
+    """The limit on each sharded unit."""
+    for options in ({}, {"reshard_after_forward": False}):
+        expected = train(sharded(make(), **options), rank)
+        model = sharded(make(), **options)
+        handles = [lowtide.limit_memory(block, policy="full") for block in model.blocks]
+        found = train(model, rank)
+        assert equal(expected, found), options
+        del handles
+
+
+def fsdp_whole(rank: int) -> None:
+    """The limit on the whole model: equal, or an error that says what to do."""
+    expected = train(sharded(make()), rank)
+    model = sharded(make())
+    try:
+        handle = lowtide.limit_memory(model, policy="full")
+        found = train(model, rank)
+    except lowtide.LowtideError as error:
+        assert "shard" in str(error), error
+        return
+    assert equal(expected, found)
+    assert handle.plan is not None
+
+
+def fsdp_scopes(rank: int) -> None:
+    """A scope inside each block."""
+
+    class Scoped(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with lowtide.checkpointing():
+                return super().forward(x)
+
+    def with_scopes() -> Model:
+        model = make()
+        for k, block in enumerate(model.blocks):
+            scoped = Scoped()
+            scoped.load_state_dict(block.state_dict())
+            model.blocks[k] = scoped
+        return model
+
+    expected = train(sharded(make()), rank)
+    assert equal(expected, train(sharded(with_scopes()), rank))
+
+
+@pytest.mark.parametrize("body", [ddp, ddp_no_sync], ids=lambda f: f.__name__)
+def test_data_parallel(body: Any, tmp_path: Path) -> None:
+    on_two_processes(body, tmp_path)
+
+
+@pytest.mark.parametrize("body", [fsdp_blocks, fsdp_whole, fsdp_scopes], ids=lambda f: f.__name__)
+def test_sharded(body: Any, tmp_path: Path) -> None:
+    on_two_processes(body, tmp_path)

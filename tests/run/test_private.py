@@ -1,0 +1,246 @@
+"""Every private PyTorch interface that lowtide leans on does what it is leaned on for; a release that moves one fails here, by name."""
+
+from __future__ import annotations
+
+import copy
+import inspect
+from typing import Any
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide import private
+
+
+class Counts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+        self.found: list[Any] = []
+        self.look: Any = None
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        if self.look is not None:
+            self.found.append(self.look(args[0]))
+        return func(*args, **(kwargs or {}))
+
+
+def test_in_backward() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: seen.append(private.in_backward()))
+    assert not private.in_backward()
+    y.sum().backward()
+    assert seen == [True] and not private.in_backward()
+
+
+def test_in_backward_is_the_threads_own() -> None:
+    import threading
+
+    seen: list[bool] = []
+
+    def hook(grad: torch.Tensor) -> None:
+        thread = threading.Thread(target=lambda: seen.append(private.in_backward()))
+        thread.start()
+        thread.join()
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    y.sum().backward()
+    assert seen == [False]
+
+
+def test_storage_key_is_of_the_storage() -> None:
+    x = torch.ones(4)
+    assert private.storage_key(x) == private.storage_key(x[1:]) == private.storage_key(x.view(2, 2)) == private.storage_key(x.detach())
+    assert private.storage_key(x) != private.storage_key(x.clone())
+
+
+def test_versioned_alias_shares_the_counter() -> None:
+    x = torch.ones(4)
+    alias = private.versioned_alias(x)
+    assert private.storage_key(alias) == private.storage_key(x) and alias.grad_fn is None and not alias.requires_grad
+    before = alias._version
+    x.add_(1)
+    assert alias._version == before + 1
+
+
+def test_versioned_alias_shares_the_counter_inside_a_dispatch_mode() -> None:
+    x = torch.ones(4)
+    mode = Counts()
+    mode.look = private.versioned_alias
+    with mode:
+        torch.sin(x)
+    (alias,) = mode.found
+    before = alias._version
+    x[1:].mul_(2)
+    assert alias._version > before
+    with mode:
+        x.zero_()
+    assert alias._version > before + 1
+
+
+def test_a_plain_detach_inside_a_dispatch_mode_does_not() -> None:
+    """Why `versioned_alias` is there. If this fails, it can be made simpler."""
+    x = torch.ones(4)
+    mode = Counts()
+    mode.look = torch.Tensor.detach
+    with mode:
+        torch.sin(x)
+    before = mode.found[0]._version
+    x.add_(1)
+    assert mode.found[0]._version == before
+
+
+def test_version_witness_tells_of_writes_and_holds_nothing() -> None:
+    import weakref
+
+    x = torch.ones(1000)
+    storage = weakref.ref(x.untyped_storage())
+    witness = private.version_witness(x)
+    before = witness._version
+    assert witness.untyped_storage().nbytes() == 0
+    x[3] = 5.0
+    assert witness._version == before + 1
+    assert x[3] == 5.0 and x.numel() == 1000
+    del x
+    assert storage() is None
+
+
+def test_replaying_is_below_autograd_and_autocast() -> None:
+    x = torch.ones(4, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+        with private.replaying():
+            y = x @ x
+            assert y.dtype is torch.float32 and not y.requires_grad
+        assert (x @ x).dtype is torch.bfloat16 and (x @ x).requires_grad
+
+
+def test_replaying_ends_with_an_error_too() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(KeyError), private.replaying():
+            raise KeyError
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16 and torch.is_grad_enabled()
+
+
+@pytest.mark.skipif(not hasattr(private, "storage_use_count"), reason="not used")
+def test_storage_use_count() -> None:
+    x = torch.ones(4)
+    storage = x.untyped_storage()
+    before = private.storage_use_count(storage)
+    view = x[1:]
+    assert private.storage_use_count(storage) == before + 1
+    del view
+    assert private.storage_use_count(storage) == before
+
+
+def test_is_compiled() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert not private.is_compiled(model)
+    assert private.is_compiled(torch.compile(model, backend="eager"))
+    twin = copy.deepcopy(model)
+    twin.compile(backend="eager")
+    assert private.is_compiled(twin)
+    assert not private.is_compiled(torch.nn.Sequential(model))
+
+
+def test_modes_can_be_left_and_entered_again() -> None:
+    outer, middle, inner = Counts(), Counts(), Counts()
+    with outer, middle, inner:
+        assert private.dispatch_modes() == [outer, middle, inner]
+        taken = private.leave_mode(middle)
+        assert private.dispatch_modes() == [outer]
+        torch.ones(1)
+        private.enter_modes(taken)
+        assert private.dispatch_modes() == [outer, middle, inner]
+        torch.ones(2)
+    assert private.dispatch_modes() == []
+    assert len(outer.names) == 2 * len(inner.names) == 2 * len(middle.names)
+
+
+def test_leaving_a_mode_that_is_not_there_leaves_none_behind() -> None:
+    mode = Counts()
+    with mode:
+        private.enter_modes(private.leave_mode(Counts()))
+        assert private.dispatch_modes() == [mode]
+
+
+def test_at_backward_end() -> None:
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def hook(grad: torch.Tensor) -> None:
+        order.append("begin")
+        private.at_backward_end(lambda: order.append("end"))
+
+    y.register_hook(hook)
+    x.register_post_accumulate_grad_hook(lambda p: order.append("leaf"))
+    y.sum().backward()
+    assert order == ["begin", "leaf", "end"]
+
+
+def test_at_backward_end_lets_errors_out() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def fail() -> None:
+        raise KeyError("out")
+
+    y.register_hook(lambda g: private.at_backward_end(fail))
+    with pytest.raises(KeyError, match="out"):
+        y.sum().backward()
+
+
+def test_fake_tensors_refuse_to_give_an_address() -> None:
+    with private.fake_mode() as mode:
+        fake = mode.from_tensor(torch.ones(4))
+        made = torch.empty(3) + torch.ones(3)
+    for tensor in (fake, made):
+        with pytest.raises(RuntimeError, match="data pointer|data_ptr|access"):
+            tensor.data_ptr()
+
+
+def test_without_fake_mode() -> None:
+    with private.fake_mode():
+        assert type(torch.ones(2)) is not torch.Tensor
+        with private.without_fake_mode():
+            assert type(torch.ones(2)) is torch.Tensor
+
+
+def test_call_turns_lazy_conjugation_on_inside_a_mode() -> None:
+    class Calls(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return private.call(func, args, kwargs or {})
+
+    x = torch.randn(4, 4, dtype=torch.complex64, generator=torch.Generator().manual_seed(0))
+    expected = torch.linalg.pinv(x)
+    with Calls():
+        assert torch.equal(torch.linalg.pinv(x), expected)
+
+
+def test_fake_mode_takes_real_constants() -> None:
+    constant = torch.ones(4)
+    with private.fake_mode():
+        assert (torch.empty(4) + constant).shape == (4,)
+
+
+def test_every_function_is_tested_here() -> None:
+    text = inspect.getsource(inspect.getmodule(test_every_function_is_tested_here))  # type: ignore[arg-type]
+    names = [n for n, f in vars(private).items() if inspect.isfunction(f) and f.__module__ == private.__name__ and not n.startswith("_")]
+    assert [n for n in names if f"private.{n}" not in text] == []
+
+
+def test_private_interfaces_stay_in_one_place() -> None:
+    """The tape and the recorder take nothing private from PyTorch but through `lowtide.private`."""
+    import re
+    from pathlib import Path
+
+    run = Path(inspect.getfile(private)).parent / "run"
+    found = [f"{file.name}: {line.strip()}" for file in run.glob("*.py") for line in file.read_text().splitlines() if re.search(r"torch\._C\.(?!_set_grad_enabled)|torch\._dynamo|torch\._functorch", line)]
+    assert found == []
