@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterable
 
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.plan.bound import lower_bound
+from lowtide.plan.bound import Bound, lower_bound
 from lowtide.plan.plan import Keep, ModuleRow, Plan, Recompute, program_of
 from lowtide.plan.simulate import Simulation, Simulator
 
@@ -73,7 +73,7 @@ def make_plan(
     stored: Collection[int],
     policy: str = "own",
     budget: int | None = None,
-    bound: bool = True,
+    bound: bool | Bound = True,
     notes: tuple[str, ...] = (),
     simulator: Simulator | None = None,
 ) -> Plan:
@@ -84,7 +84,7 @@ def make_plan(
         stored: ids of the values that stay; every other droppable saved value is given up where that is possible.
         policy: the name that the plan carries.
         budget: the most live bytes allowed, or ``None``.
-        bound: whether to compute the lower bound on the extra time (a linear program: seconds on large graphs).
+        bound: whether to compute the lower bounds (a linear program: seconds on large graphs), or bounds that are known already.
         notes: anything worth telling.
         simulator: one that already stands for ``graph``.
 
@@ -101,7 +101,7 @@ def make_plan(
             simulation.peak_bytes,
         )
     limit = budget if budget is not None else simulation.peak_bytes
-    floor = lower_bound(sim, limit) if bound else None
+    floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None
     given = set(simulation.given_up)
     return Plan(
         graph=graph.fingerprint(),

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
+from lowtide.plan.bound import Bound, Relaxation
 from lowtide.plan.build import feasible_replays, make_plan, standing
 from lowtide.plan.master import Master
 from lowtide.plan.plan import Plan
@@ -19,6 +20,15 @@ from lowtide.plan.stages import find_stages
 _EFFORT = 9000
 """Evaluations of stage configurations, over all distinct stages."""
 
+_GOOD_GAP = 0.002
+"""Distance to the bound, as a share of the step, at which the search stops."""
+
+_WHOLE_COLUMNS = 5000
+"""Largest program that is solved in whole numbers."""
+
+_NODES = 20
+"""Branch-and-bound nodes: most of what whole numbers bring comes from the root."""
+
 
 class Planner:
     """Plans one step graph; the search over its stages is done once and serves every budget."""
@@ -28,6 +38,9 @@ class Planner:
         self.sim = Simulator(graph)
         self.search = Search(self.sim)
         self.stages = find_stages(self.sim)
+        self.relaxation = Relaxation(self.sim, self.stages)
+        self.bounds: dict[int, float] = {}
+        """budget -> seconds that no schedule can undercut, the recording overhead aside"""
         self.master = Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT)
 
     def family(self) -> list[Candidate]:
@@ -79,7 +92,47 @@ class Planner:
                 least.simulation.peak_bytes,
             )
         best = min(pool, key=lambda c: c.key)
-        return best if self.search.everything() else self.search.polish(best, budget)
+        if self.search.everything() or best.simulation.peak_bytes > budget:
+            return best
+        return self.improve(self.search.polish(best, budget), budget)
+
+    def bound(self, budget: int) -> Bound:
+        """Lower bounds for ``budget``: what `improve` has found, or what the linear program says."""
+        if budget >= self.sim.plain_peak:
+            return Bound(0.0, self.relaxation.least_peak())
+        if budget not in self.bounds:
+            self.bounds[budget] = self.relaxation.solve(budget)[0]
+        return Bound(self.bounds[budget] + self.graph.overhead_seconds, self.relaxation.least_peak())
+
+    def improve(self, best: Candidate, budget: int) -> Candidate:
+        """Where the gap to the bound is wide, take decisions from the bound's own program: rounded, then in whole numbers."""
+        relaxation = self.relaxation
+        values, column = relaxation.values, relaxation.column
+        good = _GOOD_GAP * self.graph.plain_seconds
+        target = budget
+        for attempt in range(3):
+            bound, point = relaxation.solve(target)
+            if not attempt:
+                self.bounds[budget] = bound
+            if best.simulation.extra_seconds - self.graph.overhead_seconds - self.bounds[budget] <= good or bound == float("inf"):
+                break
+            points = [point]
+            if len(relaxation.program.cost) <= _WHOLE_COLUMNS:
+                sharper, whole = relaxation.solve_whole(target, _NODES, 0.2 * good / max(bound, good))
+                if not attempt and sharper < float("inf"):
+                    self.bounds[budget] = max(bound, sharper)
+                if whole is not None:
+                    points.append(whole)
+            over = 0
+            for decisions in points:
+                other = self.search.candidate(frozenset(v for v in values if decisions[column[v]] > 0.5))
+                over = other.simulation.peak_bytes - budget
+                if over <= 0:
+                    best = min(best, self.search.polish(other, budget), key=lambda c: c.key)
+            if not 0 < over < 0.1 * budget:
+                break
+            target -= over
+        return best
 
     def least(self, family: list[Candidate]) -> Candidate:
         """The plan with the smallest peak that the search finds."""
@@ -95,5 +148,6 @@ def optimal(graph: StepGraph, budget: int | None = None) -> Plan:
         BudgetError: no plan fits; the error carries the smallest budget that can be met.
     """
     planner = Planner(graph)
-    best = planner.least(planner.family()) if budget is None else planner.solve(budget)
-    return make_plan(graph, stored=best.stored, policy="optimal", budget=budget, simulator=planner.sim)
+    limit = planner.least(planner.family()).simulation.peak_bytes if budget is None else budget
+    best = planner.solve(limit)
+    return make_plan(graph, stored=best.stored, policy="optimal", budget=budget, simulator=planner.sim, bound=planner.bound(limit))

@@ -2,33 +2,48 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import private
 
 
+class _Outside:
+    """A compiled call that is made outside lowtide's dispatch modes."""
+
+    def __init__(self, call: Callable[..., Any]) -> None:
+        self.call = call
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        outermost = next((mode for mode in private.dispatch_modes() if hasattr(mode, "region")), None)
+        if outermost is None:
+            return self.call(*args, **kwargs)
+        taken = private.leave_mode(outermost)
+        try:
+            return self.call(*args, **kwargs)
+        finally:
+            private.enter_modes(taken)
+
+
 @contextmanager
-def left_alone(model: torch.nn.Module, mode: TorchDispatchMode) -> Iterator[None]:
-    """For the length of the block, ``mode`` is off the stack whenever a compiled submodule of ``model`` runs.
+def left_alone(model: torch.nn.Module) -> Iterator[None]:
+    """For the length of the block, compiled submodules of ``model`` run outside lowtide's dispatch modes.
 
     Such a call is one opaque operation: what it returns and what it saves stays.
     """
-    compiled = [module for module in model.modules() if private.is_compiled(module)]
-    if not compiled:
-        yield
-        return
-    taken: list[list[Any]] = []
-    removes = []
-    for module in compiled:
-        removes.append(module.register_forward_pre_hook(lambda *_: taken.append(private.leave_mode(mode))))
-        removes.append(module.register_forward_hook(lambda *_: private.enter_modes(taken.pop()), always_call=True))
+    changed: list[tuple[torch.nn.Module, str, Any]] = []
+    for module in model.modules():
+        if private.is_compiled(module):
+            name = private.compiled_call(module)
+            call = module.__dict__.get(name)
+            if call is not None and not isinstance(call, _Outside):
+                module.__dict__[name] = _Outside(call)
+                changed.append((module, name, call))
     try:
         yield
     finally:
-        for handle in removes:
-            handle.remove()
+        for module, name, call in changed:
+            module.__dict__[name] = call

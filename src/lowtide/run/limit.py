@@ -63,6 +63,7 @@ class Limiter:
         self.lock = threading.RLock()
         self.idle = threading.Condition(self.lock)
         self.running = 0
+        self.told = False
         self.local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -88,9 +89,21 @@ class Limiter:
         """The model's own forward."""
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
 
+    @private.skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         if getattr(self.local, "inside", False):
             return self.forward(*args, **kwargs)
+        with private.out_of_dynamo() as compiled:
+            if compiled and not self.told:
+                self.told = True
+                warnings.warn(
+                    "torch.compile around a limited model does not reach into it: compile its submodules, which stay compiled",
+                    LowtideWarning,
+                    stacklevel=2,
+                )
+            return self._call(args, kwargs)
+
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or _watched():
             with self._inside(), self._running():
                 return self.forward(*args, **kwargs)
@@ -126,7 +139,7 @@ class Limiter:
         )
         with ExitStack() as stack:
             stack.enter_context(recorder.recording())
-            stack.enter_context(left_alone(self.model, recorder))
+            stack.enter_context(left_alone(self.model))
             result = self.forward(*args, **kwargs)
         planned.steps += 1
         planned.departed = director.departed
@@ -324,6 +337,11 @@ def limit_memory(
         budgets.parse(budget, 1 << 60)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
+    if private.is_compiled(model):
+        raise PlanError(
+            "this model is compiled as a whole, which lowtide cannot look into: limit the model itself and compile its submodules instead "
+            "(they stay compiled)"
+        )
     if isinstance(model.__dict__.get("forward"), Limiter):
         raise PlanError("this model is limited already: call remove() on its handle first")
     limiter = Limiter(model, budget=budget, policy=policy, loss_fn=loss_fn, optimizer=optimizer, verify=verify)

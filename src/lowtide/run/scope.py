@@ -11,6 +11,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError
+from lowtide.run.compiled import left_alone
 from lowtide.run.direct import IdleDirector, RegionDirector
 from lowtide.run.record import Director, Recorder, unpack
 
@@ -115,6 +116,7 @@ def small_executor(model: torch.nn.Module) -> tuple[tuple[Callable[[torch.Tensor
                 stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
             stack.callback(recorder.close)
             stack.enter_context(recorder)
+            stack.enter_context(left_alone(model))
             yield
 
     return (recorder.pack, unpack), active
