@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from random import Random
 
-from lowtide.graph import StepGraph
 from synthetic import Tape
+
+from lowtide.graph import StepGraph
 
 
 def random_graph(seed: int, operations: int = 7) -> StepGraph:
@@ -31,7 +32,9 @@ def random_graph(seed: int, operations: int = 7) -> StepGraph:
             made = tape.op(
                 f"op{k}", reads, outs, seconds=random.randint(1, 9), scratch=random.choice([0, 0, 16]), replayable=random.random() > 0.06
             )
-        saved = [tape.save(v) for v in dict.fromkeys([*reads, *made]) if random.random() < 0.55 and tape.newest[tape.values[v].storage] == v]
+        saved = [
+            tape.save(v) for v in dict.fromkeys([*reads, *made]) if random.random() < 0.55 and tape.newest[tape.values[v].storage] == v
+        ]
         inputs = [v for v in reads if tape.newest[tape.values[v].storage] == v]
         tape.node(f"grad{k}", saved, made[0], inputs, random.randint(1, 5), random.choice([0, 0, 8]))
         alive += made

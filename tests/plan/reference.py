@@ -46,7 +46,9 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
     given = sorted({s.value for s in given_tensors})
     every = needed_operations(graph, given, stored)
     unpacked = {index for kind, index in graph.events if kind == "unpack"}
-    again = needed_operations(graph, sorted({s.value for s in given_tensors if any(o.id in unpacked for o in graph.saved if o.value == s.value)}), stored)
+    again = needed_operations(
+        graph, sorted({s.value for s in given_tensors if any(o.id in unpacked for o in graph.saved if o.value == s.value)}), stored
+    )
     # Rule 3: which saved tensors keep which stored storage.
     keeps: dict[int, set[tuple[str, int]]] = {}
 

@@ -58,7 +58,7 @@ def test_sqrt_keeps_the_borders_of_segments():
     plans = {k: policies.sqrt(k)(graph) for k in (1, 2, 4, 8)}
     assert policies.sqrt()(graph).stored == plans[4].stored
     assert plans[4].predicted_peak_bytes < plans[1].predicted_peak_bytes
-    assert plans[4].predicted_peak_bytes < 0.5 * plans[4].plain_peak_bytes
+    assert plans[4].predicted_peak_bytes < 0.6 * plans[4].plain_peak_bytes
     with pytest.raises(PlanError):
         policies.sqrt(0)
 

@@ -1,6 +1,7 @@
 """Decide: from a step graph and a budget to a plan.
 
-``lowtide.plan(graph, budget=...)`` makes one; `simulate` says exactly what any set of stored values does; `policies` has the ways to choose.
+``lowtide.plan(graph, budget=...)`` makes one; `simulate` says exactly what any set of stored values does; `policies` has the ways to
+choose.
 """
 
 from __future__ import annotations

@@ -15,15 +15,17 @@ The linear program has s_v in [0, 1] ("value v is stored") and r_i in [0, 1] ("o
 At moment t, ``natural`` is what the program itself holds, the sum is over values that are dead by themselves at t and are surely still
 held if they are stored, and ``demanded`` are the tensors that backward has unpacked and not yet dropped: they are there, stored or not.
 A stored value is surely held until its own last unpack, or, when autograd does not save it, until the last unpack of the first of the saved
-values that replays can make from it.
+values that replays can make from it; for each operation i that reads it and rests on it longer, s_v + r_i - 1 of it is there longer.
 
 Where memory is tight, `lowtide.plan.windows` adds a stage's backward, one backward node at a time: there it also counts the replayed values
-that wait for later nodes. All other bytes that replays hold are left out, so the bound is below the true optimum (FIELD, "Planning"; with integers it is Checkmate's program, arXiv 1910.02653, equations 1 and 7).
+that wait for later nodes. All other bytes that replays hold are left out, so the bound is below the true optimum (FIELD, "Planning"; with
+integers it is Checkmate's program, arXiv 1910.02653, equations 1 and 7). `Relaxation.solve_whole` asks for whole s and r, which is sharper.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -97,27 +99,28 @@ class Program:
             return int(answer.status), 0.0, np.zeros(shape[1])
         return 0, float(answer.fun) * scale, np.asarray(answer.x)
 
-
     def solve_integral(self, integral: int, nodes: int, gap: float) -> tuple[int, float, Floats | None]:
         """As `solve` with the first ``integral`` columns whole numbers: status, lower bound on the objective, and the best point found."""
         count = len(self.cost)
         scale = max(max(self.cost, default=0.0), 1e-12)
         whole = np.zeros(count)
         whole[:integral] = 1
+        limits: Any = np.array(self.right)
+        upper: Any = np.array(self.upper)
+        lower: Any = np.zeros(count)
+        none: Any = -np.inf
         answer = milp(
             np.array(self.cost) / scale,
-            constraints=LinearConstraint(
-                csr_array((self.data, (self.rows, self.columns)), shape=(len(self.right), count)), -np.inf, np.array(self.right)
-            ),
-            bounds=Bounds(np.zeros(count), np.array(self.upper)),
+            constraints=LinearConstraint(csr_array((self.data, (self.rows, self.columns)), shape=(len(self.right), count)), none, limits),
+            bounds=Bounds(lower, upper),
             integrality=whole,
             options={"node_limit": nodes, "mip_rel_gap": gap},
         )
         if answer.status == 2:
             return 2, float("inf"), None
         bound = answer.mip_dual_bound
-        usable = bound is not None and np.isfinite(bound)
-        return int(answer.status), float(bound) * scale if usable else 0.0, None if answer.x is None else np.asarray(answer.x)
+        least = float(bound) * scale if bound is not None and np.isfinite(bound) else 0.0
+        return int(answer.status), least, None if answer.x is None else np.asarray(answer.x)
 
 
 class Relaxation:
@@ -149,6 +152,7 @@ class Relaxation:
         self.column = {v: k for k, v in enumerate(self.values)}
         self.op_column = {i: len(self.values) + k for k, i in enumerate(self.operations)}
         self._moments()
+        self._rests()
 
     def seconds_of(self, index: int) -> float:
         """What one more run of an operation costs."""
@@ -170,7 +174,7 @@ class Relaxation:
         """Per value, the events between which a stored copy is surely extra; per event, what is there in any case."""
         sim = self.sim
         end = sim.end
-        rests = self._surely_held()
+        self.rests_until = self._surely_held()
         self.span: dict[int, tuple[int, int]] = {}
         fixed = np.zeros(end + 1, dtype=np.int64)
         self.handed: dict[int, list[tuple[int, int]]] = {}
@@ -183,7 +187,7 @@ class Relaxation:
                 for start, until in sim.unpacks[tensor]:
                     last = max(last, start)
                     handed.append((max(start, dead), until))
-            until = last if last >= 0 else rests.get(value, -1)
+            until = last if last >= 0 else min((self.rests_until[i] for i in self._readers(value)), default=-1)
             merged: list[tuple[int, int]] = []
             for start, stop in sorted(h for h in handed if h[0] < h[1]):
                 if merged and start <= merged[-1][1]:
@@ -199,8 +203,26 @@ class Relaxation:
                 self.pieces[value] = _outside(merged, dead, until)
         self.fixed = sim.natural_live + np.cumsum(fixed[:end]) + sim.scratch
 
+    def _readers(self, value: int) -> list[int]:
+        return [i for i in self.sim.readers[value] if i in self.op_column]
+
+    def _rests(self) -> None:
+        """Where a stored value is held longer when a certain operation is to run again: (value, pieces, such operations), a column each."""
+        self.extras: list[tuple[int, list[tuple[int, int]], list[int]]] = []
+        least = (self.sim.plain_peak - self.sim.graph.resident_bytes) / 4000
+        for value, (dead, until) in self.span.items():
+            if self.sim.value_bytes[value] < least:
+                continue
+            readers = self._readers(value)
+            start = until
+            for level in sorted({self.rests_until[i] for i in readers if self.rests_until[i] > until}):
+                pieces = _outside(self.handed[value], max(dead, start), level)
+                if pieces:
+                    self.extras.append((value, pieces, [i for i in readers if self.rests_until[i] >= level]))
+                start = level
+
     def _surely_held(self) -> dict[int, int]:
-        """Value -> the event until which a stored copy is held at least, by what is made from it and given up.
+        """Operation -> the event until which what it reads is held at least, if it runs again.
 
         An operation runs again because one of its outputs is not stored: a saved one, which then rests on what the operation reads until
         its own last unpack, or one that another replay reads.
@@ -208,12 +230,14 @@ class Relaxation:
         sim = self.sim
         last = {v: max(start for t in sim.saved_of[v] for start, _ in sim.unpacks[t]) for v in self.demanded}
         by_reader: dict[int, int] = {}
+        until: dict[int, int] = {}
         for index in reversed(self.operations):
             op = sim.graph.operations[index]
             here = min((last.get(w, by_reader.get(w, sim.end)) for w in op.writes if w in self.column), default=sim.end)
+            until[index] = here
             for u in op.reads:
                 by_reader[u] = min(by_reader.get(u, here), here)
-        return by_reader
+        return until
 
     def base_program(self) -> Program:
         """Columns and rows without memory."""
@@ -230,13 +254,19 @@ class Relaxation:
             for u in graph.operations[i].reads:
                 if not self.sim.base_flags[u]:
                     program.row([(self.op_column[i], 1.0), *self.available(u)], 0.0)
+        for value, _, readers in self.extras:
+            held = program.column()
+            for i in readers:
+                program.row([(self.column[value], 1.0), (self.op_column[i], 1.0), (held, -1.0)], 1.0)
         return program
 
-    def occupancy(self, stored: Floats) -> Floats:
+    def occupancy(self, point: Floats) -> Floats:
         """Bytes of stored values at every event, those handed out left aside (they are in ``fixed``)."""
         change = np.zeros(self.sim.end + 1)
-        for value, pieces in self.pieces.items():
-            amount = stored[self.column[value]]
+        first = len(self.values) + len(self.operations)
+        held = [(value, pieces, point[self.column[value]]) for value, pieces in self.pieces.items()]
+        held += [(value, pieces, point[first + k]) for k, (value, pieces, _) in enumerate(self.extras) if first + k < len(point)]
+        for value, pieces, amount in held:
             if amount > 1e-9:
                 size = self.sim.value_bytes[value] * amount
                 for a, b in pieces:
@@ -246,13 +276,19 @@ class Relaxation:
 
     def held_at(self, event: int, without: set[int] | None = None) -> list[tuple[int, float]]:
         """Entries of the stored values that take memory at ``event``."""
-        return [
+        entries = [
             (self.column[value], float(self.sim.value_bytes[value]))
             for value, pieces in self.pieces.items()
             if self.span[value][0] <= event < self.span[value][1]
             and (without is None or value not in without)
             and any(a <= event < b for a, b in pieces)
         ]
+        first = len(self.values) + len(self.operations)
+        for k, (value, pieces, _) in enumerate(self.extras):
+            own = without is not None and value in without and value not in self.sim.saved_of
+            if not own and any(a <= event < b for a, b in pieces):
+                entries.append((first + k, float(self.sim.value_bytes[value])))
+        return entries
 
     def forced(self) -> Floats:
         """1 for every value that each schedule stores: demanded, and not to be brought back."""
@@ -305,14 +341,14 @@ class Relaxation:
             if status == 2 or answer is None:
                 break
             point = answer[:whole]
-            if not self._tighten(point, budget):
+            if not self._tighten(answer, budget):
                 break
         return best, point
 
     def _tighten(self, point: Floats, budget: int) -> bool:
         """Add the memory rows that ``point`` violates, or else the windows where it is tight; whether there was anything to add."""
         scale = float(max(1, budget))
-        load = (self.fixed + self.occupancy(point[: len(self.values)])) / scale
+        load = (self.fixed + self.occupancy(point)) / scale
         fresh = [e for e in self._violated(load) if e not in self.chosen]
         for event in fresh:
             self.chosen.add(event)

@@ -14,7 +14,6 @@ from lowtide.plan.plan import Keep, ModuleRow, Plan, Recompute, program_of
 from lowtide.plan.simulate import Simulation, Simulator
 
 
-
 def feasible_replays(sim: Simulator) -> list[bool]:
     """Per operation: whether it can run again when everything that can be stored is stored."""
     graph = sim.graph

@@ -67,7 +67,9 @@ def render(plan: Plan) -> str:
         lines.append(f"       no schedule of these operations goes below {format_bytes(plan.bound_peak_bytes)}")
     percent = 100 * plan.predicted_extra_seconds / plan.plain_seconds if plan.plain_seconds else 0.0
     lines.append(f"time   {format_seconds(plan.plain_seconds)} plain + {format_seconds(plan.predicted_extra_seconds)} ({percent:+.2f} %)")
-    lines.append(f"bound  + {format_seconds(plan.bound_extra_seconds)}: at most {100 * plan.gap:.2f} % of the step could be won by a better plan")
+    lines.append(
+        f"bound  + {format_seconds(plan.bound_extra_seconds)}: at most {100 * plan.gap:.2f} % of the step could be won by a better plan"
+    )
     if plan.peak_operation:
         lines.append(f"peak stands at {plan.peak_operation} in module {plan.peak_module or 'root'!r}")
     lines += [f"note: {note}" for note in plan.notes]
@@ -87,7 +89,13 @@ def _table(plan: Plan) -> list[str]:
     )
     cells = [("module", "saved by autograd", "kept", "replayed", "extra")]
     cells += [
-        (r.module or "(root)", format_bytes(r.saved_bytes), format_bytes(r.kept_bytes), str(r.replayed_operations), format_seconds(r.extra_seconds))
+        (
+            r.module or "(root)",
+            format_bytes(r.saved_bytes),
+            format_bytes(r.kept_bytes),
+            str(r.replayed_operations),
+            format_seconds(r.extra_seconds),
+        )
         for r in [*rows, total]
     ]
     widths = [max(len(row[k]) for row in cells) for k in range(5)]

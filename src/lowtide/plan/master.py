@@ -1,8 +1,8 @@
 """Choose a configuration for every stretch of the step: an exact walk over stages, under one budget.
 
-Because every segment adds a constant outside its own forward and window, the memory at any moment is what the earlier segments hold plus the
-segment's own peak. So the best choice is a shortest path: after each stage, the states that matter are (bytes held so far, seconds so far).
-Alike segments share their configurations.
+Because every segment adds a constant outside its own forward and window, the memory at any moment is what the earlier segments hold plus
+the segment's own peak. So the best choice is a shortest path: after each stage, the states that matter are (bytes held so far, seconds so
+far). Alike segments share their configurations.
 """
 
 from __future__ import annotations
@@ -18,7 +18,6 @@ from lowtide.plan.stages import Stages
 
 _STATES = 60_000
 """States kept over all stages: what a step's stages share."""
-
 
 
 @dataclass(frozen=True, eq=False)

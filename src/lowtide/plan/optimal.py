@@ -20,10 +20,10 @@ from lowtide.plan.stages import find_stages
 _EFFORT = 9000
 """Evaluations of stage configurations, over all distinct stages."""
 
-_GOOD_GAP = 0.002
+_GOOD_GAP = 0.003
 """Distance to the bound, as a share of the step, at which the search stops."""
 
-_WHOLE_COLUMNS = 5000
+_WHOLE_COLUMNS = 3500
 """Largest program that is solved in whole numbers."""
 
 _NODES = 20

@@ -149,7 +149,9 @@ class Plan:
             data: dict[str, Any] = json.loads(text)
             version = data.pop("format")
             if version != PLAN_FORMAT:
-                raise PlanError(f"this plan has format {version!r}; this version of lowtide reads format {PLAN_FORMAT}: make the plan again")
+                raise PlanError(
+                    f"this plan has format {version!r}; this version of lowtide reads format {PLAN_FORMAT}: make the plan again"
+                )
             data["decisions"] = {int(k): _DECISIONS[v]() for k, v in data["decisions"].items()}
             data["stored"] = frozenset(data["stored"])
             data["replayed"] = tuple(data["replayed"])

@@ -104,7 +104,7 @@ def _policy(name: str, choose: Callable[[StepGraph, Simulator], frozenset[int]])
     return policy
 
 
-# ---- regions ------------------------------------------------------------------------------------------------------------------------------
+# ---- regions ---------------------------------------------------------------------------------------------------------
 
 
 def block_of(module: str) -> str:
@@ -151,7 +151,9 @@ def regions_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
     missing = [n for k, n in enumerate(outermost) if k not in found]
     if missing:
         known = sorted({op.module for op in graph.operations if op.phase == "forward" and op.module})
-        raise PlanError(f"no operation ran in module {missing[0]!r}; modules of this step: {', '.join(known[:12])}{' ...' if len(known) > 12 else ''}")
+        raise PlanError(
+            f"no operation ran in module {missing[0]!r}; modules of this step: {', '.join(known[:12])}{' ...' if len(known) > 12 else ''}"
+        )
     return region
 
 
@@ -209,7 +211,7 @@ def sqrt_stored(graph: StepGraph, sim: Simulator, segments: int | None = None) -
     return region_stored(sim, region) | stages.everywhere
 
 
-# ---- by operation -------------------------------------------------------------------------------------------------------------------------
+# ---- by operation ----------------------------------------------------------------------------------------------------
 
 
 def names_match(op: Operation, names: Sequence[str]) -> bool:
@@ -224,15 +226,15 @@ def _matching(graph: StepGraph, names: Sequence[str], option: str) -> set[int]:
     for name in names:
         if not any(names_match(graph.operations[i], [name]) for i in found):
             known = sorted({op.name for op in graph.operations if op.phase == "forward"})
-            raise PlanError(f"{option}: this step runs no operation {name!r}; it runs {', '.join(known[:20])}{' ...' if len(known) > 20 else ''}")
+            raise PlanError(
+                f"{option}: this step runs no operation {name!r}; it runs {', '.join(known[:20])}{' ...' if len(known) > 20 else ''}"
+            )
     return found
 
 
 def give_up_outputs(sim: Simulator, operations: set[int]) -> frozenset[int]:
     """What stays when the outputs of ``operations`` are given up and replayed from everything else."""
-    return frozenset(
-        v.id for v in sim.graph.values if v.storable and v.producer is not None and v.producer not in operations
-    )
+    return frozenset(v.id for v in sim.graph.values if v.storable and v.producer is not None and v.producer not in operations)
 
 
 def recompute_stored(graph: StepGraph, sim: Simulator, names: Sequence[str]) -> frozenset[int]:
@@ -262,10 +264,12 @@ def attention_stored(graph: StepGraph, sim: Simulator) -> frozenset[int]:
             above, start = _upstream(sim, op)
             below, stops = _downstream(sim, op, _BATCHED)
             if start and stops:
-                given |= {op.index} | above | below
+                given |= {op.index} | above | below | _beside(sim, op, below)
     if not given:
-        raise PlanError("selective found no attention (a softmax between two batched products, or a fused attention operation): "
-                        "name the operations with recompute_ops= or save_ops=")
+        raise PlanError(
+            "selective found no attention (a softmax between two batched products, or a fused attention operation): "
+            "name the operations with recompute_ops= or save_ops="
+        )
     return give_up_outputs(sim, given)
 
 
@@ -292,6 +296,22 @@ def _upstream(sim: Simulator, op: Operation) -> tuple[set[int], bool]:
             found.add(index)
             stack.extend((u, depth + 1) for u in above.reads)
     return found, product
+
+
+def _beside(sim: Simulator, op: Operation, region: set[int]) -> set[int]:
+    """What else the operations of ``region`` read that is made near ``op`` without a product: dropout masks."""
+    graph = sim.graph
+    found: set[int] = set()
+    stack = [u for i in region for u in graph.operations[i].reads]
+    while stack:
+        index = sim.producer[stack.pop()]
+        if index < 0 or index in found or index in region or index <= op.index:
+            continue
+        near = graph.operations[index]
+        if _same_place(near, op) and not _PRODUCT.search(near.name):
+            found.add(index)
+            stack.extend(near.reads)
+    return found
 
 
 def _downstream(sim: Simulator, op: Operation, stop: re.Pattern[str]) -> tuple[set[int], bool]:

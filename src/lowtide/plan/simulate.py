@@ -136,9 +136,7 @@ class Simulator:
                     if until == end:
                         self.unpacks[index][k] = (start, at)
                         break
-        self.own_hold = [
-            max([self.release_event[t], *(until for _, until in self.unpacks[t])]) for t in range(len(graph.saved))
-        ]
+        self.own_hold = [max([self.release_event[t], *(until for _, until in self.unpacks[t])]) for t in range(len(graph.saved))]
         self.saved_release: dict[int, int] = {}
         """value -> the last release of its droppable saved tensors."""
         self.saved_hold: dict[int, int] = {}
@@ -246,7 +244,9 @@ class Simulator:
             value = stack.pop()
             index = producer[value]
             if index < 0:
-                raise PlanError(f"a replay rests on value {value} ({self.describe(value)}), which the step overwrites: store what is made from it")
+                raise PlanError(
+                    f"a replay rests on value {value} ({self.describe(value)}), which the step overwrites: store what is made from it"
+                )
             if index in needed:
                 continue
             needed.add(index)
@@ -255,7 +255,9 @@ class Simulator:
                 raise PlanError(f"value {value} must be stored: {self.describe(value)} is not replayable ({op.reason or 'unknown reason'})")
             for u in op.reads:
                 if flags[u] == 2:
-                    raise PlanError(f"a replay rests on value {u} ({self.describe(u)}), which the step overwrites: store what is made from it")
+                    raise PlanError(
+                        f"a replay rests on value {u} ({self.describe(u)}), which the step overwrites: store what is made from it"
+                    )
                 if not flags[u]:
                     if self.graph.values[u].must_store:
                         raise PlanError(f"value {u} must be stored: {self.describe(u)} is read by a replay that may not reach further back")

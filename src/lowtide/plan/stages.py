@@ -1,13 +1,14 @@
 """Cut the forward of a step into stages that touch each other in few values, and tell which stages are alike.
 
 In: a `Simulator`. Out: `Stages`: ranges of forward operations, the events that belong to each, and who owns the values that cross the cuts.
-A stage's saved tensors are unpacked in one stretch of backward (its window), so what one stage keeps adds to every other stage's memory as a
-constant, and each distinct stage can be solved on its own.
+A stage's saved tensors are unpacked in one stretch of backward (its window), so what one stage keeps adds to every other stage's memory as
+a constant, and each distinct stage can be solved on its own.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import pairwise
 
 from lowtide.plan.simulate import Bytes, Simulator
 
@@ -73,9 +74,7 @@ def find_stages(sim: Simulator) -> Stages:
         value = graph.saved[tensor].value
         if value in born:
             last[value] = max(last[value], at)
-    everywhere = frozenset(
-        v for v in born if graph.values[v].storable and last[v] - born[v] > max(2 * LONGEST_STAGE, count // 5)
-    )
+    everywhere = frozenset(v for v in born if graph.values[v].storable and last[v] - born[v] > max(2 * LONGEST_STAGE, count // 5))
     crossing, heavy, blocked = _crossings(sim, born, last, everywhere, count)
     starts = _cut(count, crossing, heavy, blocked)
     of_position = [0] * count
@@ -91,7 +90,9 @@ def find_stages(sim: Simulator) -> Stages:
     sizable = max(taken.values(), default=0) // 50
     forward_end = max((sim.op_event[i] for i in forward if taken[i] >= sizable), default=0)
     base = _base(sim, everywhere, window_events, of_position, position)
-    return Stages(tuple(starts), tuple(forward), stage_of, last_stage, owner, everywhere, forward_events, window_events, signature, base, forward_end)
+    return Stages(
+        tuple(starts), tuple(forward), stage_of, last_stage, owner, everywhere, forward_events, window_events, signature, base, forward_end
+    )
 
 
 def _base(
@@ -149,7 +150,7 @@ def _cut(count: int, crossing: list[int], heavy: list[int], blocked: list[bool])
         if starts[k] == count or starts[k] - merged[-1] >= 6:
             merged.append(starts[k])
     result = [0]
-    for a, b in zip(merged, merged[1:], strict=False):
+    for a, b in pairwise(merged):
         result += _split(a, b, heavy, blocked)
     return result if len(result) > 1 else [0, count]
 
@@ -228,7 +229,11 @@ def _signatures(
                 if v >= 0:
                     value = graph.values[v]
                     old = value.producer is None
-                    parts.append((-2, sim.value_bytes[v]) if old else (local("value", v), local("storage", value.storage), value.storable, value.must_store))
+                    parts.append(
+                        (-2, sim.value_bytes[v])
+                        if old
+                        else (local("value", v), local("storage", value.storage), value.storable, value.must_store)
+                    )
                     parts.append(0 if old else sim.value_bytes[v])
         for a, b in (forward_events[k], window_events[k]):
             parts.append(b - a)

@@ -34,7 +34,9 @@ class Window:
         self.operations = [i for i in relaxation.stages.operations(max(0, stage - depth), stage + 1) if i in relaxation.op_column]
         inside = set(self.operations)
         self.values = [
-            v for v in relaxation.values if sim.producer[v] in inside and sim.natural_end[sim.storage_of[v]] <= start and relaxation.replay_column(v) is not None
+            v
+            for v in relaxation.values
+            if sim.producer[v] in inside and sim.natural_end[sim.storage_of[v]] <= start and relaxation.replay_column(v) is not None
         ]
         self.granules = self._granules(start, end)
 
@@ -93,9 +95,7 @@ class Window:
                         program.row([(again[i][g], 1.0), *self._stored(u, -1.0), (again[sim.producer[u]][g], -1.0)], 0.0)
                 else:
                     program.row([(again[i][count], 1.0), *rel.available(u)], 0.0)
-        memory: list[list[tuple[int, float]]] = [
-            [(c, b / scale) for c, b in rel.held_at(moment, mine)] for moment, _ in self.granules
-        ]
+        memory: list[list[tuple[int, float]]] = [[(c, b / scale) for c, b in rel.held_at(moment, mine)] for moment, _ in self.granules]
         for v in self.values:
             self._add_value(program, v, again, memory, scale)
         for (moment, _), entries in zip(self.granules, memory, strict=True):
@@ -137,7 +137,5 @@ class Window:
                 if v in rel.span and moment < rel.span[v][1]:
                     program.row([*self._stored(v, 1.0), (there, -1.0)], 0.0)
                 for i in readers:
-                    program.row(
-                        [*stored, (again[p][g], 1.0), (rel.op_column[i], 1.0), (again[i][g], -1.0), (there, -1.0)], 1.0
-                    )
+                    program.row([*stored, (again[p][g], 1.0), (rel.op_column[i], 1.0), (again[i][g], -1.0), (there, -1.0)], 1.0)
                 memory[g - 1].append((there, size))

@@ -80,12 +80,26 @@ class Wrapped:
         self.kind = type(tensor)
         self.names, self.context = tensor.__tensor_flatten__()
         self.shape, self.strides = tensor.shape, tensor.stride()
-        self.packed = [pack(getattr(tensor, name)) for name in self.names]
+        parts = [getattr(tensor, name) for name in self.names]
+        self.packed = [pack(part) if isinstance(part, torch.Tensor) else _Part(part) for part in parts]
 
     def unpack(self) -> torch.Tensor:
         """The subclass put together again."""
         inner = {name: unpack(packed) for name, packed in zip(self.names, self.packed, strict=True)}
         return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.strides)
+
+
+class _Part:
+    """What a subclass names that is no tensor, such as a DTensor's mesh."""
+
+    __slots__ = ("part",)
+
+    def __init__(self, part: Any) -> None:
+        self.part = part
+
+    def unpack(self) -> Any:
+        """It."""
+        return self.part
 
 
 def unpack(packed: Any) -> torch.Tensor:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -174,6 +175,7 @@ class Limiter:
                 self.idle.wait_for(lambda: self.running == 0)
                 found = self.plans.get(key)  # another thread may have made it meanwhile
             if found is None:
+                _refuse_sharded(self.model)
                 if self.plans:
                     last = next(reversed(self.plans))
                     warnings.warn(f"lowtide plans for another kind of step: {key.difference(last)}", LowtideWarning, stacklevel=5)
@@ -344,9 +346,28 @@ def limit_memory(
         )
     if isinstance(model.__dict__.get("forward"), Limiter):
         raise PlanError("this model is limited already: call remove() on its handle first")
+    _refuse_sharded(model)
     limiter = Limiter(model, budget=budget, policy=policy, loss_fn=loss_fn, optimizer=optimizer, verify=verify)
     model.__dict__["forward"] = limiter
     return Handle(limiter)
+
+
+def _refuse_sharded(model: torch.nn.Module) -> None:
+    """A replay never reaches into a sharded unit from outside: its weights are not there then.
+
+    Raises:
+        PlanError: the model holds units that FSDP shards on their own.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    units = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
+    if units:
+        raise PlanError(
+            f"this model holds modules that FSDP shards on their own ({', '.join(units[:3])}{' ...' if len(units) > 3 else ''}): put the limit "
+            "on these one by one, for example `for block in model.blocks: lowtide.limit_memory(block, ...)`"
+        )
 
 
 def _watched() -> bool:

@@ -98,6 +98,7 @@ class Recorder(TorchDispatchMode):
         room: Callable[[int], int] | None = None,
     ) -> None:
         super().__init__()
+        private.keep_dynamo_out()
         self.director = director
         self.verify = verify
         self.check = check or verify
@@ -110,6 +111,11 @@ class Recorder(TorchDispatchMode):
         self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._nodes: list[weakref.ref[Node]] = []
         self._order = 0
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled call within stays compiled."""
+        return True
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:

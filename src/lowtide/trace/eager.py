@@ -7,6 +7,7 @@ packed and a stand-in is handed out as it is unpacked, so that the events show h
 
 from __future__ import annotations
 
+import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -74,6 +75,7 @@ class Tracer(TorchDispatchMode):
         inner: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None,
     ) -> None:
         super().__init__()
+        private.keep_dynamo_out()
         self.model = model
         self.fake = fake
         self.inner = inner
@@ -101,6 +103,11 @@ class Tracer(TorchDispatchMode):
         self._infos: list[OpInfo] = []
         if model is not None:
             self.name_model(model)
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled call within stays compiled."""
+        return True
 
     # ---- names ------------------------------------------------------------------------------------------------------------------
 
@@ -212,7 +219,7 @@ class Tracer(TorchDispatchMode):
             ignored |= {id(t) for t in written if has_plain_storage(t) and covers_storage(t)}
         reads = list(dict.fromkeys(self.value_of(t) for t in inputs if id(t) not in ignored))
         signature, spec = _signature(func, args, kwargs)
-        if self.fake and _stays_real(inputs, args, kwargs):
+        if self.fake and _stays_real(info, inputs, args, kwargs):
             with private.without_fake_mode():
                 result = private.call(func, args, kwargs)
         else:
@@ -465,18 +472,26 @@ def _plain_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     if is_wrapper(tensor):
         names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
         for name in names:
-            yield from _plain_leaves(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
+                yield from _plain_leaves(inner)
     elif has_plain_storage(tensor):
         yield tensor
 
 
+_SMALL_ONES = 1 << 16
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
-def _stays_real(inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call on real constants only (or one that makes integers from nothing) is carried out for real in a fake trace."""
+def _stays_real(info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a call on real constants only (or one that makes integers from nothing) is carried out for real in a fake trace.
+
+    So are small tensors of ones: models make them as masks, and ask whether they are ones.
+    """
     if inputs:
         return all(not isinstance(t, FakeTensor) and is_small_constant(t) for t in inputs)
+    if info.name == "aten.ones.default":
+        return math.prod(args[0]) <= _SMALL_ONES
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype in _INTEGERS

@@ -1,0 +1,148 @@
+"""Turn the result files into docs/results.md and the table in the README.
+
+    python -m benchmarks report
+"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+from benchmarks.common import RESULTS
+
+ROOT = RESULTS.parent.parent
+START, END = "<!-- results -->", "<!-- end of results -->"
+
+
+def _load(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def _table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def _mib(count: int) -> str:
+    return f"{count / 2**20:,.1f}"
+
+
+def _percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:+.{digits}f} %"
+
+
+def _where(found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    return (
+        f"{machine['date']}, {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, Python {machine['python']}, "
+        f"lowtide {machine['lowtide']}"
+    )
+
+
+def versus(found: dict[str, Any]) -> str:
+    """The table against per-block checkpointing."""
+    rows = [
+        [
+            row["model"],
+            f"{row['plain_seconds']:.2f}",
+            _mib(row["plain_peak_bytes"]),
+            _mib(row["rival_peak_bytes"]),
+            _percent(row["rival_extra"]),
+            _mib(row["planned_peak_bytes"]),
+            f"**{_percent(row['planned_extra'])}**",
+            f"{row['planned_over_rival']:.2f}",
+            _percent(row["full_budget_extra"]),
+            f"{row['smallest_over_rival']:.2f}",
+            "yes" if row["holds"] else "**no**",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["model", "plain s", "plain MiB", "per block MiB", "per block time", "lowtide MiB", "lowtide time", "ratio of extra"]
+    return _table([*head, "budget 100 %", "smallest / per block", "holds"], rows)
+
+
+def accuracy(found: dict[str, Any]) -> str:
+    """The table of predictions."""
+    rows = [
+        [
+            row["model"],
+            row["budget"],
+            _mib(row["budget_bytes"]),
+            _mib(row["predicted_peak_bytes"]),
+            _mib(row["measured_peak_bytes"]),
+            _percent(row["peak_error"], 2),
+            f"{row['plain_seconds']:.3f}",
+            f"{1000 * row['predicted_extra_seconds']:.0f}",
+            f"{1000 * row['measured_extra_seconds']:.0f}",
+            _percent(row["off_of_step"]),
+            f"{100 * row['gap']:.2f} %",
+            "yes" if row["within_budget"] and row["peak_holds"] and row["time_holds"] else "**no**",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["model", "budget", "budget MiB", "predicted MiB", "measured MiB", "error", "plain s", "predicted extra ms", "measured extra ms"]
+    return _table([*head, "off, of the step", "gap", "holds"], rows)
+
+
+def planning(found: dict[str, Any]) -> str:
+    """The table of planning times."""
+    rows = [
+        [
+            row["model"],
+            row["budget"],
+            f"{row['seconds']:.1f}",
+            f"{row['trace_seconds']:.1f}",
+            f"{row['solve_seconds']:.1f}",
+            f"{100 * row['gap']:.2f} %",
+            _percent(row["extra"]),
+            "yes" if row["holds"] else "**no**",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["model", "budget", "seconds", "tracing and timing", "solving", "gap, of the step", "predicted extra", "holds"]
+    return _table(head, rows)
+
+
+def main() -> None:
+    """Write docs/results.md, and the README's part between its marks."""
+    parts = ["# Results", "", "Made by `python -m benchmarks report` from the files in `benchmarks/results`. Misses stand beside hits."]
+    found = _load("versus_checkpoint")
+    brief = ""
+    if found:
+        text = (
+            "Same process, in turn, medians of the differences. *per block* is `torch.utils.checkpoint` (non-reentrant) on every block; lowtide's "
+            "budget is the rival's measured peak. It *holds* when the peak is at or below the rival's, the extra time at most half of the "
+            "rival's, and a budget of 100 % costs under 3 %."
+        )
+        parts += ["", "## Against checkpointing every block", "", _where(found), "", text, "", versus(found)]
+        brief = f"At the peak of `torch.utils.checkpoint` on every block ({_where(found)}):\n\n{versus(found)}"
+    found = _load("accuracy")
+    if found:
+        held = found["held"]
+        text = (
+            f"Of {held['of']} rows the measured peak is within the budget in {held['within_budget']}, the predicted peak within 1 % of the "
+            f"measured one in {held['peak_holds']}, and the predicted extra time within 15 % of the measured one or 2 % of the step in "
+            f"{held['time_holds']}."
+        )
+        parts += ["", "## Predicted against measured", "", _where(found), "", text, "", accuracy(found)]
+        brief += f"\n\nPredictions, six models at four budgets each: {text[0].lower()}{text[1:]}"
+    found = _load("planning_time")
+    if found:
+        text = "From the model to the plan: tracing, timing operations, solving and bounding."
+        parts += ["", "## Planning", "", _where(found), "", text, "", planning(found)]
+    found = _load("op_sweep")
+    if found:
+        parts += ["", "## Every operation of PyTorch's database", "", "See [the sweep](../benchmarks/results/op_sweep.md)."]
+    (ROOT / "docs" / "results.md").write_text("\n".join(parts) + "\n")
+    readme: Path = ROOT / "README.md"
+    text = readme.read_text()
+    before, rest = text.split(START, 1)
+    after = rest.split(END, 1)[1] if END in rest else rest
+    readme.write_text(f"{before}{START}\n{brief}\n\nAll tables: [docs/results.md](docs/results.md).\n{END}{after}")
+    print("wrote docs/results.md and the README's results")
+
+
+if __name__ == "__main__":
+    main()
