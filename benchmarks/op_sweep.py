@@ -169,6 +169,8 @@ def _enter(leaf: torch.Tensor, variant: Variant) -> torch.Tensor:
 
 
 def _dense(tensor: torch.Tensor) -> torch.Tensor:
+    if tensor._is_zerotensor():  # zeros without memory
+        return torch.zeros(tensor.shape, dtype=tensor.dtype)
     return tensor if tensor.layout is torch.strided else tensor.to_dense()
 
 

@@ -173,8 +173,11 @@ def written_tensors(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a strided view of one storage of its own device: not sparse, nested, quantized or a wrapper."""
-    return tensor.layout is torch.strided and not (tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn) and not is_wrapper(tensor)
+    """Whether the tensor is a strided view of one storage of its own device: not sparse, nested, quantized, a wrapper, or zeros that autograd
+    stands for without memory."""
+    if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn:
+        return False
+    return not tensor._is_zerotensor() and not is_wrapper(tensor)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

@@ -21,10 +21,11 @@ def random_graph(seed: int, operations: int = 7) -> StepGraph:
         if recent and random.random() < 0.6:
             reads[0] = recent[-1]
         kind = random.random()
-        if kind < 0.12 and tape.values[reads[0]].producer is not None and not any(s.value == reads[0] for s in tape.saved):
+        untouched = not any(s.value == reads[0] for s in tape.saved) or random.random() < 0.4
+        if kind < 0.2 and tape.values[reads[0]].producer is not None and untouched:
             made = tape.op("inplace", reads[1:], mutates=[reads[0]], seconds=random.randint(1, 9), scratch=random.choice([0, 0, 8]))
             alive = [v for v in alive if v != reads[0]]
-        elif kind < 0.2:
+        elif kind < 0.27:
             (empty,) = tape.op("empty", [], [random.choice([4, 8])], seconds=0.5)
             made = tape.op("bernoulli_", [], unseen=[empty], random=True, seconds=random.randint(1, 5))
         else:

@@ -6,6 +6,7 @@ import copy
 import gc
 import inspect
 import io
+import itertools
 import pickle
 import subprocess
 import sys
@@ -33,8 +34,12 @@ class Small(nn.Module):
 
     def __init__(self, width: int = N, layers: int = 3, dropout: float = 0.1) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(
-            [nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)) for _ in range(layers)]
+        self.layers = nn.ModuleList([self.layer(width, dropout) for _ in range(layers)])
+
+    @staticmethod
+    def layer(width: int, dropout: float) -> nn.Module:
+        return nn.Sequential(
+            nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width)
         )
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
@@ -53,7 +58,7 @@ def batch(rows: int = 100, width: int = N) -> torch.Tensor:
     return torch.randn(rows, width, generator=torch.Generator().manual_seed(3))
 
 
-# ---- arguments and errors ----------------------------------------------------------------------------------------------------------------
+# ---- arguments and errors ---------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", ["lots", "0", "-5MiB", "12XB", 0, -3, 1.5, True, "", "%"])
@@ -116,12 +121,12 @@ def test_a_budget_that_does_not_hold_the_optimizer() -> None:
     model = small()
     optimizer = torch.optim.AdamW(model.parameters())
     lowtide.limit_memory(model, resident_bytes(model) * 2, optimizer=optimizer)
-    with pytest.raises(BudgetError, match="optimizer.step") as caught:
+    with pytest.raises(BudgetError, match=r"optimizer\.step") as caught:
         model(batch())
     assert caught.value.smallest_bytes >= 4 * resident_bytes(model)
 
 
-# ---- the handle --------------------------------------------------------------------------------------------------------------------------
+# ---- the handle -------------------------------------------------------------------------------------------------------------------------
 
 
 def test_handle(same: Any) -> None:
@@ -203,7 +208,7 @@ def test_hooks_of_the_model_fire(same: Any) -> None:
     assert fired == ["pre", "inner", "post", "inner backward", "backward"]
 
 
-# ---- kinds of steps ----------------------------------------------------------------------------------------------------------------------
+# ---- kinds of steps ---------------------------------------------------------------------------------------------------------------------
 
 
 def test_a_plan_for_each_shape(twins: Any) -> None:
@@ -254,7 +259,7 @@ def test_a_model_that_grows(twins: Any) -> None:
         pair.step(lambda m: m(batch()), seed)
 
 
-# ---- copies ------------------------------------------------------------------------------------------------------------------------------
+# ---- copies -----------------------------------------------------------------------------------------------------------------------------
 
 
 def pickled(model: nn.Module) -> nn.Module:
@@ -309,7 +314,7 @@ def test_shallow_parameter_sharing_copies_share_no_plan() -> None:
     assert "forward" not in other.__dict__
 
 
-# ---- several models, threads ---------------------------------------------------------------------------------------------------------------
+# ---- several models, threads ------------------------------------------------------------------------------------------------------------
 
 
 def test_two_models_interleaved(twins: Any) -> None:
@@ -454,7 +459,7 @@ def test_planning_in_one_thread_does_not_disturb_another() -> None:
     assert errors == []
 
 
-# ---- memory ------------------------------------------------------------------------------------------------------------------------------
+# ---- memory -----------------------------------------------------------------------------------------------------------------------------
 
 
 class Block(nn.Module):
@@ -473,7 +478,7 @@ class Block(nn.Module):
 
 
 class Gpt(nn.Module):
-    def __init__(self, width: int = 64, layers: int = 4, vocabulary: int = 64) -> None:
+    def __init__(self, width: int = 64, layers: int = 3, vocabulary: int = 64) -> None:
         super().__init__()
         self.embed = nn.Embedding(vocabulary, width)
         self.blocks = nn.ModuleList([Block(width) for _ in range(layers)])
@@ -494,7 +499,7 @@ def test_budgets_hold_and_are_monotone(same: Any) -> None:
 
     def peak(model: nn.Module) -> int:
         found = 0
-        for _ in range(4):
+        for _ in range(3):
             model.zero_grad()
             if isinstance(model.__dict__.get("forward"), Limiter):
                 model.__dict__["forward"].planned((tokens,), {})  # outside the meter
@@ -525,7 +530,8 @@ def test_budgets_hold_and_are_monotone(same: Any) -> None:
         assert all(same(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
         seconds.append(plan.predicted_extra_seconds / plan.plain_seconds)
     assert peaks == sorted(peaks)
-    assert seconds == sorted(seconds, reverse=True) or max(abs(a - b) for a, b in zip(seconds, sorted(seconds, reverse=True), strict=True)) < 0.05
+    # Each model times its own operations, and its plan is within a gap of the best: shares of the step differ by a little.
+    assert all(later <= earlier + 0.05 for earlier, later in itertools.pairwise(seconds))
 
 
 @needs_meter
@@ -591,7 +597,7 @@ def test_handle_and_model_die_together() -> None:
     assert reference() is None
 
 
-# ---- no global state ---------------------------------------------------------------------------------------------------------------------
+# ---- no global state --------------------------------------------------------------------------------------------------------------------
 
 
 def test_importing_lowtide_imports_no_torch() -> None:
@@ -600,7 +606,10 @@ def test_importing_lowtide_imports_no_torch() -> None:
 
 
 def test_every_name_of_the_face_exists() -> None:
-    code = "import lowtide\nfor name in lowtide.__all__: assert getattr(lowtide, name) is not None, name\nassert callable(lowtide.plan) and callable(lowtide.trace)"
+    code = (
+        "import lowtide\nfor name in lowtide.__all__: assert getattr(lowtide, name) is not None, name\n"
+        "assert callable(lowtide.plan) and callable(lowtide.trace)"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 

@@ -454,7 +454,7 @@ def test_optimizer_step_between_forward_and_backward_raises_as_plain_does() -> N
         first, second = model(batch()), model(batch(4))
         first.backward()
         optimizer.step()
-        with pytest.raises(RuntimeError, match="modified by an in-?place operation"):
+        with pytest.raises(RuntimeError, match=r"modified by an in-?place operation"):
             second.backward()
 
 
@@ -503,10 +503,7 @@ def alive(model: Watched) -> int:
 @pytest.mark.parametrize("way", ["limit", "scope"])
 def test_a_failed_step_leaves_nothing_and_the_next_is_normal(twins: Any, fail: str, first_step: bool, way: str) -> None:
     torch.manual_seed(0)
-    if way == "limit":
-        pair = twins(Watched())
-    else:
-        pair = twins(Watched(), policy="keep_all")
+    pair = twins(Watched()) if way == "limit" else twins(Watched(), policy="keep_all")
 
     def run(model: nn.Module) -> torch.Tensor:
         if way == "scope" and model is pair.limited:

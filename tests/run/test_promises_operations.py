@@ -99,7 +99,8 @@ def views(h: torch.Tensor) -> torch.Tensor:
 
 def unfolded(h: torch.Tensor) -> torch.Tensor:
     windows = h.unfold(1, 4, 1)  # overlapping
-    return F.pad((windows.exp() * windows).sum(-1), (0, 3)) + h.as_strided((h.shape[0], N), (N, 1)).sin() + torch.diagonal(h[:6, :6]).exp().sum()
+    rows = h.as_strided((h.shape[0], N), (N, 1)).sin()
+    return F.pad((windows.exp() * windows).sum(-1), (0, 3)) + rows + torch.diagonal(h[:6, :6]).exp().sum()
 
 
 def expanded(h: torch.Tensor) -> torch.Tensor:
@@ -117,7 +118,8 @@ def as_other_dtype(h: torch.Tensor) -> torch.Tensor:
     pair = torch.view_as_complex(h.exp().view(-1, N // 2, 2))
     turned = pair * torch.polar(torch.ones(N // 2), torch.arange(N // 2) / 3)
     back = torch.view_as_real(turned * turned.conj() + pair.conj().exp() * pair.conj()).flatten(1)
-    return back * torch.view_as_real(pair.conj().resolve_conj()).flatten(1) * pair.conj().imag.repeat(1, 2) + torch.fft.irfft(torch.fft.rfft(h), n=N)
+    there = torch.view_as_real(pair.conj().resolve_conj()).flatten(1)
+    return back * there * pair.conj().imag.repeat(1, 2) + torch.fft.irfft(torch.fft.rfft(h), n=N)
 
 
 def sorting(h: torch.Tensor) -> torch.Tensor:
@@ -146,7 +148,8 @@ def random_of_all_kinds(h: torch.Tensor) -> torch.Tensor:
     noise = torch.randn_like(h) + torch.rand(h.shape) + torch.empty_like(h).uniform_(-1, 1) + torch.empty_like(h).normal_()
     kept = torch.bernoulli(torch.sigmoid(h.detach())) + torch.empty_like(h).bernoulli_(0.5)
     shuffled = h[:, torch.randperm(N)] * torch.randint(1, 4, (N,))
-    return F.alpha_dropout(h.exp() * noise, 0.2, True) * kept.exp() + F.rrelu(shuffled, training=True) * F.feature_alpha_dropout(h, 0.2, True)
+    dropped = F.alpha_dropout(h.exp() * noise, 0.2, True) * kept.exp()
+    return dropped + F.rrelu(shuffled, training=True) * F.feature_alpha_dropout(h, 0.2, True)
 
 
 def gumbel(h: torch.Tensor) -> torch.Tensor:
@@ -156,7 +159,8 @@ def gumbel(h: torch.Tensor) -> torch.Tensor:
 def own_generator(h: torch.Tensor) -> torch.Tensor:
     generator = torch.Generator().manual_seed(5)
     noise = torch.randn(h.shape, generator=generator) * h.exp()
-    return noise * torch.bernoulli(torch.full_like(h, 0.5), generator=generator) * noise + torch.rand(h.shape, generator=generator) * h.sin()
+    kept = torch.bernoulli(torch.full_like(h, 0.5), generator=generator)
+    return noise * kept * noise + torch.rand(h.shape, generator=generator) * h.sin()
 
 
 def scalars(h: torch.Tensor) -> torch.Tensor:
@@ -198,7 +202,8 @@ def set_data(h: torch.Tensor) -> torch.Tensor:
 
 FUNCTIONS = [
     add_in_place, write_into_view, fill_buffer, fill_zeros, relu_in_place, masked, views, unfolded, expanded, same_twice, as_other_dtype,
-    sorting, indexing, attention, foreach, random_of_all_kinds, gumbel, own_generator, scalars, empty, out_of, detached, not_a_number, set_data,
+    sorting, indexing, attention, foreach, random_of_all_kinds, gumbel, own_generator, scalars, empty, out_of, detached, not_a_number,
+    set_data,
 ]  # fmt: skip
 
 
@@ -281,7 +286,8 @@ def test_buffers_that_forward_writes_move_once(twins: Any) -> None:
 
 def test_power_iteration_of_spectral_norm(twins: Any) -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(N, N)), nn.Tanh(), nn.utils.parametrizations.weight_norm(nn.Linear(N, 1)))
+    spectral_norm, weight_norm = nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm
+    model = nn.Sequential(spectral_norm(nn.Linear(N, N)), nn.Tanh(), weight_norm(nn.Linear(N, 1)))
     twins(model, loss_fn=torch.sum).check(lambda m: m(batch()).sum())
 
 
@@ -293,7 +299,9 @@ class Tied(nn.Module):
         self.head = nn.Linear(N, 11, bias=False)
         self.head.weight = self.embed.weight
 
-    def forward(self, tokens: torch.Tensor, *, labels: torch.Tensor, scale: float = 1.0, mask: dict[str, Any] | None = None) -> torch.Tensor:
+    def forward(
+        self, tokens: torch.Tensor, *, labels: torch.Tensor, scale: float = 1.0, mask: dict[str, Any] | None = None
+    ) -> torch.Tensor:
         h = self.embed(tokens)
         h = h + self.block(h) * scale
         h = h + self.block(h)  # the same weights twice
@@ -401,7 +409,8 @@ def test_convolutions_and_pooling(twins: Any) -> None:
     torch.manual_seed(2)
     model = nn.Sequential(
         nn.Conv1d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Hardswish(inplace=True), nn.MaxPool1d(2), nn.ConvTranspose1d(8, 8, 2, 2),
-        nn.PReLU(8), nn.AdaptiveAvgPool1d(4), nn.LeakyReLU(0.1, inplace=True), nn.InstanceNorm1d(8), nn.Upsample(scale_factor=2), nn.Flatten(),
+        nn.PReLU(8), nn.AdaptiveAvgPool1d(4), nn.LeakyReLU(0.1, inplace=True), nn.InstanceNorm1d(8), nn.Upsample(scale_factor=2),
+        nn.Flatten(),
     )  # fmt: skip
     x = torch.randn(2, 3, 16)
     twins(model, loss_fn=lambda y: y.exp().sum()).check(lambda m: m(x).exp().sum())

@@ -197,7 +197,7 @@ def test_always_finds_what_turns_nondeterministic_later(everything: Any) -> None
         model.zero_grad()
     assert handle.kept == {}
     CALLS = itertools.count()
-    with pytest.raises(ReplayError, match="noise|bytes"):
+    with pytest.raises(ReplayError, match=r"noise|bytes"):
         model(batch()).backward()
 
 

@@ -51,7 +51,7 @@ def names(graph: StepGraph, phase: str) -> list[str]:
     return [o.name.removeprefix("aten.").split(".")[0] for o in graph.operations if o.phase == phase]
 
 
-# ---- it leaves no trace --------------------------------------------------------------------------------------------------------------------
+# ---- it leaves no trace -----------------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("real", [False, True])
@@ -113,7 +113,7 @@ def test_timing_operations_changes_nothing_either() -> None:
     assert graph.plain_seconds > 0 and all(o.seconds > 0 for o in graph.operations)
 
 
-# ---- what it says --------------------------------------------------------------------------------------------------------------------------
+# ---- what it says -----------------------------------------------------------------------------------------------------------------------
 
 
 def test_fake_and_real_traces_agree() -> None:
@@ -147,7 +147,7 @@ def test_parameters_are_told_by_storage_and_are_not_droppable() -> None:
     model = nn.Sequential(nn.Linear(N, N), nn.Tanh(), nn.Linear(N, N))
     graph = lowtide.trace(lambda: model(batch()).sum(), costs=False)
     kinds = {s.name: s.kind for s in graph.storages if s.name}
-    assert kinds == {"0.weight": "parameter", "0.bias": "parameter", "2.weight": "parameter", "2.bias": "parameter"} or set(kinds.values()) == {"parameter"}
+    assert set(kinds) == {"0.weight", "0.bias", "2.weight", "2.bias"} and set(kinds.values()) == {"parameter"}
     for saved in graph.saved:
         if graph.storages[graph.values[saved.value].storage].kind == "parameter":
             assert not saved.droppable
@@ -345,6 +345,6 @@ def test_scopes_mark_what_they_force() -> None:
         return [s for s in graph.saved if s.value in values]
 
     assert all(s.forced and s.droppable for s in saved_by("aten.tanh.default")) and saved_by("aten.tanh.default")
-    kept = [s for s in saved_by("aten.sigmoid.default")]
+    kept = saved_by("aten.sigmoid.default")
     assert kept and not kept[0].droppable
     assert all(not s.forced for s in saved_by("aten.exp.default"))

@@ -179,28 +179,27 @@ class Relaxation:
         fixed = np.zeros(end + 1, dtype=np.int64)
         self.handed: dict[int, list[tuple[int, int]]] = {}
         self.pieces: dict[int, list[tuple[int, int]]] = {}
+        by_storage: dict[int, list[tuple[int, int]]] = {}
+        for value in self.demanded:
+            sid = sim.storage_of[value]
+            for tensor in sim.saved_of[value]:
+                spans = [(max(start, sim.natural_end[sid]), until) for start, until in sim.unpacks[tensor]]
+                by_storage.setdefault(sid, []).extend(s for s in spans if s[0] < s[1])
+        for sid, spans in by_storage.items():
+            # Several versions of one storage may be handed out at once, and all of them be one block: it counts once.
+            by_storage[sid] = _merged(spans)
+            for start, stop in by_storage[sid]:
+                fixed[start] += sim.graph.storages[sid].bytes
+                fixed[stop] -= sim.graph.storages[sid].bytes
         for value in self.values:
-            dead = sim.natural_end[sim.storage_of[value]]
-            last = -1
-            handed: list[tuple[int, int]] = []
-            for tensor in sim.saved_of.get(value, ()):
-                for start, until in sim.unpacks[tensor]:
-                    last = max(last, start)
-                    handed.append((max(start, dead), until))
+            sid = sim.storage_of[value]
+            dead = sim.natural_end[sid]
+            last = max((start for t in sim.saved_of.get(value, ()) for start, _ in sim.unpacks[t]), default=-1)
             until = last if last >= 0 else min((self.rests_until[i] for i in self._readers(value)), default=-1)
-            merged: list[tuple[int, int]] = []
-            for start, stop in sorted(h for h in handed if h[0] < h[1]):
-                if merged and start <= merged[-1][1]:
-                    merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
-                else:
-                    merged.append((start, stop))
-            self.handed[value] = merged
-            for start, stop in merged:
-                fixed[start] += sim.value_bytes[value]
-                fixed[stop] -= sim.value_bytes[value]
+            self.handed[value] = by_storage.get(sid, [])
             if sim.graph.values[value].storable and dead < until:
                 self.span[value] = (dead, until)
-                self.pieces[value] = _outside(merged, dead, until)
+                self.pieces[value] = _outside(self.handed[value], dead, until)
         self.fixed = sim.natural_live + np.cumsum(fixed[:end]) + sim.scratch
 
     def _readers(self, value: int) -> list[int]:
@@ -381,6 +380,17 @@ class Relaxation:
                 worst[key] = event
         ordered = sorted(worst.values(), key=lambda e: (-load[e], e))
         return ordered[:_ROWS_PER_ROUND]
+
+
+def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+    """The union of spans."""
+    merged: list[tuple[int, int]] = []
+    for start, stop in sorted(spans):
+        if merged and start <= merged[-1][1]:
+            merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
+        else:
+            merged.append((start, stop))
+    return merged
 
 
 def _outside(handed: list[tuple[int, int]], start: int, until: int) -> list[tuple[int, int]]:

@@ -47,6 +47,7 @@ def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None =
         return values[value].must_store or producer[value] < 0 or not feasible[producer[value]]
 
     kept.update(v for v in sim.droppable if v not in kept and must(v))
+    kept.update(earlier for v, companions in sim.companions.items() if v in kept and v in sim.saved_of for earlier in companions)
     used = {v for v in kept if v in sim.saved_of}
     seen: set[int] = set()
     stack = [v for v in sim.droppable if v not in kept]
@@ -62,6 +63,9 @@ def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None =
             if values[u].storable and (u in kept or must(u)):
                 used.add(u)
             else:
+                # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be replayed, too.
+                used.discard(u)
+                kept.discard(u)
                 stack.append(u)
     return frozenset(v for v in used if producer[v] >= 0 and (values[v].storable or v in sim.saved_of))
 

@@ -75,7 +75,8 @@ class Search:
             for index in best.simulation.replayed:
                 op = graph.operations[index]
                 outputs = [w for w in op.writes if graph.values[w].storable and w not in best.stored]
-                size = sum(sim.value_bytes[w] for w in outputs)
+                outputs += [earlier for w in outputs for earlier in sim.companions.get(w, ())]
+                size = sum(sim.value_bytes[w] for w in outputs if graph.values[w].storable)
                 if outputs:
                     moves.append((-(op.seconds + graph.replay_overhead_seconds) / max(size, 1), index, outputs))
             improved = False

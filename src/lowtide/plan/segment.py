@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from scipy.optimize import linprog
 
+from lowtide.errors import PlanError
 from lowtide.plan.simulate import Bytes, Simulator
 from lowtide.plan.stages import Stages
 
@@ -126,7 +127,16 @@ class Segment:
             flag = kept >> k & 1
             for v in self.outputs[index]:
                 flags[v] = flag
-        replay = sim.replay([v for v in self.given if not flags[v]], flags)
+                if flag and v in sim.companions:
+                    for earlier in sim.companions[v]:
+                        flags[earlier] = 2
+        try:
+            replay = sim.replay([v for v in self.given if not flags[v]], flags)
+        except PlanError:
+            # A replay reads a version that the step overwrites: such versions are given up here.
+            for v in self.never:
+                flags[v] = 0
+            replay = sim.replay([v for v in self.given if not flags[v]], flags)
         hold: dict[int, int] = {}
         storage_of = sim.storage_of
         for v in self.given:

@@ -15,6 +15,7 @@ from numpy.typing import NDArray
 
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
+from lowtide.plan.replay import Replay, Walk
 
 Bytes = NDArray[np.int64]
 
@@ -55,27 +56,6 @@ class Simulation:
         return self.peak_operation.module if self.peak_operation else ""
 
 
-@dataclass(slots=True)
-class Replay:
-    """What a set of given-up values makes the executor do: the sparse part of a simulation.
-
-    Attributes:
-        operations: all operations that the given-up values rest on, in forward order.
-        running: those that really run (some saved tensors are never unpacked).
-        repeats: operations that run once more because somebody unpacks a tensor a second time.
-        hold: value id -> event until which a stored value is held for others that rest on it.
-        level: (event, bytes) changes of the replayed copies' bytes, effective after the event.
-        tops: (event, bytes of replayed copies at their most within the event, operation that runs then).
-    """
-
-    operations: list[int]
-    running: list[int]
-    repeats: list[int]
-    hold: dict[int, int]
-    level: list[tuple[int, int]]
-    tops: list[tuple[int, int, int]]
-
-
 class Simulator:
     """Simulates one step graph under many sets of stored values."""
 
@@ -112,6 +92,12 @@ class Simulator:
                 self.saved_of.setdefault(saved.value, []).append(saved.id)
         self.droppable = [v for v in self.saved_of if self.producer[v] >= 0]
         """the values that a plan decides about."""
+        last = {v.storage: v.id for v in graph.values if v.storable}
+        self.companions: dict[int, list[int]] = {}
+        """value -> saved earlier versions of its storage, which cost nothing to keep while it is stored."""
+        for v in self.droppable:
+            if not graph.values[v].storable and self.storage_of[v] in last:
+                self.companions.setdefault(last[self.storage_of[v]], []).append(v)
 
     def _index_events(self) -> None:
         graph, end = self.graph, self.end
@@ -341,7 +327,7 @@ class Simulator:
         unpacked = [v for v in given if self.unpacked[v]]
         running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
         order = sorted(every)
-        walk = _Walk(self, flags, running)
+        walk = Walk(self, flags, running)
         walk.run(unpacked)
         return Replay(order, sorted(running), walk.repeats, self._rests(order, given, flags), walk.level, walk.tops)
 
@@ -364,125 +350,6 @@ class Simulator:
                     if last > until.get(p, -1):
                         until[p] = last
         return hold
-
-
-class _Walk:
-    """Rules 4, 5 and 7: which replayed copies are alive when."""
-
-    def __init__(self, simulator: Simulator, flags: bytearray, running: set[int]) -> None:
-        self.sim = simulator
-        self.flags = flags
-        self.operations = simulator.graph.operations
-        self.left: dict[int, int] = {}
-        """value -> readers that have not read it yet."""
-        for index in running:
-            for u in self.operations[index].reads:
-                if not flags[u]:
-                    self.left[u] = self.left.get(u, 0) + 1
-        self.handed: dict[int, int] = {}
-        """value -> tensors of it that backward holds now."""
-        self.cached: set[int] = set()
-        self.live = 0
-        self.level: list[tuple[int, int]] = []
-        self.tops: list[tuple[int, int, int]] = []
-        self.repeats: list[int] = []
-
-    def run(self, given: list[int]) -> None:
-        """Walk the unpack and done events of ``given``."""
-        sim = self.sim
-        events: list[tuple[int, int, int]] = []
-        for value in given:
-            events += sim.value_events[value]
-            self.left[value] = self.left.get(value, 0) + sum(1 for t in sim.saved_of[value] if sim.unpacks[t])
-        events.sort()
-        for event, kind, tensor in events:
-            value = sim.graph.saved[tensor].value
-            before = self.live
-            if kind == 0:
-                self.handed[value] -= 1
-                self._drop(value)
-            elif kind == 1:
-                if value not in self.cached:
-                    self._bring(value, event, self.left, self.cached)
-                self.left[value] -= 1
-                self.handed[value] = self.handed.get(value, 0) + 1
-                self._drop(value)
-            else:
-                self._again(value, event)
-            if self.live != before:
-                self.level.append((event, self.live - before))
-
-    def _needed(self, value: int, cached: set[int]) -> list[int]:
-        producer, flags = self.sim.producer, self.flags
-        needed: set[int] = set()
-        stack = [value]
-        while stack:
-            v = stack.pop()
-            index = producer[v]
-            if index in needed:
-                continue
-            needed.add(index)
-            for u in self.operations[index].reads:
-                if not flags[u] and u not in cached:
-                    stack.append(u)
-        return sorted(needed)
-
-    def _bring(self, value: int, event: int, left: dict[int, int], cached: set[int]) -> None:
-        """Run what ``value`` needs, in forward order, counting readers in ``left`` and caching in ``cached``."""
-        sim, flags = self.sim, self.flags
-        sizes, previous = sim.value_bytes, sim.previous
-        live = self.live
-        most, most_op = -1, -1
-        for index in self._needed(value, cached):
-            op = self.operations[index]
-            moved: set[int] = set()
-            for w in op.writes:
-                old = previous[w]
-                if old >= 0 and old in op.reads and old in cached and left[old] == 1 and not self.handed.get(old, 0):
-                    moved.add(old)
-                else:
-                    live += sizes[w]
-            if live + op.scratch_bytes > most:
-                most, most_op = live + op.scratch_bytes, index
-            for w in op.writes:
-                if not flags[w] and left.get(w, 0) > 0:
-                    cached.add(w)
-                else:
-                    live -= sizes[w]
-            for u in op.reads:
-                if flags[u]:
-                    continue
-                left[u] -= 1
-                if u in moved:
-                    cached.discard(u)
-                elif not left[u] and u in cached and not self.handed.get(u, 0):
-                    cached.discard(u)
-                    live -= sizes[u]
-        self.live = live
-        self.tops.append((event, most, most_op))
-
-    def _drop(self, value: int) -> None:
-        if value in self.cached and not self.left[value] and not self.handed.get(value, 0):
-            self.cached.discard(value)
-            self.live -= self.sim.value_bytes[value]
-
-    def _again(self, value: int, event: int) -> None:
-        """Rule 7: a later unpack of the same saved tensor runs an uncached replay, or takes the copy that is still cached."""
-        before = self.live
-        if value in self.cached:
-            return
-        needed = self._needed(value, self.cached)
-        left: dict[int, int] = {value: 1}
-        for index in needed:
-            for u in self.operations[index].reads:
-                if not self.flags[u]:
-                    left[u] = left.get(u, 0) + 1
-        for u in self.cached:
-            if u in left:
-                left[u] += 1
-        self.repeats += needed
-        self._bring(value, event, left, set(self.cached))
-        self.live = before
 
 
 def simulate(graph: StepGraph, stored: Collection[int]) -> Simulation:

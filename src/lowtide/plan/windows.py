@@ -123,6 +123,10 @@ class Window:
             if any(a <= moment < b for a, b in rel.handed[v]):
                 continue
             if moment < last:
+                # An overwritten version that is kept lies in the block of the last version, which counts it.
+                if not graph.values[v].storable:
+                    memory[g - 1].append((again[p][g], size))
+                    continue
                 if alone:
                     memory[g - 1] += [(c, x * size) for c, x in own] + [(again[p][g], size)]
                     continue

@@ -120,7 +120,7 @@ class Limiter:
 
     @contextmanager
     def _running(self, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None) -> Iterator[Planned | None]:
-        """The model runs in the block, so that no other thread lends it fake parameters meanwhile; planned for ``args`` where they are given."""
+        """The model runs in the block, so that no other thread lends it fake parameters meanwhile; planned for ``args`` where given."""
         with self.lock:
             planned = self.planned(args, kwargs or {}) if args is not None else None
             self.running += 1
@@ -365,8 +365,8 @@ def _refuse_sharded(model: torch.nn.Module) -> None:
     units = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
     if units:
         raise PlanError(
-            f"this model holds modules that FSDP shards on their own ({', '.join(units[:3])}{' ...' if len(units) > 3 else ''}): put the limit "
-            "on these one by one, for example `for block in model.blocks: lowtide.limit_memory(block, ...)`"
+            f"this model holds modules that FSDP shards on their own ({', '.join(units[:3])}{' ...' if len(units) > 3 else ''}): put the "
+            "limit on these one by one, for example `for block in model.blocks: lowtide.limit_memory(block, ...)`"
         )
 
 

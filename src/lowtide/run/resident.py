@@ -57,11 +57,8 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
             for parameter, state in optimizer.state.items():
                 if id(parameter) in fakes:
                     twin.state[fakes[id(parameter)]] = faker.tree(state)
-            tracer = Tracer(None, fake=True)
-            stack.enter_context(tracer)
             stack.enter_context(_AnyNumber())
-            type(optimizer).step.__wrapped__(twin) if hasattr(type(optimizer).step, "__wrapped__") else twin.step()  # type: ignore[attr-defined]
-            tracer.closed = True
+            peaks = [_step_peak(twin, type(optimizer)) for _ in range(2)]  # the first makes the state
             total = _bytes(item for state in twin.state.values() for item in state.values())
     except Exception as error:
         if present:
@@ -70,7 +67,16 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
             f"the memory of {type(optimizer).__name__} cannot be worked out before its first step ({type(error).__name__}: {error}): run one "
             "step first, or leave optimizer= out and subtract its state from the budget"
         ) from error
-    return OptimizerNeed(total, max(0, _peak(tracer) - (total - present)), missing)
+    return OptimizerNeed(total, max(0, peaks[0] - (total - present), peaks[1]), missing)
+
+
+def _step_peak(twin: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> int:
+    tracer = Tracer(None, fake=True)
+    with tracer:
+        step = kind.step
+        step.__wrapped__(twin) if hasattr(step, "__wrapped__") else twin.step()  # type: ignore[attr-defined]
+    tracer.closed = True
+    return _peak(tracer)
 
 
 class _AnyNumber(TorchDispatchMode):

@@ -213,6 +213,8 @@ class Tracer(TorchDispatchMode):
             if info.real_only:
                 raise TraceError(f"{info.name} allocates memory that fake tensors do not show: trace with real=True")
         written = written_tensors(info, args, kwargs)
+        if self.fake and written and torch.is_grad_enabled():
+            self._refuse_written_views(written, inputs)
         keys = {private.storage_key(t) for t in inputs}
         ignored = {id(args[position]) for position in hidden_statistics(info, args)}
         if info.fills:
@@ -281,11 +283,17 @@ class Tracer(TorchDispatchMode):
 
     def _refuse_strangers(self, inputs: list[torch.Tensor]) -> None:
         for tensor in inputs:
-            if tensor.requires_grad and tensor.is_leaf and not isinstance(tensor, FakeTensor):
+            # ``is_leaf`` of a fake view may wait for a lock that autograd holds around this very call
+            if not isinstance(tensor, FakeTensor) and tensor.requires_grad and tensor.is_leaf:
                 raise TraceError(
                     f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that the trace does not know: pass the module that owns it "
                     "as model=, or trace with real=True"
                 )
+
+    def _refuse_written_views(self, written: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
+        """An in-place write to a view has another backward on fake tensors (it replays the views) than on real ones (it copies strides)."""
+        if any(t._is_view() for t in written) and any(t.requires_grad for t in inputs):
+            raise TraceError("the step writes in place to a view, the backward of which fake tensors do not show: trace with real=True")
 
     # ---- saved tensors ----------------------------------------------------------------------------------------------------------
 
@@ -489,7 +497,8 @@ def _stays_real(info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...],
     So are small tensors of ones: models make them as masks, and ask whether they are ones.
     """
     if inputs:
-        return all(not isinstance(t, FakeTensor) and is_small_constant(t) for t in inputs)
+        to_integers = info.name == "aten._to_copy.default" and kwargs.get("dtype") in _INTEGERS
+        return all(not isinstance(t, FakeTensor) and (is_small_constant(t) or to_integers and t.numel() <= _SMALL_ONES) for t in inputs)
     if info.name == "aten.ones.default":
         return math.prod(args[0]) <= _SMALL_ONES
     dtype = kwargs.get("dtype")

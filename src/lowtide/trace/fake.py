@@ -12,7 +12,6 @@ from torch.utils import _pytree as pytree
 
 from lowtide import private
 
-
 SMALL_BYTES = 1 << 24
 """Tensors of integers and truth values up to this size are real in a trace."""
 

@@ -129,7 +129,7 @@ def trace(
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
         >>> graph = trace(lambda x: model(x).sum(), torch.randn(4, 8), costs=False)
         >>> [operation.name for operation in graph.operations if operation.phase == "forward"]
-        ['aten.addmm.default', 'aten.gelu.default', 'aten.addmm.default', 'aten.sum.default']
+        ['aten.addmm.default', 'aten.gelu.default', 'aten.addmm.default', 'aten.sum.default', 'aten.ones_like.default']
     """
     modules = [model] if model is not None else find_modules(step, args, kwargs)
     root = modules[0] if modules else None

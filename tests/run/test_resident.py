@@ -1,0 +1,54 @@
+"""What an optimizer needs is known before its first step, and is what the meter reads."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from lowtide.meter import available, measure
+from lowtide.run.resident import optimizer_need
+
+OPTIMIZERS: dict[str, Any] = {
+    "AdamW": lambda p: torch.optim.AdamW(p),
+    "AdamW fused": lambda p: torch.optim.AdamW(p, fused=True),
+    "AdamW foreach": lambda p: torch.optim.AdamW(p, foreach=True),
+    "Adam amsgrad": lambda p: torch.optim.Adam(p, amsgrad=True),
+    "SGD": lambda p: torch.optim.SGD(p, 0.1),
+    "SGD momentum": lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.1),
+    "RMSprop": lambda p: torch.optim.RMSprop(p),
+    "Adagrad": lambda p: torch.optim.Adagrad(p),
+    "NAdam": lambda p: torch.optim.NAdam(p),
+    "RAdam": lambda p: torch.optim.RAdam(p),
+    "Adafactor": lambda p: torch.optim.Adafactor(p),
+}
+
+
+def state_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(t.nbytes for s in optimizer.state.values() for t in s.values() if isinstance(t, torch.Tensor))
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.skipif(not available(), reason="needs a C++ compiler for the counting allocator")
+def test_need_is_what_the_meter_reads(name: str) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(64, 64), nn.Tanh(), nn.Linear(64, 32))
+    optimizer = OPTIMIZERS[name](model.parameters())
+    before = optimizer_need(optimizer)
+    assert all(p.grad is None for p in model.parameters())
+    assert before.missing_gradient_bytes == sum(p.nbytes for p in model.parameters())
+    for step in range(8):
+        model.zero_grad()
+        model(torch.randn(2, 64)).sum().backward()
+        values = copy.deepcopy(optimizer.state_dict()["state"])
+        need = optimizer_need(optimizer)
+        assert str(values) == str(optimizer.state_dict()["state"]), "asking changes nothing"
+        measured = measure(optimizer.step)
+        if step:
+            assert need.state_bytes == before.state_bytes == state_bytes(optimizer)
+    assert abs(need.step_bytes - (measured.peak_bytes - measured.end_bytes)) <= 64  # numbers on the way
+    assert abs(before.step_bytes - need.step_bytes) <= 64
+    assert need.missing_gradient_bytes == 0
