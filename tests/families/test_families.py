@@ -1,0 +1,195 @@
+"""Bitwise the same step on every family of models: with everything given up, and within a budget."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import meter
+from lowtide.run.direct import RegionDirector
+from lowtide.run.record import Recorder
+
+pytest.importorskip("transformers")
+
+
+def _zoo() -> Any:
+    name = "lowtide_families_zoo"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).with_name("zoo.py"))
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+zoo = _zoo()
+FAMILIES = {family.name: family for family in zoo.FAMILIES}
+STEPS = 3
+MANY_STEPS = 20
+Step = list[torch.Tensor | None]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before, threads = logging.get_verbosity(), torch.get_num_threads()
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    yield
+    logging.set_verbosity(before)
+    torch.set_num_threads(threads)
+
+
+@pytest.fixture(params=FAMILIES.values(), ids=FAMILIES.keys())
+def family(request: pytest.FixtureRequest) -> Any:
+    return request.param
+
+
+def build(family: Any) -> tuple[torch.nn.Module, dict[str, Any]]:
+    torch.manual_seed(0)
+    model, batch = family.build()
+    return model.train(), batch
+
+
+def state(model: torch.nn.Module, loss: torch.Tensor) -> Step:
+    """Loss, gradients and buffers, copied."""
+    gradients = [None if p.grad is None else p.grad.clone() for p in model.parameters()]
+    return [loss.detach().clone(), *gradients, *(b.clone() for b in model.buffers())]
+
+
+def same(one: Step, other: Step) -> bool:
+    """Bit by bit."""
+    for a, b in zip(one, other, strict=True):
+        if (a is None) != (b is None):
+            return False
+        if a is not None and b is not None and not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
+            return False
+    return True
+
+
+def steps(model: torch.nn.Module, batch: dict[str, Any], count: int = STEPS) -> tuple[list[Step], list[int]]:
+    """Train for a few steps; what each gave, and its peak with all that stood before it."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
+    given = sum(s.nbytes() for s in meter.storages([t for t in batch.values() if isinstance(t, torch.Tensor)]))
+    found, peaks = [], []
+    for number in range(count):
+        torch.manual_seed(100 + number)
+
+        def step() -> torch.Tensor:
+            loss = model(**batch).loss
+            loss.backward()
+            return loss.detach()
+
+        standing = meter.resident_bytes(model) + given
+        measured = meter.measure(step, timeline=False)
+        peaks.append(standing + measured.peak_bytes)
+        found.append(state(model, measured.value))
+        optimizer.step()
+        optimizer.zero_grad()
+    return found, peaks
+
+
+@pytest.mark.parametrize("verify", [True, False], ids=["verified", "trusted"])
+def test_everything_given_up(family: Any, verify: bool) -> None:
+    model, batch = build(family)
+    start = copy.deepcopy(model.state_dict())
+
+    def step(around: AbstractContextManager[Any]) -> Step:
+        model.load_state_dict(start)
+        model.zero_grad()
+        torch.manual_seed(1)
+        with around:
+            loss = model(**batch).loss
+        loss.backward()
+        return state(model, loss)
+
+    plain = step(nullcontext())
+    recorder = Recorder(RegionDirector(), verify=verify)
+    given_up = step(recorder.recording())
+    assert same(plain, given_up)
+    assert not recorder.findings.kept
+    assert recorder.findings.given_up_bytes > 0
+
+
+def limited(model: torch.nn.Module, batch: dict[str, Any], budget: str | int) -> tuple[lowtide.Handle, list[Step], list[int]]:
+    model = copy.deepcopy(model)
+    handle = lowtide.limit_memory(model, budget=budget)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        random = torch.get_rng_state()
+        handle.prepare(**batch)
+        assert torch.equal(random, torch.get_rng_state())
+        found, peaks = steps(model, batch)
+    return handle, found, peaks
+
+
+@pytest.mark.parametrize("budget", ["70%", "smallest"])
+def test_within_a_budget(family: Any, budget: str) -> None:
+    model, batch = build(family)
+    plain, _ = steps(copy.deepcopy(model), batch)
+    limit: str | int = budget
+    try:
+        if budget == "smallest":
+            limit = 1
+        handle, found, peaks = limited(model, batch, limit)
+    except lowtide.BudgetError as error:
+        assert error.smallest_bytes is not None
+        handle, found, peaks = limited(model, batch, error.smallest_bytes)
+    assert all(map(same, plain, found))
+    plan = handle.plan
+    assert plan is not None and plan.budget_bytes is not None and handle.graph is not None
+    assert handle.graph.source == family.traced
+    assert max(peaks) <= plan.budget_bytes
+    assert peaks[-1] == pytest.approx(plan.predicted_peak_bytes, rel=family.accuracy)
+
+
+@pytest.mark.parametrize("name", ["gpt2", "convolutions", "mixtral", "lstm"])
+def test_many_steps_hold_no_more(name: str) -> None:
+    model, batch = build(FAMILIES[name])
+    handle = lowtide.limit_memory(model, budget="90%")
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+
+    def step() -> None:
+        model(**batch).loss.backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    with meter.peak() as seen:
+        live = []
+        for number in range(MANY_STEPS):
+            torch.manual_seed(number)
+            step()
+            live.append(seen.live_bytes)
+    assert live[-1] <= live[1]
+    handle.remove()
+    assert "forward" not in model.__dict__
+
+
+def test_another_length_gets_a_plan_of_its_own() -> None:
+    model, batch = build(FAMILIES["gpt2"])
+    plain, batches = copy.deepcopy(model), [batch, {key: t[:, :32] for key, t in batch.items()}]
+    handle = lowtide.limit_memory(model, budget="70%")
+    for number, given in enumerate([*batches, *batches]):
+        results = []
+        for which in (plain, model):
+            which.zero_grad()
+            torch.manual_seed(number)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", lowtide.LowtideWarning)
+                loss = which(**given).loss
+            loss.backward()
+            results.append(state(which, loss))
+        assert same(*results)
+    assert len(handle.plans) == 2
