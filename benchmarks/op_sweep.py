@@ -434,7 +434,10 @@ def markdown(data: dict[str, Any]) -> str:
         )
     lines += [
         "",
-        *(f"- **{name}**: {text}{'' if name == 'float' else f'; the first {EXTRA_SAMPLES} samples of each'}." for name, text in ABOUT.items()),
+        *(
+            f"- **{name}**: {text}{'' if name == 'float' else f'; the first {EXTRA_SAMPLES} samples of each'}."
+            for name, text in ABOUT.items()
+        ),
     ]
     rows = data["operations"]
 
@@ -470,9 +473,17 @@ def markdown(data: dict[str, Any]) -> str:
         section(
             title,
             about,
-            [f"- `{r['name']}` ({r['variant']}): {r['samples'][status]} samples: {'; '.join(r.get('notes', []))}" for r in rows if r["samples"].get(status)],
+            [
+                f"- `{r['name']}` ({r['variant']}): {r['samples'][status]} samples: {'; '.join(r.get('notes', []))}"
+                for r in rows
+                if r["samples"].get(status)
+            ],
         )
-    nothing = [r for r in rows if r["variant"] == "float" and not set(r["samples"]) & {"bitwise", "different", "error", "plain differs", "plain raises"}]
+    nothing = [
+        r
+        for r in rows
+        if r["variant"] == "float" and not set(r["samples"]) & {"bitwise", "different", "error", "plain differs", "plain raises"}
+    ]
     section("Nothing to differentiate on a CPU", "No sample has a gradient here.", [f"- `{r['name']}`" for r in nothing])
     return "\n".join(lines) + "\n"
 

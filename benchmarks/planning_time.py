@@ -1,6 +1,6 @@
 """How long planning takes, from the model to the plan, and how far the plan is from the best possible.
 
-    python -m benchmarks planning_time
+python -m benchmarks planning_time
 """
 
 from __future__ import annotations
@@ -31,6 +31,7 @@ def rows_of(case: Case, layers: int) -> list[dict[str, Any]]:
         finally:
             handle.remove()
         seconds = time.perf_counter() - begin
+        assert handle.graph is not None
         begin = time.perf_counter()
         make(handle.graph, budget=plan.budget_bytes)
         solve = time.perf_counter() - begin

@@ -1,6 +1,6 @@
 """Turn the result files into docs/results.md and the table in the README.
 
-    python -m benchmarks report
+python -m benchmarks report
 """
 
 from __future__ import annotations

@@ -213,7 +213,9 @@ class StepGraph:
         def rows(kind: type, items: list[dict[str, Any]]) -> tuple[Any, ...]:
             return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}) for item in items)
 
-        rest = {k: v for k, v in data.items() if k not in ("format", "operations", "storages", "values", "saved", "events", "notes", "outputs")}
+        rest = {
+            k: v for k, v in data.items() if k not in ("format", "operations", "storages", "values", "saved", "events", "notes", "outputs")
+        }
         return cls(
             operations=rows(Operation, data["operations"]),
             storages=rows(Storage, data["storages"]),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cache
 from typing import Any
 
 import torch
@@ -85,7 +85,7 @@ class OpInfo:
     returns_written: bool = False
 
 
-@lru_cache(maxsize=None)
+@cache
 def op_info(func: torch._ops.OpOverload) -> OpInfo:
     """The facts about an overload, worked out once."""
     schema = func._schema

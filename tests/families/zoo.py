@@ -276,7 +276,14 @@ def clip() -> tuple[nn.Module, Batch]:
 
     text = {"vocab_size": 120, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
     text |= {"max_position_embeddings": 32, "eos_token_id": 2, "attention_dropout": 0.1}
-    vision = {"hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32, "patch_size": 8}
+    vision = {
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+        "image_size": 32,
+        "patch_size": 8,
+    }
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24))
     return model, {"input_ids": _ids(120, 4, 20), "pixel_values": torch.randn(4, 3, 32, 32), "return_loss": True}
 

@@ -24,7 +24,9 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None and type(tensor) is not torch.Tensor:
         for name in flatten()[0]:
-            yield from _plain(getattr(tensor, name))
+            inner = getattr(tensor, name)
+            if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
+                yield from _plain(inner)
     elif tensor.layout == torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

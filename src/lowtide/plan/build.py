@@ -123,7 +123,7 @@ def make_plan(
         peak_operation=simulation.peak_operation.name if simulation.peak_operation else "",
         modules=module_rows(sim, simulation),
         notes=notes,
-        program=program_of(graph, closed, simulation.replayed),
+        program=program_of(graph, closed),
     )
 
 

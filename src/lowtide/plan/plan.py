@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Collection
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
@@ -64,9 +63,20 @@ class ProgramStep(NamedTuple):
     stored: tuple[bool, ...]
 
 
-def program_of(graph: StepGraph, stored: frozenset[int], replayed: Collection[int]) -> tuple[ProgramStep, ...]:
-    """The forward as an executor follows it: one step for each operation, in order."""
-    again = frozenset(replayed)
+def program_of(graph: StepGraph, stored: frozenset[int]) -> tuple[ProgramStep, ...]:
+    """The forward as an executor follows it: one step for each operation, in order.
+
+    An operation may run again when something given up rests on it, also where this step's backward never asked for it.
+    """
+    again: set[int] = set()
+    wanted = [tensor.value for tensor in graph.saved if tensor.droppable and tensor.value not in stored]
+    while wanted:
+        value = graph.values[wanted.pop()]
+        producer = value.producer
+        if producer is None or producer in again:
+            continue
+        again.add(producer)
+        wanted.extend(read for read in graph.operations[producer].reads if read not in stored)
     return tuple(
         ProgramStep(operation.name, operation.index in again, tuple(value in stored for value in operation.writes))
         for operation in graph.operations

@@ -12,7 +12,7 @@ from lowtide.run.direct import PlanDirector
 from lowtide.run.record import Findings, Recorder, Verify
 
 
-class apply:  # noqa: N801 - reads as a verb where it is used: ``with lowtide.apply(plan): ...``
+class apply:
     """Run the step in the block under ``plan``.
 
     The object may be entered again for the next step; with ``verify="first"`` only the first is verified.

@@ -34,7 +34,13 @@ class StepKey(NamedTuple):
 
 def _leaf(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
-        return (tuple(item.shape), item.dtype, item.device.type, item.requires_grad, item.stride() if item.layout is torch.strided else None)
+        return (
+            tuple(item.shape),
+            item.dtype,
+            item.device.type,
+            item.requires_grad,
+            item.stride() if item.layout is torch.strided else None,
+        )
     if isinstance(item, (int, float, str, bool, type(None))):
         return item
     return type(item).__qualname__

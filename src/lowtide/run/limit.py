@@ -68,11 +68,19 @@ class Limiter:
         self.local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: self.__dict__[name] for name in ("model", "budget", "policy", "loss_fn", "verify", "original")}
+        names = ("model", "budget", "policy", "loss_fn", "verify", "original")
+        return {**{name: self.__dict__[name] for name in names}, "counted": self.planner.optimizer is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
+        counted = state.pop("counted")
         self.__dict__.update(state)
         self._fresh(None)
+        if counted:
+            warnings.warn(
+                "the copy of a limited model does not count an optimizer: remove() its limit and call limit_memory with the copy's optimizer",
+                LowtideWarning,
+                stacklevel=3,
+            )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Limiter:
         twin = Limiter.__new__(Limiter)
@@ -197,7 +205,7 @@ class Limiter:
 
     def _watch(self, planned: Planned, verifying: bool) -> StepWatch | None:
         """What to learn from the coming step, if anything is left to learn."""
-        learning = planned.loss_unknown or planned.holding and bool(planned.traced.outputs)
+        learning = planned.loss_unknown or (not planned.held and bool(planned.traced.outputs) and planned.steps == 0)
         measuring = not verifying and planned.steps <= 2 and planned.plan.budget_bytes is not None
         if not (learning or measuring):
             return None
@@ -209,7 +217,7 @@ class Limiter:
         """Backward begins: the loss has been computed, and the caller has let go of what it does not need."""
         if planned.loss_unknown:
             planned.loss_unknown = False
-            planned.holding = not watch.outputs_dropped
+            planned.holding = planned.held = not watch.outputs_dropped
             if watch.loss_peak_bytes is not None and watch.loss_live_bytes is not None:
                 planned.loss = LossMemory(watch.loss_peak_bytes, watch.loss_live_bytes, planned.plan.stored)
             else:
@@ -222,6 +230,9 @@ class Limiter:
         elif planned.holding and watch.outputs_dropped:
             planned.holding = False
             planned.again = "the caller lets go of the outputs before backward"
+        elif not planned.holding and not planned.held and not watch.outputs_dropped:
+            planned.holding = planned.held = True
+            self.planner.solve(planned)
 
     def _compare(self, planned: Planned, watch: StepWatch, measuring: bool) -> None:
         """Backward has ended: hold what the step took against the budget."""
@@ -282,6 +293,10 @@ class Handle:
         """
         with self._limiter._inside():
             return self._limiter.planned(args, kwargs).plan
+
+    def share_costs(self, other: Handle) -> None:
+        """Take over what ``other`` found out about the costs of operations, so that they are not timed again."""
+        self._limiter.planner.costs.update(other._limiter.planner.costs)
 
     def remove(self) -> None:
         """Give the model its own forward back. Steps that are under way finish under their plan."""

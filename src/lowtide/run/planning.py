@@ -51,6 +51,7 @@ class Planned:
         graph: what the plan was made for: `traced`, with what is known of its caller and its loss.
         plan: the decisions.
         holding: whether the caller is taken to hold the outputs until the step ends.
+        held: whether it was seen to.
         loss: what a loss outside the model takes, once measured.
         loss_unknown: the loss lies outside and has not been measured.
         margin_bytes: by how much a step was seen to exceed its prediction.
@@ -64,6 +65,7 @@ class Planned:
     graph: StepGraph
     plan: Plan
     holding: bool = True
+    held: bool = False
     loss: LossMemory | None = None
     loss_unknown: bool = False
     margin_bytes: int = 0
@@ -150,16 +152,25 @@ class Planner:
     def solve(self, planned: Planned) -> None:
         """Make the plan from all that is known by now.
 
+        A caller that may hold the outputs is planned for first; where that does not fit, one that lets them go.
+
         Raises:
             BudgetError: no plan fits.
         """
-        graph = planned.traced if planned.loss is None else with_loss(planned.traced, planned.loss)
-        limit = self.limit(graph)
-        if planned.holding:
-            held = planned.traced.holding_outputs()
-            graph = held if planned.loss is None else with_loss(held, planned.loss)
-        planned.graph = graph = self._without_kept(graph)
+        limit = self.limit(self._seen(planned, holding=False))
         self._check_optimizer(limit)
+        try:
+            self._solve(planned, limit)
+        except BudgetError:
+            if not planned.holding or planned.held:
+                raise
+            planned.holding = False
+            self._solve(planned, limit)
+        planned.verified = False
+        planned.again = ""
+
+    def _solve(self, planned: Planned, limit: int | None) -> None:
+        planned.graph = graph = self._seen(planned, planned.holding)
         target = limit - planned.margin_bytes if limit is not None else None
         try:
             plan = make(graph, budget=target, policy=self.policy)
@@ -168,8 +179,11 @@ class Planner:
                 raise
             plan = make(graph, budget=error.smallest_bytes, policy=self.policy)
         planned.plan = replace(plan, budget_bytes=limit)
-        planned.verified = False
-        planned.again = ""
+
+    def _seen(self, planned: Planned, holding: bool) -> StepGraph:
+        """The traced step with what is known of its loss, its caller, and what does not reproduce."""
+        graph = planned.traced.holding_outputs() if holding else planned.traced
+        return self._without_kept(graph if planned.loss is None else with_loss(graph, planned.loss))
 
     def limit(self, graph: StepGraph) -> int | None:
         """The budget in bytes; a percentage is of the plain step whose caller lets go of the outputs."""

@@ -498,7 +498,7 @@ def _stays_real(info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...],
     """
     if inputs:
         to_integers = info.name == "aten._to_copy.default" and kwargs.get("dtype") in _INTEGERS
-        return all(not isinstance(t, FakeTensor) and (is_small_constant(t) or to_integers and t.numel() <= _SMALL_ONES) for t in inputs)
+        return all(not isinstance(t, FakeTensor) and (is_small_constant(t) or (to_integers and t.numel() <= _SMALL_ONES)) for t in inputs)
     if info.name == "aten.ones.default":
         return math.prod(args[0]) <= _SMALL_ONES
     dtype = kwargs.get("dtype")
