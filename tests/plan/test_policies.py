@@ -136,3 +136,14 @@ def test_names_resolve_and_a_users_function_is_a_policy(graph: StepGraph):
 
     plan = lowtide.plan.make(graph, policy=every_second)
     assert plan.policy == "every_second" and plan.replayed
+
+
+def test_budgets_are_read_as_text() -> None:
+
+    from lowtide.plan.simulate import plain
+
+    graph = transformer(2)
+    peak = plain(graph).peak_bytes
+    assert lowtide.plan(graph, budget="100%").predicted_peak_bytes == peak
+    assert lowtide.plan(graph, budget="90%").budget_bytes == peak * 90 // 100
+    assert lowtide.plan(graph, budget=f"{peak}B").budget_bytes == peak

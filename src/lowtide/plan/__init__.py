@@ -60,20 +60,25 @@ def resolve(policy: str | Policy) -> Policy:
     return known[policy]()
 
 
-def make(graph: StepGraph, budget: int | None = None, policy: str | Policy = "optimal") -> Plan:
-    """The plan that ``policy`` makes for ``graph`` within ``budget`` bytes.
+def make(graph: StepGraph, budget: str | int | None = None, policy: str | Policy = "optimal") -> Plan:
+    """The plan that ``policy`` makes for ``graph`` within ``budget``: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain peak.
 
     Raises:
         BudgetError: the policy cannot meet the budget; the error carries the smallest one that it can.
         PlanError: the policy does not exist or does not apply to this graph.
     """
+    if budget is not None:
+        from lowtide.budget import parse
+        from lowtide.plan.simulate import plain
+
+        budget = parse(budget, plain(graph).peak_bytes)
     return resolve(policy)(graph, budget)
 
 
 class _Room(ModuleType):
     """Lets ``lowtide.plan`` be the room and the verb: ``lowtide.plan(graph, budget=...)``."""
 
-    def __call__(self, graph: StepGraph, budget: int | None = None, policy: str | Policy = "optimal") -> Plan:
+    def __call__(self, graph: StepGraph, budget: str | int | None = None, policy: str | Policy = "optimal") -> Plan:
         return make(graph, budget, policy)
 
     def __getattr__(self, name: str) -> Any:

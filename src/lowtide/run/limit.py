@@ -24,7 +24,8 @@ from lowtide.run.key import StepKey, step_key
 from lowtide.run.planning import LossMemory, Planned, Planner, Policy
 from lowtide.run.record import Recorder, Verify
 from lowtide.run.watch import StepWatch
-from lowtide.trace.eager import Tracer, tensors_inside
+from lowtide.trace.describe import tensors_inside
+from lowtide.trace.eager import Tracer
 from lowtide.trace.step import loss_of
 
 

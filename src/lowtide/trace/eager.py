@@ -7,7 +7,6 @@ packed and a stand-in is handed out as it is unpacked, so that the events show h
 
 from __future__ import annotations
 
-import math
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -26,16 +25,14 @@ from lowtide.ops import (
     covers_storage,
     has_plain_storage,
     hidden_statistics,
-    is_wrapper,
     op_info,
     tensors_of,
     unreduced_bytes,
     written_tensors,
 )
-from lowtide.trace.costs import OpSpec, TensorSpec
-from lowtide.trace.fake import is_small_constant
+from lowtide.trace.costs import OpSpec
+from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
 
-Signature = tuple[Any, ...]
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
 
@@ -122,7 +119,7 @@ class Tracer(TorchDispatchMode):
         self._module_names = {id(module): name for name, module in model.named_modules()}
 
     def _name(self, tensor: torch.Tensor, kind: StorageKind, name: str) -> None:
-        for leaf in _plain_leaves(tensor):
+        for leaf in plain_leaves(tensor):
             self._names.setdefault(private.storage_key(leaf), (kind, name))
 
     def enter_module(self, module: torch.nn.Module) -> None:
@@ -220,8 +217,8 @@ class Tracer(TorchDispatchMode):
         if info.fills:
             ignored |= {id(t) for t in written if has_plain_storage(t) and covers_storage(t)}
         reads = list(dict.fromkeys(self.value_of(t) for t in inputs if id(t) not in ignored))
-        signature, spec = _signature(func, args, kwargs)
-        if self.fake and _stays_real(info, inputs, args, kwargs):
+        signature, spec = signature_of(func, args, kwargs)
+        if self.fake and stays_real(info, inputs, args, kwargs):
             with private.without_fake_mode():
                 result = private.call(func, args, kwargs)
         else:
@@ -318,10 +315,8 @@ class Tracer(TorchDispatchMode):
                 }
             )
             self.event("pack", number)
-            if self.inner is not None:
-                inner = self.inner[0](tensor)
-            else:
-                inner = None if droppable and self.fake else tensor.detach()
+            given_up = droppable and self.fake
+            inner = self.inner[0](tensor) if self.inner is not None else None if given_up else tensor.detach()
             return TraceHandle(self, number, tensor, inner)
 
     def unpack(self, handle: Any) -> torch.Tensor:
@@ -468,81 +463,3 @@ class Tracer(TorchDispatchMode):
             notes=notes,
             outputs=tuple(sorted(self._outputs)),
         )
-
-
-def is_wrapper_type(kind: type) -> bool:
-    """Whether tensors of this type hold other tensors."""
-    return kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__")
-
-
-def _plain_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors inside a tensor, itself when it is plain."""
-    if is_wrapper(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for name in names:
-            inner = getattr(tensor, name)
-            if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
-                yield from _plain_leaves(inner)
-    elif has_plain_storage(tensor):
-        yield tensor
-
-
-_SMALL_ONES = 1 << 16
-_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-
-
-def _stays_real(info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call on real constants only (or one that makes integers from nothing) is carried out for real in a fake trace.
-
-    So are small tensors of ones: models make them as masks, and ask whether they are ones.
-    """
-    if inputs:
-        to_integers = info.name == "aten._to_copy.default" and kwargs.get("dtype") in _INTEGERS
-        return all(not isinstance(t, FakeTensor) and (is_small_constant(t) or (to_integers and t.numel() <= _SMALL_ONES)) for t in inputs)
-    if info.name == "aten.ones.default":
-        return math.prod(args[0]) <= _SMALL_ONES
-    dtype = kwargs.get("dtype")
-    if dtype is not None:
-        return dtype in _INTEGERS
-    return bool(args) and all(isinstance(item, int) for item in args)
-
-
-def tensors_inside(result: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors in what a step returned, in containers and in the attributes of an output object."""
-    if isinstance(result, torch.Tensor):
-        yield from _plain_leaves(result)
-    elif isinstance(result, (tuple, list)):
-        for item in result:
-            yield from tensors_inside(item)
-    elif isinstance(result, dict):
-        for item in result.values():
-            yield from tensors_inside(item)
-    elif hasattr(result, "__dict__"):
-        for item in vars(result).values():
-            if isinstance(item, (torch.Tensor, tuple, list, dict)):
-                yield from tensors_inside(item)
-
-
-def _describe(item: Any, keys: dict[int, int]) -> Any:
-    """An argument with tensors described; ``keys`` numbers the storages of the call in order of appearance."""
-    if isinstance(item, torch.Tensor):
-        if not has_plain_storage(item):
-            return TensorSpec(0, item.dtype, tuple(item.shape), (), 0, item.device, -1)
-        storage = item.untyped_storage()
-        number = keys.setdefault(storage._cdata, len(keys))
-        return TensorSpec(storage.nbytes(), item.dtype, tuple(item.shape), item.stride(), item.storage_offset(), item.device, number)
-    if isinstance(item, (tuple, list)):
-        return tuple(_describe(part, keys) for part in item)
-    if isinstance(item, (int, float, str, bool, torch.dtype, torch.device, torch.layout, torch.memory_format)) or item is None:
-        return item
-    return repr(item) if not isinstance(item, torch.Generator) else None
-
-
-def _signature(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, OpSpec]:
-    """A hashable key that equal calls share, and the same call with tensors described instead of held."""
-    keys: dict[int, int] = {}
-
-    described = tuple(_describe(item, keys) for item in args)
-    named = {name: _describe(item, keys) for name, item in kwargs.items()}
-    signature = (func, described, tuple(sorted(named.items())))
-    return signature, OpSpec(func, described, named)

@@ -13,7 +13,8 @@ from lowtide.graph import StepGraph
 from lowtide.ops import tensors_of
 from lowtide.private import is_compiled
 from lowtide.trace.costs import OpCost, measure_costs
-from lowtide.trace.eager import Signature, Tracer
+from lowtide.trace.describe import Signature
+from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker, borrowed
 from lowtide.trace.real import Packing, trace_real
 from lowtide.trace.step import device_of, loss_of, with_costs

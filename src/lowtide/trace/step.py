@@ -14,7 +14,8 @@ import torch
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.trace.costs import OpCost, executor_overheads, measure_costs
-from lowtide.trace.eager import Signature, Tracer
+from lowtide.trace.describe import Signature
+from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker, borrowed
 from lowtide.trace.real import trace_real
 
@@ -133,15 +134,23 @@ def trace(
     """
     modules = [model] if model is not None else find_modules(step, args, kwargs)
     root = modules[0] if modules else None
-    if real:
-        tracer = trace_real(lambda tracer: _run(step, args, kwargs, tracer), modules, root)
-    else:
-        tracer = _trace_fake(step, args, kwargs, modules, root)
+    carry_out = _trace_real if real else _trace_fake
+    tracer = carry_out(step, args, kwargs, modules, root)
     graph = tracer.graph(device=device_of(modules, args), source="real" if real else "fake")
     if not costs:
         return graph
     known = {} if cost_cache is None else cost_cache
     return with_costs(graph, tracer, measure_costs(tracer.specs, cache=known, memory_limit_bytes=memory_limit_bytes))
+
+
+def _trace_real(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    modules: list[torch.nn.Module],
+    root: torch.nn.Module | None,
+) -> Tracer:
+    return trace_real(lambda tracer: _run(step, args, kwargs, tracer), modules, root)
 
 
 def _trace_fake(

@@ -1,0 +1,63 @@
+"""A limited model on a CUDA device: bitwise gradients with dropout, and a peak within the budget by the allocator's own statistics."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import lowtide
+from lowtide.models import build_model
+from lowtide.models.presets import ModelConfig
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+def model_and_batch() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
+    torch.manual_seed(0)
+    config = ModelConfig("gpt", layers=4, width=256, heads=4, hidden_width=1024, key_value_heads=4, positions=512, dropout=0.1)
+    tokens = torch.randint(256, (4, 512), device="cuda")
+    return build_model(config).cuda().train(), {"tokens": tokens, "targets": tokens}
+
+
+def gradients(model: torch.nn.Module, batch: dict[str, torch.Tensor]) -> list[torch.Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad(set_to_none=True)
+    model(**batch).loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize("budget", ["80%", "60%"])
+def test_gradients_are_bitwise_equal_and_the_peak_is_within_the_budget(budget: str) -> None:
+    model, batch = model_and_batch()
+    expected = gradients(model, batch)
+    handle = lowtide.limit_memory(model, budget=budget)
+    for _ in range(3):
+        found = gradients(model, batch)
+        assert all(torch.equal(a, b) for a, b in zip(expected, found, strict=True))
+    del expected, found
+    model.zero_grad(set_to_none=True)
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    model(**batch).loss.backward()
+    assert handle.plan is not None
+    assert torch.cuda.max_memory_allocated() <= handle.plan.budget_bytes * 1.01
+
+
+def test_a_scope_replays_dropout_from_the_device_generator() -> None:
+    layer = torch.nn.Linear(64, 64, device="cuda")
+    x = torch.randn(32, 64, device="cuda", requires_grad=True)
+
+    def step(scoped: bool) -> list[torch.Tensor]:
+        torch.manual_seed(2)
+        x.grad = layer.weight.grad = None
+        if scoped:
+            with lowtide.checkpointing():
+                y = torch.nn.functional.dropout(torch.nn.functional.gelu(layer(x)), 0.3)
+        else:
+            y = torch.nn.functional.dropout(torch.nn.functional.gelu(layer(x)), 0.3)
+        y.square().sum().backward()
+        assert x.grad is not None and layer.weight.grad is not None
+        return [x.grad.clone(), layer.weight.grad.clone()]
+
+    for a, b in zip(step(False), step(True), strict=True):
+        assert torch.equal(a, b)
