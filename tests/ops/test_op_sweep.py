@@ -18,7 +18,7 @@ from lowtide.run.record import Recorder
 pytest.importorskip("expecttest")  # PyTorch's operator database imports it
 
 ROOT = Path(__file__).parents[2]
-SAMPLES = 5
+SAMPLES = {"float": 3}  # of each operation; elsewhere one
 PART = (
     "abs", "acos", "add", "addbmm", "addcmul", "addmm", "addmv", "all", "amax", "angle", "as_strided", "asin", "atan2", "baddbmm", "bernoulli",
     "bmm", "broadcast_to", "cat", "cdist", "cholesky_solve", "chunk", "clamp", "clone", "complex", "conj", "conj_physical", "contiguous", "copysign",
@@ -82,7 +82,7 @@ def test_a_part_of_the_database(variant: Any) -> None:
     names = set(PART)
     ops = [op for op in sweep.operations() if op.name in names]
     assert len({op.name for op in ops}) > 150
-    outcomes = [o for o in (sweep.check_operation(op, variant, SAMPLES) for op in ops) if o is not None]
+    outcomes = [o for o in (sweep.check_operation(op, variant, SAMPLES.get(variant, 1)) for op in ops) if o is not None]
     assert len(outcomes) > 40
     check(outcomes)
 
@@ -140,7 +140,7 @@ def test_conjugate_and_negative_bits() -> None:
     complex_numbers = torch.randn(4, 4, dtype=torch.complex64)
     assert_bitwise(lambda x: (x * 2).conj() @ (x * 3).mH, complex_numbers)
     assert_bitwise(lambda x: (x * 2).conj().imag.sin() * (x.conj() * x).imag.cos(), complex_numbers)
-    assert_bitwise(lambda x: torch._neg_view(x * 2).exp().mul_(torch._neg_view(x * 3)), torch.randn(5))
+    assert_bitwise(lambda x: torch._neg_view(x * 2).sin().add_(torch._neg_view(x * 3)).cos(), torch.randn(5))
 
 
 def test_a_kernel_that_looks_at_grad_mode() -> None:
