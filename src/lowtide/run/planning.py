@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -24,6 +25,7 @@ from lowtide.trace.eager import OUTSIDE
 from lowtide.trace.limited import LOSS_OUTSIDE, trace_model
 
 Policy = str | Callable[..., Plan]
+_REAL_SHARE = 0.9  # of the budget, for plans from a trace of real tensors
 _TIMING_SHARE = 0.85  # of what the budget leaves; the rest is for what an operation allocates on the way
 
 
@@ -170,13 +172,24 @@ class Planner:
         planned.again = ""
 
     def _solve(self, planned: Planned, limit: int | None) -> None:
+        """Plan for `limit` less what was seen to come on top; a trace of real tensors shows when storages end only roughly."""
         planned.graph = graph = self._seen(planned, planned.holding)
-        target = limit - planned.margin_bytes if limit is not None else None
+        share = _REAL_SHARE if graph.source == "real" else 1.0
+        target = int(limit * share) - planned.margin_bytes if limit is not None else None
         try:
-            plan = make(graph, budget=target, policy=self.policy)
+            plan = make(graph, budget=None if target is None else max(1, target), policy=self.policy)
         except BudgetError as error:
-            if not planned.margin_bytes or error.smallest_bytes is None or limit is None or error.smallest_bytes > limit:
+            if error.smallest_bytes is None or limit is None:
                 raise
+            if not planned.margin_bytes or error.smallest_bytes > limit:
+                smallest = math.ceil(error.smallest_bytes / share)
+                if share == 1.0:
+                    raise
+                raise BudgetError(
+                    f"no plan fits in {limit:,} bytes: the smallest that can be met is {smallest:,} bytes, a tenth of it for what a trace of "
+                    "real tensors does not show (fake ones could not follow this model)",
+                    smallest,
+                ) from error
             plan = make(graph, budget=error.smallest_bytes, policy=self.policy)
         planned.plan = replace(plan, budget_bytes=limit)
 

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
+from lowtide.meter import available, peak
 from lowtide.ops import (
     OpInfo,
     covers_storage,
@@ -79,6 +80,8 @@ class Tracer(TorchDispatchMode):
         self.operations: list[dict[str, Any]] = []
         self.signatures: list[Signature] = []
         self.specs: dict[Signature, OpSpec] = {}
+        self.scratch: dict[Signature, int] = {}  # what backward's operations were seen to take beyond their results, in a real trace
+        self._measures = not fake and available()
         self.storages: list[dict[str, Any]] = []
         self.values: list[dict[str, Any]] = []
         self.saved: list[dict[str, Any]] = []
@@ -221,6 +224,11 @@ class Tracer(TorchDispatchMode):
         if self.fake and stays_real(info, inputs, args, kwargs):
             with private.without_fake_mode():
                 result = private.call(func, args, kwargs)
+        elif self._measures and private.in_backward():
+            with peak("cpu", "allocator") as seen:
+                result = private.call(func, args, kwargs)
+                live = max(0, seen.live_bytes)
+            self.scratch[signature] = max(seen.peak_bytes - live, self.scratch.get(signature, 0))
         else:
             result = private.call(func, args, kwargs)
         outputs = [t for t in tensors_of(result) if has_plain_storage(t)]

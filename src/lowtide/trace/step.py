@@ -86,7 +86,7 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def with_costs(graph: StepGraph, tracer: Tracer, costs: dict[Signature, OpCost]) -> StepGraph:
     """The graph with each operation's seconds and scratch bytes filled in."""
     operations = tuple(
-        replace(operation, seconds=costs[signature].seconds, scratch_bytes=costs[signature].scratch_bytes)
+        replace(operation, seconds=costs[signature].seconds, scratch_bytes=tracer.scratch.get(signature, costs[signature].scratch_bytes))
         for operation, signature in zip(graph.operations, tracer.signatures, strict=True)
     )
     overheads = executor_overheads(graph.device)
