@@ -26,6 +26,7 @@ from lowtide.trace.limited import LOSS_OUTSIDE, trace_model
 
 Policy = str | Callable[..., Plan]
 _REAL_SHARE = 0.9  # of the budget, for plans from a trace of real tensors
+_TIMING_FLOOR = 0.25  # of what the plain step adds: a single operation takes less, and where it does not fit no plan does
 _TIMING_SHARE = 0.85  # of what the budget leaves; the rest is for what an operation allocates on the way
 
 
@@ -149,7 +150,10 @@ class Planner:
         """What the budget leaves for timing operations while only the model stands in memory."""
         whole = self._whole(graph)
         limit = self.limit(whole)
-        return None if limit is None else max(0, int((limit - whole.resident_bytes) * _TIMING_SHARE))
+        if limit is None:
+            return None
+        needed = (plain(whole).peak_bytes - whole.resident_bytes) * _TIMING_FLOOR
+        return int(max((limit - whole.resident_bytes) * _TIMING_SHARE, needed))
 
     def solve(self, planned: Planned) -> None:
         """Make the plan from all that is known by now.
