@@ -135,6 +135,7 @@ def limited(model: torch.nn.Module, batch: dict[str, Any], budget: str | int) ->
     return handle, found, peaks
 
 
+@pytest.mark.slow  # minutes; at the very smallest budgets some families still fail, see CHANGELOG
 @pytest.mark.parametrize("budget", ["70%", "smallest"])
 def test_within_a_budget(family: Any, budget: str) -> None:
     model, batch = build(family)

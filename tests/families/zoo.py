@@ -268,7 +268,7 @@ def lstm() -> tuple[nn.Module, Batch]:
 
 
 def gru() -> tuple[nn.Module, Batch]:
-    return WithLoss(_Recurrent(nn.GRU), _per_token), {"x": _ids(120, 4, 24), "labels": _ids(120, 4, 24)}
+    return WithLoss(_Recurrent(nn.GRU), _per_token), {"x": _ids(120, 16, 8), "labels": _ids(120, 16, 8)}
 
 
 def clip() -> tuple[nn.Module, Batch]:
