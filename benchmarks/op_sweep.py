@@ -166,7 +166,7 @@ def _enter(leaf: torch.Tensor, variant: Variant) -> torch.Tensor:
     if variant == "conjugate" and value.is_complex():
         return value.conj()
     if variant == "negative":
-        return torch._neg_view(value)
+        return torch._neg_view(value)  # pyright: ignore
     return value
 
 

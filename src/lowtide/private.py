@@ -155,7 +155,7 @@ def leave_mode(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
     taken: list[TorchDispatchMode] = []
     while dispatch_modes():
         top = _pop_mode()
-        taken.append(top)
+        taken.append(top)  # pyright: ignore
         if top is mode:
             break
     return taken

@@ -50,7 +50,7 @@ def _director(policy: RegionPolicy) -> Director:
     rule = getattr(policy, "gives_up", policy)
     if not callable(rule) or _takes_graph(rule):
         raise PlanError(f"checkpointing(policy={policy!r}): this policy needs a step graph; give it to lowtide.limit_memory")
-    return RuleDirector(rule)
+    return RuleDirector(rule)  # pyright: ignore
 
 
 def _takes_graph(rule: Callable[..., object]) -> bool:

@@ -115,9 +115,9 @@ class Ref:
         elif base.shape != self.shape or base.stride() != self.strides or base.storage_offset() != self.offset:
             base = base.as_strided(self.shape, self.strides, self.offset)
         if base.is_conj() is not self.conjugate:
-            base = torch._conj(base)
+            base = torch._conj(base)  # pyright: ignore
         if base.is_neg() is not self.negative:
-            base = torch._neg_view(base)
+            base = torch._neg_view(base)  # pyright: ignore
         return base
 
 
@@ -331,7 +331,7 @@ def reach(tensor: torch.Tensor) -> int:
     if tensor.numel() == 0:
         return 0
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + last + 1) * tensor.element_size()
+    return (tensor.storage_offset() + last + 1) * tensor.element_size()  # pyright: ignore
 
 
 def _words(tensor: torch.Tensor, dtype: torch.dtype, extent: int) -> torch.Tensor:

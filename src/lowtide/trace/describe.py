@@ -76,7 +76,7 @@ def _describe(item: Any, keys: dict[int, int]) -> Any:
             return TensorSpec(0, item.dtype, tuple(item.shape), (), 0, item.device, -1)
         storage = item.untyped_storage()
         number = keys.setdefault(storage._cdata, len(keys))
-        return TensorSpec(storage.nbytes(), item.dtype, tuple(item.shape), item.stride(), item.storage_offset(), item.device, number)
+        return TensorSpec(storage.nbytes(), item.dtype, tuple(item.shape), item.stride(), item.storage_offset(), item.device, number)  # pyright: ignore
     if isinstance(item, (tuple, list)):
         return tuple(_describe(part, keys) for part in item)
     if isinstance(item, (int, float, str, bool, torch.dtype, torch.device, torch.layout, torch.memory_format)) or item is None:
