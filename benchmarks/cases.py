@@ -139,4 +139,4 @@ def vit() -> Case:
 
 def six() -> list[Case]:
     """One of each kind."""
-    return [gpt(8, 384, dropout=0.1), llama(8, 384), bert(), t5(), vit(), resnet()]
+    return [gpt(8, 384, batch=1, dropout=0.1), llama(8, 384, batch=1), bert(), t5(), vit(), resnet()]

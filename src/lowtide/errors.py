@@ -12,11 +12,13 @@ class BudgetError(LowtideError):
 
     Attributes:
         smallest_bytes: the smallest budget that a plan is known for, or ``None`` when the text was malformed.
+        detail: what stands at the peak of the plan that needs it, and what to do; part of the message.
     """
 
-    def __init__(self, message: str, smallest_bytes: int | None = None) -> None:
-        super().__init__(message)
+    def __init__(self, message: str, smallest_bytes: int | None = None, detail: str = "") -> None:
+        super().__init__(f"{message} {detail}" if detail else message)
         self.smallest_bytes = smallest_bytes
+        self.detail = detail
 
 
 class TraceError(LowtideError):

@@ -401,13 +401,13 @@ def test_threads_train_two_limited_models() -> None:
         assert all(torch.equal(a, b) for a, b in zip(plain[k], results[k], strict=True))
 
 
-@pytest.mark.slow  # failed once under load, see CHANGELOG
 def test_one_limited_model_in_two_threads() -> None:
     """As DataParallel's replicas or an asynchronous trainer would: forwards at the same time, each with its own backward."""
     model = small(dropout=0.0)
     lowtide.limit_memory(model, policy="full")
     plain = small(dropout=0.0)
     expected = [torch.autograd.grad(plain(batch(6 + k)), list(plain.parameters())) for k in range(2)]
+    parameters = list(model.parameters())  # while one thread plans, the model shows others fake ones
     found: dict[int, Any] = {}
     errors: list[BaseException] = []
 
@@ -415,7 +415,7 @@ def test_one_limited_model_in_two_threads() -> None:
         try:
             barrier.wait()
             for _ in range(3):
-                found[k] = torch.autograd.grad(model(batch(6 + k)), list(model.parameters()))
+                found[k] = torch.autograd.grad(model(batch(6 + k)), parameters)
         except BaseException as error:
             errors.append(error)
 
@@ -509,7 +509,7 @@ def test_budgets_hold_and_are_monotone(same: Any) -> None:
     most = peak(plain)
     grads = [p.grad.clone() for p in plain.parameters()]
     probe = copy.deepcopy(plain)
-    lowtide.limit_memory(probe, 1)
+    first = lowtide.limit_memory(probe, 1)
     with pytest.raises(BudgetError) as caught:
         probe(tokens)
     least = caught.value.smallest_bytes
@@ -520,6 +520,7 @@ def test_budgets_hold_and_are_monotone(same: Any) -> None:
         model = copy.deepcopy(plain)
         model.zero_grad()
         handle = lowtide.limit_memory(model, budget)
+        handle.share_costs(first)
         with warnings.catch_warnings():
             warnings.simplefilter("error")
             peaks.append(peak(model))
@@ -529,7 +530,7 @@ def test_budgets_hold_and_are_monotone(same: Any) -> None:
         assert all(same(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
         seconds.append(plan.predicted_extra_seconds / plan.plain_seconds)
     assert peaks == sorted(peaks)
-    # Each model times its own operations, and its plan is within a gap of the best: shares of the step differ by a little.
+    # Each plan is within a gap of the best.
     assert all(later <= earlier + 0.05 for earlier, later in itertools.pairwise(seconds))
 
 

@@ -320,6 +320,34 @@ def test_fake_mode_takes_real_constants() -> None:
         assert (torch.empty(4) + constant).shape == (4,)
 
 
+def test_an_unseen_alias_is_not_dispatched() -> None:
+    class Counting(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counting.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    x = torch.ones(3, requires_grad=True)
+    y = x * 2
+    with Counting():
+        alias = private.unseen_alias(y)
+    assert Counting.calls == 0
+    assert not alias.requires_grad and alias.data_ptr() == y.data_ptr()
+    y.add_(1)
+    assert alias._version == y._version
+
+
+def test_fake_errors_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    from torch._subclasses import fake_tensor
+
+    before = fake_tensor.log.disabled
+    with private.fake_errors_untold():
+        fake_tensor.log.error("a stack that nobody asked for")
+    assert not caplog.records
+    assert fake_tensor.log.disabled is before
+
+
 def test_every_function_is_tested_here() -> None:
     text = inspect.getsource(inspect.getmodule(test_every_function_is_tested_here))  # type: ignore[arg-type]
     names = [n for n, f in vars(private).items() if inspect.isfunction(f) and f.__module__ == private.__name__ and not n.startswith("_")]

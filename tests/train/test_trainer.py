@@ -148,7 +148,6 @@ def command(text: Path, folder: Path, *more: str) -> list[str]:
     return [*line, "--json", str(folder / "results.json"), *more]
 
 
-@pytest.mark.slow  # minutes on a busy machine
 @pytest.mark.skipif(not hasattr(signal, "SIGKILL"), reason="kills with SIGKILL")
 def test_a_run_killed_with_9_resumes_and_ends_where_an_unharmed_one_does(text: Path, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"

@@ -99,9 +99,9 @@ def make_plan(
     simulation = sim.simulate(closed)
     if budget is not None and simulation.peak_bytes > budget:
         raise BudgetError(
-            f"policy {policy!r} needs {simulation.peak_bytes:,} bytes, the budget is {budget:,}: at the peak stands "
-            f"{standing(simulation)}. Give a larger budget, or use the policy 'optimal', which finds the least memory it can.",
+            f"policy {policy!r} needs {simulation.peak_bytes:,} bytes, the budget is {budget:,}.",
             simulation.peak_bytes,
+            f"At the peak stands {standing(simulation)}. Give a larger budget, or use the policy 'optimal', which finds the least memory it can.",
         )
     limit = budget if budget is not None else simulation.peak_bytes
     floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None

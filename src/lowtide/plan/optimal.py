@@ -87,9 +87,9 @@ class Planner:
             pool.append(least)
         if not pool:
             raise BudgetError(
-                f"no plan fits in {budget:,} bytes: the smallest that can be met is {least.simulation.peak_bytes:,} bytes. "
-                f"At its peak stands {standing(least.simulation)}.",
+                f"no plan fits in {budget:,} bytes: the smallest that can be met is {least.simulation.peak_bytes:,} bytes.",
                 least.simulation.peak_bytes,
+                f"At its peak stands {standing(least.simulation)}.",
             )
         best = min(pool, key=lambda c: c.key)
         if self.search.everything() or best.simulation.peak_bytes > budget:

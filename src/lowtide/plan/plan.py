@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
 from lowtide.errors import PlanError
@@ -134,6 +134,16 @@ class Plan:
     def gap(self) -> float:
         """`gap_seconds` as a share of the plain step's time."""
         return self.gap_seconds / self.plain_seconds if self.plain_seconds else 0.0
+
+    def at_pace(self, factor: float) -> Plan:
+        """The same plan with every time multiplied, for a machine on which steps take ``factor`` times what their operations take alone."""
+        return replace(
+            self,
+            plain_seconds=self.plain_seconds * factor,
+            predicted_extra_seconds=self.predicted_extra_seconds * factor,
+            bound_extra_seconds=self.bound_extra_seconds * factor,
+            modules=tuple(replace(row, extra_seconds=row.extra_seconds * factor) for row in self.modules),
+        )
 
     def __str__(self) -> str:
         """A table per module, with what the plan costs and how good it is."""

@@ -11,6 +11,13 @@ _LOOK_AHEAD = 400
 class RegionDirector:
     """Records everything and gives everything up: the rule inside a checkpointing scope, which knows no graph."""
 
+    def passes(self, info: OpInfo) -> bool:
+        """Never."""
+        return False
+
+    def passed(self) -> None:
+        """Nothing to do."""
+
     def wants(self, info: OpInfo) -> bool:
         """Always."""
         return True
@@ -22,6 +29,13 @@ class RegionDirector:
 
 class IdleDirector:
     """Records nothing, so everything stays."""
+
+    def passes(self, info: OpInfo) -> bool:
+        """Always."""
+        return True
+
+    def passed(self) -> None:
+        """Nothing to do."""
 
     def wants(self, info: OpInfo) -> bool:
         """Never."""
@@ -55,6 +69,18 @@ class PlanDirector:
             if program[ahead].name == info.name:
                 return ahead
         return None
+
+    def passes(self, info: OpInfo) -> bool:
+        """Whether the operation is the one that the program has next, and does not run again."""
+        program, at = self._program, self._at
+        if at < len(program):
+            step = program[at]
+            return not step.replayed and step.name == info.name
+        return False
+
+    def passed(self) -> None:
+        """On to the next operation of the program."""
+        self._at += 1
 
     def wants(self, info: OpInfo) -> bool:
         """Whether the plan runs this operation again."""

@@ -19,7 +19,7 @@ class Kept:
     __slots__ = ("tensor", "version", "watch")
 
     def __init__(self, tensor: torch.Tensor, watch: StepWatch | None = None) -> None:
-        self.tensor = tensor.detach()
+        self.tensor = private.unseen_alias(tensor)
         self.version = self.tensor._version
         self.watch = watch
 

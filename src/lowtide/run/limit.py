@@ -141,6 +141,7 @@ class Limiter:
                 self.idle.notify_all()
 
     def _step(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        self.planner.note_pace(planned)
         director = PlanDirector(planned.plan)
         verifying = self.verify != "never" and not planned.verified
         watch = self._watch(planned, verifying)
@@ -208,10 +209,17 @@ class Limiter:
         """What to learn from the coming step, if anything is left to learn."""
         learning = planned.loss_unknown or (not planned.held and bool(planned.traced.outputs) and planned.steps == 0)
         measuring = not verifying and planned.steps <= 2 and planned.plan.budget_bytes is not None
-        if not (learning or measuring):
+        timing = not verifying and planned.wants_pace()
+        if not (learning or measuring or timing):
             return None
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        watch = StepWatch(lambda: self._learn(planned, watch), lambda: self._compare(planned, watch, measuring), device)
+        watch = StepWatch(
+            lambda: self._learn(planned, watch),
+            lambda: self._compare(planned, watch, measuring),
+            device,
+            memory=learning or measuring,
+        )
+        planned.timed = watch if timing else None
         return watch
 
     def _learn(self, planned: Planned, watch: StepWatch) -> None:
@@ -266,9 +274,10 @@ class Handle:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest step, or ``None`` before the first."""
+        """The plan of the latest step, or ``None`` before the first. Its seconds are those of operations timed alone until some steps have
+        run, and then at the pace that whole steps were seen to have."""
         latest = self._limiter.latest
-        return latest.plan if latest is not None else None
+        return latest.paced() if latest is not None else None
 
     @property
     def graph(self) -> StepGraph | None:
@@ -279,7 +288,7 @@ class Handle:
     @property
     def plans(self) -> dict[StepKey, Plan]:
         """Every plan so far, by what the step looked like."""
-        return {key: planned.plan for key, planned in self._limiter.plans.items()}
+        return {key: planned.paced() for key, planned in self._limiter.plans.items()}
 
     @property
     def kept(self) -> dict[str, str]:
@@ -293,7 +302,7 @@ class Handle:
             BudgetError: no plan fits.
         """
         with self._limiter._inside():
-            return self._limiter.planned(args, kwargs).plan
+            return self._limiter.planned(args, kwargs).paced()
 
     def share_costs(self, other: Handle) -> None:
         """Take over what ``other`` found out about the costs of operations, so that they are not timed again."""
@@ -321,7 +330,8 @@ def limit_memory(
 
     The first step with inputs of a new kind is traced on fake tensors, its operations are timed one at a time, and a plan is made; steps
     then run under it. Other kinds (another shape, evaluation, gradients that are there or not) get plans of their own. What cannot be
-    traced on fake tensors runs one extra step for real, in little memory. When the loss lies outside the model and ``loss_fn`` is not given,
+    traced on fake tensors runs one extra step for real, in little memory. While a plan is made, other threads see fake parameters in the model:
+    call ``handle.prepare(...)`` before threads share it. When the loss lies outside the model and ``loss_fn`` is not given,
     the first step runs under the plan of least memory and the loss is measured.
 
     Args:

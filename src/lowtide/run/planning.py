@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,15 +19,22 @@ from lowtide.plan import make
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import plain, simulate
 from lowtide.run.notice import Notice
+from lowtide.run.overhead import executor_overhead
 from lowtide.run.resident import OptimizerNeed, optimizer_need
 from lowtide.run.scope import small_executor
+from lowtide.run.watch import StepWatch
 from lowtide.trace.costs import OpCost
 from lowtide.trace.eager import OUTSIDE
-from lowtide.trace.limited import LOSS_OUTSIDE, trace_model
+from lowtide.trace.limited import LOSS_OUTSIDE, TimingRoom, trace_model
 
 Policy = str | Callable[..., Plan]
+_PACE_STEPS = 9  # are timed under a plan
+_PACE_STEPS_AT_LEAST = 2  # before their pace says anything
 _REAL_SHARE = 0.9  # of the budget, for plans from a trace of real tensors
-_TIMING_FLOOR = 0.25  # of what the plain step adds: a single operation takes less, and where it does not fit no plan does
+_REAL_SHARE_AT_LEAST = 0.94  # where no plan fits in that: two traces of real tensors see scratch that differs by a little
+_SLACK_SHARE = 1e-3  # of the budget, at most `_SLACK_BYTES`, for the few bytes of scalars that a trace does not show
+_SLACK_BYTES = 1 << 16
+_TIMING_FLOOR = 0.6  # of what the plain step adds: a single operation takes less, and where it does not fit no plan does
 _TIMING_SHARE = 0.85  # of what the budget leaves; the rest is for what an operation allocates on the way
 
 
@@ -62,6 +70,8 @@ class Planned:
         steps: how many steps have run under it.
         departed: operations of the latest step that the plan did not know.
         again: why it is to be made again before the next step, or empty.
+        timed: watches the time of the latest step.
+        seconds: of the steps that have been timed under the plan as it is.
     """
 
     traced: StepGraph
@@ -76,6 +86,19 @@ class Planned:
     steps: int = 0
     departed: int = 0
     again: str = ""
+    timed: StepWatch | None = None
+    seconds: list[float] = field(default_factory=list)
+
+    def wants_pace(self) -> bool:
+        """Whether more steps are to be timed."""
+        return len(self.seconds) < _PACE_STEPS
+
+    def paced(self) -> Plan:
+        """The plan, its seconds at the pace of the steps that were timed."""
+        predicted = self.plan.plain_seconds + self.plan.predicted_extra_seconds
+        if len(self.seconds) < _PACE_STEPS_AT_LEAST or not predicted:
+            return self.plan
+        return self.plan.at_pace(statistics.median(self.seconds) / predicted)
 
     def room(self) -> Callable[[int], int]:
         """From a forward operation's position to the bytes that the budget leaves beside it."""
@@ -132,9 +155,9 @@ class Planner:
                 loss_fn=self.loss_fn,
                 cost_cache=self.costs,
                 small=small_executor,
-                memory_limit=self._free_bytes,
+                timing_room=self._timing_room,
             )
-            traced = self._whole(traced)
+            traced = _with_overhead(self._whole(traced))
             unknown = LOSS_OUTSIDE in traced.notes
             planned = Planned(traced, traced, _nothing(traced), loss_unknown=unknown)
             if unknown and self.policy == "optimal" and self.budget is not None:
@@ -146,14 +169,25 @@ class Planner:
                 self.solve(planned)
             return planned
 
-    def _free_bytes(self, graph: StepGraph) -> int | None:
-        """What the budget leaves for timing operations while only the model stands in memory."""
+    def note_pace(self, planned: Planned) -> None:
+        """Take down how long the latest step took, if that was watched."""
+        seconds = planned.timed.seconds() if planned.timed is not None else None
+        planned.timed = None
+        if seconds is not None:
+            planned.seconds.append(seconds)
+
+    def _timing_room(self, graph: StepGraph) -> TimingRoom:
+        """What the budget leaves for timing operations while only the model stands in memory.
+
+        An operation that does not fit in it is in no plan that fits, either, so it is run all the same: the refusal has to state a budget
+        that will do, and that rests on what the operation allocates.
+        """
         whole = self._whole(graph)
         limit = self.limit(whole)
         if limit is None:
-            return None
-        needed = (plain(whole).peak_bytes - whole.resident_bytes) * _TIMING_FLOOR
-        return int(max((limit - whole.resident_bytes) * _TIMING_SHARE, needed))
+            return TimingRoom()
+        left = max(0, int((limit - whole.resident_bytes) * _TIMING_SHARE))
+        return TimingRoom(max(left, int((plain(whole).peak_bytes - whole.resident_bytes) * _TIMING_FLOOR)), left)
 
     def solve(self, planned: Planned) -> None:
         """Make the plan from all that is known by now.
@@ -174,27 +208,23 @@ class Planner:
             self._solve(planned, limit)
         planned.verified = False
         planned.again = ""
+        planned.timed = None
+        planned.seconds.clear()
 
     def _solve(self, planned: Planned, limit: int | None) -> None:
         """Plan for `limit` less what was seen to come on top; a trace of real tensors shows when storages end only roughly."""
         planned.graph = graph = self._seen(planned, planned.holding)
-        share = _REAL_SHARE if graph.source == "real" else 1.0
-        target = int(limit * share) - planned.margin_bytes if limit is not None else None
+        real = graph.source == "real"
+        target = _within(limit, _REAL_SHARE if real else 1.0) - planned.margin_bytes if limit is not None else None
         try:
             plan = make(graph, budget=None if target is None else max(1, target), policy=self.policy)
         except BudgetError as error:
-            if error.smallest_bytes is None or limit is None:
+            least = error.smallest_bytes
+            if least is None or limit is None:
                 raise
-            if not planned.margin_bytes or error.smallest_bytes > limit:
-                smallest = math.ceil(error.smallest_bytes / share)
-                if share == 1.0:
-                    raise
-                raise BudgetError(
-                    f"no plan fits in {limit:,} bytes: the smallest that can be met is {smallest:,} bytes, a tenth of it for what a trace of "
-                    "real tensors does not show (fake ones could not follow this model)",
-                    smallest,
-                ) from error
-            plan = make(graph, budget=error.smallest_bytes, policy=self.policy)
+            if least > _within(limit, _REAL_SHARE_AT_LEAST if real else 1.0) and not (planned.margin_bytes and least <= limit):
+                raise _beyond(error, limit, real) from error
+            plan = make(graph, budget=least, policy=self.policy)
         planned.plan = replace(plan, budget_bytes=limit)
 
     def _seen(self, planned: Planned, holding: bool) -> StepGraph:
@@ -251,6 +281,22 @@ class Planner:
             )
 
 
+def _within(limit: int, share: float) -> int:
+    """What a plan may use of a budget of `limit` bytes."""
+    return int((limit - min(limit * _SLACK_SHARE, _SLACK_BYTES)) * share)
+
+
+def _beyond(error: BudgetError, limit: int, real: bool) -> BudgetError:
+    """The refusal of a budget of `limit` bytes, with a smallest budget that will be accepted."""
+    assert error.smallest_bytes is not None
+    wanted = error.smallest_bytes / (_REAL_SHARE if real else 1.0)
+    smallest = math.ceil(min(wanted / (1 - _SLACK_SHARE), wanted + _SLACK_BYTES)) + 1
+    detail = error.detail
+    if real:
+        detail += " A tenth of it is for what a trace of real tensors does not show (fake ones could not follow this model)."
+    return BudgetError(f"no plan fits in {limit:,} bytes: the smallest that can be met is {smallest:,} bytes.", smallest, detail)
+
+
 def with_loss(graph: StepGraph, measured: LossMemory) -> StepGraph:
     """The graph with a loss between forward and backward that takes what was measured.
 
@@ -287,6 +333,13 @@ def with_loss(graph: StepGraph, measured: LossMemory) -> StepGraph:
         values=(*graph.values, Value(value, storage, 0, index)),
         events=tuple(events),
     )
+
+
+def _with_overhead(graph: StepGraph) -> StepGraph:
+    """The graph with what this executor adds to its operations here."""
+    overhead = executor_overhead(torch.device(graph.device).type)
+    forward = sum(1 for operation in graph.operations if operation.phase == "forward")
+    return replace(graph, overhead_seconds=overhead.passing_seconds * forward, replay_overhead_seconds=overhead.replayed_seconds)
 
 
 def _nothing(graph: StepGraph) -> Plan:

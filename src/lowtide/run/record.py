@@ -51,6 +51,14 @@ Verify = Literal["first", "always", "never"]
 class Director(Protocol):
     """Decides, operation by operation, what the recorder does."""
 
+    def passes(self, info: OpInfo) -> bool:
+        """Whether the next operation, if it is ``info``, certainly is not recorded, so that it may pass with the least ado."""
+        ...
+
+    def passed(self) -> None:
+        """It has passed."""
+        ...
+
     def wants(self, info: OpInfo) -> bool:
         """Whether the next operation, if it is ``info``, is to be recorded: asked before it runs, so that nothing is prepared in vain."""
         ...
@@ -117,6 +125,11 @@ class Recorder(TorchDispatchMode):
         """A compiled call within stays compiled."""
         return True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No wrapper around every call that keeps dynamo out: `private.keep_dynamo_out` does that once for all."""
+        return False
+
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
         """Activate the mode and the hooks together; afterwards nothing but autograd's graph holds what was recorded."""
@@ -177,7 +190,38 @@ class Recorder(TorchDispatchMode):
         for kind in types:
             if kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented
+        if not info.written and not info.uninitialized and self.director.passes(info):
+            return self._passing(func, info, args, kwargs)
         return self._operation(func, info, args, kwargs)
+
+    def _passing(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation that is not recorded and overwrites nothing that a replay may rest on."""
+        statistics = [args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor)]
+        if statistics:
+            self._copy_on_write(statistics)
+            self._forget(statistics, info)
+        result = private.call(func, args, kwargs)
+        if isinstance(result, torch.Tensor):
+            fresh = has_plain_storage(result) and private.storage_key(result) not in _plain_keys(args, kwargs)
+        else:
+            keys = _plain_keys(args, kwargs)
+            fresh = any(
+                isinstance(t, torch.Tensor) and has_plain_storage(t) and private.storage_key(t) not in keys for t in flat_results(result)
+            )
+        if fresh:
+            self.director.passed()
+            self._seen += 1
+        return result
+
+    def _forget(self, touched: list[torch.Tensor], info: OpInfo) -> None:
+        """Tensors are being overwritten: what was known of their values is of older ones."""
+        for tensor in touched:
+            key = private.storage_key(tensor) if has_plain_storage(tensor) else None
+            if key is not None and not (key in self._blank and info.fills and not covers_storage(tensor)):
+                self._blank.pop(key, None)
+            if key is not None:
+                self._given.pop(key, None)
+                self._held.pop(key, None)
 
     def _operation(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = list(tensors_of(args)) + list(tensors_of(kwargs)) if kwargs else list(tensors_of(args))
@@ -208,13 +252,7 @@ class Recorder(TorchDispatchMode):
         if info.uninitialized:
             for position in fresh.values():
                 self._mark_blank(flat[position])
-        for tensor in touched:
-            key = private.storage_key(tensor) if has_plain_storage(tensor) else None
-            if key is not None and not (key in self._blank and info.fills and not covers_storage(tensor)):
-                self._blank.pop(key, None)
-            if key is not None:
-                self._given.pop(key, None)
-                self._held.pop(key, None)
+        self._forget(touched, info)
         if not record or node is None:
             return result
         if self.verify:
@@ -431,6 +469,10 @@ class Recorder(TorchDispatchMode):
             checked = value.digest = digest(tensor, value.extent)
         self.findings.given_up_bytes += tensor.numel() * tensor.element_size()
         return GivenUp(ref, tensor, checked if self.check else None, self.watch)
+
+
+def _plain_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
+    return {private.storage_key(t) for t in (*tensors_of(args), *tensors_of(kwargs)) if has_plain_storage(t)}
 
 
 def _swap(item: Any, fresh: dict[int, torch.Tensor]) -> Any:

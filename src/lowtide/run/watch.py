@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import torch
 
@@ -17,7 +19,8 @@ class StepWatch:
     Args:
         on_backward: called once, when backward asks for the first saved tensor of the forward.
         on_end: called once, when that backward has ended.
-        device: whose memory is watched.
+        device: whose memory and time are watched.
+        memory: whether to watch memory, too.
 
     Attributes:
         outputs_dropped: whether the caller had let go of what the forward returned (other than the loss) when backward began.
@@ -26,14 +29,16 @@ class StepWatch:
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where it cannot be measured.
     """
 
-    def __init__(self, on_backward: Callable[[], None], on_end: Callable[[], None], device: torch.device) -> None:
+    def __init__(self, on_backward: Callable[[], None], on_end: Callable[[], None], device: torch.device, *, memory: bool = True) -> None:
         self._on_backward = on_backward
         self._on_end = on_end
         self._began = False
         self._outputs: list[weakref.ref[torch.Tensor]] = []
-        self._whole = _open(device)
+        self._whole = _open(device) if memory else None
         self._loss: Peak | None = None
+        self._memory = memory
         self._device = device
+        self._marks = [_now(device)]
         self.outputs_dropped = False
         self.loss_peak_bytes: int | None = None
         self.loss_live_bytes: int | None = None
@@ -42,13 +47,15 @@ class StepWatch:
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The forward returned ``outputs``."""
         self._outputs = [weakref.ref(t) for t in outputs if t.numel() > 1]
-        self._loss = _open(self._device)
+        self._loss = _open(self._device) if self._memory else None
+        self._marks.append(_now(self._device))
 
     def backward_begins(self) -> None:
         """Backward asks for a saved tensor; only the first time counts."""
         if self._began or not private.in_backward():  # a debugger may look at a saved tensor, too
             return
         self._began = True
+        self._marks.append(_now(self._device))
         self.outputs_dropped = all(reference() is None for reference in self._outputs)
         if self._loss is not None:
             self.loss_peak_bytes, self.loss_live_bytes = self._loss.peak_bytes, self._loss.live_bytes
@@ -58,8 +65,19 @@ class StepWatch:
         self._on_backward()
 
     def _backward_ends(self) -> None:
+        self._marks.append(_now(self._device))
         self.close()
         self._on_end()
+
+    def seconds(self) -> float | None:
+        """Time of forward and backward, without what the caller does between them; ``None`` before backward has ended.
+
+        On a GPU this waits for the backward's end: ask when the next step begins.
+        """
+        if len(self._marks) != 4:
+            return None
+        begin, forward_end, backward_begin, end = self._marks
+        return _between(begin, forward_end) + _between(backward_begin, end)
 
     def close(self) -> None:
         """Stop measuring."""
@@ -83,3 +101,18 @@ def _open(device: torch.device) -> Peak | None:
         return peak(device).__enter__()
     except MeterError:
         return None
+
+
+def _now(device: torch.device) -> Any:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record(torch.cuda.current_stream(device))
+    return event
+
+
+def _between(begin: Any, end: Any) -> float:
+    if isinstance(begin, float):
+        return end - begin
+    end.synchronize()
+    return begin.elapsed_time(end) * 1e-3

@@ -379,6 +379,7 @@ def measure_costs(
     cache: MutableMapping[K, OpCost] | None = None,
     time_budget: float = 6.0,
     memory_limit_bytes: int | None = None,
+    held_limit_bytes: int | None = None,
     roofline: Roofline | None = None,
 ) -> dict[K, OpCost]:
     """Time operations one at a time, on inputs made up to have the same layout, outside autograd and every mode.
@@ -394,6 +395,7 @@ def measure_costs(
         time_budget: seconds for all of them together, calibration apart; a few heavy operations may take it up to twice that.
         memory_limit_bytes: the most that an operation's inputs and outputs may take, earlier outputs still held included; what needs more
             is estimated. The operation's scratch is not known before and comes on top.
+        held_limit_bytes: as the former where earlier outputs are concerned, if that is less: none are held for an operation beyond it.
         roofline: what estimates use; ``None`` calibrates the device.
     """
     costs: dict[K, OpCost] = {key: cache[key] for key in specs if cache is not None and key in cache}
@@ -408,10 +410,12 @@ def measure_costs(
         for done, key in enumerate(order):
             spec, cost = todo[key], guess[key]
             left = time_budget - (time.perf_counter() - begin)
-            room = _HELD_BYTES if memory_limit_bytes is None else memory_limit_bytes - spec.input_bytes() - spec.output_bytes
+            taken = spec.input_bytes() + spec.output_bytes
+            room = _HELD_BYTES if memory_limit_bytes is None else memory_limit_bytes - taken
+            held = room if held_limit_bytes is None else min(room, held_limit_bytes - taken)
             if runnable(spec.func) and room >= 0 and left > -time_budget and all(map(_present, _devices(spec))):
                 try:
-                    cost = bench.time(spec, max(0.0, left) / (len(order) - done), room)
+                    cost = bench.time(spec, max(0.0, left) / (len(order) - done), max(0, held))
                 except Exception:  # made-up inputs that the operation rejects: its estimate stands
                     cost = guess[key]
             costs[key] = cost

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.ops import tensors_of
-from lowtide.private import is_compiled
+from lowtide.private import fake_errors_untold, is_compiled
 from lowtide.trace.costs import OpCost, measure_costs
 from lowtide.trace.describe import Signature
 from lowtide.trace.eager import Tracer
@@ -20,6 +21,19 @@ from lowtide.trace.real import Packing, trace_real
 from lowtide.trace.step import device_of, loss_of, with_costs
 
 LOSS_OUTSIDE = "the loss lies outside the model and was stood in for by the sum of its outputs"
+
+
+@dataclass(frozen=True)
+class TimingRoom:
+    """What timing operations one at a time may take; ``None`` is as much as it takes.
+
+    Attributes:
+        operation_bytes: inputs and outputs of one operation; a larger one is estimated.
+        held_bytes: those and the earlier outputs that are held meanwhile.
+    """
+
+    operation_bytes: int | None = None
+    held_bytes: int | None = None
 
 
 def trace_model(
@@ -31,7 +45,7 @@ def trace_model(
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     cost_cache: dict[Signature, OpCost] | None = None,
     small: Callable[[torch.nn.Module], tuple[Packing, Callable[[], Any]]] | None = None,
-    memory_limit: Callable[[StepGraph], int | None] = lambda _: None,
+    timing_room: Callable[[StepGraph], TimingRoom] | None = None,
 ) -> StepGraph:
     """The step graph of ``loss_fn(forward(*args, **kwargs))`` and its backward.
 
@@ -45,7 +59,7 @@ def trace_model(
         loss_fn: from the output to the loss.
         cost_cache: costs already known, extended in place.
         small: makes the executor for a real trace.
-        memory_limit: from the graph, still without costs, to the bytes that timing its operations may take.
+        timing_room: from the graph, still without costs, to the bytes that timing its operations may take.
 
     Raises:
         TraceError: no output requires a gradient.
@@ -80,7 +94,8 @@ def trace_model(
         inner, below = small(model) if small is not None else (None, None)
         tracer = trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below)
     graph = tracer.graph(device=device_of([model], args), source="fake" if tracer.fake else "real", notes=tuple(notes))
-    costs = measure_costs(tracer.specs, cache=cost_cache, memory_limit_bytes=memory_limit(graph))
+    room = timing_room(graph) if timing_room is not None else TimingRoom()
+    costs = measure_costs(tracer.specs, cache=cost_cache, memory_limit_bytes=room.operation_bytes, held_limit_bytes=room.held_bytes)
     return with_costs(graph, tracer, costs)
 
 
@@ -88,6 +103,7 @@ def _fake(run: Callable[..., None], model: torch.nn.Module, args: tuple[Any, ...
     faker = Faker()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(fake_errors_untold())
         stack.enter_context(borrowed([model], faker))
         with faker.mode:
             fake_args, fake_kwargs = faker.tree(args), faker.tree(kwargs)
