@@ -11,13 +11,13 @@ import warnings
 from typing import Any
 
 from benchmarks.cases import six
-from benchmarks.common import Case, median_difference, paired, save, step_of, total_peak, twins
+from benchmarks.common import Case, median_difference, paired, rounds_within, save, step_of, total_peak, twins
 from lowtide import BudgetError, limit_memory
 
 SHARES = (80, 65, 50)
 
 
-def rows_of(case: Case, rounds: int = 15) -> list[dict[str, Any]]:
+def rows_of(case: Case, seconds_for_a_row: float = 28.0) -> list[dict[str, Any]]:
     """One row a budget: three shares of the plain peak, and the smallest budget that can be met."""
     plain, limited = twins(case.build(), 2)
     batch = case.batch()
@@ -45,6 +45,7 @@ def rows_of(case: Case, rounds: int = 15) -> list[dict[str, Any]]:
         step()
         step()
         measured = total_peak(limited, batch, step)
+        rounds = rounds_within([plain_step, step], seconds_for_a_row)
         plain_seconds, planned_seconds = paired([plain_step, step], rounds)
         plan = handle.plan
         assert plan is not None
@@ -60,6 +61,7 @@ def rows_of(case: Case, rounds: int = 15) -> list[dict[str, Any]]:
                 "predicted_peak_bytes": plan.predicted_peak_bytes,
                 "measured_peak_bytes": measured,
                 "peak_error": plan.predicted_peak_bytes / measured - 1,
+                "rounds": rounds,
                 "plain_seconds": base,
                 "predicted_plain_seconds": plan.plain_seconds,
                 "predicted_extra_seconds": plan.predicted_extra_seconds,

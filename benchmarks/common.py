@@ -7,6 +7,7 @@ import gc
 import json
 import os
 import platform
+import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
@@ -77,18 +78,32 @@ def total_peak(model: torch.nn.Module, batch: dict[str, Any], step: Callable[[],
 
 
 def paired(steps: Sequence[Callable[[], None]], rounds: int, warmup: int = 1) -> list[list[float]]:
-    """Seconds of each step in each round; the steps of a round run one after the other, in turning order."""
+    """Seconds of each step in each round; the steps of a round run one after the other, in an order that is drawn anew for each.
+
+    A step that follows one with a smaller peak pays for pages that the allocator has given back meanwhile, so no step may always have the
+    same one before it.
+    """
     for _ in range(warmup):
         for step in steps:
             step()
     seconds: list[list[float]] = [[] for _ in steps]
-    for turn in range(rounds):
-        for place in range(len(steps)):
-            which = (place + turn) % len(steps)
+    draw = random.Random(0)
+    order = list(range(len(steps)))
+    for _ in range(rounds):
+        draw.shuffle(order)
+        for which in order:
             begin = time.perf_counter()
             steps[which]()
             seconds[which].append(time.perf_counter() - begin)
     return seconds
+
+
+def rounds_within(steps: Sequence[Callable[[], None]], seconds: float, least: int = 9, most: int = 41) -> int:
+    """How many rounds of these steps fit in so many seconds, by one warm round."""
+    begin = time.perf_counter()
+    for step in steps:
+        step()
+    return min(most, max(least, int(seconds / (time.perf_counter() - begin))))
 
 
 def median_difference(a: Sequence[float], b: Sequence[float]) -> float:

@@ -13,7 +13,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.cases import gpt, llama
-from benchmarks.common import Case, median_difference, paired, save, step_of, total_peak, twins
+from benchmarks.common import Case, median_difference, paired, rounds_within, save, step_of, total_peak, twins
 from lowtide import BudgetError, limit_memory
 
 
@@ -28,7 +28,7 @@ def checkpoint_blocks(model: torch.nn.Module) -> None:
         block.forward = again
 
 
-def row_of(case: Case, rounds: int = 5) -> dict[str, Any]:
+def row_of(case: Case, seconds_for_it: float = 100.0) -> dict[str, Any]:
     """Plain, rival, planned at the rival's peak, planned at 100 %, in turn."""
     plain, rival, planned, whole = twins(case.build(), 4)
     batch = case.batch()
@@ -49,6 +49,7 @@ def row_of(case: Case, rounds: int = 5) -> dict[str, Any]:
         for _ in range(3):
             step()
     peak = total_peak(planned, batch, steps[2])
+    rounds = rounds_within(steps, seconds_for_it)
     seconds = paired(steps, rounds)
     base = statistics.median(seconds[0])
     extra = [median_difference(found, seconds[0]) / base for found in seconds]
@@ -61,6 +62,7 @@ def row_of(case: Case, rounds: int = 5) -> dict[str, Any]:
         "planned_peak_bytes": peak,
         "smallest_budget_bytes": smallest,
         "smallest_over_rival": smallest / rival_peak,
+        "rounds": rounds,
         "plain_seconds": base,
         "rival_extra": extra[1],
         "planned_extra": extra[2],

@@ -307,8 +307,8 @@ class Recorder(TorchDispatchMode):
         if isinstance(item, torch.Tensor):
             filled = id(item) in fills
             value = LiveValue(None, item.untyped_storage().nbytes()) if filled else self._value_of(item)
-            ref = make_ref(value, item)
-            if ref is None or (id(item) in overwritten and value.held is not None):
+            ref = Ref(value, item)
+            if id(item) in overwritten and value.held is not None:
                 raise _Unrecordable
             if id(item) in overwritten:
                 writes.append(ref)

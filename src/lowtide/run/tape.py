@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import threading
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -26,13 +24,15 @@ def is_unrecorded() -> bool:
     return getattr(_BUSY, "depth", 0) > 0
 
 
-@contextmanager
-def unrecorded() -> Iterator[None]:
-    """What runs in the block on this thread is lowtide's own work, which no tape records."""
-    _BUSY.depth = getattr(_BUSY, "depth", 0) + 1
-    try:
-        yield
-    finally:
+class unrecorded:
+    """A context: what runs in the block on this thread is lowtide's own work, which no tape records."""
+
+    __slots__ = ()
+
+    def __enter__(self) -> None:
+        _BUSY.depth = getattr(_BUSY, "depth", 0) + 1
+
+    def __exit__(self, *_: object) -> None:
         _BUSY.depth -= 1
 
 
@@ -137,7 +137,8 @@ class Node:
     """
 
     __slots__ = (
-        "__weakref__", "args", "device", "func", "generator", "grad", "kwargs", "order", "outputs", "random_state", "statistics", "written",
+        "__weakref__", "_inputs", "args", "device", "func", "generator", "grad", "kwargs", "order", "outputs", "random_state", "statistics",
+        "written",
     )  # fmt: skip
 
     def __init__(self, func: Any, order: int, device: torch.device) -> None:
@@ -152,16 +153,19 @@ class Node:
         self.random_state: bytes | None = None
         self.generator: torch.Generator | None = None
         self.grad = torch.is_grad_enabled()
+        self._inputs: list[LiveValue] | None = None
 
     def inputs(self) -> list[LiveValue]:
-        """The values that it reads, each once."""
-        unseen = [ref for ref, matters, _ in self.written if not matters]
-        found: dict[int, LiveValue] = {}
-        for item in [*self.args, *self.kwargs.values()]:
-            for ref in item if isinstance(item, list) else (item,):
-                if isinstance(ref, Ref) and not any(ref is other for other in unseen):
-                    found.setdefault(id(ref.value), ref.value)
-        return list(found.values())
+        """The values that it reads, each once; to be asked when all of the node is known."""
+        if self._inputs is None:
+            unseen = [ref for ref, matters, _ in self.written if not matters]
+            found: dict[int, LiveValue] = {}
+            for item in [*self.args, *self.kwargs.values()]:
+                for ref in item if isinstance(item, list) else (item,):
+                    if isinstance(ref, Ref) and not any(ref is other for other in unseen):
+                        found.setdefault(id(ref.value), ref.value)
+            self._inputs = list(found.values())
+        return self._inputs
 
 
 def generator_state(device: torch.device, generator: torch.Generator | None) -> bytes:
