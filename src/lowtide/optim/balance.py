@@ -15,8 +15,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from lowtide import meter
-from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import Group, on_host
 from lowtide.optim.pipeline import Task, Updater
 from lowtide.optim.slots import Part, Placement, Slot
@@ -165,7 +163,7 @@ def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, 
     return Speeds(device, host, down, up, link.parallel, streamed or link.direct, updater.chunk_elements)
 
 
-def _batches(updater: Updater, task: Task):  # noqa: ANN202
+def _batches(updater: Updater, task: Task):
     from lowtide.optim.pipeline import batches
 
     return batches([task], updater.chunk_elements)

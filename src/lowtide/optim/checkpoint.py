@@ -162,7 +162,9 @@ def _fill(optimizer: HostOptimizer, slot: Slot, entries: dict[str, Any]) -> None
     like = local(slot.parameter)
     optimizer._steps = max(optimizer._steps, int(entries.get(STEPS, 0)))
     slot.pending, slot.updated, slot.version = bool(entries.get(PENDING, False)), False, -1
-    saved = {name: flat_gradient(local(item), like) for name, item in entries.items() if isinstance(item, Tensor) and item.ndim == like.ndim}
+    saved = {
+        name: flat_gradient(local(item), like) for name, item in entries.items() if isinstance(item, Tensor) and item.ndim == like.ndim
+    }
     if like.ndim == 0:
         saved = {name: local(item).reshape(1) for name, item in entries.items() if name in (*slot.parts()[0].state, "master")}
     for part in slot.parts():

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from typing import Any, Literal
@@ -163,7 +163,11 @@ class HostOptimizer(torch.optim.Optimizer):
         keeps = link.direct and where == "memory"
         this = weakref.ref(self)
         self._stream = GradientStream(
-            self._updater, gradients, keeps, lambda p: this()._slot(p), lambda slot: this()._gradient_sent(slot)  # type: ignore[union-attr]
+            self._updater,
+            gradients,
+            keeps,
+            lambda p: this()._slot(p),
+            lambda slot: this()._gradient_sent(slot),  # type: ignore[union-attr]
         )
         if self.stream_gradients:
             self._watch()

@@ -163,9 +163,7 @@ class ThrottledLink(Link):
             "device": device_elements_per_second,
             "host": host_elements_per_second,
         }
-        self._lanes: dict[Lane, ThreadPoolExecutor] = {
-            lane: ThreadPoolExecutor(1, f"lowtide-{lane}") for lane in ("down", "up", "device")
-        }
+        self._lanes: dict[Lane, ThreadPoolExecutor] = {lane: ThreadPoolExecutor(1, f"lowtide-{lane}") for lane in ("down", "up", "device")}
         self._lock = threading.Lock()
         self._open: list[Future[Any]] = []
         self._free: dict[Lane, float] = dict.fromkeys(("down", "up", "device", "host"), 0.0)

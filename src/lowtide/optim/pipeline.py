@@ -103,7 +103,11 @@ class Updater:
         key = (use, index % DEPTH, dtype, where)
         if key not in self._buffers:
             host = where.type == "cpu"
-            made = self.staging.zeros([(self.chunk_elements, dtype)])[0] if host else torch.empty(self.chunk_elements, dtype=dtype, device=where)
+            made = (
+                self.staging.zeros([(self.chunk_elements, dtype)])[0]
+                if host
+                else torch.empty(self.chunk_elements, dtype=dtype, device=where)
+            )
             self._buffers[key] = made
         return self._buffers[key]
 
@@ -229,7 +233,9 @@ class Updater:
             part = stretch.task.part
             target = stretch.task.slot.values()[stretch.start : stretch.stop] if part.master is None else stretch.of(part.master)
             if gradient.dtype != target.dtype:
-                exact = self.buffer("exact", 0, target.dtype, target.device)[place : place + gradient.numel()]
+                exact = self.buffer("exact on the host" if part.on_host else "exact", 0, target.dtype, target.device)[
+                    place : place + gradient.numel()
+                ]
                 place += gradient.numel()
                 gradient = exact.copy_(gradient)
             operands.parameters.append(target)

@@ -14,7 +14,7 @@ from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import Group, Kernel
 from lowtide.optim.layout import cuts, granule
 from lowtide.optim.link import Transfer
-from lowtide.optim.tensors import check, flat, local, sharded_like, shaped
+from lowtide.optim.tensors import check, flat, local, shaped, sharded_like
 from lowtide.optim.tier import Spec, Tier
 
 

@@ -72,7 +72,9 @@ def check(parameter: Tensor) -> None:
     piece = local(parameter)
     described = f"a parameter of shape {tuple(parameter.shape)}"
     if not piece.is_floating_point():
-        raise OptimError(f"{described} is {piece.dtype}: HostOptimizer takes real floating-point parameters; give this one to another optimizer")
+        raise OptimError(
+            f"{described} is {piece.dtype}: HostOptimizer takes real floating-point parameters; give this one to another optimizer"
+        )
     if piece.layout is not torch.strided or not dense(piece):
         raise OptimError(
             f"{described} and strides {tuple(piece.stride()) if piece.layout is torch.strided else piece.layout} is not dense in memory, "

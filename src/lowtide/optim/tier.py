@@ -91,7 +91,9 @@ class MemoryTier(Tier):
         except (RuntimeError, OSError) as error:
             if isinstance(error, OptimError):
                 raise
-            raise OptimError(f"no main memory for the optimizer's host part of {format_bytes(need)} ({error}): lower host_fraction") from error
+            raise OptimError(
+                f"no main memory for the optimizer's host part of {format_bytes(need)} ({error}): lower host_fraction"
+            ) from error
 
 
 class DiskTier(Tier):
