@@ -26,8 +26,8 @@ def delayed_reference(steps: int, warm_up: int, clip: float | None = None) -> li
         if clip is not None:
             torch.nn.utils.clip_grad_norm_(trainable, clip)
         before = [p.clone() for p in ahead]
-        for p, copy in zip(trainable, ahead, strict=True):
-            copy.grad = None if p.grad is None else p.grad.clone()
+        for p, twin in zip(trainable, ahead, strict=True):
+            twin.grad = None if p.grad is None else p.grad.clone()
         optimizer.step()
         with torch.no_grad():
             for p, old, new in zip(trainable, before, ahead, strict=True):

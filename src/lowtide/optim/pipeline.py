@@ -124,8 +124,7 @@ class Updater:
             return None
 
         def work() -> None:
-            converting = any(task.part.master is not None or (task.part.fresh and not self.kernel.counts_steps) for task in tasks)
-            for batch in batches(tasks, self.chunk_elements if converting else 1 << 62):
+            for batch in batches(tasks, self.chunk_elements if self._converts(tasks) else 1 << 62):
                 self._compute(batch, [stretch.of(stretch.task.gradient) for stretch in batch], batch[0].task.group)
                 for stretch in batch:
                     if stretch.task.part.master is not None:
@@ -142,7 +141,7 @@ class Updater:
             tasks: in the order in which their gradients arrive.
             copy_back: write the results to the parameters, too; otherwise `copy_back` does that later.
         """
-        todo = list(batches(tasks, self.chunk_elements))
+        todo = list(batches(tasks, self.chunk_elements if self._in_pieces(tasks) else 1 << 62))
         staged: list[list[tuple[Tensor, Transfer | None]]] = []
         going: list[list[Transfer]] = []
         for index, batch in enumerate(todo):
@@ -160,6 +159,14 @@ class Updater:
         for some in going[-DEPTH:]:
             for transfer in some:
                 transfer.wait()
+
+    def _converts(self, tasks: Sequence[Task]) -> bool:
+        """Whether kernels need memory beside state, parameters and gradients."""
+        return any(task.part.master is not None or (task.part.fresh and not self.kernel.counts_steps) for task in tasks)
+
+    def _in_pieces(self, tasks: Sequence[Task]) -> bool:
+        """Whether the host's update gains from batches: something moves beside it, or a buffer has to stay small."""
+        return not self.link.direct or self.tier.name == "disk" or self._converts(tasks)
 
     def copy_back(self, tasks: Sequence[tuple[Slot, Part]]) -> None:
         """Write host parts that have been updated to their parameters."""
