@@ -9,18 +9,18 @@ from __future__ import annotations
 
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from lowtide.optim.kernels import Group, on_host
-from lowtide.optim.pipeline import Task, Updater
+from lowtide.optim.pipeline import Task, Updater, batches
 from lowtide.optim.slots import Part, Placement, Slot
 from lowtide.optim.tensors import local
 
-_STEPS = 200
+_STEPS = 100
 _ROUNDS = 3
 _FREE_SHARE = 0.9
 _BATCHES = 2
@@ -106,11 +106,16 @@ def choose(speeds: Speeds, elements: int, least_fraction: float = 0.0) -> Balanc
     >>> choose(Speeds(1.0, 3.0, 1.0, 1.0, parallel=True, streamed=True, chunk_elements=0), 100).host_fraction
     0.25
     """
-    shares = [least_fraction + (1.0 - least_fraction) * step / _STEPS for step in range(_STEPS + 1)]
-    seconds = {share: speeds.step_seconds(elements, share) for share in shares}
-    least = min(seconds.values())
-    chosen = max(share for share in shares if seconds[share] <= least * (1 + 1e-9))
-    return Balance(chosen, least_fraction, speeds, seconds[chosen])
+    low, high = least_fraction, 1.0
+    chosen, least = high, speeds.step_seconds(elements, high)
+    for _ in range(_ROUNDS):
+        shares = [low + (high - low) * step / _STEPS for step in range(_STEPS + 1)]
+        seconds = {share: speeds.step_seconds(elements, share) for share in shares}
+        least = min(seconds.values())
+        chosen = max(share for share in shares if seconds[share] <= least * (1 + 1e-9))
+        width = (high - low) / _STEPS
+        low, high = max(least_fraction, chosen - width), min(1.0, chosen + width)
+    return Balance(chosen, least_fraction, speeds, least)
 
 
 def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, streamed: bool) -> Speeds:
@@ -123,12 +128,12 @@ def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, 
     gradient = torch.zeros_like(scratch)
     near = updater.staging.zeros([(count, piece.dtype)])[0]
 
-    def timed(work: object) -> float:
+    def timed(work: Callable[[], object]) -> float:
         found = []
         for _ in range(_ROUNDS):
             link.synchronize()
             begin = time.perf_counter()
-            work()  # type: ignore[operator]
+            work()
             link.synchronize()
             found.append(time.perf_counter() - begin)
         return statistics.median(found[1:]) / count
@@ -147,9 +152,12 @@ def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, 
     host_task.gradient = near
 
     def update() -> None:
-        for batch in _batches(updater, host_task):
+        for batch in batches([host_task], updater.chunk_elements):
             gradients = [stretch.of(near) for stretch in batch]
-            link.on_host(lambda batch=batch, gradients=gradients: updater._compute(batch, gradients, host_group), _count(batch))
+            link.on_host(
+                lambda batch=batch, gradients=gradients: updater._compute(batch, gradients, host_group),
+                sum(stretch.stop - stretch.start for stretch in batch),
+            )
 
     host = timed(update)
     placement.forget([host_task.slot])

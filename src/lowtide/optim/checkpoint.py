@@ -20,7 +20,10 @@ _OURS = ("fused", "foreach", "capturable", "differentiable")
 
 def show_state(optimizer: HostOptimizer, slot: Slot) -> None:
     """Show a slot's state in ``optimizer.state``: live tensors, and pairs of (device, host) stretches for what is split."""
+    if slot.shown:
+        return
     part = slot.parts()[-1]
+    slot.shown = not part.fresh
     shown: dict[str, Any] = {}
     if optimizer.kernel.counts_steps:
         shown["step"] = part.step
@@ -56,7 +59,7 @@ def _master(slot: Slot) -> Tensor:
     """The parameter with the update that it has not seen; elements on the device are as they are."""
     from lowtide.optim.tensors import shaped, sharded_like
 
-    pieces = [part.master if part.master is not None else slot.values()[part.start : part.stop] for part in slot.parts()]
+    pieces = [part.master if part.master is not None else slot.values(part.start, part.stop) for part in slot.parts()]
     if len(pieces) == 1:
         whole = pieces[0]
     else:
@@ -99,6 +102,7 @@ def load(optimizer: HostOptimizer, state_dict: dict[str, Any]) -> None:
         old.update(new)
     optimizer.param_groups = before
     optimizer._whole = "loading a checkpoint was interrupted"
+    optimizer.link.settle()
     optimizer._steps = 0
     optimizer.state.clear()
     for parameter, slot in optimizer._slots.items():
@@ -175,5 +179,6 @@ def _fill(optimizer: HostOptimizer, slot: Slot, entries: dict[str, Any]) -> None
         if part.master is not None and "master" in saved:
             part.master.copy_(saved["master"][part.start : part.stop])
             slot.wrote()
+    slot.shown = False
     if entries:
         show_state(optimizer, slot)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import os
 import weakref
-from collections.abc import Callable, Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Literal
 
@@ -13,12 +12,14 @@ import torch
 from torch import Tensor
 
 from lowtide import budget as budgets
-from lowtide.optim import checkpoint
+from lowtide.optim import budgeted, checkpoint
 from lowtide.optim.balance import Balance, balance
+from lowtide.optim.beside import Beside
 from lowtide.optim.clip import scale_by, total_norm
 from lowtide.optim.errors import OptimError
-from lowtide.optim.kernels import Group, check_options, defaults_of, detached_options, kernel_of
+from lowtide.optim.kernels import Group, check_options, defaults_of, kernel_of
 from lowtide.optim.link import Link, link_for
+from lowtide.optim.modes import check_modes, fraction_of
 from lowtide.optim.pipeline import Task, Updater
 from lowtide.optim.slots import Placement, Slot
 from lowtide.optim.stream import GradientStream, sent
@@ -100,48 +101,27 @@ class HostOptimizer(torch.optim.Optimizer):
     ) -> None:
         self.kind = kind
         self.kernel = kernel_of(kind)
-        self.host_fraction: float | Literal["auto"] = _fraction(host_fraction)
+        self.host_fraction: float | Literal["auto"] = fraction_of(host_fraction)
         self.stream_gradients = stream_gradients
         self.overlap_update = overlap_update
         self.delayed = delayed
         self.delay_after = delay_after
         self.balance: Balance | None = None
-        self._check_modes(host, host_folder, device_budget, chunk_bytes)
+        check_modes(self, host, host_folder, device_budget, chunk_bytes)
         self._device_budget = None if device_budget is None else budgets.parse(device_budget)
         self._slots: dict[Tensor, Slot] = {}
         self._whole = ""  # why the state is not whole, if it is not
         self._steps = 0
         self._holding_back = False
-        self._background: Future[None] | None = None
-        self._worker: ThreadPoolExecutor | None = None
-        self._early: list[tuple[Slot, Future[None]]] = []
-        self._early_options: dict[int, dict[str, Any]] = {}
-        self._stream: GradientStream | None = None
         self._settings = (host, host_folder, None if host_limit is None else budgets.parse(host_limit), masters, chunk_bytes)
         self._link = link
-        self._updater: Updater | None = None
+        self._opened = False
         super().__init__(params, defaults_of(kind, options))
         self._check_one_device()
         self._open()
         self.register_state_dict_post_hook(checkpoint.whole_state)
 
     # ---- set-up ------------------------------------------------------------------------------------------------------------------
-
-    def _check_modes(self, host: str, folder: Any, device_budget: Any, chunk_bytes: int) -> None:
-        if host not in ("auto", "memory", "disk"):
-            raise OptimError(f"host={host!r} is not known: use 'memory', 'disk', or 'auto'")
-        if folder is not None and host == "memory":
-            raise OptimError("host_folder= is for host='disk': leave it out, or put the state on disk")
-        if device_budget is not None and self.host_fraction != "auto":
-            raise OptimError(f"device_budget= is for host_fraction='auto', not {self.host_fraction}: give one of the two")
-        if self.overlap_update and not self.stream_gradients:
-            raise OptimError("overlap_update=True updates as gradients arrive, which they do only with stream_gradients=True")
-        if self.overlap_update and self.delayed:
-            raise OptimError("overlap_update and delayed exclude each other: the first is done before step() returns, the second after")
-        if self.delay_after < 0:
-            raise OptimError(f"delay_after={self.delay_after}: a number of steps, 0 or more, is needed")
-        if chunk_bytes < 4096:
-            raise OptimError(f"chunk_bytes={chunk_bytes}: at least 4096 are needed")
 
     def _check_one_device(self) -> None:
         devices = {local(p).device for group in self.param_groups for p in group["params"]}
@@ -155,32 +135,31 @@ class HostOptimizer(torch.optim.Optimizer):
         link = self._link if self._link is not None else link_for(device)
         self._link = link
         where = host if host != "auto" else "disk" if link.direct else "memory"
+        if folder is not None and where == "memory":
+            raise OptimError("host_folder= is for host='disk': leave it out, or put the state on disk")
         tier: Tier = DiskTier(folder, limit) if where == "disk" else MemoryTier(link.pins, limit)
         self.host = where
         self._updater = Updater(self.kernel, link, tier, chunk_bytes // 4 // 32 * 32)
         self._placement = Placement(self.kernel, tier, masters, host_copies=not link.direct or self.delayed or self.overlap_update)
         gradients = tier if link.direct or where == "memory" else MemoryTier(link.pins, limit)
         keeps = link.direct and where == "memory"
-        this = weakref.ref(self)
+        this: weakref.ReferenceType[HostOptimizer] = weakref.ref(self)
         self._stream = GradientStream(
-            self._updater,
-            gradients,
-            keeps,
-            lambda p: this()._slot(p),
-            lambda slot: this()._gradient_sent(slot),  # type: ignore[union-attr]
+            self._updater, gradients, keeps, lambda p: _alive(this)._slot(p), lambda s: _alive(this)._gradient_sent(s)
         )
+        self._beside = Beside(self._updater, self._stream)
+        self._opened = True
         if self.stream_gradients:
             self._watch()
 
     def _watch(self) -> None:
-        assert self._stream is not None
         self._stream.watch(p for group in self.param_groups for p in group["params"])
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as for every optimizer."""
         check_options(param_group)
         super().add_param_group(param_group)
-        if self._updater is not None:
+        if self._opened:
             try:
                 self._check_one_device()
             except OptimError:
@@ -208,7 +187,6 @@ class HostOptimizer(torch.optim.Optimizer):
     @property
     def host_bytes(self) -> int:
         """Bytes taken on the host: state, masters, gradients and buffers."""
-        assert self._updater is not None and self._stream is not None
         tiers = {id(tier): tier for tier in (self._placement.tier, self._stream.tier, self._updater.staging)}
         return sum(tier.used_bytes for tier in tiers.values())
 
@@ -226,7 +204,6 @@ class HostOptimizer(torch.optim.Optimizer):
             wanted += [(p, group) for p in group["params"] if p.requires_grad and p not in self._slots]
         if not wanted:
             return
-        assert self._updater is not None and self._stream is not None
         if self.host_fraction == "auto":
             self.balance = balance(self._updater, self._placement, wanted, self._device_budget, self.stream_gradients)
             fraction = self.balance.host_fraction
@@ -243,14 +220,13 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def set_host_fraction(self, host_fraction: float) -> None:
         """Move state so that the host has this share of it. Not between backward and `step` with streamed gradients."""
-        fraction = _fraction(host_fraction)
+        fraction = fraction_of(host_fraction)
         if any(sent(p.grad) is not None for p in self._slots):
             raise OptimError("gradients are on the host: call step() and zero_grad() before set_host_fraction()")
         if not self._slots:
             self.host_fraction = fraction
             return
         kept = checkpoint.copied(self.state_dict())
-        assert self._stream is not None
         self._placement.forget(self._slots.values())
         for slot in self._slots.values():
             self._stream.release(slot)
@@ -258,6 +234,28 @@ class HostOptimizer(torch.optim.Optimizer):
         self.state.clear()
         self.host_fraction = fraction
         self.load_state_dict(kept)
+
+    # ---- for planners --------------------------------------------------------------------------------------------------------------
+
+    def resident_state(self) -> list[Tensor]:
+        """The tensors of state that lie in the device's memory."""
+        return budgeted.resident_state(self)
+
+    def device_state_bytes(self, host_fraction: float | None = None) -> int:
+        """Bytes of state on the device, present or still to come, at a share of the host; at the present one without it (0 for ``"auto"``)."""
+        present = 0.0 if self.host_fraction == "auto" else self.host_fraction
+        return budgeted.device_state_bytes(self, present if host_fraction is None else host_fraction)
+
+    def step_bytes(self) -> int:
+        """The most that `step` allocates on the device beyond the state."""
+        return budgeted.step_bytes(self)
+
+    def choose_host_fraction(self, extra_seconds: Callable[[float], float]) -> float:
+        """With ``host_fraction="auto"``: set the share that takes the least time together with ``extra_seconds(share)``, and return it."""
+        with torch.no_grad():
+            chosen = budgeted.choose(self, extra_seconds)
+        self.set_host_fraction(chosen)
+        return chosen
 
     # ---- the step ----------------------------------------------------------------------------------------------------------------
 
@@ -278,30 +276,28 @@ class HostOptimizer(torch.optim.Optimizer):
         self._check_whole()
         if self.stream_gradients:
             self._watch()
-        self._finish_early()
-        self._finish_background()
+        with self._or_torn("an update beside backward could not be finished"):
+            self._beside.finish_early(self.param_groups)
+        self._finish_late()
         device, host = self._tasks()
         self._steps += 1
         late = self.delayed and self._steps > self.delay_after
-        assert self._updater is not None
         updater, link = self._updater, self.link
-        link.begin_step()
-        for task in (*device, *host):
-            if not task.slot.updated:
-                updater.refresh(task.slot)
-        self._whole = "the last update was interrupted"
-        done = [task for task in host if task.slot.updated]
-        updater.update_device(device)
-        updater.copy_back([(task.slot, task.part) for task in done])
-        now = [task for task in host if not task.slot.updated]
-        if not late:
-            updater.update_host(now)
-        link.settle()
-        self._commit(device)
-        self._commit(done if late else host)
-        self._whole = ""
-        if late:
-            self._update_later(now)
+        done, now = [task for task in host if task.slot.updated], [task for task in host if not task.slot.updated]
+        with self._or_torn("the last update was interrupted"):
+            link.begin_step()
+            for task in (*device, *now):
+                if not task.slot.updated:
+                    updater.refresh(task.slot)
+            updater.update_device(device)
+            updater.copy_back([(task.slot, task.part) for task in done])
+            if not late:
+                updater.update_host(now)
+            link.settle()
+            self._commit(device)
+            self._commit(done if late else host)
+            if late:
+                self._beside.update_late(now)
         return loss
 
     def _tasks(self) -> tuple[list[Task], list[Task]]:
@@ -326,10 +322,11 @@ class HostOptimizer(torch.optim.Optimizer):
                         host.append(Task(slot, slot.host, group, held.elements, held))
                     continue
                 elements = flat_gradient(local(parameter.grad), local(parameter))
-                if slot.device is not None:
-                    device.append(Task(slot, slot.device, group, elements[: slot.cut]))
-                if slot.host is not None:
-                    host.append(Task(slot, slot.host, group, elements[slot.cut :]))
+                if slot.device is None or slot.host is None:
+                    (host if slot.device is None else device).append(Task(slot, slot.parts()[0], group, elements))
+                    continue
+                device.append(Task(slot, slot.device, group, elements[: slot.cut]))
+                host.append(Task(slot, slot.host, group, elements[slot.cut :]))
         return device, host[::-1]
 
     def _commit(self, tasks: list[Task]) -> None:
@@ -340,7 +337,15 @@ class HostOptimizer(torch.optim.Optimizer):
             task.slot.wrote()
             if task.arriving is not None:
                 task.arriving.scales = []
-            checkpoint.show_state(self, task.slot)
+            if not task.slot.shown:
+                checkpoint.show_state(self, task.slot)
+
+    @contextmanager
+    def _or_torn(self, reason: str) -> Iterator[None]:
+        """What fails in the block leaves the state half updated."""
+        before, self._whole = self._whole, reason
+        yield
+        self._whole = before
 
     def _check_whole(self) -> None:
         if self._whole:
@@ -358,33 +363,7 @@ class HostOptimizer(torch.optim.Optimizer):
         if slot.updated:
             self._whole = "an update that ran beside backward was never finished by step()"
         self._check_whole()
-        assert self._updater is not None and slot.host is not None and slot.gradient is not None
-        group = self._group_of(slot.parameter)
-        options = self._early_options.setdefault(id(group), detached_options(group))
-        self._updater.refresh(slot)
-        slot.updated = True
-        task = Task(slot, slot.host, options, slot.gradient.elements, slot.gradient)
-        updater = self._updater
-        self._early.append((slot, self.worker.submit(_without_gradients, lambda: updater.update_host([task], copy_back=False))))
-
-    def _finish_early(self) -> None:
-        """Wait for updates that ran beside backward."""
-        early, self._early = self._early, []
-        try:
-            for _, future in early:
-                future.result()
-        except BaseException:
-            self._whole = "an update beside backward failed"
-            raise
-        for group in self.param_groups:
-            used = self._early_options.get(id(group))
-            if used is not None and any(_differ(used[name], group[name]) for name in used):
-                self._whole = "hyper-parameters changed after an update beside backward had begun"
-        self._early_options.clear()
-        for slot, _ in early:
-            if sent(slot.parameter.grad) is None:
-                self._whole = "a gradient was cleared after its update had run beside backward"
-        self._check_whole()
+        self._beside.update_early(slot, self._group_of(slot.parameter))
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
@@ -405,7 +384,7 @@ class HostOptimizer(torch.optim.Optimizer):
             OptimError: an update that ran beside backward was not finished by `step`.
         """
         if any(slot.updated for slot in self._slots.values()):
-            self._finish_quietly()
+            self._beside.quiet()
             self._whole = "gradients were cleared after updates had run beside backward, before step()"
             self._check_whole()
         super().zero_grad(set_to_none) if set_to_none else self._zero_in_place()
@@ -437,7 +416,6 @@ class HostOptimizer(torch.optim.Optimizer):
         gradients = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not self.stream_gradients:
             return torch.nn.utils.clip_grad_norm_([p for p, _ in gradients], max_norm, norm_type, error_if_nonfinite)
-        assert self._stream is not None
         self._stream.norm_order = order
         total = total_norm(gradients, order)
         if error_if_nonfinite and not bool(torch.isfinite(total)):
@@ -450,38 +428,11 @@ class HostOptimizer(torch.optim.Optimizer):
 
     # ---- delayed updates -----------------------------------------------------------------------------------------------------------
 
-    def _pending(self) -> list[Slot]:
-        return [slot for slot in self._slots.values() if slot.pending]
-
-    def _update_later(self, tasks: list[Task]) -> None:
-        """Update host parts in the background; parameters see it with the next `step`."""
-        assert self._updater is not None and self._stream is not None
-        options: dict[int, dict[str, Any]] = {}
-        later: list[Task] = []
-        for task in tasks:
-            held = task.arriving if task.arriving is not None else self._stream.hold(task.slot, task.gradient)
-            group = options.setdefault(id(task.group), detached_options(task.group))
-            later.append(Task(task.slot, task.part, group, held.elements, held))
-        for task in later:
-            assert task.arriving is not None
-            task.arriving.wait()
-        for task in later:
-            task.slot.gradient, task.slot.spare = task.slot.spare, task.arriving
-            task.slot.placeholder = None
-            task.slot.pending = True
-        updater = self._updater
-        self._background = self.worker.submit(_without_gradients, lambda: updater.update_host(later, copy_back=False))
-
-    def _finish_background(self) -> None:
+    def _finish_late(self) -> None:
         """Wait for the update of the step before, and let the parameters see it."""
-        if self._background is not None:
-            future, self._background = self._background, None
-            try:
-                future.result()
-            except BaseException:
-                self._whole = "a delayed update failed"
-                raise
-        waiting = self._pending()
+        with self._or_torn("a delayed update failed"):
+            self._beside.wait_late()
+        waiting = [slot for slot in self._slots.values() if slot.pending]
         if not waiting:
             return
         written = [slot for slot in waiting if slot.written_by_others()]
@@ -490,17 +441,20 @@ class HostOptimizer(torch.optim.Optimizer):
                 f"{len(written)} parameters were written to while their delayed update was under way: call optimizer.finish() before writing to "
                 "parameters"
             )
-        assert self._updater is not None
-        self.link.begin_step()
-        self._whole = "the last update was interrupted"
-        self._updater.copy_back([(slot, slot.host) for slot in waiting if slot.host is not None])
-        self.link.settle()
+        with self._or_torn("the last update was interrupted"):
+            self.link.begin_step()
+            self._updater.copy_back([(slot, slot.host) for slot in waiting if slot.host is not None])
+            self.link.settle()
         for slot in waiting:
-            assert slot.host is not None
-            slot.host.fresh = slot.pending = False
+            slot.pending = False
             slot.wrote()
+        self._show_late(waiting)
+
+    def _show_late(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            assert slot.host is not None
+            slot.host.fresh = False
             checkpoint.show_state(self, slot)
-        self._whole = ""
 
     @torch.no_grad()
     def finish(self) -> None:
@@ -509,24 +463,7 @@ class HostOptimizer(torch.optim.Optimizer):
         Training that goes on after it differs from training without it, by the schedule that ``delayed`` stands for.
         """
         self._check_whole()
-        self._finish_background()
-
-    def _finish_quietly(self) -> None:
-        """Wait for every update under way, whatever comes of it."""
-        for _, future in self._early:
-            future.exception()
-        self._early = []
-        if self._background is not None:
-            self._background.exception()
-            self._background = None
-
-    @property
-    def worker(self) -> ThreadPoolExecutor:
-        """The thread that updates beside the rest."""
-        if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "lowtide-optim")
-            weakref.finalize(self, self._worker.shutdown, wait=False)
-        return self._worker
+        self._finish_late()
 
     # ---- checkpoints ---------------------------------------------------------------------------------------------------------------
 
@@ -539,14 +476,11 @@ class HostOptimizer(torch.optim.Optimizer):
             OptimError: the last update did not finish.
         """
         self._check_whole()
-        if self._early:
+        if self._beside.early:
             raise OptimError("updates are running beside backward: call step() before state_dict()")
-        if self._background is not None:
-            self._background.result()
-        for slot in self._pending():
-            assert slot.host is not None
-            slot.host.fresh = False
-            checkpoint.show_state(self, slot)
+        with self._or_torn("a delayed update failed"):
+            self._beside.wait_late()
+        self._show_late(slot for slot in self._slots.values() if slot.pending)
         return super().state_dict()
 
     @torch.no_grad()
@@ -556,7 +490,7 @@ class HostOptimizer(torch.optim.Optimizer):
         Raises:
             OptimError: it does not fit these parameters; nothing has changed then.
         """
-        self._finish_quietly()
+        self._beside.quiet()
         checkpoint.load(self, state_dict)
         self._whole = ""
 
@@ -568,29 +502,15 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Let go of hooks and threads; the optimizer cannot be used after."""
-        self._finish_quietly()
-        if self._stream is not None:
-            self._stream.close()
-        if self._worker is not None:
-            self._worker.shutdown(wait=True)
+        self._beside.close()
+        self._stream.close()
         self.link.close()
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimError("a HostOptimizer cannot be pickled or copied: save its state_dict(), and load it into another one")
 
 
-def _fraction(given: Any) -> float | Literal["auto"]:
-    if given == "auto":
-        return "auto"
-    if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
-        raise OptimError(f"host_fraction={given!r}: a number from 0 (all on the device) to 1 (all on the host), or 'auto', is needed")
-    return float(given)
-
-
-def _without_gradients(work: Callable[[], None]) -> None:
-    with torch.no_grad():
-        work()
-
-
-def _differ(a: Any, b: Any) -> bool:
-    return not torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is not b and a != b
+def _alive(reference: weakref.ReferenceType[HostOptimizer]) -> HostOptimizer:
+    found = reference()
+    assert found is not None, "the stream of gradients lives no longer than its optimizer"
+    return found

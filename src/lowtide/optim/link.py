@@ -229,20 +229,21 @@ class CudaLink(Link):
         self.device = device
         self._down = torch.cuda.Stream(device)
         self._up = torch.cuda.Stream(device)
-        self._ready: torch.cuda.Event | None = None
+        self._ready: Any = None
 
     def down(self, host: Tensor, device: Tensor) -> Transfer:
         self.bytes_down += host.nbytes
-        self._down.wait_stream(torch.cuda.current_stream(self.device))
         return self._copy(self._down, host, device)
 
     def up(self, device: Tensor, host: Tensor) -> Transfer:
         self.bytes_up += device.nbytes
-        if self._ready is not None:
-            self._up.wait_event(self._ready)
         return self._copy(self._up, device, host)
 
     def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> Transfer:
+        if self._ready is not None:  # within a step nothing waits for the device's own update
+            stream.wait_event(self._ready)
+        else:
+            stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
             target.copy_(source, non_blocking=True)
             event = torch.cuda.Event()
@@ -257,6 +258,7 @@ class CudaLink(Link):
 
     def settle(self) -> None:
         torch.cuda.current_stream(self.device).wait_stream(self._up)
+        self._ready = None
 
     def synchronize(self) -> None:
         torch.cuda.synchronize(self.device)

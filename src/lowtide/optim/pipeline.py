@@ -52,6 +52,8 @@ class Stretch:
 
     def of(self, elements: Tensor) -> Tensor:
         """The stretch of something that covers the task's part."""
+        if self.stop - self.start == elements.numel():
+            return elements
         return elements[self.start - self.task.part.start : self.stop - self.task.part.start]
 
 
@@ -111,6 +113,10 @@ class Updater:
             self._buffers[key] = made
         return self._buffers[key]
 
+    def buffers(self) -> list[Tensor]:
+        """All buffers so far."""
+        return list(self._buffers.values())
+
     @property
     def buffer_bytes(self) -> int:
         """Bytes of all buffers so far."""
@@ -128,7 +134,7 @@ class Updater:
                 self._compute(batch, [stretch.of(stretch.task.gradient) for stretch in batch], batch[0].task.group)
                 for stretch in batch:
                     if stretch.task.part.master is not None:
-                        stretch.task.slot.values()[stretch.start : stretch.stop].copy_(stretch.of(stretch.task.part.master))
+                        stretch.task.slot.values(stretch.start, stretch.stop).copy_(stretch.of(stretch.task.part.master))
 
         return self.link.on_device(work, sum(task.part.stop - task.part.start for task in tasks))
 
@@ -219,7 +225,7 @@ class Updater:
         for stretch in batch:
             if stretch.task.part.master is None:
                 continue
-            target = stretch.task.slot.values()[stretch.start : stretch.stop]
+            target = stretch.task.slot.values(stretch.start, stretch.stop)
             source = stretch.of(stretch.task.part.master)
             if not self.link.direct and (source.dtype != target.dtype or self.tier.name == "disk"):
                 count = source.numel()
@@ -238,7 +244,7 @@ class Updater:
         place = 0
         for stretch, gradient in zip(batch, gradients, strict=True):
             part = stretch.task.part
-            target = stretch.task.slot.values()[stretch.start : stretch.stop] if part.master is None else stretch.of(part.master)
+            target = stretch.task.slot.values(stretch.start, stretch.stop) if part.master is None else stretch.of(part.master)
             if gradient.dtype != target.dtype:
                 exact = self.buffer("exact on the host" if part.on_host else "exact", 0, target.dtype, target.device)[
                     place : place + gradient.numel()
@@ -268,7 +274,7 @@ class Updater:
 
     def _refresh(self, slot: Slot, part: Part, masters: Tensor) -> None:
         for start, stop in spans(part.start, part.stop, self.chunk_elements):
-            values = slot.values()[start:stop]
+            values = slot.values(start, stop)
             if part.on_host and not self.link.direct:
                 near = self.buffer("refresh", 0, values.dtype)[: stop - start]
                 self.link.down(near, values).wait()

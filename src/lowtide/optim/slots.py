@@ -87,6 +87,7 @@ class Slot:
         version: the parameter's version counter after our last write; another one means that somebody wrote to it.
         pending: the host part holds an update that the parameter has not seen.
         updated: the host part has been updated ahead of `step`.
+        shown: ``optimizer.state`` has its state.
     """
 
     def __init__(self, parameter: Tensor, cut: int) -> None:
@@ -100,6 +101,7 @@ class Slot:
         self.version = -1
         self.pending = False
         self.updated = False
+        self.shown = False
 
     @property
     def elements(self) -> int:
@@ -110,9 +112,10 @@ class Slot:
         """The parts that there are."""
         return [part for part in (self.device, self.host) if part is not None]
 
-    def values(self) -> Tensor:
-        """The parameter's elements, on the device."""
-        return flat(local(self.parameter))
+    def values(self, start: int, stop: int) -> Tensor:
+        """The parameter's elements from ``start`` to ``stop``, on the device."""
+        elements = flat(local(self.parameter))
+        return elements if stop - start == elements.numel() else elements[start:stop]
 
     def wrote(self) -> None:
         """The parameter is as we left it."""
