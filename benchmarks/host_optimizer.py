@@ -37,7 +37,7 @@ PICTURE = RESULTS.parent.parent / "docs" / "host_optimizer.png"
 # ---- throughput ------------------------------------------------------------------------------------------------------------------------
 
 
-def throughput_row(elements: float) -> dict[str, Any]:
+def throughput_rows(elements: float, threads: tuple[int, ...]) -> list[dict[str, Any]]:
     """`torch.optim.AdamW(fused=True)` and ours, all on the host in main memory, in turn on the same parameters and gradients."""
     parameters, left = [], int(elements)
     while left > 0:
@@ -49,21 +49,26 @@ def throughput_row(elements: float) -> dict[str, Any]:
     plain = torch.optim.AdamW(parameters, lr=1e-6, fused=True)
     ours = HostOptimizer(torch.optim.AdamW, parameters, lr=1e-6, host="memory")
     rounds = 5 if elements > 2e8 else 15
-    seconds = paired([plain.step, ours.step], rounds)
-    ratio = statistics.median(a / b for a, b in zip(*seconds, strict=True))
     count = sum(p.numel() for p in parameters)
-    row = {
-        "elements": count,
-        "plain_seconds": statistics.median(seconds[0]),
-        "ours_seconds": statistics.median(seconds[1]),
-        "throughput_ratio": ratio,
-        "rounds": rounds,
-        "holds": ratio >= 0.95,
-    }
-    print(f"{count / 1e6:,.0f} M: plain {row['plain_seconds']:.3f} s, ours {row['ours_seconds']:.3f} s, ratio {ratio:.3f}", flush=True)
+    rows = []
+    for number in threads:
+        torch.set_num_threads(number)
+        seconds = paired([plain.step, ours.step], rounds)
+        ratio = statistics.median(a / b for a, b in zip(*seconds, strict=True))
+        row = {
+            "elements": count,
+            "threads": number,
+            "plain_seconds": statistics.median(seconds[0]),
+            "ours_seconds": statistics.median(seconds[1]),
+            "throughput_ratio": ratio,
+            "rounds": rounds,
+            "holds": ratio >= 0.95,
+        }
+        rows.append(row)
+        print({key: round(item, 4) if isinstance(item, float) else item for key, item in row.items()}, flush=True)
     del plain, ours, parameters
     gc.collect()
-    return row
+    return rows
 
 
 # ---- the simulated link ----------------------------------------------------------------------------------------------------------------
@@ -283,12 +288,12 @@ def report(throughput: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
         "",
         "In turn on the same parameters and gradients; the ratio is the median of the rounds' ratios and *holds* at 0.95.",
         "",
-        "| parameters | `AdamW(fused=True)` s | HostOptimizer s | throughput, ours / plain | holds |",
-        "|---|---|---|---|---|",
+        "| parameters | threads | `AdamW(fused=True)` s | HostOptimizer s | throughput, ours / plain | holds |",
+        "|---|---|---|---|---|---|",
     ]
     for row in throughput:
         lines.append(
-            f"| {row['elements'] / 1e6:,.0f} M | {row['plain_seconds']:.4f} | {row['ours_seconds']:.4f} | {row['throughput_ratio']:.3f} | "
+            f"| {row['elements'] / 1e6:,.0f} M | {row['threads']} | {row['plain_seconds']:.4f} | {row['ours_seconds']:.4f} | {row['throughput_ratio']:.3f} | "
             f"{'yes' if row['holds'] else '**no**'} |"
         )
     lines += [
@@ -323,8 +328,11 @@ def report(throughput: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
 
 def main(sizes: tuple[float, ...] = SIZES, rounds: int = 5) -> None:
     """Run, and write benchmarks/results/host_optimizer.{json,md} and the picture."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)  # the lanes of the simulated link are threads themselves
     rows, drawn = sweep(rounds)
-    throughput = [throughput_row(size) for size in sizes]
+    throughput = [row for size in sizes for row in throughput_rows(size, tuple(sorted({1, threads})))]
+    torch.set_num_threads(threads)
     save("host_optimizer", rows, throughput=throughput)
     (RESULTS / "host_optimizer.md").write_text(report(throughput, rows))
     draw(rows, drawn, PICTURE)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import gc
 import os
 import signal
@@ -113,11 +114,9 @@ def test_an_interrupted_update_is_not_mistaken_for_a_whole_one() -> None:
     whole_model = model()
     whole = torch.optim.AdamW(whole_model.parameters(), fused=True, **ADAMW)
     train(whole_model, whole, range(6))
-    net, link = model(), Broken()
+    net, link = model(), Broken(up_bytes_per_second=2e5)  # transfers are under way when it fails
     ours = HostOptimizer(torch.optim.AdamW, net.parameters(), link=link, chunk_bytes=4096, **ADAMW)
     train(net, ours, range(3))
-    import copy
-
     saved = [{k: v.clone() for k, v in net.state_dict().items()}, copy.deepcopy(ours.state_dict())]
     link.left = 2
     with pytest.raises(ConnectionError):

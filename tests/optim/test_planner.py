@@ -116,7 +116,7 @@ def test_whichever_costs_less(costly: str, monkeypatch: pytest.MonkeyPatch) -> N
     model = net()
     optimizer = HostOptimizer(torch.optim.AdamW, model.parameters(), host_fraction="auto", host="disk")
     handle = lowtide.limit_memory(model, "80%", optimizer=optimizer)
-    plan = handle.prepare(torch.randn(1024, WIDTH))
+    plan = handle.prepare(torch.randn(512, WIDTH))
     if costly == "moving":
         assert optimizer.host_fraction == 0.0
         assert plan.predicted_extra_seconds > 0
@@ -135,7 +135,7 @@ def test_the_trainer(tmp_path: Path) -> None:
     text = tmp_path / "text.txt"
     text.write_text("the tide comes in, the tide goes out. " * 400)
     plain = train(options(data=text, budget="100%"))
-    for share in (0.5, 1.0, "auto"):
+    for share in (0.5, "auto"):
         assert train(options(data=text, budget="100%", optimizer_host_fraction=share)).losses == plain.losses
     folder = tmp_path / "run"
     first = train(options(data=text, budget="100%", optimizer_host_fraction=1.0, checkpoint_dir=folder, stop_after=2))

@@ -154,10 +154,8 @@ def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, 
     def update() -> None:
         for batch in batches([host_task], updater.chunk_elements):
             gradients = [stretch.of(near) for stretch in batch]
-            link.on_host(
-                lambda batch=batch, gradients=gradients: updater._compute(batch, gradients, host_group),
-                sum(stretch.stop - stretch.start for stretch in batch),
-            )
+            size = sum(stretch.stop - stretch.start for stretch in batch)
+            link.on_host(lambda batch=batch, gradients=gradients: updater._compute(batch, gradients, host_group), size)
 
     host = timed(update)
     placement.forget([host_task.slot])

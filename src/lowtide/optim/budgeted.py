@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -17,6 +18,7 @@ if TYPE_CHECKING:
     from lowtide.optim.host import HostOptimizer
 
 _HALVINGS = 3
+_AS_GOOD = 1.02  # measured speeds are no more exact than that; of shares as good the smallest is taken
 
 
 def trainable(optimizer: HostOptimizer) -> list[tuple[Tensor, Group]]:
@@ -85,16 +87,19 @@ def choose(optimizer: HostOptimizer, extra_seconds: Callable[[float], float]) ->
             known[share] = extra_seconds(share) + own(share)
         return known[share]
 
-    if extra_seconds(0.0) == 0.0 and own(0.0) <= own(1.0):
-        return 0.0
+    if not optimizer.link.parallel and extra_seconds(0.0) == 0.0:
+        return 0.0  # one processor does both sides' work: moving state saves no time
     low, high = 0.0, 1.0
     for share in (low, 0.5, high):
         seconds(share)
     for _ in range(_HALVINGS):
-        best = min(known, key=lambda share: (known[share], -share))
+        best = min(known, key=lambda share: known[share])
         tried = sorted(known)
         place = tried.index(best)
         for neighbour in (tried[place - 1] if place else best, tried[min(place + 1, len(tried) - 1)]):
             if neighbour != best:
                 seconds((best + neighbour) / 2)
-    return min(known, key=lambda share: (known[share], -share))
+    least = min(known.values())
+    if math.isinf(least):
+        return 1.0
+    return min(share for share, taken in known.items() if taken <= least * _AS_GOOD)

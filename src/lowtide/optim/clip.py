@@ -13,6 +13,23 @@ from lowtide.optim.stream import sent
 from lowtide.optim.tensors import is_sharded, local
 
 
+def clip_(gradients: Sequence[tuple[Tensor, Tensor]], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+    """Scale gradients so that their norm is at most ``max_norm``; returns the norm before.
+
+    Raises:
+        RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; nothing has changed then.
+    """
+    order = float(norm_type)
+    total = total_norm(gradients, order)
+    if error_if_nonfinite and not bool(torch.isfinite(total)):
+        raise RuntimeError(
+            f"the norm of order {order} of the gradients is {total.item()}, so they cannot be clipped: zero_grad() and skip this step, or "
+            "pass error_if_nonfinite=False"
+        )
+    scale_by(gradients, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
+    return total
+
+
 def total_norm(gradients: Sequence[tuple[Tensor, Tensor]], order: float) -> Tensor:
     """The norm of all gradients as one vector, over every process that holds a shard of one.
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import weakref
 from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
 import torch
@@ -15,7 +15,7 @@ from lowtide import budget as budgets
 from lowtide.optim import budgeted, checkpoint
 from lowtide.optim.balance import Balance, balance
 from lowtide.optim.beside import Beside
-from lowtide.optim.clip import scale_by, total_norm
+from lowtide.optim.clip import clip_
 from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import Group, check_options, defaults_of, kernel_of
 from lowtide.optim.link import Link, link_for
@@ -342,9 +342,15 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _or_torn(self, reason: str) -> Iterator[None]:
-        """What fails in the block leaves the state half updated."""
+        """What fails in the block leaves the state half updated. Nothing is under way any more when the error leaves: what is loaded into
+        parameters after it stays."""
         before, self._whole = self._whole, reason
-        yield
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):
+                self.link.synchronize()
+            raise
         self._whole = before
 
     def _check_whole(self) -> None:
@@ -387,15 +393,7 @@ class HostOptimizer(torch.optim.Optimizer):
             self._beside.quiet()
             self._whole = "gradients were cleared after updates had run beside backward, before step()"
             self._check_whole()
-        super().zero_grad(set_to_none) if set_to_none else self._zero_in_place()
-
-    @torch.no_grad()
-    def _zero_in_place(self) -> None:
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                if parameter.grad is not None:
-                    parameter.grad.requires_grad_(False)
-                    parameter.grad.zero_()
+        super().zero_grad(set_to_none)
 
     @torch.no_grad()
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
@@ -412,19 +410,11 @@ class HostOptimizer(torch.optim.Optimizer):
         """
         if self.overlap_update:
             raise OptimError("overlap_update=True updates before the norm is known: clip with overlap_update=False")
-        order = float(norm_type)
         gradients = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
         if not self.stream_gradients:
             return torch.nn.utils.clip_grad_norm_([p for p, _ in gradients], max_norm, norm_type, error_if_nonfinite)
-        self._stream.norm_order = order
-        total = total_norm(gradients, order)
-        if error_if_nonfinite and not bool(torch.isfinite(total)):
-            raise RuntimeError(
-                f"the norm of order {order} of the gradients is {total.item()}, so they cannot be clipped: zero_grad() and skip this step, or "
-                "pass error_if_nonfinite=False"
-            )
-        scale_by(gradients, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
-        return total
+        self._stream.norm_order = float(norm_type)
+        return clip_(gradients, max_norm, norm_type, error_if_nonfinite)
 
     # ---- delayed updates -----------------------------------------------------------------------------------------------------------
 

@@ -10,7 +10,7 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
 
@@ -189,6 +189,7 @@ class ThrottledLink(Link):
         """Wait for every lane, and raise what one of them raised."""
         with self._lock:
             waiting, self._open = self._open, []
+        wait(waiting)
         for future in waiting:
             future.result()
 

@@ -55,6 +55,10 @@ class SentGradient(torch.Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         first = args[0] if args else None
+        if func is torch.ops.aten._foreach_zero_.default:
+            for gradient in args[0]:
+                gradient.zero_()
+            return None
         if isinstance(first, SentGradient) and not kwargs:
             if func is torch.ops.aten.add_.Tensor and not isinstance(args[1], SentGradient):
                 first.stream.add(first, args[1])
