@@ -10,6 +10,7 @@ import subprocess
 import sys
 import textwrap
 import threading
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -202,3 +203,25 @@ def test_nothing_is_left_behind() -> None:
     del ours
     gc.collect()
     assert not any(p._post_accumulate_grad_hooks for p in net.parameters())
+
+
+@pytest.mark.parametrize("mode", [mode for mode in MODES if mode.endswith("streamed")])
+def test_a_model_goes_with_its_optimizer(mode: str) -> None:
+    """Gradients on the host keep nothing alive, and say so when their optimizer is gone."""
+    net = model()
+    ours = HostOptimizer(torch.optim.AdamW, net.parameters(), **MODES[mode](), **ADAMW)
+    train(net, ours, range(2))
+    gone = [weakref.ref(net.first.weight), weakref.ref(ours)]
+    other, kept = model(), model()
+    theirs = HostOptimizer(torch.optim.AdamW, kept.parameters(), **MODES[mode](), **ADAMW)
+    train(kept, theirs, range(1))
+    ours.close()
+    theirs.close()
+    del net, ours, theirs
+    gc.collect()
+    assert [reference() for reference in gone] == [None, None]
+    with pytest.raises(OptimError, match="gone"):
+        kept(batch(0)).backward()
+    kept.zero_grad()
+    kept(batch(0)).backward()
+    other(batch(0)).backward()

@@ -123,6 +123,23 @@ def masters(rank: int, size: int, folder: Path) -> None:
             assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True)), fraction
 
 
+def replicated(rank: int, size: int, folder: Path) -> None:
+    """DistributedDataParallel: bitwise without streaming, an error with it."""
+    from torch.nn.parallel import DistributedDataParallel
+
+    def wrapped() -> nn.Module:
+        torch.manual_seed(0)
+        return DistributedDataParallel(nn.Sequential(Block(), nn.Linear(24, 3)))
+
+    plain, ours, streaming = wrapped(), wrapped(), wrapped()
+    train(plain, torch.optim.AdamW(plain.parameters(), fused=True, **ADAMW), rank, range(3))
+    train(ours, HostOptimizer(torch.optim.AdamW, ours.parameters(), host_fraction=0.5, **ADAMW), rank, range(3))
+    assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
+    optimizer = HostOptimizer(torch.optim.AdamW, streaming.parameters(), stream_gradients=True, **ADAMW)
+    with pytest.raises(OptimError, match="DistributedDataParallel"):
+        train(streaming, optimizer, rank, range(1))
+
+
 def optimizers(net: nn.Module, fraction: float) -> dict[str, torch.optim.Optimizer]:
     groups = [{"params": [p for p in net.parameters() if p.ndim > 1]}, {"params": [p for p in net.parameters() if p.ndim == 1], "lr": 1e-3}]
     return {
@@ -193,4 +210,4 @@ def on_processes(size: int, bodies: list[Callable[[int, int, Path], None]], fold
 
 def test_sharded_parameters_and_resharded_checkpoints(tmp_path: Path) -> None:
     on_processes(4, [every_fraction, save], tmp_path)
-    on_processes(2, [every_fraction, streamed, masters, load], tmp_path)
+    on_processes(2, [every_fraction, streamed, masters, load, replicated], tmp_path)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import weakref
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
@@ -143,10 +142,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self._placement = Placement(self.kernel, tier, masters, host_copies=not link.direct or self.delayed or self.overlap_update)
         gradients = tier if link.direct or where == "memory" else MemoryTier(link.pins, limit)
         keeps = link.direct and where == "memory"
-        this: weakref.ReferenceType[HostOptimizer] = weakref.ref(self)
-        self._stream = GradientStream(
-            self._updater, gradients, keeps, lambda p: _alive(this)._slot(p), lambda s: _alive(this)._gradient_sent(s)
-        )
+        self._stream = GradientStream(self._updater, gradients, keeps, self)
         self._beside = Beside(self._updater, self._stream)
         self._opened = True
         if self.stream_gradients:
@@ -192,7 +188,8 @@ class HostOptimizer(torch.optim.Optimizer):
 
     # ---- placement ---------------------------------------------------------------------------------------------------------------
 
-    def _slot(self, parameter: Tensor) -> Slot:
+    def slot_of(self, parameter: Tensor) -> Slot:
+        """What is kept for a parameter, and where; made now for all trainable parameters that have nothing yet."""
         if parameter not in self._slots:
             self._place()
         return self._slots[parameter]
@@ -309,7 +306,7 @@ class HostOptimizer(torch.optim.Optimizer):
                 if parameter.grad is None:
                     continue
                 check_gradient(parameter.grad)
-                slot = self._slot(parameter)
+                slot = self.slot_of(parameter)
                 if not slot.elements:
                     continue
                 stand_in = sent(parameter.grad)
@@ -362,7 +359,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     # ---- gradients that arrive -----------------------------------------------------------------------------------------------------
 
-    def _gradient_sent(self, slot: Slot) -> None:
+    def gradient_sent(self, slot: Slot) -> None:
         """A gradient has been sent or added to: with ``overlap_update`` its update begins."""
         if not self.overlap_update or self._holding_back:
             return
@@ -498,9 +495,3 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         raise OptimError("a HostOptimizer cannot be pickled or copied: save its state_dict(), and load it into another one")
-
-
-def _alive(reference: weakref.ReferenceType[HostOptimizer]) -> HostOptimizer:
-    found = reference()
-    assert found is not None, "the stream of gradients lives no longer than its optimizer"
-    return found

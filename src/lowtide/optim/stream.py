@@ -9,9 +9,9 @@ from __future__ import annotations
 
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,27 +25,38 @@ from lowtide.optim.tensors import check_gradient, flat_gradient, local, sharded_
 from lowtide.optim.tier import Tier
 
 _IN_FLIGHT_CHUNKS = 4
+_Kept = TypeVar("_Kept")
 
 
 class SentGradient(torch.Tensor):
     """Stands in ``.grad`` for a gradient that lies on the host.
 
+    It does not keep the optimizer alive: a parameter holds its ``.grad`` where Python's garbage collector cannot see it.
+
     Attributes:
-        slot: whose gradient it is.
-        stream: what sent it.
         device_elements: the stretch of the gradient that stays on the device, flat.
     """
 
-    slot: Slot
-    stream: GradientStream
     device_elements: Tensor | None
+    _slot: weakref.ReferenceType[Slot]
+    _stream: weakref.ReferenceType[GradientStream]
+
+    @property
+    def slot(self) -> Slot:
+        """Whose gradient it is."""
+        return _still(self._slot)
+
+    @property
+    def stream(self) -> GradientStream:
+        """What sent it."""
+        return _still(self._stream)
 
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
     def __new__(cls, like: Tensor, slot: Slot, stream: GradientStream, device_elements: Tensor | None) -> SentGradient:
         made: Any = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
-        made.slot, made.stream, made.device_elements = slot, stream, device_elements
+        made._slot, made._stream, made.device_elements = weakref.ref(slot), weakref.ref(stream), device_elements
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -83,6 +94,18 @@ def sent(gradient: Tensor | None) -> SentGradient | None:
     return inner if isinstance(inner, SentGradient) else None
 
 
+class Owner(Protocol):
+    """Whose gradients are sent."""
+
+    def slot_of(self, parameter: Tensor) -> Slot:
+        """The parameter's slot."""
+        ...
+
+    def gradient_sent(self, slot: Slot) -> None:
+        """A gradient has been sent to the host, or added to there."""
+        ...
+
+
 class GradientStream:
     """Sends gradients to the host.
 
@@ -90,20 +113,16 @@ class GradientStream:
         updater: gives link and buffers.
         tier: where gradients lie on the host.
         keeps: gradients may simply stay where they are, since host and device memory are the same.
-        slot_of: from a parameter to its slot.
-        arrived: told about a slot whose gradient has been sent, or added to.
+        owner: knows the slots, and is told when a gradient has been sent or added to.
     """
 
-    def __init__(
-        self, updater: Updater, tier: Tier, keeps: bool, slot_of: Callable[[Tensor], Slot], arrived: Callable[[Slot], None]
-    ) -> None:
+    def __init__(self, updater: Updater, tier: Tier, keeps: bool, owner: Owner) -> None:
         self.updater = updater
         self.link = updater.link
         self.tier = tier
         self.keeps = keeps
         self.norm_order: float | None = None
-        self._slot_of = slot_of
-        self._arrived = arrived
+        self._owner = weakref.ref(owner)
         self._flying: deque[tuple[Transfer, int]] = deque()
         self._adding: dict[int, Future[None]] = {}
         self._turn = 0
@@ -135,18 +154,18 @@ class GradientStream:
 
     def _take(self, parameter: Tensor) -> None:
         """Backward has accumulated into ``.grad``."""
-        gradient = parameter.grad
-        if gradient is None:
+        gradient, owner = parameter.grad, self._owner()
+        if gradient is None or owner is None:
             return
         if sent(gradient) is not None:
-            self._arrived(self._slot_of(parameter))  # what came was added already
+            owner.gradient_sent(owner.slot_of(parameter))  # what came was added already
             return
-        slot = self._slot_of(parameter)
+        slot = owner.slot_of(parameter)
         if slot.host is None:
             return
         with torch.no_grad():
             parameter.grad = self.send(slot, gradient)
-        self._arrived(slot)
+        owner.gradient_sent(slot)
 
     # ---- sending -----------------------------------------------------------------------------------------------------------------
 
@@ -305,6 +324,13 @@ class _Future:
     def wait(self) -> None:
         """Wait, and raise what was raised."""
         self._future.result()
+
+
+def _still(reference: weakref.ReferenceType[_Kept]) -> _Kept:
+    found = reference()
+    if found is None:
+        raise OptimError("this gradient was sent to the host by an optimizer that is gone: set .grad to None")
+    return found
 
 
 def _remove(hooks: dict[Tensor, Any]) -> None:
