@@ -129,6 +129,17 @@ def test_gradients_are_forgotten_as_ever() -> None:
             assert equal(plain_model, ours_model), (mode, fraction)
 
 
+def test_a_frozen_parameter_that_has_a_gradient_is_updated() -> None:
+    plain_model, ours_model = model(), model()
+    plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
+    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=0.5, **ADAMW)
+    for net, optimizer in ((plain_model, plain), (ours_model, ours)):
+        net(batch(0)).backward()
+        net.second.requires_grad_(False)
+        optimizer.step()
+    assert equal(plain_model, ours_model)
+
+
 def test_clipping_twice_and_other_norms() -> None:
     for order in (1.0, 2.0, float("inf")):
         plain_model, ours_model = model(), model()
@@ -229,6 +240,25 @@ def test_fraction_changes_in_mid_run() -> None:
         assert abs(ours.host_elements - fraction * (ours.host_elements + ours.device_elements)) < 16
     assert equal(plain_model, ours_model)
     assert ours.host_bytes < 2 * 3 * 4 * 6000 + 4 * 2**20 * 16  # what was moved away was given back
+
+
+def test_a_fraction_without_room_changes_nothing() -> None:
+    plain_model, ours_model = model(), model()
+    plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
+    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=0.2, host_limit="20KiB", **ADAMW)
+    for net, optimizer in ((plain_model, plain), (ours_model, ours)):
+        train(net, optimizer, range(2))
+        net.second.requires_grad_(False)  # has state that has to come along
+    with pytest.raises(OptimError, match="host_limit"):
+        ours.set_host_fraction(1.0)
+    assert ours.host_fraction == 0.2
+    train(plain_model, plain, range(2, 4))
+    train(ours_model, ours, range(2, 4))
+    ours.set_host_fraction(0.3)
+    for net, optimizer in ((plain_model, plain), (ours_model, ours)):
+        net.second.requires_grad_(True)
+        train(net, optimizer, range(4, 6))
+    assert equal(plain_model, ours_model)
 
 
 def test_channels_last_and_double() -> None:

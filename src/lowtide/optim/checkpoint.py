@@ -76,6 +76,33 @@ def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
+def move(optimizer: HostOptimizer, host_fraction: float | Any) -> None:
+    """Place all state anew, so that the host has ``host_fraction`` of it.
+
+    Raises:
+        OptimError: there is no room; everything is then where it was.
+    """
+    before, optimizer.host_fraction = optimizer.host_fraction, host_fraction
+    if not optimizer._slots:
+        return
+    kept = copied(optimizer.state_dict())
+
+    def anew() -> None:
+        optimizer._placement.forget(optimizer._slots.values())
+        for slot in optimizer._slots.values():
+            optimizer._stream.release(slot)
+        optimizer._slots.clear()
+        optimizer.state.clear()
+        optimizer.load_state_dict(kept)
+
+    try:
+        anew()
+    except OptimError:
+        optimizer.host_fraction = before
+        anew()
+        raise
+
+
 def load(optimizer: HostOptimizer, state_dict: dict[str, Any]) -> None:
     """Fill an optimizer from a state dict.
 
@@ -91,7 +118,7 @@ def load(optimizer: HostOptimizer, state_dict: dict[str, Any]) -> None:
     try:
         for parameter, entries in saved.items():
             _check(optimizer, parameter, entries)
-        optimizer._place()
+        optimizer._place(saved.keys())
         for parameter, entries in saved.items():
             _check_slot(optimizer, optimizer._slots.get(parameter), entries)
     except BaseException:
@@ -149,8 +176,7 @@ def _check(optimizer: HostOptimizer, parameter: Tensor, entries: dict[str, Any])
 
 def _check_slot(optimizer: HostOptimizer, slot: Slot | None, entries: dict[str, Any]) -> None:
     pending = bool(entries.get(PENDING, False))
-    if slot is None:
-        raise OptimError("the saved state is for a parameter that is frozen now: set requires_grad before loading")
+    assert slot is not None, "whatever has saved state was placed"
     names = set(optimizer.kernel.names(optimizer._group_of(slot.parameter)))
     if any(set(part.state) != names for part in slot.parts()):
         raise OptimError(f"the saved groups ask for {', '.join(sorted(names)) or 'no state'}: make the optimizer with the same options")

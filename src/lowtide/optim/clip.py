@@ -61,7 +61,7 @@ def norm_of(gradient: Tensor, order: float) -> Tensor:
     stand_in = sent(gradient)
     if stand_in is None:
         return torch.linalg.vector_norm(local(gradient), order)
-    held = stand_in.stream._current(stand_in)
+    held = stand_in.stream.current(stand_in)
     held.wait()
     if held.scales:
         held.rescale()
@@ -101,7 +101,7 @@ def scale_by(gradients: Sequence[tuple[Tensor, Tensor]], factor: Tensor) -> None
             piece = local(gradient)
             piece.mul_(factor.to(piece.device))
             continue
-        held = stand_in.stream._current(stand_in)
+        held = stand_in.stream.current(stand_in)
         held.scales.append(factor.to("cpu"))
         held.norm = None
         if stand_in.device_elements is not None:

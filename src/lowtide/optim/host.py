@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -191,14 +191,14 @@ class HostOptimizer(torch.optim.Optimizer):
     def slot_of(self, parameter: Tensor) -> Slot:
         """What is kept for a parameter, and where; made now for all trainable parameters that have nothing yet."""
         if parameter not in self._slots:
-            self._place()
+            self._place({parameter})
         return self._slots[parameter]
 
-    def _place(self) -> None:
-        """Give every trainable parameter that has none a slot."""
+    def _place(self, also: Collection[Tensor] = ()) -> None:
+        """Give every trainable parameter that has none a slot, and those in ``also``, whose state is at hand though they may be frozen."""
         wanted: list[tuple[Tensor, Group]] = []
         for group in self.param_groups:
-            wanted += [(p, group) for p in group["params"] if p.requires_grad and p not in self._slots]
+            wanted += [(p, group) for p in group["params"] if (p.requires_grad or p in also) and p not in self._slots]
         if not wanted:
             return
         if self.host_fraction == "auto":
@@ -218,19 +218,11 @@ class HostOptimizer(torch.optim.Optimizer):
     def set_host_fraction(self, host_fraction: float) -> None:
         """Move state so that the host has this share of it. Not between backward and `step` with streamed gradients."""
         fraction = fraction_of(host_fraction)
-        if any(sent(p.grad) is not None for p in self._slots):
-            raise OptimError("gradients are on the host: call step() and zero_grad() before set_host_fraction()")
-        if not self._slots:
-            self.host_fraction = fraction
-            return
-        kept = checkpoint.copied(self.state_dict())
-        self._placement.forget(self._slots.values())
-        for slot in self._slots.values():
-            self._stream.release(slot)
-        self._slots.clear()
-        self.state.clear()
-        self.host_fraction = fraction
-        self.load_state_dict(kept)
+        if any(sent(p.grad) is not None for p in self._slots) or any(slot.pending for slot in self._slots.values()):
+            raise OptimError(
+                "an update is under way: call step() and zero_grad(), and with delayed=True finish(), before set_host_fraction()"
+            )
+        checkpoint.move(self, fraction)
 
     # ---- for planners --------------------------------------------------------------------------------------------------------------
 
@@ -303,22 +295,23 @@ class HostOptimizer(torch.optim.Optimizer):
         host: list[Task] = []
         for group in self.param_groups:
             for parameter in group["params"]:
-                if parameter.grad is None:
+                gradient = parameter.grad
+                if gradient is None:
                     continue
-                check_gradient(parameter.grad)
-                slot = self.slot_of(parameter)
+                check_gradient(gradient)
+                slot = self._slots.get(parameter) or self.slot_of(parameter)
                 if not slot.elements:
                     continue
-                stand_in = sent(parameter.grad)
+                stand_in = sent(gradient)
                 if stand_in is not None:
-                    held = stand_in.stream._current(stand_in)
+                    held = stand_in.stream.current(stand_in)
                     if slot.device is not None:
                         assert stand_in.device_elements is not None
                         device.append(Task(slot, slot.device, group, stand_in.device_elements))
                     if slot.host is not None:
                         host.append(Task(slot, slot.host, group, held.elements, held))
                     continue
-                elements = flat_gradient(local(parameter.grad), local(parameter))
+                elements = flat_gradient(local(gradient), local(parameter))
                 if slot.device is None or slot.host is None:
                     (host if slot.device is None else device).append(Task(slot, slot.parts()[0], group, elements))
                     continue

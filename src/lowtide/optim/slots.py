@@ -80,6 +80,7 @@ class Slot:
     Attributes:
         parameter: the parameter.
         cut: the elements that the device updates.
+        elements: of the parameter, in this process.
         device, host: the parts; ``None`` where there are no elements.
         gradient: what is on the host of the gradient that `.grad` stands for, or ``None``.
         spare: another one's memory, for gradients that arrive while an update still reads the last.
@@ -93,6 +94,7 @@ class Slot:
     def __init__(self, parameter: Tensor, cut: int) -> None:
         self.parameter = parameter
         self.cut = cut
+        self.elements = local(parameter).numel()
         self.device: Part | None = None
         self.host: Part | None = None
         self.gradient: HostGradient | None = None
@@ -102,11 +104,6 @@ class Slot:
         self.pending = False
         self.updated = False
         self.shown = False
-
-    @property
-    def elements(self) -> int:
-        """Of the parameter, in this process."""
-        return local(self.parameter).numel()
 
     def parts(self) -> list[Part]:
         """The parts that there are."""

@@ -240,7 +240,7 @@ class GradientStream:
     def add(self, stand_in: SentGradient, gradient: Tensor) -> None:
         """Another micro-batch's gradient is added to one that is on the host."""
         slot = stand_in.slot
-        held = self._current(stand_in)
+        held = self.current(stand_in)
         if slot.updated:
             raise OptimError(
                 "backward added to a gradient whose update has begun: call step() and zero_grad() between backward passes, and do the earlier "
@@ -283,14 +283,19 @@ class GradientStream:
 
     def zero(self, stand_in: SentGradient) -> None:
         """Set a gradient to zero where it lies."""
-        held = self._current(stand_in)
+        held = self.current(stand_in)
         held.wait()
         held.elements.zero_()
         held.scales, held.norm = [], None
         if stand_in.device_elements is not None:
             stand_in.device_elements.zero_()
 
-    def _current(self, stand_in: SentGradient) -> HostGradient:
+    def current(self, stand_in: SentGradient) -> HostGradient:
+        """What a stand-in stands for.
+
+        Raises:
+            OptimError: it is not there any more.
+        """
         slot = stand_in.slot
         if slot.gradient is None or slot.placeholder is None or slot.placeholder() is not stand_in:
             raise OptimError("this gradient was sent to the host and is not there any more: a later backward or step() has taken its place")

@@ -48,12 +48,14 @@ def dense(tensor: Tensor) -> bool:
 def flat(tensor: Tensor) -> Tensor:
     """The elements in the order of memory, on the same storage and version counter, without autograd history."""
     tensor = tensor.detach()
-    return tensor.view(-1) if tensor.is_contiguous() else tensor.as_strided((tensor.numel(),), (1,))
+    if tensor.is_contiguous():
+        return tensor if tensor.ndim == 1 else tensor.view(-1)
+    return tensor.as_strided((tensor.numel(),), (1,))
 
 
 def flat_gradient(gradient: Tensor, like: Tensor) -> Tensor:
     """A gradient's elements in the order in which the parameter ``like`` has them; a copy only where the two lie differently."""
-    if gradient.stride() == like.stride() or (gradient.is_contiguous() and like.is_contiguous()):
+    if (gradient.is_contiguous() and like.is_contiguous()) or gradient.stride() == like.stride():
         return flat(gradient)
     return flat(torch.empty_like(like, dtype=gradient.dtype).copy_(gradient.detach()))
 
