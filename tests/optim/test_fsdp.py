@@ -71,7 +71,7 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 def every_fraction(rank: int, size: int, folder: Path) -> None:
     plain_model = make(size)
     norms = train(plain_model, torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW), rank, range(3), clip="torch", micro=2)
-    for tenth in range(11):
+    for tenth in range(11) if size == 2 else (0, 3, 7, 10):
         ours_model = make(size)
         ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=tenth / 10, **ADAMW)
         assert train(ours_model, ours, rank, range(3), clip="torch", micro=2) == norms
