@@ -77,6 +77,12 @@ def train(
         int | None, typer.Option(help="Steps up to the peak learning rate. [default: a tenth of --steps, at least 20]")
     ] = None,
     weight_decay: Annotated[float, typer.Option(help="AdamW's, on matrices only.")] = 0.1,
+    optimizer_host_fraction: Annotated[
+        str | None,
+        typer.Option(
+            help="Share of AdamW's state on the host (main memory for CUDA, disk for the CPU): 0 to 1, or auto. [default: all on the device]"
+        ),
+    ] = None,
     grad_accum: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
     clip: Annotated[float, typer.Option(help="Largest gradient norm; 0 for no clipping.")] = 1.0,
     eval_every: Annotated[int, typer.Option(help="Steps between evaluations; 0 for one at the end.")] = 50,
@@ -119,6 +125,7 @@ def train(
         lr=lr,
         warmup=min(steps, max(20, steps // 10)) if warmup is None else warmup,
         weight_decay=weight_decay,
+        optimizer_host_fraction=_share(optimizer_host_fraction),
         grad_accum=grad_accum,
         clip=clip,
         eval_every=eval_every,
@@ -190,6 +197,16 @@ def plan(
 def _budget(budget: str | None, policy: str | None) -> str | None:
     """The budget asked for; 60 % of the plain peak where neither a budget nor a policy says what is wanted."""
     return "60%" if budget is None and policy in (None, "optimal") else budget
+
+
+def _share(text: str | None) -> float | Literal["auto"] | None:
+    """``auto``, or a number from 0 to 1."""
+    if text is None or text == "auto":
+        return text  # type: ignore[return-value]
+    try:
+        return float(text)
+    except ValueError:
+        raise LowtideError(f"--optimizer-host-fraction {text}: choose auto, or a number from 0 to 1") from None
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:

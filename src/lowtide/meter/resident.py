@@ -43,7 +43,8 @@ def resident_tensors(model: torch.nn.Module | None = None, optimizer: torch.opti
     if model is not None:
         found += [*model.parameters(), *model.buffers()]
     if optimizer is not None:
-        leaves: list[Any] = tree_leaves([list(optimizer.state.values()), optimizer.param_groups])
+        own = getattr(optimizer, "resident_state", None)  # of an optimizer whose state is partly elsewhere
+        leaves: list[Any] = tree_leaves([own() if own is not None else list(optimizer.state.values()), optimizer.param_groups])
         found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     return found + [t.grad for t in found if t.is_leaf and t.grad is not None]
 

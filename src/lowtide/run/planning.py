@@ -138,6 +138,7 @@ class Planner:
         self.optimizer = optimizer
         self.costs: dict[Any, OpCost] = {}
         self.kept: dict[str, str] = {}
+        self.moved_bytes = 0  # of the optimizer's state, to the host
 
     def first(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         """The plan for a step that has not been seen yet.
@@ -197,7 +198,8 @@ class Planner:
         Raises:
             BudgetError: no plan fits.
         """
-        limit = self.limit(self._seen(planned, holding=False))
+        limit = self.limit(self._seen(planned, holding=False, moved_bytes=0))
+        self._balance(planned, limit)
         self._check_optimizer(limit)
         try:
             self._solve(planned, limit)
@@ -210,6 +212,24 @@ class Planner:
         planned.again = ""
         planned.timed = None
         planned.seconds.clear()
+
+    def _balance(self, planned: Planned, limit: int | None) -> None:
+        """Where the optimizer leaves its share of the host open: move as much of its state as takes less time than recomputing would."""
+        optimizer: Any = self.optimizer
+        if limit is None or getattr(optimizer, "host_fraction", None) != "auto":
+            return
+        everything = optimizer.device_state_bytes(0.0)
+
+        def extra_seconds(share: float) -> float:
+            self.moved_bytes = everything - optimizer.device_state_bytes(share)
+            try:
+                self._solve(planned, limit)
+            except BudgetError:
+                return math.inf
+            return planned.plan.predicted_extra_seconds
+
+        share = optimizer.choose_host_fraction(extra_seconds)
+        self.moved_bytes = everything - optimizer.device_state_bytes(share)
 
     def _solve(self, planned: Planned, limit: int | None) -> None:
         """Plan for `limit` less what was seen to come on top; a trace of real tensors shows when storages end only roughly."""
@@ -227,9 +247,10 @@ class Planner:
             plan = make(graph, budget=least, policy=self.policy)
         planned.plan = replace(plan, budget_bytes=limit)
 
-    def _seen(self, planned: Planned, holding: bool) -> StepGraph:
-        """The traced step with what is known of its loss, its caller, and what does not reproduce."""
+    def _seen(self, planned: Planned, holding: bool, moved_bytes: int | None = None) -> StepGraph:
+        """The traced step with what is known of its loss, its caller, what does not reproduce, and what was moved to the host."""
         graph = planned.traced.holding_outputs() if holding else planned.traced
+        graph = replace(graph, resident_bytes=graph.resident_bytes - (self.moved_bytes if moved_bytes is None else moved_bytes))
         return self._without_kept(graph if planned.loss is None else with_loss(graph, planned.loss))
 
     def limit(self, graph: StepGraph) -> int | None:
@@ -258,7 +279,7 @@ class Planner:
         """Count everything of the model's and the optimizer's, used by this step or not."""
         own = resident_bytes(self.model)
         seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
-        state = self._optimizer_need().state_bytes if self.optimizer is not None else 0
+        state = self._optimizer_need().state_bytes + self.moved_bytes if self.optimizer is not None else 0
         return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - seen) + state)
 
     def _optimizer_need(self) -> OptimizerNeed:

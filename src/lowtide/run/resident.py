@@ -39,6 +39,8 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     present = _bytes(item for state in optimizer.state.values() for item in state.values())
     missing = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.grad is None)
+    if hasattr(optimizer, "device_state_bytes"):  # an optimizer on the host says so itself
+        return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes(), missing)  # type: ignore[attr-defined]
     try:
         with ExitStack() as stack, faker.mode:
             fakes = {id(p): faker.tensor(p.detach()).requires_grad_(p.requires_grad) for p in parameters}

@@ -37,6 +37,8 @@ class TrainOptions:
         data: a text file or folder; ``None`` is Python's standard library.
         lr, warmup: peak learning rate, and the steps up to it.
         weight_decay: AdamW's, on matrices only.
+        optimizer_host_fraction: share of AdamW's state on the host (0 to 1, or ``auto``): main memory for CUDA, disk for the CPU; ``None``
+            leaves the plain optimizer on the device.
         grad_accum: micro-batches per optimizer step.
         clip: largest gradient norm; 0 is no clipping.
         eval_every: steps between evaluations on the validation text; 0 evaluates at the end only.
@@ -62,6 +64,7 @@ class TrainOptions:
     lr: float = 1e-3
     warmup: int = 20
     weight_decay: float = 0.1
+    optimizer_host_fraction: float | Literal["auto"] | None = None
     grad_accum: int = 1
     clip: float = 1.0
     eval_every: int = 50
@@ -83,6 +86,9 @@ class TrainOptions:
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
         for name in ("warmup", "weight_decay", "clip", "eval_every", "checkpoint_every", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "it cannot be negative")
+        if self.optimizer_host_fraction not in (None, "auto"):
+            share = self.optimizer_host_fraction
+            require(isinstance(share, int | float) and 0 <= share <= 1, "optimizer-host-fraction", share, "choose auto, or 0 to 1")
         require(self.lr > 0, "lr", self.lr, "a positive learning rate is needed")
         require(self.warmup <= self.steps, "warmup", self.warmup, f"it is longer than the run of --steps {self.steps}")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")

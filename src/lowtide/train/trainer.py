@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -19,6 +19,7 @@ import lowtide
 from lowtide.budget import format_bytes
 from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec, build_model
+from lowtide.optim import HostOptimizer
 from lowtide.train import checkpoint
 from lowtide.train.compare import Comparison, compare
 from lowtide.train.data import Batches, Corpus, load_corpus
@@ -113,7 +114,7 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
     began = time.perf_counter()
     device = torch.device(options.device)
     spec = options.spec()
-    check_room(spec, device)
+    check_room(spec, device, options.optimizer_host_fraction)
     corpus = load_corpus(options.data)
     batches = Batches(corpus.train, options.batch, options.seq, options.seed)
     validation = Batches(corpus.validation, options.batch, options.seq, options.seed, "validation")
@@ -181,12 +182,19 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
     return result
 
 
-def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.AdamW:
-    """AdamW with weight decay on matrices only (not on biases and norms), fused: fastest, and without temporaries of its own."""
+def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+    """AdamW with weight decay on matrices only (not on biases and norms), fused: fastest, and without temporaries of its own.
+
+    Where options say so, a share of its state lies on the host; the numbers stay the same.
+    """
     matrices = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim >= 2]
     others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    return torch.optim.AdamW([group for group in groups if group["params"]], lr=options.lr, betas=(0.9, 0.95), fused=True)
+    groups = [group for group in groups if group["params"]]
+    if options.optimizer_host_fraction is None:
+        return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
+    share = options.optimizer_host_fraction
+    return HostOptimizer(torch.optim.AdamW, groups, host_fraction=share, lr=options.lr, betas=(0.9, 0.95))
 
 
 @torch.no_grad()
@@ -198,13 +206,15 @@ def evaluate(model: nn.Module, validation: Batches, options: TrainOptions, loss_
     return sum(losses) / len(losses)
 
 
-def check_room(spec: ModelSpec, device: torch.device) -> None:
-    """Refuse a model whose weights, gradients and optimizer state alone do not fit, before anything is allocated.
+def check_room(spec: ModelSpec, device: torch.device, host_fraction: float | Literal["auto"] | None = None) -> None:
+    """Refuse a model whose weights, gradients and optimizer state on the device alone do not fit, before anything is allocated.
 
     Raises:
         OptionError: they do not.
     """
     needed, free = training_bytes(spec), free_bytes(device)
+    moved = 1.0 if host_fraction == "auto" else host_fraction or 0.0
+    needed -= int(needed * moved / 2)  # AdamW's moments are half of it
     if free is not None and needed > free:
         raise OptionError(
             f"--model {spec.name}: parameters, gradients and optimizer state take {format_bytes(needed)}, "

@@ -1,0 +1,490 @@
+"""`HostOptimizer`: an optimizer whose state lies on the host, all of it or a part."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Collection, Iterable, Iterator
+from contextlib import contextmanager, suppress
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from lowtide import budget as budgets
+from lowtide.optim import budgeted, checkpoint
+from lowtide.optim.balance import Balance, balance
+from lowtide.optim.beside import Beside
+from lowtide.optim.clip import clip_
+from lowtide.optim.errors import OptimError
+from lowtide.optim.kernels import Group, check_options, defaults_of, kernel_of
+from lowtide.optim.link import Link, link_for
+from lowtide.optim.modes import check_modes, fraction_of
+from lowtide.optim.pipeline import Task, Updater
+from lowtide.optim.slots import Placement, Slot
+from lowtide.optim.stream import GradientStream, sent
+from lowtide.optim.tensors import check_gradient, flat_gradient, local
+from lowtide.optim.tier import DiskTier, MemoryTier, Tier
+
+Host = Literal["auto", "memory", "disk"]
+
+_WARM_UP_STEPS = 40  # arXiv 2101.06840, section 6.2: delayed updates begin after 40 steps
+
+
+class HostOptimizer(torch.optim.Optimizer):
+    """An optimizer of `torch.optim` with ``host_fraction`` of its state, and of the update, on the host.
+
+    To schedulers, clipping, accumulation, parameter groups, gradient scalers and checkpoints it is the optimizer that it wraps: its
+    ``state_dict`` has the same form, so each loads the other's, at any fraction. Results do not depend on the fraction: the arithmetic is that of
+    `torch.optim` with ``fused=True``, and tensors are cut where its kernels give the same bits. Host fraction 1 is ZeRO-Offload (arXiv
+    2101.06840), between 0 and 1 it is Twin-Flow (ZeRO-Offload++).
+
+    16-bit parameters have masters in float32 on the side that updates them (unless ``masters=False``): 2 bytes a parameter go down and 2 up.
+    FSDP2's sharded parameters are updated shard by shard. After writing to parameters behind PyTorch's back (``p.data.copy_``), call
+    `reload_masters`; writes that PyTorch sees (``load_state_dict``, ``p.copy_``) are noticed.
+
+    Args:
+        kind: ``torch.optim.AdamW``, ``Adam`` or ``SGD``.
+        params: parameters, named parameters or groups, as for every optimizer. More may come later.
+        host_fraction: share of the trainable elements that the host updates, 0 to 1, or ``"auto"``: at the first step, what takes the least
+            time by speeds measured then, of what fits in ``device_budget``.
+        host: ``"memory"`` (page-locked for CUDA) or ``"disk"`` (files without a name, mapped into memory). ``"auto"`` is disk where the
+            device is the CPU itself, else memory.
+        host_folder: for ``"disk"``; the system's folder for temporary files without it.
+        host_limit: most bytes on the host tier, a number or text such as ``"8GiB"``.
+        device_budget: for ``"auto"``: most bytes of optimizer state on the device; ``None`` is 0.9 of what is free.
+        stream_gradients: gradients leave the device while backward produces them, and ``.grad`` holds a stand-in without memory. Use the
+            optimizer's own `clip_grad_norm_`. Nothing is updated before `step`.
+        overlap_update: with ``stream_gradients``, the host updates its own copy of a parameter as soon as its gradient is there; parameters
+            change in `step`. There can be no clipping then, and micro-batches before the last belong within `accumulating`. If backward
+            fails half-way the state is half updated: the optimizer then refuses to go on until a checkpoint is loaded.
+        delayed: the host part of a step's update runs beside the next step's forward and backward, and is seen one step late. It
+            changes training: see `finish`.
+        delay_after: steps before ``delayed`` sets in.
+        masters: whether 16-bit parameters are updated in float32.
+        chunk_bytes: of the buffers through which everything moves (a few are used).
+        link: the way to the device; made for it without.
+        options: the optimizer's own, such as ``lr``.
+
+    Raises:
+        OptimError: an option or parameter that cannot be.
+
+    Example:
+        >>> import torch
+        >>> from lowtide.optim import HostOptimizer
+        >>> model = torch.nn.Linear(64, 64)
+        >>> optimizer = HostOptimizer(torch.optim.AdamW, model.parameters(), host_fraction=0.5, host="memory", lr=1e-3)
+        >>> model(torch.randn(2, 64)).sum().backward()
+        >>> optimizer.step()
+        >>> optimizer.host_elements, optimizer.device_elements
+        (2080, 2080)
+    """
+
+    def __init__(
+        self,
+        kind: type[torch.optim.Optimizer],
+        params: Any,
+        *,
+        host_fraction: float | Literal["auto"] = 1.0,
+        host: Host = "auto",
+        host_folder: str | os.PathLike[str] | None = None,
+        host_limit: str | int | None = None,
+        device_budget: str | int | None = None,
+        stream_gradients: bool = False,
+        overlap_update: bool = False,
+        delayed: bool = False,
+        delay_after: int = _WARM_UP_STEPS,
+        masters: bool = True,
+        chunk_bytes: int = 16 << 20,
+        link: Link | None = None,
+        **options: Any,
+    ) -> None:
+        self.kind = kind
+        self.kernel = kernel_of(kind)
+        self.host_fraction: float | Literal["auto"] = fraction_of(host_fraction)
+        self.stream_gradients = stream_gradients
+        self.overlap_update = overlap_update
+        self.delayed = delayed
+        self.delay_after = delay_after
+        self.balance: Balance | None = None
+        check_modes(self, host, host_folder, device_budget, chunk_bytes)
+        self._device_budget = None if device_budget is None else budgets.parse(device_budget)
+        self._slots: dict[Tensor, Slot] = {}
+        self._whole = ""  # why the state is not whole, if it is not
+        self._steps = 0
+        self._holding_back = False
+        self._settings = (host, host_folder, None if host_limit is None else budgets.parse(host_limit), masters, chunk_bytes)
+        self._link = link
+        self._opened = False
+        super().__init__(params, defaults_of(kind, options))
+        self._check_one_device()
+        self._open()
+        self.register_state_dict_post_hook(checkpoint.whole_state)
+
+    # ---- set-up ------------------------------------------------------------------------------------------------------------------
+
+    def _check_one_device(self) -> None:
+        devices = {local(p).device for group in self.param_groups for p in group["params"]}
+        if len(devices) > 1:
+            raise OptimError(f"the parameters lie on {', '.join(sorted(map(str, devices)))}: make one HostOptimizer for each device")
+
+    def _open(self) -> None:
+        """What depends on the device: link, tier, buffers, hooks."""
+        host, folder, limit, masters, chunk_bytes = self._settings
+        device = next(local(p).device for group in self.param_groups for p in group["params"])
+        link = self._link if self._link is not None else link_for(device)
+        self._link = link
+        where = host if host != "auto" else "disk" if link.direct else "memory"
+        if folder is not None and where == "memory":
+            raise OptimError("host_folder= is for host='disk': leave it out, or put the state on disk")
+        tier: Tier = DiskTier(folder, limit) if where == "disk" else MemoryTier(link.pins, limit)
+        self.host = where
+        self._updater = Updater(self.kernel, link, tier, chunk_bytes // 4 // 32 * 32)
+        self._placement = Placement(self.kernel, tier, masters, host_copies=not link.direct or self.delayed or self.overlap_update)
+        gradients = tier if link.direct or where == "memory" else MemoryTier(link.pins, limit)
+        keeps = link.direct and where == "memory"
+        self._stream = GradientStream(self._updater, gradients, keeps, self)
+        self._beside = Beside(self._updater, self._stream)
+        self._opened = True
+        if self.stream_gradients:
+            self._watch()
+
+    def _watch(self) -> None:
+        self._stream.watch(p for group in self.param_groups for p in group["params"])
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """Add parameters, as for every optimizer."""
+        check_options(param_group)
+        super().add_param_group(param_group)
+        if self._opened:
+            try:
+                self._check_one_device()
+            except OptimError:
+                self.param_groups.pop()
+                raise
+            if self.stream_gradients:
+                self._watch()
+
+    @property
+    def link(self) -> Link:
+        """The way between device and host; it counts bytes."""
+        assert self._link is not None
+        return self._link
+
+    @property
+    def host_elements(self) -> int:
+        """Elements whose state lies on the host, so far."""
+        return sum(slot.elements - slot.cut for slot in self._slots.values())
+
+    @property
+    def device_elements(self) -> int:
+        """Elements whose state lies on the device, so far."""
+        return sum(slot.cut for slot in self._slots.values())
+
+    @property
+    def host_bytes(self) -> int:
+        """Bytes taken on the host: state, masters, gradients and buffers."""
+        tiers = {id(tier): tier for tier in (self._placement.tier, self._stream.tier, self._updater.staging)}
+        return sum(tier.used_bytes for tier in tiers.values())
+
+    # ---- placement ---------------------------------------------------------------------------------------------------------------
+
+    def slot_of(self, parameter: Tensor) -> Slot:
+        """What is kept for a parameter, and where; made now for all trainable parameters that have nothing yet."""
+        if parameter not in self._slots:
+            self._place({parameter})
+        return self._slots[parameter]
+
+    def _place(self, also: Collection[Tensor] = ()) -> None:
+        """Give every trainable parameter that has none a slot, and those in ``also``, whose state is at hand though they may be frozen."""
+        wanted: list[tuple[Tensor, Group]] = []
+        for group in self.param_groups:
+            wanted += [(p, group) for p in group["params"] if (p.requires_grad or p in also) and p not in self._slots]
+        if not wanted:
+            return
+        if self.host_fraction == "auto":
+            self.balance = balance(self._updater, self._placement, wanted, self._device_budget, self.stream_gradients)
+            fraction = self.balance.host_fraction
+        else:
+            fraction = self.host_fraction
+        made = self._placement.place(wanted, fraction)
+        try:
+            if self.stream_gradients or self.delayed:
+                self._stream.reserve(made.values(), twice=self.delayed)
+        except BaseException:
+            self._placement.forget(made.values())
+            raise
+        self._slots.update(made)
+
+    def set_host_fraction(self, host_fraction: float) -> None:
+        """Move state so that the host has this share of it. Not between backward and `step` with streamed gradients."""
+        fraction = fraction_of(host_fraction)
+        if any(sent(p.grad) is not None for p in self._slots) or any(slot.pending for slot in self._slots.values()):
+            raise OptimError(
+                "an update is under way: call step() and zero_grad(), and with delayed=True finish(), before set_host_fraction()"
+            )
+        checkpoint.move(self, fraction)
+
+    # ---- for planners --------------------------------------------------------------------------------------------------------------
+
+    def resident_state(self) -> list[Tensor]:
+        """The tensors of state that lie in the device's memory."""
+        return budgeted.resident_state(self)
+
+    def device_state_bytes(self, host_fraction: float | None = None) -> int:
+        """Bytes of state on the device, present or still to come, at a share of the host; at the present one without it (0 for ``"auto"``)."""
+        present = 0.0 if self.host_fraction == "auto" else self.host_fraction
+        return budgeted.device_state_bytes(self, present if host_fraction is None else host_fraction)
+
+    def step_bytes(self) -> int:
+        """The most that `step` allocates on the device beyond the state."""
+        return budgeted.step_bytes(self)
+
+    def choose_host_fraction(self, extra_seconds: Callable[[float], float]) -> float:
+        """With ``host_fraction="auto"``: set the share that takes the least time together with ``extra_seconds(share)``, and return it."""
+        with torch.no_grad():
+            chosen = budgeted.choose(self, extra_seconds)
+        self.set_host_fraction(chosen)
+        return chosen
+
+    # ---- the step ----------------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
+        """Update the parameters that have gradients.
+
+        Args:
+            closure: recomputes the loss, as for every optimizer.
+
+        Raises:
+            OptimError: the last update did not finish, or a gradient cannot be taken.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        self._check_whole()
+        if self.stream_gradients:
+            self._watch()
+        with self._or_torn("an update beside backward could not be finished"):
+            self._beside.finish_early(self.param_groups)
+        self._finish_late()
+        device, host = self._tasks()
+        self._steps += 1
+        late = self.delayed and self._steps > self.delay_after
+        updater, link = self._updater, self.link
+        done, now = [task for task in host if task.slot.updated], [task for task in host if not task.slot.updated]
+        with self._or_torn("the last update was interrupted"):
+            link.begin_step()
+            for task in (*device, *now):
+                if not task.slot.updated:
+                    updater.refresh(task.slot)
+            updater.update_device(device)
+            updater.copy_back([(task.slot, task.part) for task in done])
+            if not late:
+                updater.update_host(now)
+            link.settle()
+            self._commit(device)
+            self._commit(done if late else host)
+            if late:
+                self._beside.update_late(now)
+        return loss
+
+    def _tasks(self) -> tuple[list[Task], list[Task]]:
+        """What there is to update on the device, and on the host in the order in which gradients arrive. Changes nothing."""
+        device: list[Task] = []
+        host: list[Task] = []
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                gradient = parameter.grad
+                if gradient is None:
+                    continue
+                check_gradient(gradient)
+                slot = self._slots.get(parameter) or self.slot_of(parameter)
+                if not slot.elements:
+                    continue
+                stand_in = sent(gradient)
+                if stand_in is not None:
+                    held = stand_in.stream.current(stand_in)
+                    if slot.device is not None:
+                        assert stand_in.device_elements is not None
+                        device.append(Task(slot, slot.device, group, stand_in.device_elements))
+                    if slot.host is not None:
+                        host.append(Task(slot, slot.host, group, held.elements, held))
+                    continue
+                elements = flat_gradient(local(gradient), local(parameter))
+                if slot.device is None or slot.host is None:
+                    (host if slot.device is None else device).append(Task(slot, slot.parts()[0], group, elements))
+                    continue
+                device.append(Task(slot, slot.device, group, elements[: slot.cut]))
+                host.append(Task(slot, slot.host, group, elements[slot.cut :]))
+        return device, host[::-1]
+
+    def _commit(self, tasks: list[Task]) -> None:
+        """These updates are done."""
+        for task in tasks:
+            task.part.fresh = False
+            task.slot.updated = False
+            task.slot.wrote()
+            if task.arriving is not None:
+                task.arriving.scales = []
+            if not task.slot.shown:
+                checkpoint.show_state(self, task.slot)
+
+    @contextmanager
+    def _or_torn(self, reason: str) -> Iterator[None]:
+        """What fails in the block leaves the state half updated. Nothing is under way any more when the error leaves: what is loaded into
+        parameters after it stays."""
+        before, self._whole = self._whole, reason
+        try:
+            yield
+        except BaseException:
+            with suppress(Exception):
+                self.link.synchronize()
+            raise
+        self._whole = before
+
+    def _check_whole(self) -> None:
+        if self._whole:
+            raise OptimError(
+                f"{self._whole}: parameters and state are partly of one step and partly of the next. Load the last checkpoint into the model "
+                "and the optimizer (load_state_dict), then go on"
+            )
+
+    # ---- gradients that arrive -----------------------------------------------------------------------------------------------------
+
+    def gradient_sent(self, slot: Slot) -> None:
+        """A gradient has been sent or added to: with ``overlap_update`` its update begins."""
+        if not self.overlap_update or self._holding_back:
+            return
+        if slot.updated:
+            self._whole = "an update that ran beside backward was never finished by step()"
+        self._check_whole()
+        self._beside.update_early(slot, self._group_of(slot.parameter))
+
+    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
+        return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
+
+    @contextmanager
+    def accumulating(self) -> Iterator[None]:
+        """Backward passes in the block are not the last of their step: ``overlap_update`` begins no update."""
+        before, self._holding_back = self._holding_back, True
+        try:
+            yield
+        finally:
+            self._holding_back = before
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Forget the gradients, those on the host included.
+
+        Raises:
+            OptimError: an update that ran beside backward was not finished by `step`.
+        """
+        if any(slot.updated for slot in self._slots.values()):
+            self._beside.quiet()
+            self._whole = "gradients were cleared after updates had run beside backward, before step()"
+            self._check_whole()
+        super().zero_grad(set_to_none)
+
+    @torch.no_grad()
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
+        """Clip the norm of all gradients of this optimizer, wherever they lie; as `torch.nn.utils.clip_grad_norm_`.
+
+        From its second call on, norms are gathered as gradients arrive. Gradients on the host are scaled when they are used.
+
+        Returns:
+            The norm before clipping, over all processes that hold a shard.
+
+        Raises:
+            OptimError: updates have begun beside backward.
+            RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; nothing has changed then.
+        """
+        if self.overlap_update:
+            raise OptimError("overlap_update=True updates before the norm is known: clip with overlap_update=False")
+        gradients = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
+        if not self.stream_gradients:
+            return torch.nn.utils.clip_grad_norm_([p for p, _ in gradients], max_norm, norm_type, error_if_nonfinite)
+        self._stream.norm_order = float(norm_type)
+        return clip_(gradients, max_norm, norm_type, error_if_nonfinite)
+
+    # ---- delayed updates -----------------------------------------------------------------------------------------------------------
+
+    def _finish_late(self) -> None:
+        """Wait for the update of the step before, and let the parameters see it."""
+        with self._or_torn("a delayed update failed"):
+            self._beside.wait_late()
+        waiting = [slot for slot in self._slots.values() if slot.pending]
+        if not waiting:
+            return
+        written = [slot for slot in waiting if slot.written_by_others()]
+        if written:
+            raise OptimError(
+                f"{len(written)} parameters were written to while their delayed update was under way: call optimizer.finish() before writing to "
+                "parameters"
+            )
+        with self._or_torn("the last update was interrupted"):
+            self.link.begin_step()
+            self._updater.copy_back([(slot, slot.host) for slot in waiting if slot.host is not None])
+            self.link.settle()
+        for slot in waiting:
+            slot.pending = False
+            slot.wrote()
+        self._show_late(waiting)
+
+    def _show_late(self, slots: Iterable[Slot]) -> None:
+        for slot in slots:
+            assert slot.host is not None
+            slot.host.fresh = False
+            checkpoint.show_state(self, slot)
+
+    @torch.no_grad()
+    def finish(self) -> None:
+        """Let the parameters see a delayed update now: at the end of training, or before evaluating.
+
+        Training that goes on after it differs from training without it, by the schedule that ``delayed`` stands for.
+        """
+        self._check_whole()
+        self._finish_late()
+
+    # ---- checkpoints ---------------------------------------------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, Any]:
+        """The state in the form of the wrapped optimizer's, with ``master`` for 16-bit parameters, wherever it lies.
+
+        Tensors are the live ones, as for every optimizer, except for the one parameter that is split.
+
+        Raises:
+            OptimError: the last update did not finish.
+        """
+        self._check_whole()
+        if self._beside.early:
+            raise OptimError("updates are running beside backward: call step() before state_dict()")
+        with self._or_torn("a delayed update failed"):
+            self._beside.wait_late()
+        self._show_late(slot for slot in self._slots.values() if slot.pending)
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Load what `state_dict` of this class, or of the wrapped one, gave; at any fraction.
+
+        Raises:
+            OptimError: it does not fit these parameters; nothing has changed then.
+        """
+        self._beside.quiet()
+        checkpoint.load(self, state_dict)
+        self._whole = ""
+
+    def reload_masters(self) -> None:
+        """Take masters and host copies from the parameters, which somebody wrote to behind PyTorch's back."""
+        self.finish()
+        for slot in self._slots.values():
+            slot.version = -1
+
+    def close(self) -> None:
+        """Let go of hooks and threads; the optimizer cannot be used after."""
+        self._beside.close()
+        self._stream.close()
+        self.link.close()
+
+    def __getstate__(self) -> dict[str, Any]:
+        raise OptimError("a HostOptimizer cannot be pickled or copied: save its state_dict(), and load it into another one")

@@ -1,0 +1,161 @@
+"""The arithmetic: `torch.optim`'s own functions with ``fused=True``, on stretches of tensors."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.adam import adam
+from torch.optim.sgd import sgd
+
+from lowtide.optim.errors import OptimError
+
+Group = Mapping[str, Any]
+"""The hyper-parameters of one parameter group."""
+
+
+@dataclass
+class Operands:
+    """What one call of a kernel works on, stretch by stretch; everything of one stretch lies in the same order.
+
+    Attributes:
+        parameters: stretches of parameters or of their masters, written.
+        gradients: their gradients, in the same dtype.
+        state: by name, the stretches of state, written; ``None`` where there is none yet, and the kernel's is put there.
+        steps: steps done, a float32 scalar a stretch, counted up.
+    """
+
+    parameters: list[Tensor] = field(default_factory=list)
+    gradients: list[Tensor] = field(default_factory=list)
+    state: dict[str, list[Any]] = field(default_factory=dict)
+    steps: list[Tensor] = field(default_factory=list)
+
+
+class Kernel(ABC):
+    """One kind of optimizer."""
+
+    counts_steps = True
+
+    @abstractmethod
+    def names(self, group: Group) -> tuple[str, ...]:
+        """The state that it keeps for every element."""
+
+    @abstractmethod
+    def update(self, group: Group, operands: Operands) -> None:
+        """Update parameters and state in place."""
+
+
+class AdamKernel(Kernel):
+    """Adam, and AdamW by its group's ``decoupled_weight_decay``."""
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return ("exp_avg", "exp_avg_sq", "max_exp_avg_sq") if group["amsgrad"] else ("exp_avg", "exp_avg_sq")
+
+    def update(self, group: Group, operands: Operands) -> None:
+        adam(
+            operands.parameters,
+            operands.gradients,
+            operands.state["exp_avg"],
+            operands.state["exp_avg_sq"],
+            operands.state.get("max_exp_avg_sq", []),
+            operands.steps,
+            fused=True,
+            amsgrad=group["amsgrad"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            lr=group["lr"],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            maximize=group["maximize"],
+            decoupled_weight_decay=group["decoupled_weight_decay"],
+        )
+
+
+class SGDKernel(Kernel):
+    """SGD, with or without momentum. A momentum buffer begins as a copy of the first gradient, which `torch.optim` makes itself."""
+
+    counts_steps = False
+
+    def names(self, group: Group) -> tuple[str, ...]:
+        return ("momentum_buffer",) if group["momentum"] != 0 else ()
+
+    def update(self, group: Group, operands: Operands) -> None:
+        buffers = operands.state.get("momentum_buffer", [None] * len(operands.parameters))
+        begun = [buffer is not None for buffer in buffers]
+        for has in sorted(set(begun)):  # one call takes either all buffers or none
+            chosen = [i for i, there in enumerate(begun) if there == has]
+            made = [buffers[i] for i in chosen]
+            sgd(
+                [operands.parameters[i] for i in chosen],
+                [operands.gradients[i] for i in chosen],
+                made,
+                fused=True,
+                weight_decay=group["weight_decay"],
+                momentum=group["momentum"],
+                lr=group["lr"],
+                dampening=group["dampening"],
+                nesterov=group["nesterov"],
+                maximize=group["maximize"],
+            )
+            for i, buffer in zip(chosen, made, strict=True):
+                buffers[i] = buffer
+
+
+_KERNELS: dict[type[torch.optim.Optimizer], type[Kernel]] = {
+    torch.optim.AdamW: AdamKernel,
+    torch.optim.Adam: AdamKernel,
+    torch.optim.SGD: SGDKernel,
+}
+
+
+def kernel_of(kind: type[torch.optim.Optimizer]) -> Kernel:
+    """The kernel of an optimizer class.
+
+    Raises:
+        OptimError: there is none.
+    """
+    found = _KERNELS.get(kind)
+    if found is None:
+        names = ", ".join(f"torch.optim.{known.__name__}" for known in _KERNELS)
+        given = getattr(kind, "__name__", repr(kind))
+        raise OptimError(f"HostOptimizer cannot split {given}: it takes the classes {names} (element by element, with a fused kernel)")
+    return found()
+
+
+_FIXED = {"foreach": (None, False), "fused": (None, True), "capturable": (False,), "differentiable": (False,)}
+
+
+def defaults_of(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters of ``kind`` made with ``options``, checked by ``kind`` itself, with its fused kernel chosen.
+
+    Raises:
+        OptimError: an option that the fused kernels cannot serve.
+    """
+    check_options(options)
+    return kind([torch.zeros(1, requires_grad=True)], **{**options, "fused": True}).defaults
+
+
+def check_options(options: Mapping[str, Any]) -> None:
+    """Refuse what would ask for another implementation than the fused one.
+
+    Raises:
+        OptimError: such an option is set.
+    """
+    for name, allowed in _FIXED.items():
+        if name in options and options[name] not in allowed:
+            raise OptimError(f"{name}={options[name]!r}: HostOptimizer always runs torch.optim's fused kernels; leave {name} out")
+
+
+def detached_options(group: Mapping[str, Any]) -> dict[str, Any]:
+    """The hyper-parameters as they are now, for an update that runs later."""
+    return {name: item.clone() if isinstance(item, Tensor) else item for name, item in group.items() if name != "params"}
+
+
+def on_host(group: Group) -> Group:
+    """The group with hyper-parameters that lie on an accelerator read from there."""
+    far = [name for name, item in group.items() if isinstance(item, Tensor) and item.device.type != "cpu"]
+    return {**group, **{name: group[name].item() for name in far}} if far else group
