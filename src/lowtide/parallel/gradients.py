@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from lowtide.parallel.collectives import all_reduce
 from lowtide.parallel.errors import ParallelError
@@ -207,5 +208,5 @@ _refuse_partial.registered = False  # type: ignore[attr-defined]
 def _guard_optimizers() -> None:
     """Look at the gradients before every optimizer's step; it touches only parameters that are marked."""
     if not _refuse_partial.registered:  # type: ignore[attr-defined]
-        torch.optim.optimizer.register_optimizer_step_pre_hook(_refuse_partial)
+        register_optimizer_step_pre_hook(_refuse_partial)
         _refuse_partial.registered = True  # type: ignore[attr-defined]

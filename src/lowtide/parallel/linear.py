@@ -60,7 +60,8 @@ class _ColumnLinears(torch.autograd.Function):
         rows = [flat_rows(g, dimension) for g in grads]
         reducing: Pending | None = None
         if needs_input:
-            grad_input = _input_gradient(rows, weights).unflatten(0, _leading(grads[0], dimension))
+            grad_input = _input_gradient(rows, weights)
+            grad_input = grad_input.view(*_leading(grads[0], dimension), grad_input.shape[-1])
             if dimension is None:
                 reducing = all_reduce(grad_input, group, ctx.reduce_dtype, in_place=True)
             else:
@@ -112,7 +113,8 @@ def column_linears(
 
 def flat_rows(x: Tensor, dimension: int | None) -> Tensor:
     """(tokens, features), with the sequence outermost where it is sharded: a view of what a gather leaves."""
-    return (x if dimension is None else x.movedim(dimension, 0)).reshape(-1, x.shape[-1])
+    x = x if dimension is None else x.movedim(dimension, 0)
+    return x.flatten(0, -2) if x.ndim > 1 else x.unsqueeze(0)
 
 
 def _leading(x: Tensor, dimension: int | None) -> torch.Size:
