@@ -169,12 +169,12 @@ def check(case: Case) -> list[str]:
     faults: list[str] = []
     for label, (module, name, parameter), part, rival in pairs(shared, whole):
         rival.data = gathered(module, name, parameter).to(rival.dtype)
-        trained = not (case.frozen == "both" and name == "weight" or part.split()[0] == case.frozen)
+        trained = not ((case.frozen == "both" and name == "weight") or part.split()[0] == case.frozen)
         parameter.requires_grad_(trained)
         rival.requires_grad_(trained)
-        if case.master and name == "weight" and part.startswith("up"):
-            if not torch.equal(module.master_weight.double(), rival.data.double()):
-                faults.append(f"{label}: master weight")
+        checked = case.master and name == "weight" and part.startswith("up")
+        if checked and not torch.equal(module.master_weight.double(), rival.data.double()):
+            faults.append(f"{label}: master weight")
     shape = (case.batch, SEQUENCE, WIDTH) if case.sequence == 1 else (SEQUENCE, case.batch, WIDTH)
     generator = torch.Generator().manual_seed(1)
     x = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)

@@ -17,7 +17,7 @@ from lowtide.parallel.embedding import ParallelEmbedding
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients, mark_partial_gradient, partial_gradients
 from lowtide.parallel.groups import TensorGroup, tensor_group
-from lowtide.parallel.layers import ColumnParallelLinear, RowParallelLinear, column_parallel
+from lowtide.parallel.layers import ColumnParallelLinear, RowParallelLinear, SharedHeadsLinear, column_parallel
 from lowtide.parallel.loss import parallel_cross_entropy, parallel_linear_cross_entropy
 from lowtide.parallel.mappings import (
     copy_to_tensor_model_parallel_region,
@@ -40,6 +40,7 @@ __all__ = [
     "RMSNorm",
     "RandomTracker",
     "RowParallelLinear",
+    "SharedHeadsLinear",
     "TensorGroup",
     "allreduce_sequence_parallel_gradients",
     "column_parallel",

@@ -230,7 +230,74 @@ class ColumnParallelLinear(ParallelLinear):
         return (output, self.bias) if self.skip_bias_add else output
 
 
-def column_parallel(input: Tensor, layers: Sequence[ColumnParallelLinear]) -> tuple[Any, ...]:
+class SharedHeadsLinear(ParallelLinear):
+    """A linear layer that makes keys or values for fewer heads than there are ranks, so that several ranks need the same head.
+
+    Every rank holds the whole (small) weight and uses the rows of its head. Its gradient on one rank is a part of a sum over all of them,
+    and marked so.
+
+    Args:
+        input_size: features in.
+        heads: how many there are; a divisor of the number of ranks.
+        head_width: features of each.
+        bias: add one.
+        dtype, device, init_method, sequence_parallel_enabled, sequence_dimension, tensor_model_parallel_group, reduce_dtype: as in
+            `ColumnParallelLinear`.
+
+    Shapes:
+        in: as `ColumnParallelLinear`.
+        out: (..., head_width), of head ``rank * heads // t``.
+
+    Raises:
+        ParallelError: ``heads`` does not divide the number of ranks.
+    """
+
+    def __init__(
+        self,
+        input_size: int,
+        heads: int,
+        head_width: int,
+        bias: bool = True,
+        dtype: torch.dtype = torch.float32,
+        device: torch.device | str | None = None,
+        init_method: InitMethod | None = None,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        tensor_model_parallel_group: Any = None,
+        reduce_dtype: torch.dtype = torch.float32,
+    ) -> None:
+        super().__init__(
+            tensor_model_parallel_group,
+            input_size,
+            heads * head_width,
+            dtype,
+            sequence_parallel_enabled,
+            sequence_dimension,
+            reduce_dtype,
+        )
+        if self.group.size % heads:
+            raise ParallelError(
+                f"{heads} key-value heads on {self.group.size} ranks: one number must divide the other, so that every rank has whole heads"
+            )
+        start = self.group.rank * heads // self.group.size * head_width
+        self.rows = slice(start, start + head_width)
+        self.partial = ("weight", "bias") if bias else ("weight",)
+        where = replicated((self.output_size, input_size), self.group)
+        self._make(where, replicated((self.output_size,), self.group) if bias else None, init_method, 1, False, device)
+
+    def forward(self, input: Tensor) -> Tensor:
+        """The product for this rank's head."""
+        return column_parallel(input, (self,))[0]
+
+    def _operands(self) -> tuple[Tensor, Tensor | None]:
+        self.mark()
+        return self.weight[self.rows], None if self.bias is None else self.bias[self.rows]
+
+    def _finish(self, output: Tensor) -> Tensor:
+        return output
+
+
+def column_parallel(input: Tensor, layers: Sequence[ColumnParallelLinear | SharedHeadsLinear]) -> tuple[Any, ...]:
     """What several column-parallel layers make of one input, which is gathered once for all of them.
 
     Args:
