@@ -68,7 +68,7 @@ class Sharing:
             return nn.Linear(size, out, bias)
         from lowtide.parallel import ColumnParallelLinear
 
-        return ColumnParallelLinear(size, out, bias, gather_output=False, stride=blocks, **self._linear())
+        return ColumnParallelLinear(size, out, bias, gather_output=False, stride=blocks, pad=blocks == 1, **self._linear())
 
     def heads_in(self, size: int, heads: int, head_width: int, bias: bool = True) -> nn.Module:
         """A linear layer that makes keys or values for ``heads`` heads, of which there may be fewer than ranks."""
@@ -84,7 +84,7 @@ class Sharing:
             return nn.Linear(size, out, bias)
         from lowtide.parallel import RowParallelLinear
 
-        return RowParallelLinear(size, out, bias, input_is_parallel=True, **self._linear())
+        return RowParallelLinear(size, out, bias, input_is_parallel=True, pad=True, **self._linear())
 
     def layer_norm(self, size: int) -> nn.Module:
         """Layer norm of what lies between the linear layers."""
