@@ -29,6 +29,7 @@ from lowtide.parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from lowtide.parallel.norms import LayerNorm, RMSNorm
+from lowtide.parallel.parallelize import parallelize
 from lowtide.parallel.random import ParallelDropout, RandomTracker
 
 __all__ = [
@@ -50,6 +51,7 @@ __all__ = [
     "mark_partial_gradient",
     "parallel_cross_entropy",
     "parallel_linear_cross_entropy",
+    "parallelize",
     "partial_gradients",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
