@@ -41,7 +41,7 @@ _LOOSE = {  # a workspace or table, parts of which are never written and never r
     "aten._ctc_loss.Tensor": (1,),
 }
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "fsdp", "symm_mem"}
-_FUNCTIONAL_COLLECTIVES = {
+FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.all_reduce.default",
     "_c10d_functional.all_reduce_.default",
@@ -128,7 +128,7 @@ def op_info(func: torch._ops.OpOverload) -> OpInfo:
         real_only=name in _REAL_ONLY,
         dropout_position=next((p for p, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None),
         returns_written=bool(returns) and all(r.alias_info is not None and r.alias_info.is_write for r in returns),
-        collective=name in _FUNCTIONAL_COLLECTIVES,
+        collective=name in FUNCTIONAL_COLLECTIVES,
         waits=name == "_c10d_functional.wait_tensor.default",
     )
 

@@ -13,9 +13,21 @@ optimizer.step()
 The names are neuronx-distributed's; the memory is that of arXiv 2205.05198, table 2. `docs/parallel.md` tells the rest.
 """
 
+from lowtide.parallel.checkpoint import (
+    load_checkpoint,
+    load_whole_state_dict,
+    save_checkpoint,
+    sharded_state_dict,
+    whole_state_dict,
+)
 from lowtide.parallel.embedding import ParallelEmbedding
 from lowtide.parallel.errors import ParallelError
-from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients, mark_partial_gradient, partial_gradients
+from lowtide.parallel.gradients import (
+    allreduce_sequence_parallel_gradients,
+    mark_partial_gradient,
+    mark_partial_gradients,
+    partial_gradients,
+)
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.layers import ColumnParallelLinear, RowParallelLinear, SharedHeadsLinear, column_parallel
 from lowtide.parallel.loss import parallel_cross_entropy, parallel_linear_cross_entropy
@@ -48,14 +60,20 @@ __all__ = [
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "load_checkpoint",
+    "load_whole_state_dict",
     "mark_partial_gradient",
+    "mark_partial_gradients",
     "parallel_cross_entropy",
     "parallel_linear_cross_entropy",
     "parallelize",
     "partial_gradients",
     "reduce_from_tensor_model_parallel_region",
     "reduce_scatter_to_sequence_parallel_region",
+    "save_checkpoint",
     "scatter_to_sequence_parallel_region",
     "scatter_to_tensor_model_parallel_region",
+    "sharded_state_dict",
     "tensor_group",
+    "whole_state_dict",
 ]

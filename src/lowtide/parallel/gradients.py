@@ -89,6 +89,17 @@ def mark_partial_gradient(parameter: Tensor, group: Any = None) -> None:
     mark.watch(parameter)
 
 
+def mark_partial_gradients(model: torch.nn.Module) -> None:
+    """Mark the parameters of a shared model again, after something replaced them (``fully_shard`` does).
+
+    >>> mark_partial_gradients(torch.nn.Linear(2, 2))
+    """
+    for module in model.modules():
+        mark = getattr(module, "mark", None)
+        if callable(mark) and hasattr(module, "partial"):
+            mark()
+
+
 def partial_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     """Those of the parameters whose gradients are marked as parts of a sum."""
     return [parameter for parameter in parameters if _mark_of(parameter) is not None]
