@@ -89,15 +89,65 @@ def mark_partial_gradient(parameter: Tensor, group: Any = None) -> None:
     mark.watch(parameter)
 
 
+class Marker:
+    """Keeps the marks on some of a module's parameters, over copies of the module and over what replaces its parameters.
+
+    It is a forward pre-hook of the module: it marks the parameters of a copy, and stops a module whose parameters were replaced
+    without being marked again, since their gradients would stay parts of a sum.
+
+    Args:
+        module: whose parameters.
+        names: which of them.
+        group: the ranks whose parts make up the sum.
+    """
+
+    def __init__(self, module: torch.nn.Module, names: Iterable[str], group: TensorGroup) -> None:
+        self.names = tuple(names)
+        self.group = group
+        self._owner = 0
+        self._by_hand = False
+        self.mark(module)
+        module.register_forward_pre_hook(self)
+
+    def mark(self, module: torch.nn.Module, by_hand: bool = False) -> None:
+        """Mark the module's parameters as they are now."""
+        self._owner, self._by_hand = id(module), by_hand
+        for name in self.names:
+            parameter = getattr(module, name)
+            if parameter is not None:
+                mark_partial_gradient(parameter, self.group)
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        self._owner = 0
+
+    def __call__(self, module: torch.nn.Module, args: Any) -> None:
+        if self._owner != id(module):
+            self.mark(module)
+            return
+        for name in self.names:
+            parameter = getattr(module, name)
+            if parameter is None:
+                continue
+            mark = _mark_of(parameter)
+            if mark is not None:
+                mark.watch(parameter)
+            elif not self._by_hand:
+                raise ParallelError(
+                    f"{name} of {type(module).__name__} was replaced after it was marked (by fully_shard?), so its gradient would stay this "
+                    "rank's part of a sum: call lowtide.parallel.mark_partial_gradients(model) after replacing parameters"
+                )
+
+
 def mark_partial_gradients(model: torch.nn.Module) -> None:
     """Mark the parameters of a shared model again, after something replaced them (``fully_shard`` does).
 
     >>> mark_partial_gradients(torch.nn.Linear(2, 2))
     """
     for module in model.modules():
-        mark = getattr(module, "mark", None)
-        if callable(mark) and hasattr(module, "partial"):
-            mark()
+        for hook in module._forward_pre_hooks.values():
+            if isinstance(hook, Marker):
+                hook.mark(module, by_hand=True)
 
 
 def partial_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowtide.parallel.errors import ParallelError
-from lowtide.parallel.gradients import mark_partial_gradient
+from lowtide.parallel.gradients import Marker
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.linear import column_linears
 from lowtide.parallel.mappings import (
@@ -50,16 +50,10 @@ class ParallelModule(nn.Module):
         self.partitions = {}
         self.partial = ()
 
-    def mark(self) -> None:
-        """Mark the parameters whose gradients are partial; needed again after something replaced them, as FSDP does."""
-        for name in self.partial:
-            parameter = getattr(self, name)
-            if parameter is not None:
-                mark_partial_gradient(parameter, self.group)
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
-        self.mark()
+    def _mark(self) -> None:
+        """Mark the parameters whose gradients are partial, and keep them marked."""
+        if self.partial:
+            Marker(self, self.partial, self.group)
 
     def _fill(self, name: str, where: Partition, init_method: InitMethod, dtype: torch.dtype, device: Any) -> Tensor | None:
         """Make the parameter ``name`` with this rank's part; returns the whole one."""
@@ -109,7 +103,7 @@ class ParallelLinear(ParallelModule):
         else:
             bound = 1 / math.sqrt(self.input_size) if self.input_size else 0.0
             self._fill("bias", bias, lambda b: nn.init.uniform_(b, -bound, bound), self.dtype, device)
-        self.mark()
+        self._mark()
 
     def reset_parameters(self, weight: InitMethod | None = None, bias: InitMethod | None = None) -> None:
         """Initialize again: the whole parameters are drawn on every rank, and each keeps its part.
@@ -281,7 +275,8 @@ class SharedHeadsLinear(ParallelLinear):
             )
         start = self.group.rank * heads // self.group.size * head_width
         self.rows = slice(start, start + head_width)
-        self.partial = ("weight", "bias") if bias else ("weight",)
+        if self.group.size > 1:
+            self.partial = ("weight", "bias") if bias else ("weight",)
         where = replicated((self.output_size, input_size), self.group)
         self._make(where, replicated((self.output_size,), self.group) if bias else None, init_method, 1, False, device)
 
@@ -290,7 +285,6 @@ class SharedHeadsLinear(ParallelLinear):
         return column_parallel(input, (self,))[0]
 
     def _operands(self) -> tuple[Tensor, Tensor | None]:
-        self.mark()
         return self.weight[self.rows], None if self.bias is None else self.bias[self.rows]
 
     def _finish(self, output: Tensor) -> Tensor:
@@ -414,7 +408,6 @@ class RowParallelLinear(ParallelLinear):
 
     def forward(self, input_: Tensor) -> Any:
         """The product, summed; with ``skip_bias_add`` a pair of product and bias."""
-        self.mark()
         where = self.partitions["weight"]
         if not self.input_is_parallel:
             if where.padded > self.input_size:

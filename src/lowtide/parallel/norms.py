@@ -31,7 +31,7 @@ class _Norm(ParallelModule):
             elif name not in self._parameters:
                 self.register_parameter(name, None)
         self.partial = names if self.sequence_parallel_enabled and self.group.size > 1 else ()
-        self.mark()
+        self._mark()
 
     def extra_repr(self) -> str:
         return f"{self.normalized_shape}, eps={self.eps}, sequence_parallel_enabled={self.sequence_parallel_enabled}"
@@ -76,7 +76,6 @@ class LayerNorm(_Norm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimensions."""
-        self.mark()
         x = input if self.weight is None or input.dtype is self.weight.dtype else input.to(self.weight.dtype)
         return F.layer_norm(x, self.normalized_shape, self.weight, self.bias, self.eps or 0.0).to(input.dtype)
 
@@ -111,7 +110,6 @@ class RMSNorm(_Norm):
 
     def forward(self, input: Tensor) -> Tensor:
         """Normalize the last dimension."""
-        self.mark()
         assert self.weight is not None
         x = input if input.dtype is self.weight.dtype else input.to(self.weight.dtype)
         return F.rms_norm(x, self.normalized_shape, self.weight, self.eps).to(input.dtype)

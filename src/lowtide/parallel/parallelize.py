@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from lowtide.parallel.embedding import ParallelEmbedding
 from lowtide.parallel.errors import ParallelError
-from lowtide.parallel.gradients import mark_partial_gradient
+from lowtide.parallel.gradients import Marker
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.layers import ParallelModule, RowParallelLinear
 from lowtide.parallel.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
@@ -282,7 +282,9 @@ class _Job:
                 self.shared[id(whole)] = part
             layer._parameters[key] = part
         layer.train(source.training)
-        layer.mark()
+        for hook in layer._forward_pre_hooks.values():
+            if isinstance(hook, Marker):
+                hook.mark(layer)  # the parameters were placeholders so far
         return layer
 
     def _tie_embeddings(self) -> None:
@@ -294,8 +296,13 @@ class _Job:
                 self.styles.setdefault(embeddings[id(module.weight)], "embedding_rowwise")
 
     def _mark(self, module: nn.Module) -> None:
-        for parameter in module.parameters():
-            mark_partial_gradient(parameter, self.group)
+        for part in module.modules():
+            self._mark_own(part)
+
+    def _mark_own(self, module: nn.Module) -> None:
+        names = [name for name, _ in module.named_parameters(recurse=False)]
+        if names:
+            Marker(module, names, self.group)
 
     # ---- regions ----------------------------------------------------------------------------------------------------------------
 
@@ -319,8 +326,7 @@ class _Job:
                 continue
             if isinstance(module, nn.Dropout) and module.p:
                 self._put(name, ParallelDropout(module.p, sharded=True, group=self.group).train(module.training))
-            for parameter in module.parameters(recurse=False):
-                mark_partial_gradient(parameter, self.group)
+            self._mark_own(module)
 
     def _behind_layers(self) -> str | None:
         """The one module that the model runs behind its layers, if it says so: the last norm."""
