@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict  # once, before processes are made
 from ranks import needs_gloo, on_ranks
 from test_models_shared import make, tokens
 from torch import Tensor, nn
@@ -75,7 +76,7 @@ def load(folder: str) -> list[list[float]]:
 def test_saved_at_one_size_and_loaded_at_another(tmp_path: Path) -> None:
     saved = {size: on_ranks(size, save, str(tmp_path / str(size))) for size in (1, 2, 4)}
     expected = saved[1][0]
-    for size, there in itertools.product((1, 2, 4), (1, 2, 4)):
+    for size, there in itertools.permutations((1, 2, 4), 2):
         for rank in on_ranks(there, load, str(tmp_path / str(size))):
             for found, wanted in zip(rank, expected, strict=True):
                 assert found == pytest.approx(wanted, abs=2e-6), f"saved at {size}, loaded at {there}"
