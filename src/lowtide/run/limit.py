@@ -190,8 +190,10 @@ class Limiter:
                     last = next(reversed(self.plans))
                     warnings.warn(f"lowtide plans for another kind of step: {key.difference(last)}", LowtideWarning, stacklevel=5)
                 found = self.plans[key] = self.planner.first(self.forward, args, kwargs)
-            elif found.again:
-                self.planner.solve(found)
+            else:
+                self.planner.confer(found)
+                if found.again:
+                    self.planner.solve(found)
             self.latest = found
             return found
 
@@ -203,7 +205,7 @@ class Limiter:
         self.planner.kept.update(new)
         for name, reason in new.items():
             warnings.warn(f"lowtide keeps the results of {name}: {reason}", LowtideWarning, stacklevel=6)
-        self.planner.solve(planned)
+        self.planner.settle(planned, "operations do not reproduce")
 
     def _watch(self, planned: Planned, verifying: bool) -> StepWatch | None:
         """What to learn from the coming step, if anything is left to learn."""
@@ -235,13 +237,13 @@ class Limiter:
                     LowtideWarning,
                     stacklevel=2,
                 )
-            self.planner.solve(planned)
+            self.planner.settle(planned, "the loss has been measured")
         elif planned.holding and watch.outputs_dropped:
             planned.holding = False
             planned.again = "the caller lets go of the outputs before backward"
         elif not planned.holding and not planned.held and not watch.outputs_dropped:
             planned.holding = planned.held = True
-            self.planner.solve(planned)
+            self.planner.settle(planned, "the caller holds the outputs")
 
     def _compare(self, planned: Planned, watch: StepWatch, measuring: bool) -> None:
         """Backward has ended: hold what the step took against the budget."""

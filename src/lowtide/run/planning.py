@@ -12,12 +12,13 @@ import numpy as np
 import torch
 
 from lowtide import budget as budgets
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import Event, Operation, StepGraph, Storage, Value
 from lowtide.meter import resident_bytes
 from lowtide.plan import make
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import plain, simulate
+from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, with_collectives
 from lowtide.run.notice import Notice
 from lowtide.run.overhead import executor_overhead
 from lowtide.run.resident import OptimizerNeed, optimizer_need
@@ -139,6 +140,7 @@ class Planner:
         self.costs: dict[Any, OpCost] = {}
         self.kept: dict[str, str] = {}
         self.moved_bytes = 0  # of the optimizer's state, to the host
+        self.agreement: Agreement | None = agreement_of(model)
 
     def first(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         """The plan for a step that has not been seen yet.
@@ -158,13 +160,13 @@ class Planner:
                 small=small_executor,
                 timing_room=self._timing_room,
             )
-            traced = _with_overhead(self._whole(traced))
+            traced = self._agreed(_with_overhead(self._whole(traced)))
             unknown = LOSS_OUTSIDE in traced.notes
             planned = Planned(traced, traced, _nothing(traced), loss_unknown=unknown)
             if unknown and self.policy == "optimal" and self.budget is not None:
                 planned.graph = self._without_kept(traced.holding_outputs())
                 notice.say("planning for the least memory")
-                planned.plan = self._least(planned.graph)
+                planned.plan = self._make(planned.graph, lambda _: self._least(planned.graph), self.limit(planned.graph))
             else:
                 notice.say(f"planning {len(traced.operations):,} operations")
                 self.solve(planned)
@@ -190,6 +192,37 @@ class Planner:
         left = max(0, int((limit - whole.resident_bytes) * _TIMING_SHARE))
         return TimingRoom(max(left, int((plain(whole).peak_bytes - whole.resident_bytes) * _TIMING_FLOOR)), left)
 
+    def _agreed(self, traced: StepGraph) -> StepGraph:
+        """The step, with collectives that may run again where the ranks that share the model agree on it."""
+        if self.agreement is None:
+            return traced
+        if self.agreement.same_program(traced):
+            return with_collectives(traced)
+        self.agreement = None  # on every rank alike
+        return traced
+
+    def confer(self, planned: Planned) -> None:
+        """Hear what the other ranks learned from the latest step; a plan that one of them wants again, all make again."""
+        if self.agreement is None or planned.steps > LEARNING_STEPS:
+            return
+        mine = (planned.again, planned.holding, planned.held, planned.loss, planned.loss_unknown, planned.margin_bytes, self.kept)
+        for again, holding, held, loss, unknown, margin, kept in self.agreement.share(mine):
+            planned.again = planned.again or again
+            planned.holding |= holding
+            planned.held |= held
+            planned.loss_unknown &= unknown
+            planned.margin_bytes = max(planned.margin_bytes, margin)
+            self.kept.update(kept)
+            if loss is not None and (planned.loss is None or loss.peak_bytes > planned.loss.peak_bytes):
+                planned.loss = loss
+
+    def settle(self, planned: Planned, reason: str) -> None:
+        """Something was learned in the middle of a step: make the plan again now, or with the other ranks before the next step."""
+        if self.agreement is None:
+            self.solve(planned)
+        else:
+            planned.again = planned.again or reason
+
     def solve(self, planned: Planned) -> None:
         """Make the plan from all that is known by now.
 
@@ -200,7 +233,11 @@ class Planner:
         """
         limit = self.limit(self._seen(planned, holding=False, moved_bytes=0))
         self._balance(planned, limit)
-        self._check_optimizer(limit)
+        refusal = self._optimizer_refuses(limit)
+        if self.agreement is not None:
+            refusal = self.agreement.refusal(refusal)
+        if refusal is not None:
+            raise refusal
         try:
             self._solve(planned, limit)
         except BudgetError:
@@ -218,6 +255,10 @@ class Planner:
         optimizer: Any = self.optimizer
         if limit is None or getattr(optimizer, "host_fraction", None) != "auto":
             return
+        if self.agreement is not None:
+            raise PlanError(
+                'host_fraction="auto" is chosen by each rank for itself, but these ranks share one plan: give the share as a number'
+            )
         everything = optimizer.device_state_bytes(0.0)
 
         def extra_seconds(share: float) -> float:
@@ -234,18 +275,26 @@ class Planner:
     def _solve(self, planned: Planned, limit: int | None) -> None:
         """Plan for `limit` less what was seen to come on top; a trace of real tensors shows when storages end only roughly."""
         planned.graph = graph = self._seen(planned, planned.holding)
+        plan = self._make(graph, lambda budget: self._plan_within(planned, graph, budget), limit)
+        planned.plan = replace(plan, budget_bytes=limit)
+
+    def _make(self, graph: StepGraph, solve: Callable[[int | None], Plan], limit: int | None) -> Plan:
+        """A plan of this rank's own, or one for all ranks that share the model."""
+        return solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
+
+    def _plan_within(self, planned: Planned, graph: StepGraph, limit: int | None) -> Plan:
+        """A plan for the limit, less what was seen to come on top and what is left for what a trace does not show."""
         real = graph.source == "real"
         target = _within(limit, _REAL_SHARE if real else 1.0) - planned.margin_bytes if limit is not None else None
         try:
-            plan = make(graph, budget=None if target is None else max(1, target), policy=self.policy)
+            return make(graph, budget=None if target is None else max(1, target), policy=self.policy)
         except BudgetError as error:
             least = error.smallest_bytes
             if least is None or limit is None:
                 raise
             if least > _within(limit, _REAL_SHARE_AT_LEAST if real else 1.0) and not (planned.margin_bytes and least <= limit):
                 raise _beyond(error, limit, real) from error
-            plan = make(graph, budget=least, policy=self.policy)
-        planned.plan = replace(plan, budget_bytes=limit)
+            return make(graph, budget=least, policy=self.policy)
 
     def _seen(self, planned: Planned, holding: bool, moved_bytes: int | None = None) -> StepGraph:
         """The traced step with what is known of its loss, its caller, what does not reproduce, and what was moved to the host."""
@@ -286,20 +335,21 @@ class Planner:
         assert self.optimizer is not None
         return optimizer_need(self.optimizer)
 
-    def _check_optimizer(self, limit: int | None) -> None:
-        """Refuse a budget that the optimizer's own step cannot meet."""
+    def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
+        """Why the optimizer's own step cannot meet the budget, or ``None``."""
         if self.optimizer is None or limit is None:
-            return
+            return None
         need = self._optimizer_need()
         standing = resident_bytes(self.model) + need.state_bytes + need.missing_gradient_bytes
         least = standing + need.step_bytes
-        if least > limit:
-            raise BudgetError(
-                f"the budget of {budgets.format_bytes(limit)} does not hold optimizer.step(): parameters, gradients and the state of "
-                f"{type(self.optimizer).__name__} take {budgets.format_bytes(standing)} and its update {budgets.format_bytes(need.step_bytes)} "
-                f"more. The smallest budget is {budgets.format_bytes(least)} ({least} bytes); an optimizer made with fused=True needs less",
-                least,
-            )
+        if least <= limit:
+            return None
+        return BudgetError(
+            f"the budget of {budgets.format_bytes(limit)} does not hold optimizer.step(): parameters, gradients and the state of "
+            f"{type(self.optimizer).__name__} take {budgets.format_bytes(standing)} and its update {budgets.format_bytes(need.step_bytes)} "
+            f"more. The smallest budget is {budgets.format_bytes(least)} ({least} bytes); an optimizer made with fused=True needs less",
+            least,
+        )
 
 
 def _within(limit: int, share: float) -> int:

@@ -1,0 +1,191 @@
+"""State dicts of shared models: saved at one number of ranks and loaded at another, or into a model that nobody shares.
+
+`sharded_state_dict` describes to ``torch.distributed.checkpoint`` where each rank's pieces lie in the whole parameter, block by block and
+without padding. What is saved is then the whole parameter under its own name, and any other cut of it can be read back. A model that is not
+shared gives its plain tensors under the same names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
+from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.layers import ParallelModule
+from lowtide.parallel.partition import Partition
+
+
+class SharedTensor(Tensor):
+    """A whole tensor of which this rank holds some slices: what ``torch.distributed.checkpoint`` needs to know of it.
+
+    It has the whole tensor's shape and this rank's bytes, and no arithmetic. Writing to the pieces writes to the parameter.
+
+    Attributes:
+        local: what this rank holds, padding included.
+        where: which part of the whole it is.
+    """
+
+    local: Tensor
+    where: Partition
+
+    @staticmethod
+    def __new__(cls, local: Tensor, where: Partition) -> SharedTensor:
+        self = Tensor._make_wrapper_subclass(cls, where.shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
+        self.local, self.where = local, where
+        return self
+
+    def __init__(self, local: Tensor, where: Partition) -> None:
+        """Everything is done in ``__new__``, as for every tensor."""
+
+    def __repr__(self, *, tensor_contents: object = None) -> str:
+        return f"SharedTensor({tuple(self.shape)}, rank {self.where.group.rank} of {self.where.group.size})"
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return SharedTensor(args[0].local.detach(), args[0].where)
+        raise ParallelError(f"{func} on a SharedTensor: it only tells torch.distributed.checkpoint where a rank's pieces lie; use .local")
+
+    def _pieces(self) -> Iterator[tuple[torch.Size, Tensor]]:
+        """Where each piece begins in the whole, and the piece."""
+        at, dimension = 0, self.where.dimension or 0
+        for start, stop in self.where.slices():
+            if stop > start:
+                offsets = [0] * len(self.where.shape)
+                offsets[dimension] = start
+                yield torch.Size(offsets), self.local.narrow(dimension, at, stop - start)
+            at += stop - start
+
+    def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        return [
+            WriteItem(
+                index=MetadataIndex(fqn, offsets),
+                type=WriteItemType.SHARD,
+                tensor_data=TensorWriteData(
+                    chunk=ChunkStorageMetadata(offsets=offsets, sizes=piece.size()),
+                    properties=TensorProperties.create_from_tensor(piece),
+                    size=self.size(),
+                ),
+            )
+            for offsets, piece in self._pieces()
+        ]
+
+    def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
+        return [ChunkStorageMetadata(offsets=offsets, sizes=piece.size()) for offsets, piece in self._pieces()]
+
+    def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
+        for offsets, piece in self._pieces():
+            if index.offset is not None and tuple(index.offset) == tuple(offsets):
+                return piece
+        raise ParallelError(f"{index.fqn}: this rank holds no piece that begins at {index.offset}")
+
+
+def partitions_of(model: nn.Module) -> dict[str, Partition]:
+    """Which part of each cut parameter this rank holds, by the parameter's name in the model; whole ones are not in it."""
+    return {
+        f"{prefix}.{name}" if prefix else name: where
+        for prefix, module in model.named_modules()
+        if isinstance(module, ParallelModule)
+        for name, where in module.partitions.items()
+        if where.dimension is not None and where.group.size > 1
+    }
+
+
+def sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
+    """The state of a model, and of its optimizer, for ``torch.distributed.checkpoint`` to save or to load into.
+
+    Args:
+        model: shared or not.
+        optimizer: of its parameters; a fresh one gets its state made.
+
+    Returns:
+        ``{"model": {name: tensor}, "optimizer": {...}}``; the tensors share the model's memory.
+
+    >>> sorted(sharded_state_dict(nn.Linear(2, 2))["model"])
+    ['bias', 'weight']
+    """
+    cuts = partitions_of(model)
+    state: dict[str, Any] = {"model": {name: _shared(tensor, cuts.get(name)) for name, tensor in model.state_dict().items()}}
+    if optimizer is not None:
+        from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
+
+        found = get_optimizer_state_dict(model, optimizer)
+        moments: Any = found["state"]
+        found["state"] = {
+            name: {key: _shared(tensor, cuts.get(name)) for key, tensor in entries.items()} for name, entries in moments.items()
+        }
+        state["optimizer"] = found
+    return state
+
+
+def _shared(tensor: Any, where: Partition | None) -> Any:
+    if where is None or not isinstance(tensor, Tensor) or tuple(tensor.shape) != where.local_shape:
+        return tensor
+    return SharedTensor(tensor.detach(), where)
+
+
+def save_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Save to a folder, every rank its pieces. A collective: every process calls it."""
+    import torch.distributed.checkpoint as dcp
+
+    dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=path, no_dist=not dist.is_initialized())
+
+
+def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
+    """Load what `save_checkpoint` saved, at any number of ranks. A collective: every process calls it."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.state_dict import set_optimizer_state_dict
+
+    state = sharded_state_dict(model, optimizer)
+    with torch.no_grad():
+        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+    if optimizer is not None:
+        found = state["optimizer"]
+        found["state"] = {
+            name: {key: t.local if isinstance(t, SharedTensor) else t for key, t in entries.items()}
+            for name, entries in found["state"].items()
+        }
+        set_optimizer_state_dict(model, optimizer, found)
+
+
+@torch.no_grad()
+def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Load the state dict of a model that nobody shares, of which each rank takes its part.
+
+    Raises:
+        ParallelError: names are missing, unknown, or have another shape.
+    """
+    own, cuts = model.state_dict(), partitions_of(model)
+    missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
+    if missing or unknown:
+        raise ParallelError(f"the state dict does not fit: missing {sorted(missing) or 'nothing'}, unknown {sorted(unknown) or 'nothing'}")
+    for name, tensor in own.items():
+        where = cuts.get(name)
+        part = state[name] if where is None else where.take(state[name])
+        if part.shape != tensor.shape:
+            raise ParallelError(f"{name} has the shape {tuple(state[name].shape)} in the state dict and {tuple(tensor.shape)} in the model")
+        tensor.copy_(part)
+
+
+@torch.no_grad()
+def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
+    """The state dict that the model would have if nobody shared it, on every rank. A collective: every rank of its groups calls it."""
+    found: dict[str, Tensor] = {}
+    cuts = partitions_of(model)
+    for name, tensor in model.state_dict().items():
+        where = cuts.get(name)
+        if where is None:
+            found[name] = tensor.detach().clone()
+            continue
+        whole = tensor.new_zeros(where.shape)
+        for offsets, piece in SharedTensor(tensor.detach(), where)._pieces():
+            whole.narrow(where.dimension or 0, offsets[where.dimension or 0], piece.shape[where.dimension or 0]).copy_(piece)
+        dist.all_reduce(whole, group=where.group.process_group)
+        found[name] = whole
+    return found

@@ -1,0 +1,112 @@
+"""Ranks that share collectives share a plan, so that a recomputed collective is issued by all of them or by none.
+
+The ranks of one tensor-parallel group tell each other what they know before a plan is made: the room that their budgets leave, and what was
+learned from the last step. The first of them solves for the tightest and sends the plan to the others. Collectives are recomputed only
+where all ranks trace the same program; else each plans alone and keeps what collectives return. Data-parallel ranks and pipeline stages
+share no layer, and never wait for one another here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from lowtide.errors import BudgetError
+from lowtide.graph import StepGraph
+from lowtide.ops import FUNCTIONAL_COLLECTIVES
+from lowtide.plan.plan import Plan
+
+LEARNING_STEPS = 4
+"""For how many steps under a plan ranks tell each other what they learned; nothing is learned later."""
+
+
+@dataclass(frozen=True)
+class Agreement:
+    """The ranks that share a model's layers.
+
+    Args:
+        process_group: their ``torch.distributed`` group.
+        first: the place of the first of them in the world.
+        rank: this process's place among them.
+    """
+
+    process_group: Any
+    first: int
+    rank: int
+
+    def share(self, item: Any) -> list[Any]:
+        """What every rank gives, by rank. A collective."""
+        found: list[Any] = [None] * self.process_group.size()
+        with torch.utils._python_dispatch._disable_current_modes():
+            torch.distributed.all_gather_object(found, item, group=self.process_group)
+        return found
+
+    def from_first(self, item: Any) -> Any:
+        """What the first rank gives. A collective."""
+        found = [item]
+        with torch.utils._python_dispatch._disable_current_modes():
+            torch.distributed.broadcast_object_list(found, src=self.first, group=self.process_group)
+        return found[0]
+
+    def same_program(self, graph: StepGraph) -> bool:
+        """Whether every rank's step is this one. A collective."""
+        return len(set(self.share(replace(graph, resident_bytes=0).fingerprint()))) == 1
+
+    def refusal(self, error: BudgetError | None) -> BudgetError | None:
+        """What any rank has against a budget, on every rank. A collective."""
+        found = [(str(e), e.smallest_bytes) for e in self.share(error) if e is not None]
+        return BudgetError(*found[0]) if found else None
+
+    def solve(self, solve: Callable[[int | None], Plan], graph: StepGraph, limit: int | None) -> Plan:
+        """One plan for all: solved by the first rank, for the least room that any budget leaves. A collective.
+
+        Args:
+            solve: from a budget in bytes on this rank to a plan.
+            graph: this rank's step.
+            limit: this rank's budget, or ``None``.
+
+        Raises:
+            BudgetError: no plan fits; on every rank.
+        """
+        rooms = self.share(None if limit is None else limit - graph.resident_bytes)
+        tightest = None if None in rooms else min(rooms)
+        answer: tuple[str | None, str, int | None] = (None, "", None)
+        if self.rank == 0:
+            try:
+                answer = solve(None if tightest is None else tightest + graph.resident_bytes).to_json(), "", None
+            except BudgetError as error:
+                smallest = None if error.smallest_bytes is None else error.smallest_bytes - graph.resident_bytes
+                answer = None, str(error), smallest
+        text, message, smallest = self.from_first(answer)
+        if text is None:
+            raise BudgetError(message, None if smallest is None else smallest + graph.resident_bytes)
+        return replace(Plan.from_json(text), budget_bytes=limit)
+
+
+def agreement_of(model: torch.nn.Module) -> Agreement | None:
+    """The ranks that share layers of ``model``; ``None`` where there are none, or several different groups."""
+    groups = {module.group for module in model.modules() if _is_group(getattr(module, "group", None))}
+    if len(groups) != 1:
+        return None
+    (group,) = groups
+    return Agreement(group.process_group, group.global_rank(0), group.rank)
+
+
+def _is_group(group: Any) -> bool:
+    return getattr(group, "process_group", None) is not None and hasattr(group, "global_rank") and group.size > 1
+
+
+def with_collectives(graph: StepGraph) -> StepGraph:
+    """The graph with its functional collectives replayable, as they are where all ranks run them again."""
+    if any(operation.name.startswith("_c10d_functional.wait_tensor") for operation in graph.operations):
+        return graph  # someone else's, which a trace shows as an operation and a run does not
+    operations = tuple(
+        replace(operation, replayable=True, reason="")
+        if operation.name in FUNCTIONAL_COLLECTIVES and operation.phase == "forward" and operation.reason == "it is a collective"
+        else operation
+        for operation in graph.operations
+    )
+    return replace(graph, operations=operations)

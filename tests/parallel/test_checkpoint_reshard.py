@@ -1,0 +1,99 @@
+"""Checkpoints that change hands: saved at one number of ranks, loaded at another, with the optimizer's state; training goes on as if."""
+
+from __future__ import annotations
+
+import itertools
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint.state_dict  # once, before processes are made
+from ranks import needs_gloo, on_ranks
+from test_models_shared import make, tokens
+from torch import Tensor, nn
+
+from lowtide import parallel as lp
+
+pytestmark = needs_gloo
+FAMILIES: list[tuple[str, dict[str, Any]]] = [("gpt", {}), ("llama", {"tied": False, "key_value_heads": 2})]
+
+
+def model_of(index: int, seed: int) -> nn.Module:
+    """Vocabulary and MLP do not divide by four, q, k and v are three blocks, and four ranks share two key-value heads."""
+    family, changes = FAMILIES[index]
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    model = make(family, group, group is not None, hidden_width=90, **changes)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        whole = {
+            name: torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * 0.05 for name, tensor in whole_of(model).items()
+        }
+        if "head.weight" in whole and "tied" not in changes:
+            whole["head.weight"] = whole["tokens.weight"]
+        lp.load_whole_state_dict(model, whole)
+    return model
+
+
+def whole_of(model: nn.Module) -> dict[str, Tensor]:
+    return lp.whole_state_dict(model)
+
+
+def step(model: nn.Module, optimizer: torch.optim.Optimizer) -> float:
+    optimizer.zero_grad()
+    loss = model(tokens(), tokens().roll(-1, 1)).loss
+    loss.backward()
+    lp.allreduce_sequence_parallel_gradients(optimizer)
+    optimizer.step()
+    return loss.item()
+
+
+def save(folder: str) -> list[list[float]]:
+    """Train a little, save, and train on: the losses that follow."""
+    found = []
+    for index in range(len(FAMILIES)):
+        model = model_of(index, 1)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-2)
+        for _ in range(2):
+            step(model, optimizer)
+        lp.save_checkpoint(f"{folder}/{index}", model, optimizer)
+        found.append([step(model, optimizer) for _ in range(3)])
+    return found
+
+
+def load(folder: str) -> list[list[float]]:
+    found = []
+    for index in range(len(FAMILIES)):
+        model = model_of(index, 2)
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        lp.load_checkpoint(f"{folder}/{index}", model, optimizer)
+        assert optimizer.param_groups[0]["lr"] == 1e-2
+        found.append([step(model, optimizer) for _ in range(3)])
+    return found
+
+
+def test_saved_at_one_size_and_loaded_at_another(tmp_path: Path) -> None:
+    saved = {size: on_ranks(size, save, str(tmp_path / str(size))) for size in (1, 2, 4)}
+    expected = saved[1][0]
+    for size, there in itertools.permutations((1, 2, 4), 2):
+        for rank in on_ranks(there, load, str(tmp_path / str(size))):
+            for found, wanted in zip(rank, expected, strict=True):
+                assert found == pytest.approx(wanted, abs=2e-6), f"saved at {size}, loaded at {there}"
+
+
+def refused() -> bool:
+    layer = lp.ColumnParallelLinear(4, 6, gather_output=False)
+    shared = lp.sharded_state_dict(layer)["model"]["weight"]
+    assert shared.shape == (6, 4) and shared.local.shape == (3, 4)
+    with pytest.raises(lp.ParallelError, match=r"use \.local"):
+        shared + 1
+    with pytest.raises(lp.ParallelError, match=r"missing \['bias'\]"):
+        lp.load_whole_state_dict(layer, {"weight": torch.zeros(6, 4)})
+    with pytest.raises(lp.ParallelError, match=r"\(5, 4\)"):
+        lp.load_whole_state_dict(layer, {"weight": torch.zeros(5, 4), "bias": torch.zeros(6)})
+    return True
+
+
+def test_what_does_not_fit() -> None:
+    assert all(on_ranks(2, refused))

@@ -1,0 +1,207 @@
+"""Hugging Face models shared by two and four processes train as the model of one process does."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import needs_gloo, on_ranks
+from test_collectives_count import Collectives
+from torch import Tensor, nn
+
+from lowtide import parallel as lp
+
+transformers = pytest.importorskip("transformers")
+pytestmark = needs_gloo
+SMALL: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 67,
+    "max_position_embeddings": 64, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
+}  # fmt: skip
+KINDS: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {"num_key_value_heads": 2}),
+    "llama tied": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "gpt_neox": ("gpt_neox", {}),
+    "gpt_neox serial": ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
+    "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
+    "qwen3": ("qwen3", {"num_key_value_heads": 2, "head_dim": 8}),
+    "mistral": ("mistral", {"num_key_value_heads": 1, "head_dim": 8, "sliding_window": 8}),
+}
+STEPS = 20
+
+
+def make(kind: str, **changes: Any) -> nn.Module:
+    name, own = KINDS[kind]
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model(name, **{**SMALL, **own, **changes})
+    return transformers.AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").double()
+
+
+def batch(step: int, sequence: int = 16) -> Tensor:
+    """Two runs of consecutive numbers, which a model learns to continue."""
+    starts = torch.randint(SMALL["vocab_size"], (2, 1), generator=torch.Generator().manual_seed(step))
+    return (starts + torch.arange(sequence)) % SMALL["vocab_size"]
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _imported() -> None:
+    """The models' code is imported once, before the processes are made."""
+    for kind in ("llama", "gpt_neox", "qwen2", "qwen3", "mistral"):
+        make(kind)
+
+
+def train(model: nn.Module, steps: int = STEPS) -> list[float]:
+    optimizer = torch.optim.AdamW(model.parameters(), 1e-2, foreach=False)
+    losses = []
+    for step in range(steps):
+        optimizer.zero_grad()
+        loss = model(input_ids=batch(step), labels=batch(step)).loss
+        loss.backward()
+        lp.allreduce_sequence_parallel_gradients(optimizer)
+        optimizer.step()
+        losses.append(loss.item())
+    return losses
+
+
+def losses(kinds: list[str], sequence_parallel: bool) -> list[str]:
+    faults = []
+    for kind in kinds:
+        alone = make(kind)
+        shared = lp.parallelize(copy.deepcopy(alone), dist.group.WORLD, sequence_parallel)
+        expected, found = train(alone), train(shared)
+        assert expected[0] - expected[-1] > 0.05, f"{kind}: the model does not learn, so the losses say little"
+        worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
+        if worst > 1e-6:  # the loss is made in float32
+            faults.append(f"{kind}: losses differ by {worst}: {expected} {found}")
+    return faults
+
+
+@pytest.mark.parametrize("sequence_parallel", [True, False])
+def test_twenty_steps_on_two_processes(sequence_parallel: bool) -> None:
+    kinds = list(KINDS) if sequence_parallel else ["llama tied", "qwen3", "gpt_neox"]
+    for faults in on_ranks(2, losses, kinds, sequence_parallel):
+        assert not faults, "\n".join(faults)
+
+
+def test_fewer_key_value_heads_than_ranks() -> None:
+    """Two key-value heads, and one, on four ranks."""
+    for faults in on_ranks(4, losses, ["llama", "mistral"], True):
+        assert not faults, "\n".join(faults)
+
+
+def counted() -> tuple[dict[str, int], dict[str, int], int]:
+    found, kept = [], 0
+    for depth in (1, 2):
+        model = lp.parallelize(make("llama", num_hidden_layers=depth), dist.group.WORLD, True)
+        with Collectives() as forward:
+            loss = model(input_ids=batch(0), labels=batch(0)).loss
+        with Collectives() as backward:
+            loss.backward()
+        found.append((forward.seen, backward.seen))
+    one, two = ({kind: b.count(kind) - a.count(kind) for kind in ("AG", "RS", "AR")} for a, b in zip(*found, strict=True))
+    wanted: list[int] = []
+    model = lp.parallelize(make("llama", num_hidden_layers=1), dist.group.WORLD, True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: wanted.append(t.untyped_storage().nbytes()) or t, lambda t: t):
+        model.model.layers[0].mlp(torch.randn(2, 8, 32, dtype=torch.float64))  # type: ignore[union-attr, index, operator]
+    kept = max(wanted)
+    return one, two, kept
+
+
+def test_one_transfer_a_region() -> None:
+    """q, k and v share a gather, and so do gate and up: two gathers and two reduce-scatters a layer, as in a model of our own."""
+    for forward, backward, _ in on_ranks(2, counted):
+        assert forward == {"AG": 2, "RS": 2, "AR": 0}
+        assert backward == {"AG": 4, "RS": 2, "AR": 0}
+
+
+def saved() -> tuple[int, int]:
+    """Bytes of the MLP's input that autograd keeps, and that a piece of the sequence has."""
+    model: Any = lp.parallelize(make("llama", num_hidden_layers=1), dist.group.WORLD, True)
+    storages: dict[int, int] = {}
+    x = torch.randn(2, 8, 32, dtype=torch.float64, requires_grad=True)
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.shape[-1] == 32 and tensor.ndim == 3:
+            storages[tensor.untyped_storage()._cdata] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        out = model.model.layers[0].mlp(x)
+    assert out.shape == x.shape
+    return sum(storages.values()), x.untyped_storage().nbytes()
+
+
+def test_only_the_shard_is_saved() -> None:
+    for found, piece in on_ranks(2, saved):
+        assert found == piece
+
+
+def refusals() -> bool:
+    with pytest.raises(lp.ParallelError, match="4 attention heads do not divide among 3 ranks"):
+        lp.parallelize(make("llama"), dist.group.WORLD)
+    odd: dict[str, Any] = {"num_attention_heads": 6, "hidden_size": 48, "head_dim": 8, "num_key_value_heads": 3}
+    model = make("llama", **odd, intermediate_size=50)
+    with pytest.raises(lp.ParallelError, match="output_size=50 does not divide"):
+        lp.parallelize(model, dist.group.WORLD)
+    with pytest.raises(lp.ParallelError, match="2 key-value heads on 3 ranks"):
+        lp.parallelize(make("llama", **{**odd, "num_key_value_heads": 2}), dist.group.WORLD)
+    shared = lp.parallelize(make("llama", **odd), dist.group.WORLD, True)
+    with pytest.raises(lp.ParallelError, match=r"length 16 .* 3 ranks: pad it by 2 to 18"):
+        shared(input_ids=batch(0))
+    with pytest.raises(lp.ParallelError, match="shared already"):
+        lp.parallelize(shared, dist.group.WORLD)
+    with pytest.raises(lp.ParallelError, match="publishes no tensor-parallel plan"):
+        lp.parallelize(nn.Sequential(nn.Linear(2, 2)), dist.group.WORLD)
+    with pytest.raises(lp.ParallelError, match="'layers' the style 'sideways'"):
+        lp.parallelize(make("llama"), dist.group.WORLD, plan={"layers": "sideways"})
+    with pytest.raises(lp.ParallelError, match="no module is called that"):
+        lp.parallelize(make("llama"), dist.group.WORLD, plan={"model.layers.*.nothing": "colwise"})
+    different = make("llama", **odd)
+    if dist.get_rank() == 1:
+        with torch.no_grad():
+            next(different.parameters()).add_(1)
+    with pytest.raises(lp.ParallelError, match="hold different weights"):
+        lp.parallelize(different, dist.group.WORLD)
+    return True
+
+
+def test_refusals() -> None:
+    assert all(on_ranks(3, refusals))
+
+
+def own_plan() -> float:
+    """A plan that the user gives for a model that is not from Hugging Face."""
+
+    class MLP(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.down(self.up(x).relu())
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.mlp = MLP()
+
+        def forward(self, x: Tensor) -> Tensor:
+            return x + self.mlp(x)
+
+    torch.manual_seed(0)
+    alone = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(3))})
+    shared = copy.deepcopy(alone)
+    lp.parallelize(shared, dist.group.WORLD, True, plan={"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"})
+    x, outs = torch.randn(2, 4, 8), []
+    for model in (alone, shared):
+        h = x
+        for layer in model["layers"]:  # type: ignore[union-attr]
+            h = layer(h)
+        outs.append(h)
+    return float((outs[0] - outs[1]).abs().max())
+
+
+def test_a_plan_of_ones_own() -> None:
+    assert all(difference < 1e-6 for difference in on_ranks(2, own_plan))
