@@ -12,6 +12,7 @@ import typer
 
 from lowtide import __version__
 from lowtide.errors import LowtideError
+from lowtide.estimate.command import estimate_command
 
 # torch and everything on top of it is imported inside the commands, so that --help and --version answer at once.
 
@@ -185,6 +186,9 @@ def plan(
         _write_text(json_file, made.to_json())
     if not quiet:
         typer.echo(str(made))
+
+
+app.command("estimate")(estimate_command)
 
 
 def _budget(budget: str | None, policy: str | None) -> str | None:
