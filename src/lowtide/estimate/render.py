@@ -15,6 +15,7 @@ from rich.text import Text
 from lowtide.budget import format_bytes
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.lines import KINDS, Stage
+from lowtide.estimate.suggest import Suggestions
 from lowtide.estimate.total import Estimate
 
 SHOWN_STAGES = 8
@@ -182,3 +183,31 @@ def title(found: Estimate) -> str:
         parts.append(f"d={config.dp}" + (f", ZeRO {config.zero}" if config.zero else ""))
     parts.append(f"recompute {config.recompute}")
     return ", ".join(parts)
+
+
+def _place(offload: float) -> str:
+    return "device" if offload == 0 else "host" if offload == 1 else f"host {offload:.0%}"
+
+
+def suggestion_table(found: Suggestions) -> Table:
+    """One row a suggestion, the fastest first."""
+    table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    for name in ("", "t", "p", "d", "ZeRO", "b", "recompute", "optim.", "loss", "GiB", "s/step", "tokens/s"):
+        table.add_column(name, justify="left" if name in ("recompute", "optim.", "loss") else "right", no_wrap=True)
+    for place, one in enumerate(found.best, 1):
+        config = one.config
+        table.add_row(
+            str(place),
+            f"{config.tp}{' sp' if config.sequence_parallel else ''}",
+            f"{config.pp}{f' x{config.interleave}' if config.interleave > 1 else ''}",
+            str(config.dp),
+            str(config.zero),
+            str(config.micro_batch),
+            str(config.recompute),
+            _place(config.offload_optimizer),
+            "chunked" if config.chunked_loss else "whole",
+            _gib(one.total_bytes),
+            f"{one.time.total:.3g}",
+            f"{one.tokens_per_second:,.0f}",
+        )
+    return table

@@ -134,7 +134,7 @@ def estimate(config: Config) -> Estimate:
         >>> found.stages[0].lines[3].name, found.stages[0].lines[3].source
         ('input of the attention norm', 'arXiv 2205.05198 Sec. 4.1')
     """
-    stages = tuple(_stage(config, index) for index in range(config.pp))
+    stages = tuple(stage_estimate(config, index) for index in range(config.pp))
     return Estimate(
         config=config,
         stages=stages,
@@ -146,7 +146,8 @@ def estimate(config: Config) -> Estimate:
     )
 
 
-def _stage(config: Config, index: int) -> Stage:
+def stage_estimate(config: Config, index: int) -> Stage:
+    """One device of one pipeline stage."""
     lines = (*state_lines(config, index), *activation_lines(config, index), *temporary_lines(config, index))
     stage = Stage(
         index=index,

@@ -105,7 +105,7 @@ def _pipeline(config: Config, stage: int) -> list[Traffic]:
 
 
 def _data(config: Config, stage: int) -> list[Traffic]:
-    d = config.dp
+    d, n = config.dp, config.micro_batches
     if d == 1:
         return []
     count = Fraction(stage_parameters(config, stage))
@@ -113,10 +113,13 @@ def _data(config: Config, stage: int) -> list[Traffic]:
     source = f"{ZERO} Sec. 7"
     if config.zero == 0:
         return [Traffic("data", "all-reduce of gradients", ceil(2 * gradients), "2Ψ", source)]
-    found = [Traffic("data", "reduce-scatter of gradients", ceil(gradients), "Ψ", source)]
+    if config.zero == 1:
+        scatter = Traffic("data", "reduce-scatter of gradients", ceil(gradients), "Ψ", source)
+    else:  # gradients that are split cannot be summed over micro-batches before they are
+        scatter = Traffic("data", "reduce-scatters of gradients", ceil(n * gradients), "nΨ", source)
     if config.zero < 3:
-        return [*found, Traffic("data", "gather of weights", ceil(weights), "Ψ", source)]
-    return [*found, Traffic("data", "gathers of weights, forward and backward", ceil(2 * weights), "2Ψ", source)]
+        return [scatter, Traffic("data", "gather of weights", ceil(weights), "Ψ", source)]
+    return [scatter, Traffic("data", "gathers of weights, forward and backward", ceil(2 * n * weights), "2nΨ", source)]
 
 
 def _host(config: Config, stage: int) -> list[Traffic]:
@@ -124,7 +127,8 @@ def _host(config: Config, stage: int) -> list[Traffic]:
     if config.offload_optimizer:
         share = Fraction(config.offload_optimizer) * stage_parameters(config, stage) / (config.dp if config.zero >= 1 else 1)
         source = f"{ZERO_OFFLOAD} Sec. 3"
-        found.append(Traffic("host", "gradients to the host", ceil(share * config.gradient_bytes), f"{config.gradient_bytes}M", source))
+        down = ceil(share * config.gradient_bytes * config.micro_batches)  # no room on the device to sum them over micro-batches
+        found.append(Traffic("host", "gradients to the host", down, f"{config.gradient_bytes}Mn", source))
         found.append(Traffic("host", "weights from the host", ceil(share * config.weight_bytes), f"{config.weight_bytes}M", source))
     if config.offload_activations:
         layer = sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
