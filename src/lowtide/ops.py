@@ -41,6 +41,14 @@ _LOOSE = {  # a workspace or table, parts of which are never written and never r
     "aten._ctc_loss.Tensor": (1,),
 }
 _COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "fsdp", "symm_mem"}
+_FUNCTIONAL_COLLECTIVES = {
+    "_c10d_functional.all_gather_into_tensor.default",
+    "_c10d_functional.all_reduce.default",
+    "_c10d_functional.all_reduce_.default",
+    "_c10d_functional.all_to_all_single.default",
+    "_c10d_functional.broadcast.default",
+    "_c10d_functional.reduce_scatter_tensor.default",
+}
 _UNREPLAYABLE = {
     "aten.set_.source_Storage": "it swaps a tensor's storage",
     "aten.set_.source_Storage_storage_offset": "it swaps a tensor's storage",
@@ -68,6 +76,8 @@ class OpInfo:
         real_only: fake tensors do not show how much it allocates.
         dropout_position: which argument is the probability of a dropout inside it.
         returns_written: all that it returns are arguments that it wrote (some fake kernels return copies of them).
+        collective: it is a function of its arguments on all the ranks of a group, and can run again where all of them run it again.
+        waits: it returns its argument, once what is under way on it is done.
     """
 
     name: str
@@ -83,6 +93,8 @@ class OpInfo:
     real_only: bool = False
     dropout_position: int | None = None
     returns_written: bool = False
+    collective: bool = False
+    waits: bool = False
 
 
 @cache
@@ -116,6 +128,8 @@ def op_info(func: torch._ops.OpOverload) -> OpInfo:
         real_only=name in _REAL_ONLY,
         dropout_position=next((p for p, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None),
         returns_written=bool(returns) and all(r.alias_info is not None and r.alias_info.is_write for r in returns),
+        collective=name in _FUNCTIONAL_COLLECTIVES,
+        waits=name == "_c10d_functional.wait_tensor.default",
     )
 
 

@@ -11,8 +11,14 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    _disable_current_modes,
+    _get_current_dispatch_mode_stack,
+    _pop_mode,
+    _push_mode,
+)
 
 _INPLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 _CONJUGATE = torch._C.DispatchKey.Conjugate
@@ -185,3 +191,20 @@ def fake_mode() -> FakeTensorMode:
 def without_fake_mode() -> AbstractContextManager[object]:
     """Operations in the block see no fake tensor mode, whatever is active outside."""
     return unset_fake_temporarily()
+
+
+def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, once it is there. On fake tensors nothing runs, and the fake wait would make a copy."""
+    if isinstance(tensor, FakeTensor):
+        return tensor
+    return torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def is_given_up(tensor: torch.Tensor) -> bool:
+    """Whether a recomputing scope around this code brings ``tensor`` back for anyone who saves it, so that saving it costs nothing."""
+    return any(mode.gives_up(tensor) for mode in dispatch_modes() if hasattr(mode, "gives_up"))  # type: ignore[attr-defined]
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Operations in the block are seen by no dispatch mode: neither recorded nor made fake."""
+    return _disable_current_modes()

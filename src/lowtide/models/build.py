@@ -79,15 +79,23 @@ def model_spec(name: str, changes: Mapping[str, Any] | None = None) -> ModelSpec
     return ModelSpec(name, text.vocab_size, getattr(text, "max_position_embeddings", None), hugging_face=hugging_face)
 
 
-def build_model(spec: ModelSpec | ModelConfig | str) -> nn.Module:
-    """The model with random weights, on the current default device and in its default dtype; seed before, for reproducible ones."""
+def build_model(spec: ModelSpec | ModelConfig | str, group: Any = None, sequence_parallel: bool = False) -> nn.Module:
+    """The model with random weights, on the current default device and in its default dtype; seed before, for reproducible ones.
+
+    Args:
+        spec: a name, its meaning, or a built-in model's shape.
+        group: ranks that share every layer of a built-in model, as `lowtide.parallel.tensor_group` takes them.
+        sequence_parallel: they share the sequence, too.
+    """
     if isinstance(spec, str):
         spec = model_spec(spec)
     if isinstance(spec, ModelConfig):
         spec = ModelSpec(spec.family, spec.vocabulary, spec.positions, config=spec)
     if spec.config is None:
+        if group is not None or sequence_parallel:
+            raise ModelError(f"{spec.name!r}: build a Hugging Face model on one process, then lowtide.parallel.parallelize(model, group)")
         return HuggingFaceModel(spec)
-    return GPT(spec.config) if spec.config.family == "gpt" else Llama(spec.config)
+    return (GPT if spec.config.family == "gpt" else Llama)(spec.config, group, sequence_parallel)
 
 
 class HuggingFaceModel(nn.Module):

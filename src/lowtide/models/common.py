@@ -1,4 +1,4 @@
-"""What the GPT and the Llama share: the output, dropout with a one-byte mask, attention, and the loss."""
+"""What the GPT and the Llama have in common: the output, dropout with a one-byte mask, and attention."""
 
 from __future__ import annotations
 
@@ -9,6 +9,9 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowtide.models.presets import ModelError
+from lowtide.models.shared import Sharing, next_token_loss
+
+__all__ = ["CausalAttention", "CausalOutput", "Dropout", "check_tokens", "join_heads", "next_token_loss"]
 
 
 class CausalOutput(NamedTuple):
@@ -27,16 +30,24 @@ class Dropout(nn.Module):
     """Dropout whose mask takes one byte an element on every device.
 
     ``F.dropout`` on the CPU keeps its mask in the activation's own dtype, four times as large in float32.
+
+    Args:
+        probability: of an element to be dropped.
+        sharing: the ranks that share the model.
+        sharded: the input is this rank's own part, so its random numbers are its own.
     """
 
-    def __init__(self, probability: float) -> None:
+    def __init__(self, probability: float, sharing: Sharing | None = None, sharded: bool = False) -> None:
         super().__init__()
         self.probability = probability
+        self.sharing = sharing or Sharing()
+        self.sharded = sharded
 
     def forward(self, x: Tensor) -> Tensor:
         if not self.training or self.probability == 0.0:
             return x
-        return torch.native_dropout(x, self.probability, True)[0]
+        with self.sharing.own_random_numbers(x, self.sharded):
+            return torch.native_dropout(x, self.probability, True)[0]
 
     def extra_repr(self) -> str:
         return f"{self.probability}"
@@ -49,10 +60,10 @@ class CausalAttention(nn.Module):
     quadratic score matrix is kept: the "core attention" that selective recomputation was made for (arXiv 2205.05198, section 4).
     """
 
-    def __init__(self, dropout: float = 0.0, fused: bool = True) -> None:
+    def __init__(self, dropout: float = 0.0, fused: bool = True, sharing: Sharing | None = None) -> None:
         super().__init__()
         self.fused = fused
-        self.dropout = Dropout(dropout)
+        self.dropout = Dropout(dropout, sharing, sharded=True)
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend; ``k`` and ``v`` may have fewer heads than ``q``, each shared by a group of query heads."""
@@ -62,26 +73,20 @@ class CausalAttention(nn.Module):
         if groups > 1:
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         if self.fused and q.device.type != "cpu":
-            return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.probability, is_causal=True)
+            with self.dropout.sharing.own_random_numbers(q, sharded=True):
+                return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.probability, is_causal=True)
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
-        future = torch.ones(q.shape[-2], k.shape[-2], dtype=torch.bool, device=q.device).triu(1)
-        weights = scores.masked_fill(future, float("-inf")).softmax(dim=-1)
+        # a sum, of which autograd keeps nothing; filling under a mask would keep the mask
+        future = torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype, device=q.device).triu(1)
+        weights = (scores + future).softmax(dim=-1)
         return self.dropout(weights).to(v.dtype) @ v
 
 
-def next_token_loss(hidden: Tensor, head: nn.Module, targets: Tensor, chunks: int = 1) -> Tensor:
-    """The mean cross entropy of ``head(hidden)`` against ``targets``, in float32.
-
-    With ``chunks`` above 1 the tokens go through the head in that many pieces. The logits of a piece are all that backward needs at a time,
-    so a plan that recomputes them lowers the floor that the full logits set (many tokens times a large vocabulary).
-    """
-    tokens, labels = hidden.flatten(0, -2), targets.flatten()
-    if chunks == 1:
-        return F.cross_entropy(head(tokens).float(), labels)
-    total = hidden.new_zeros((), dtype=torch.float32)
-    for piece, piece_labels in zip(tokens.chunk(chunks), labels.chunk(chunks), strict=True):
-        total = total + F.cross_entropy(head(piece).float(), piece_labels, reduction="sum")
-    return total / labels.numel()
+def join_heads(y: Tensor, like: Tensor) -> Tensor:
+    """(batch, heads, sequence, head width) to (batch, sequence, features), in one copy that lies in memory as ``like`` does."""
+    if like.stride(0) < like.stride(1):  # the sequence is outermost, as it travels between ranks
+        return y.permute(2, 0, 1, 3).flatten(2).transpose(0, 1)
+    return y.transpose(1, 2).reshape(y.shape[0], y.shape[2], -1)
 
 
 def check_tokens(tokens: Tensor, positions: int) -> None:

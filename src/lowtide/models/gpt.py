@@ -2,40 +2,43 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowtide.models.common import CausalAttention, CausalOutput, Dropout, check_tokens, next_token_loss
+from lowtide.models.common import CausalAttention, CausalOutput, Dropout, check_tokens, join_heads
 from lowtide.models.presets import ModelConfig
+from lowtide.models.shared import Sharing, fill, is_embedding, is_linear
 
 
 class Attention(nn.Module):
     """Causal self-attention with one matrix for q, k and v."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sharing: Sharing) -> None:
         super().__init__()
-        self.heads = config.heads
-        self.qkv = nn.Linear(config.width, 3 * config.width)
-        self.core = CausalAttention(config.dropout, config.fused_attention)
-        self.out = nn.Linear(config.width, config.width)
-        self.dropout = Dropout(config.dropout)
+        self.heads = sharing.heads(config.heads)
+        self.qkv = sharing.widen(config.width, 3 * config.width, blocks=3)
+        self.core = CausalAttention(config.dropout, config.fused_attention, sharing)
+        self.out = sharing.narrow(config.width, config.width)
+        self.dropout = Dropout(config.dropout, sharing, sharing.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
-        batch, sequence, width = x.shape
-        q, k, v = (t.view(batch, sequence, self.heads, -1).transpose(1, 2) for t in self.qkv(x).split(width, dim=-1))
-        y = self.core(q, k, v).transpose(1, 2).reshape(batch, sequence, width)
-        return self.dropout(self.out(y))
+        qkv = self.qkv(x)
+        batch, sequence, width = qkv.shape
+        q, k, v = (t.view(batch, sequence, self.heads, -1).transpose(1, 2) for t in qkv.split(width // 3, dim=-1))
+        return self.dropout(self.out(join_heads(self.core(q, k, v), like=qkv)))
 
 
 class MLP(nn.Module):
     """Two linear layers with GPT-2's tanh-approximated GELU between them."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sharing: Sharing) -> None:
         super().__init__()
-        self.up = nn.Linear(config.width, config.hidden_width)
-        self.down = nn.Linear(config.hidden_width, config.width)
-        self.dropout = Dropout(config.dropout)
+        self.up = sharing.widen(config.width, config.hidden_width)
+        self.down = sharing.narrow(config.hidden_width, config.width)
+        self.dropout = Dropout(config.dropout, sharing, sharing.sequence_parallel)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dropout(self.down(F.gelu(self.up(x), approximate="tanh")))
@@ -44,12 +47,12 @@ class MLP(nn.Module):
 class Block(nn.Module):
     """One layer: attention, then MLP, each behind a layer norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sharing: Sharing) -> None:
         super().__init__()
-        self.norm1 = nn.LayerNorm(config.width)
-        self.attention = Attention(config)
-        self.norm2 = nn.LayerNorm(config.width)
-        self.mlp = MLP(config)
+        self.norm1 = sharing.layer_norm(config.width)
+        self.attention = Attention(config, sharing)
+        self.norm2 = sharing.layer_norm(config.width)
+        self.mlp = MLP(config, sharing)
 
     def forward(self, x: Tensor) -> Tensor:
         x = x + self.attention(self.norm1(x))
@@ -58,6 +61,12 @@ class Block(nn.Module):
 
 class GPT(nn.Module):
     """The language model.
+
+    Args:
+        config: its shape.
+        group: the ranks that share every layer, as `lowtide.parallel.tensor_group` takes them; ``None`` is one process alone. Every rank
+            gives the same tokens and gets the same loss.
+        sequence_parallel: between the linear layers each rank holds its piece of the sequence, which must divide.
 
     >>> import torch
     >>> from lowtide.models import preset
@@ -69,19 +78,21 @@ class GPT(nn.Module):
     torch.Size([])
     """
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, group: Any = None, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocabulary, config.width)
+        self.sharing = sharing = Sharing(group, sequence_parallel)
+        self.tokens = sharing.embedding(config.vocabulary, config.width)
         self.positions = nn.Embedding(config.positions, config.width)
-        self.dropout = Dropout(config.dropout)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.LayerNorm(config.width)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.dropout = Dropout(config.dropout, sharing, sequence_parallel)
+        self.blocks = nn.ModuleList(Block(config, sharing) for _ in range(config.layers))
+        self.norm = sharing.layer_norm(config.width)
+        self.head = sharing.head(config.width, config.vocabulary)
         self.apply(_initialize)
-        for name, parameter in self.named_parameters():
-            if name.endswith(("attention.out.weight", "mlp.down.weight")):
-                nn.init.normal_(parameter, std=0.02 * (2 * config.layers) ** -0.5)  # GPT-2: the residual stream sums 2L branches
+        for block in self.blocks:
+            for layer in (block.attention.out, block.mlp.down):  # type: ignore[union-attr]
+                # GPT-2: the residual stream sums 2L branches
+                fill(layer, "weight", lambda weight: nn.init.normal_(weight, std=0.02 * (2 * config.layers) ** -0.5))  # type: ignore[arg-type]
         if config.tied:
             self.head.weight = self.tokens.weight
 
@@ -89,17 +100,18 @@ class GPT(nn.Module):
         """Logits of every next token, or the loss against ``targets`` (the tokens one place later)."""
         check_tokens(tokens, self.config.positions)
         places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.tokens(tokens) + self.positions(places))
+        x = self.dropout(self.tokens(tokens) + self.sharing.piece(self.positions(places)))
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
+        vocabulary = self.config.vocabulary
         if targets is None:
-            return CausalOutput(None, self.head(x))
-        return CausalOutput(next_token_loss(x, self.head, targets, self.config.loss_chunks), None)
+            return CausalOutput(None, self.sharing.logits(self.head(x), vocabulary))
+        return CausalOutput(self.sharing.loss(x, self.head, targets, vocabulary, self.config.loss_chunks), None)
 
 
 def _initialize(module: nn.Module) -> None:
-    if isinstance(module, nn.Linear | nn.Embedding):
-        nn.init.normal_(module.weight, std=0.02)
-    if isinstance(module, nn.Linear) and module.bias is not None:
-        nn.init.zeros_(module.bias)
+    if is_linear(module) or is_embedding(module):
+        fill(module, "weight", lambda weight: nn.init.normal_(weight, std=0.02))
+    if is_linear(module) and module.bias is not None:
+        fill(module, "bias", nn.init.zeros_)

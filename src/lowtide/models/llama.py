@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowtide.models.common import CausalAttention, CausalOutput, Dropout, check_tokens, next_token_loss
+from lowtide.models.common import CausalAttention, CausalOutput, Dropout, check_tokens, join_heads
 from lowtide.models.presets import ModelConfig
+from lowtide.models.shared import Sharing, fill, is_embedding, is_linear
 
 
 def rotary_table(positions: int, head_width: int, base: float) -> tuple[Tensor, Tensor]:
@@ -27,46 +30,49 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class Attention(nn.Module):
     """Causal self-attention in which groups of query heads share one key and value head."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sharing: Sharing) -> None:
         super().__init__()
+        sharing.heads(config.heads)
+        self.sharing = sharing
         self.head_width = config.width // config.heads
-        shared = config.key_value_heads * self.head_width
-        self.q = nn.Linear(config.width, config.width, bias=False)
-        self.k = nn.Linear(config.width, shared, bias=False)
-        self.v = nn.Linear(config.width, shared, bias=False)
-        self.core = CausalAttention(config.dropout, config.fused_attention)
-        self.out = nn.Linear(config.width, config.width, bias=False)
+        self.q = sharing.widen(config.width, config.width, bias=False)
+        self.k = sharing.heads_in(config.width, config.key_value_heads, self.head_width, bias=False)
+        self.v = sharing.heads_in(config.width, config.key_value_heads, self.head_width, bias=False)
+        self.core = CausalAttention(config.dropout, config.fused_attention, sharing)
+        self.out = sharing.narrow(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-        batch, sequence, width = x.shape
-        q, k, v = (f(x).view(batch, sequence, -1, self.head_width).transpose(1, 2) for f in (self.q, self.k, self.v))
+        projected = self.sharing.together(x, self.q, self.k, self.v)
+        q, k, v = (t.view(*t.shape[:2], -1, self.head_width).transpose(1, 2) for t in projected)
         y = self.core(rotate(q, cos, sin), rotate(k, cos, sin), v)
-        return self.out(y.transpose(1, 2).reshape(batch, sequence, width))
+        return self.out(join_heads(y, like=projected[0]))
 
 
 class MLP(nn.Module):
     """SwiGLU: down(silu(gate(x)) * up(x))."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sharing: Sharing) -> None:
         super().__init__()
-        self.gate = nn.Linear(config.width, config.hidden_width, bias=False)
-        self.up = nn.Linear(config.width, config.hidden_width, bias=False)
-        self.down = nn.Linear(config.hidden_width, config.width, bias=False)
+        self.sharing = sharing
+        self.gate = sharing.widen(config.width, config.hidden_width, bias=False)
+        self.up = sharing.widen(config.width, config.hidden_width, bias=False)
+        self.down = sharing.narrow(config.hidden_width, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down(F.silu(self.gate(x)) * self.up(x))
+        gate, up = self.sharing.together(x, self.gate, self.up)
+        return self.down(F.silu(gate) * up)
 
 
 class Block(nn.Module):
     """One layer: attention, then MLP, each behind an RMS norm and added to the residual stream."""
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, sharing: Sharing) -> None:
         super().__init__()
-        self.norm1 = nn.RMSNorm(config.width, eps=config.norm_epsilon)
-        self.attention = Attention(config)
-        self.norm2 = nn.RMSNorm(config.width, eps=config.norm_epsilon)
-        self.mlp = MLP(config)
-        self.dropout = Dropout(config.dropout)
+        self.norm1 = sharing.rms_norm(config.width, config.norm_epsilon)
+        self.attention = Attention(config, sharing)
+        self.norm2 = sharing.rms_norm(config.width, config.norm_epsilon)
+        self.mlp = MLP(config, sharing)
+        self.dropout = Dropout(config.dropout, sharing, sharing.sequence_parallel)
 
     def forward(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x = x + self.dropout(self.attention(self.norm1(x), cos, sin))
@@ -75,6 +81,12 @@ class Block(nn.Module):
 
 class Llama(nn.Module):
     """The language model.
+
+    Args:
+        config: its shape.
+        group: the ranks that share every layer, as `lowtide.parallel.tensor_group` takes them; ``None`` is one process alone. Every rank
+            gives the same tokens and gets the same loss.
+        sequence_parallel: between the linear layers each rank holds its piece of the sequence, which must divide.
 
     >>> import torch
     >>> from lowtide.models import preset
@@ -86,19 +98,20 @@ class Llama(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: ModelConfig) -> None:
+    def __init__(self, config: ModelConfig, group: Any = None, sequence_parallel: bool = False) -> None:
         super().__init__()
         self.config = config
-        self.tokens = nn.Embedding(config.vocabulary, config.width)
-        self.blocks = nn.ModuleList(Block(config) for _ in range(config.layers))
-        self.norm = nn.RMSNorm(config.width, eps=config.norm_epsilon)
-        self.head = nn.Linear(config.width, config.vocabulary, bias=False)
+        self.sharing = sharing = Sharing(group, sequence_parallel)
+        self.tokens = sharing.embedding(config.vocabulary, config.width)
+        self.blocks = nn.ModuleList(Block(config, sharing) for _ in range(config.layers))
+        self.norm = sharing.rms_norm(config.width, config.norm_epsilon)
+        self.head = sharing.head(config.width, config.vocabulary)
         cos, sin = rotary_table(config.positions, config.width // config.heads, config.rotary_base)
         self.register_buffer("cos", cos, persistent=False)
         self.register_buffer("sin", sin, persistent=False)
         for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=0.02)
+            if is_linear(module) or is_embedding(module):
+                fill(module, "weight", lambda weight: nn.init.normal_(weight, std=0.02))
         if config.tied:
             self.head.weight = self.tokens.weight
 
@@ -110,6 +123,7 @@ class Llama(nn.Module):
         for block in self.blocks:
             x = block(x, cos, sin)
         x = self.norm(x)
+        vocabulary = self.config.vocabulary
         if targets is None:
-            return CausalOutput(None, self.head(x))
-        return CausalOutput(next_token_loss(x, self.head, targets, self.config.loss_chunks), None)
+            return CausalOutput(None, self.sharing.logits(self.head(x), vocabulary))
+        return CausalOutput(self.sharing.loss(x, self.head, targets, vocabulary, self.config.loss_chunks), None)

@@ -36,7 +36,7 @@ class PlanDirector:
     """Follows a plan's program, operation by operation.
 
     Where the running step departs from the program (data-dependent routing), it looks ahead for where the two meet again; an operation that
-    the plan does not know is recorded and given up, which is always safe.
+    the plan does not know is recorded and given up, which is always safe; but not a collective, which other ranks may know.
 
     Attributes:
         departed: how many operations the plan did not know.
@@ -59,14 +59,14 @@ class PlanDirector:
     def wants(self, info: OpInfo) -> bool:
         """Whether the plan runs this operation again."""
         at = self._find(info)
-        return True if at is None else self._program[at].replayed
+        return not info.collective if at is None else self._program[at].replayed
 
     def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
         """What the plan says of it."""
         at = self._find(info)
         if at is None:
             self.departed += 1
-            return True, ()
+            return not info.collective, ()
         self.departed += at - self._at
         self._at = at + 1
         step = self._program[at]

@@ -148,6 +148,10 @@ class Recorder(TorchDispatchMode):
         finally:
             self.director = before
 
+    def gives_up(self, tensor: torch.Tensor) -> bool:
+        """Whether a scope recomputes ``tensor`` for whoever saves it. A plan has decided on what was saved when the step was traced."""
+        return not isinstance(self.director, PlanDirector) and private.storage_key(tensor) in self._given
+
     def close(self) -> None:
         """Forget every value that no saved tensor rests on, and take it out of the counts of what it would have read."""
         self._given.clear()
@@ -172,7 +176,7 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         info = op_info(func)
-        if info.is_view or private.in_backward() or is_unrecorded():
+        if info.is_view or info.waits or private.in_backward() or is_unrecorded():
             return private.call(func, args, kwargs)
         for kind in types:
             if kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__"):
@@ -194,6 +198,8 @@ class Recorder(TorchDispatchMode):
             self._copy_on_write(touched)
         result = private.call(func, args, kwargs)
         flat = flat_results(result)
+        if info.collective and node is not None:
+            flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be looked at below
         keys = {private.storage_key(t) for t in inputs} if plain else set()
         fresh: dict[int, int] = {}
         for position, tensor in enumerate(flat):
@@ -217,7 +223,7 @@ class Recorder(TorchDispatchMode):
                 self._held.pop(key, None)
         if not record or node is None:
             return result
-        if self.verify:
+        if self.verify and not info.collective:
             fits = len(before) == len(written) and self._fits(sum(flat[at].untyped_storage().nbytes() for at in fresh.values()), ran=1)
             reason = self._rerun(node, info, args, kwargs, flat, before) if fits else ""
             if reason:
@@ -237,7 +243,7 @@ class Recorder(TorchDispatchMode):
         before: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[Node, list[Ref]] | None:
         """The node of a call about to be made, or ``None`` when it cannot be replayed."""
-        if info.reason or info.uninitialized or not self.director.wants(info):
+        if (info.reason and not info.collective) or info.uninitialized or not self.director.wants(info):
             return None
         fills = {id(t) for t in written if info.fills and covers_storage(t)}
         statistics = hidden_statistics(info, args)

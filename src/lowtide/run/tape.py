@@ -16,7 +16,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.ops import covers_storage, has_plain_storage
+from lowtide.ops import covers_storage, has_plain_storage, op_info
 
 _BUSY = threading.local()
 
@@ -315,9 +315,10 @@ def _clone_storage(base: torch.Tensor, ref: Ref) -> torch.Tensor:
 
 
 def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """One call with the recorded random state, leaving the generator as it was."""
+    """One call with the recorded random state, leaving the generator as it was; a collective is waited for."""
     if node.random_state is None:
-        return private.call(node.func, args, kwargs)
+        result = private.call(node.func, args, kwargs)
+        return private.wait_for_collective(result) if op_info(node.func).collective else result
     before = generator_state(node.device, node.generator)
     set_generator_state(node.device, node.generator, node.random_state)
     try:

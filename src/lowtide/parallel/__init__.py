@@ -1,0 +1,59 @@
+"""Tensor and sequence parallelism on ``torch.distributed``: layers whose weights and activations a group of ranks shares.
+
+```python
+mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+up = ColumnParallelLinear(64, 256, gather_output=False, sequence_parallel_enabled=True, tensor_model_parallel_group=mesh)
+down = RowParallelLinear(256, 64, input_is_parallel=True, sequence_parallel_enabled=True, tensor_model_parallel_group=mesh)
+loss = down(torch.nn.functional.gelu(up(piece))).sum()  # piece: this rank's part of the sequence
+loss.backward()
+allreduce_sequence_parallel_gradients(optimizer)
+optimizer.step()
+```
+
+The names are neuronx-distributed's; the memory is that of arXiv 2205.05198, table 2. `docs/parallel.md` tells the rest.
+"""
+
+from lowtide.parallel.embedding import ParallelEmbedding
+from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients, mark_partial_gradient, partial_gradients
+from lowtide.parallel.groups import TensorGroup, tensor_group
+from lowtide.parallel.layers import ColumnParallelLinear, RowParallelLinear, SharedHeadsLinear, column_parallel
+from lowtide.parallel.loss import parallel_cross_entropy, parallel_linear_cross_entropy
+from lowtide.parallel.mappings import (
+    copy_to_tensor_model_parallel_region,
+    gather_from_sequence_parallel_region,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+    scatter_to_tensor_model_parallel_region,
+)
+from lowtide.parallel.norms import LayerNorm, RMSNorm
+from lowtide.parallel.random import ParallelDropout, RandomTracker
+
+__all__ = [
+    "ColumnParallelLinear",
+    "LayerNorm",
+    "ParallelDropout",
+    "ParallelEmbedding",
+    "ParallelError",
+    "RMSNorm",
+    "RandomTracker",
+    "RowParallelLinear",
+    "SharedHeadsLinear",
+    "TensorGroup",
+    "allreduce_sequence_parallel_gradients",
+    "column_parallel",
+    "copy_to_tensor_model_parallel_region",
+    "gather_from_sequence_parallel_region",
+    "gather_from_tensor_model_parallel_region",
+    "mark_partial_gradient",
+    "parallel_cross_entropy",
+    "parallel_linear_cross_entropy",
+    "partial_gradients",
+    "reduce_from_tensor_model_parallel_region",
+    "reduce_scatter_to_sequence_parallel_region",
+    "scatter_to_sequence_parallel_region",
+    "scatter_to_tensor_model_parallel_region",
+    "tensor_group",
+]

@@ -1,0 +1,160 @@
+"""`ParallelEmbedding`: a table of vectors whose rows (the vocabulary) or columns the ranks share."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.layers import ParallelModule
+from lowtide.parallel.mappings import (
+    check_sequence_dimension,
+    gather_from_tensor_model_parallel_region,
+    reduce_from_tensor_model_parallel_region,
+    reduce_scatter_to_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
+from lowtide.parallel.partition import initialize, partition
+
+
+class ParallelEmbedding(ParallelModule):
+    """An embedding that the ranks share.
+
+    Args:
+        num_embeddings: size of the vocabulary.
+        embedding_dim: size of a vector.
+        padding_idx: this token's vector starts as zero and is not trained; 0 is a token like any other, and -1 is the last.
+        max_norm, norm_type: rescale the vectors that are looked up, in place, to at most this norm. Not with ``shard_across_embedding``,
+            where no rank sees a whole vector.
+        scale_grad_by_freq: divide a vector's gradient by how often it was looked up.
+        sparse: make a sparse gradient.
+        init_method: fills the whole table in place.
+        device, dtype: of the table.
+        shard_across_embedding: share the vectors' features instead of the vocabulary.
+        pad: make the shared size divide by zeros, which are never trained.
+        sequence_parallel_enabled: give each rank its piece of the sequence.
+        sequence_dimension: 0 (the default then) for tokens of shape (sequence, batch), or 1 for (batch, sequence).
+        tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
+
+    Shapes:
+        in: whole numbers of any shape, the same on every rank.
+        out: the input's shape and ``embedding_dim``; under sequence parallelism this rank's piece of the sequence.
+
+    Raises:
+        ParallelError: a size does not divide, or options exclude each other; in forward, a token outside the vocabulary on the CPU.
+
+    Example:
+        >>> ParallelEmbedding(10, 4)(torch.tensor([[1, 2, 3]])).shape
+        torch.Size([1, 3, 4])
+
+    Source: neuronx-distributed's layer of that name. Under sequence parallelism it swaps the first two dimensions of its output; here the
+    output is laid out as the input is.
+    """
+
+    weight: nn.Parameter
+
+    def __init__(
+        self,
+        num_embeddings: int,
+        embedding_dim: int,
+        padding_idx: int | None = None,
+        max_norm: float | None = None,
+        norm_type: float = 2.0,
+        scale_grad_by_freq: bool = False,
+        sparse: bool = False,
+        init_method: Callable[[Tensor], Any] = nn.init.normal_,
+        device: torch.device | str | None = None,
+        dtype: torch.dtype = torch.float32,
+        shard_across_embedding: bool = False,
+        pad: bool = False,
+        sequence_parallel_enabled: bool = False,
+        sequence_dimension: int | None = None,
+        tensor_model_parallel_group: Any = None,
+    ) -> None:
+        super().__init__(tensor_model_parallel_group)
+        if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
+            raise ParallelError(f"padding_idx={padding_idx} is not a token of a vocabulary of {num_embeddings}")
+        if shard_across_embedding and max_norm is not None:
+            raise ParallelError("max_norm needs whole vectors: share the vocabulary (shard_across_embedding=False), or leave max_norm out")
+        if sequence_dimension is not None and not sequence_parallel_enabled:
+            raise ParallelError(
+                f"sequence_dimension={sequence_dimension} does nothing without sequence_parallel_enabled=True: leave one out"
+            )
+        self.num_embeddings = num_embeddings
+        self.embedding_dim = embedding_dim
+        self.padding_idx = None if padding_idx is None else padding_idx % num_embeddings
+        self.max_norm, self.norm_type = max_norm, norm_type
+        self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
+        self.shard_across_embedding = shard_across_embedding
+        self.sequence_parallel_enabled = sequence_parallel_enabled
+        self.sequence_dimension = check_sequence_dimension(sequence_dimension or 0) if sequence_parallel_enabled else None
+        what = "embedding_dim" if shard_across_embedding else "num_embeddings"
+        where = partition((num_embeddings, embedding_dim), int(shard_across_embedding), self.group, pad=pad, what=what)
+        self._fill("weight", where, self._with_padding(init_method), dtype, device)
+
+    def _with_padding(self, init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
+        def fill(table: Tensor) -> None:
+            init_method(table)
+            if self.padding_idx is not None:
+                table[self.padding_idx].zero_()
+
+        return fill
+
+    def reset_parameters(self, weight: Callable[[Tensor], Any] = nn.init.normal_) -> None:
+        """Initialize again: the whole table is drawn on every rank, and each keeps its part."""
+        initialize(self.weight, self.partitions["weight"], self._with_padding(weight))
+
+    def forward(self, input_: Tensor) -> Tensor:
+        """Look up the vectors of the tokens."""
+        if self.shard_across_embedding:
+            return self._features(input_)
+        if self.group.size == 1:
+            return self._look_up(input_, self.padding_idx)
+        rows = self._rows(input_)
+        if self.sequence_dimension is None:
+            return reduce_from_tensor_model_parallel_region(rows, self.group)
+        return reduce_scatter_to_sequence_parallel_region(rows, self.sequence_dimension, self.group)
+
+    def _features(self, tokens: Tensor) -> Tensor:
+        """This rank's features of every vector, gathered."""
+        vectors = gather_from_tensor_model_parallel_region(self._look_up(tokens, self.padding_idx), self.group)[..., : self.embedding_dim]
+        if self.sequence_dimension is None:
+            return vectors
+        return scatter_to_sequence_parallel_region(vectors, self.sequence_dimension, self.group)
+
+    def _rows(self, tokens: Tensor) -> Tensor:
+        """The vectors of this rank's tokens, and zeros for all others."""
+        where = self.partitions["weight"]
+        ((start, stop),) = where.slices()
+        if tokens.device.type == "cpu" and tokens.numel() and not _is_fake(tokens):
+            low, high = (int(edge) for edge in tokens.aminmax())
+            if low < 0 or high >= self.num_embeddings:
+                raise ParallelError(f"tokens from {low} to {high} were given to an embedding of {self.num_embeddings}")
+        mine = (tokens >= start) & (tokens < stop)
+        own_padding = None
+        if self.padding_idx is not None and start <= self.padding_idx < stop:
+            own_padding = self.padding_idx - start
+        if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
+            # these look at, count or touch every row that is looked up, so no other rank's tokens may stand in
+            found = self._look_up(tokens[mine] - start, own_padding)
+            vectors = found.new_zeros((*tokens.shape, self.embedding_dim))
+            return vectors.index_put((mine,), found)
+        local = (tokens - start).masked_fill(~mine, 0)
+        return self._look_up(local, own_padding).masked_fill(~mine.unsqueeze(-1), 0)
+
+    def _look_up(self, tokens: Tensor, padding_idx: int | None) -> Tensor:
+        return F.embedding(tokens, self.weight, padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+
+    def extra_repr(self) -> str:
+        what = "features" if self.shard_across_embedding else "vocabulary"
+        return f"{self.num_embeddings}, {self.embedding_dim}, {what} shared, rank {self.group.rank} of {self.group.size}"
+
+
+def _is_fake(tensor: Tensor) -> bool:
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    return isinstance(tensor, FakeTensor)

@@ -1,0 +1,212 @@
+"""Gradients that are parts of a sum: their mark, their sum over the ranks, and the guard against a step without it.
+
+Under sequence parallelism a rank sees its piece of the sequence, so the gradient of what is used there (layer norms, the bias behind a
+row-parallel layer) is a part of a sum over the ranks. The same holds for key and value heads that several ranks share. Such parameters are
+marked ``parameter.sequence_parallel_enabled = True``, as neuronx-distributed marks them. After the last backward of a step,
+`allreduce_sequence_parallel_gradients` sums them. An optimizer that is about to step without it is stopped.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from lowtide.parallel.collectives import all_reduce
+from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.groups import TensorGroup, tensor_group
+
+_BUFFER_BYTES = 32 * 2**20
+
+
+class _Mark:
+    """What is known of the gradient of one marked parameter.
+
+    Attributes:
+        group: the ranks whose parts make up the sum.
+        partial: a backward has added a part since the last sum.
+        summed: the gradient that holds a finished sum, and its version.
+        mixed: a backward added a part to a finished sum.
+    """
+
+    __slots__ = ("group", "hook", "mixed", "partial", "summed")
+
+    def __init__(self, group: TensorGroup) -> None:
+        self.group = group
+        self.partial = False
+        self.mixed = False
+        self.summed: tuple[weakref.ref[Tensor], int] | None = None
+        self.hook: Any = None
+
+    def __reduce__(self) -> Any:
+        return _no_mark, ()
+
+    def watch(self, parameter: Tensor) -> None:
+        """Hear of every backward that adds to the gradient, from when the parameter is trained."""
+        if self.hook is None and parameter.requires_grad:
+            self.hook = parameter.register_post_accumulate_grad_hook(self.added)
+
+    def added(self, parameter: Tensor) -> None:
+        """A backward has added to the parameter's gradient."""
+        if self.summed is not None and parameter.grad is not None:
+            gradient, version = self.summed
+            # one write since the sum is this very addition; a zero_() before it would make two
+            if gradient() is parameter.grad and parameter.grad._version == version + 1:
+                self.mixed = True
+        self.summed = None
+        self.partial = True
+
+    def done(self, parameter: Tensor) -> None:
+        """The gradient holds the sum."""
+        self.partial = False
+        if parameter.grad is not None:
+            self.summed = (weakref.ref(parameter.grad), parameter.grad._version)
+
+
+def mark_partial_gradient(parameter: Tensor, group: Any = None) -> None:
+    """Say that the gradient of ``parameter`` on one rank is a part of a sum over ``group``.
+
+    Marking a marked parameter again does nothing. In a group of one nothing is partial, and nothing is marked.
+
+    >>> weight = torch.nn.Parameter(torch.ones(2))
+    >>> mark_partial_gradient(weight)
+    >>> partial_gradients([weight])
+    []
+    """
+    group = tensor_group(group)
+    if group.size == 1:
+        return
+    mark = _mark_of(parameter)
+    if mark is None:
+        mark = _Mark(group)
+        parameter.sequence_parallel_enabled = True  # type: ignore[attr-defined]
+        parameter._lowtide_partial = mark  # type: ignore[attr-defined]
+        _guard_optimizers()
+    mark.watch(parameter)
+
+
+def partial_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
+    """Those of the parameters whose gradients are marked as parts of a sum."""
+    return [parameter for parameter in parameters if _mark_of(parameter) is not None]
+
+
+def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer | torch.nn.Module, *, buffer_bytes: int = _BUFFER_BYTES) -> int:
+    """Sum the marked gradients over their ranks. Call it once a step: after the last backward, before clipping and ``optimizer.step()``.
+
+    Args:
+        optimizer: whose parameters to look at; a module does, too.
+        buffer_bytes: the most bytes that travel at once. However many gradients there are, one buffer of at most this size (and a copy that
+            the collective makes of it) is all that is allocated.
+
+    Returns:
+        How many gradients were summed.
+
+    Raises:
+        ParallelError: a backward has added to a gradient that was summed already, which would count the first part once per rank.
+
+    Source: neuronx-distributed's function of that name; constant-size buffers are those of ZeRO-R (arXiv 1910.02054, section 6.2).
+    """
+    groups: dict[tuple[TensorGroup, torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in partial_gradients(_parameters_of(optimizer)):
+        mark = _mark_of(parameter)
+        assert mark is not None
+        if mark.mixed:
+            raise ParallelError(
+                f"a gradient of shape {tuple(parameter.shape)} was summed over the ranks, and a backward has added to it since: call "
+                "allreduce_sequence_parallel_gradients once, after the last backward of the step (zero the gradients to go on)"
+            )
+        if parameter.grad is not None and (mark.partial or mark.hook is None):
+            groups.setdefault((mark.group, parameter.grad.dtype, parameter.grad.device), []).append(parameter)
+    for (group, dtype, device), parameters in groups.items():
+        gradients = [flat_gradient(parameter) for parameter in parameters]
+        length = max(1, min(buffer_bytes // dtype.itemsize, sum(g.numel() for g in gradients)))
+        buffer = torch.empty(length, dtype=dtype, device=device)
+        for pieces in _filled(gradients, length):
+            _sum_pieces(pieces, buffer, group)
+        for parameter in parameters:
+            mark = _mark_of(parameter)
+            assert mark is not None
+            mark.done(parameter)
+    return sum(map(len, groups.values()))
+
+
+def flat_gradient(parameter: Tensor) -> Tensor:
+    """What this process holds of the gradient (FSDP may have sharded it), as a vector on the same bytes."""
+    gradient: Any = parameter.grad
+    local = (gradient.to_local() if hasattr(gradient, "to_local") else gradient).detach()
+    if not local.is_contiguous():
+        order = sorted(range(local.ndim), key=local.stride, reverse=True)
+        local = local.permute(order)
+    return local.view(-1)
+
+
+@torch.no_grad()
+def _sum_pieces(pieces: list[tuple[Tensor, int, int]], buffer: Tensor, group: TensorGroup) -> None:
+    at = 0
+    for flat, start, stop in pieces:
+        buffer[at : at + stop - start].copy_(flat[start:stop])
+        at += stop - start
+    summed = all_reduce(buffer[:at], group, in_place=True).wait()
+    at = 0
+    for flat, start, stop in pieces:
+        flat[start:stop].copy_(summed[at : at + stop - start])
+        at += stop - start
+
+
+def _filled(gradients: list[Tensor], length: int) -> Iterator[list[tuple[Tensor, int, int]]]:
+    """Flat gradients as (gradient, start, stop), in lists that fill a buffer of ``length`` elements each."""
+    batch: list[tuple[Tensor, int, int]] = []
+    room = length
+    for gradient in gradients:
+        start = 0
+        while start < gradient.numel():
+            stop = min(gradient.numel(), start + room)
+            batch.append((gradient, start, stop))
+            room -= stop - start
+            start = stop
+            if room == 0:
+                yield batch
+                batch, room = [], length
+    if batch:
+        yield batch
+
+
+def _no_mark() -> None:
+    """What a pickled mark becomes; the module that owns the parameter marks it again."""
+
+
+def _mark_of(parameter: Any) -> _Mark | None:
+    return getattr(parameter, "_lowtide_partial", None)
+
+
+def _parameters_of(optimizer: Any) -> Iterator[Tensor]:
+    if isinstance(optimizer, torch.nn.Module):
+        yield from optimizer.parameters()
+        return
+    for group in optimizer.param_groups:
+        yield from group["params"]
+
+
+def _refuse_partial(optimizer: Any, args: Any, kwargs: Any) -> None:
+    """Before any optimizer's step: no gradient that it is about to use may be a part of a sum."""
+    for parameter in _parameters_of(optimizer):
+        mark = _mark_of(parameter)
+        if mark is not None and parameter.grad is not None and (mark.partial or mark.mixed):
+            raise ParallelError(
+                f"optimizer.step() with a gradient that is only this rank's part of a sum (a parameter of shape {tuple(parameter.shape)} "
+                f"shared by {mark.group.size} ranks): call lowtide.parallel.allreduce_sequence_parallel_gradients(optimizer) after backward"
+            )
+
+
+_refuse_partial.registered = False  # type: ignore[attr-defined]
+
+
+def _guard_optimizers() -> None:
+    """Look at the gradients before every optimizer's step; it touches only parameters that are marked."""
+    if not _refuse_partial.registered:  # type: ignore[attr-defined]
+        register_optimizer_step_pre_hook(_refuse_partial)
+        _refuse_partial.registered = True  # type: ignore[attr-defined]

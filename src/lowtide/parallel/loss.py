@@ -1,0 +1,309 @@
+"""Cross entropy over a vocabulary that the ranks share: the logits of one rank are its part of the vocabulary, and never leave it.
+
+Three numbers a token travel, in two all-reduces: its largest logit, then the sum of exponentials and the logit of the target together. For
+backward the logits are kept as they came (2 bytes each in bfloat16, where the softmax would take 4) with one number a token.
+
+The chunked form takes the projection in as well: it goes through the tokens in pieces, and computes a piece's gradient while its logits are
+there, so that neither the logits of all tokens nor, under sequence parallelism, the gathered hidden states ever exist.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn import functional as F
+
+from lowtide.parallel.collectives import Pending, all_reduce, gather, reduce_scatter
+from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.groups import TensorGroup, tensor_group
+from lowtide.parallel.mappings import check_sequence_dimension
+
+_PIECE_ELEMENTS = 2**24  # of logits that are made float32 at a time
+
+
+class _Vocabulary:
+    """This rank's part of the vocabulary, and the arithmetic of cross entropy on it.
+
+    Args:
+        group: the ranks.
+        width: how many tokens this rank's logits are for, padding included.
+        vocabulary: how many tokens there are.
+        label_smoothing: share of the probability that goes to all tokens alike.
+        ignore_index: targets that do not count.
+    """
+
+    def __init__(self, group: TensorGroup, width: int, vocabulary: int | None, label_smoothing: float, ignore_index: int) -> None:
+        self.group = group
+        self.size = vocabulary if vocabulary is not None else width * group.size
+        if not 0 < self.size <= width * group.size:
+            raise ParallelError(
+                f"vocabulary={vocabulary}: {group.size} ranks with logits for {width} tokens each have at most {width * group.size}"
+            )
+        if not 0.0 <= label_smoothing < 1.0:
+            raise ParallelError(f"label_smoothing={label_smoothing}: a share of at least 0 and below 1 is needed")
+        self.start = min(group.rank * width, self.size)
+        self.valid = min(self.start + width, self.size) - self.start
+        self.smoothing = label_smoothing
+        self.ignore_index = ignore_index
+
+    def check(self, target: Tensor) -> None:
+        """Raise a `ParallelError` where a target is no token; on the CPU only, where looking is free."""
+        from torch._subclasses.fake_tensor import FakeTensor
+
+        if target.device.type != "cpu" or isinstance(target, FakeTensor):
+            return
+        bad = (target != self.ignore_index) & ((target < 0) | (target >= self.size))
+        if bad.any():
+            raise ParallelError(
+                f"target {int(target[bad][0])} is not a token of a vocabulary of {self.size}; targets that do not count are {self.ignore_index}"
+            )
+
+    def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
+        """For each target its column here, and whether it has one."""
+        mine = (target >= self.start) & (target < self.start + self.valid)
+        return (target - self.start).masked_fill(~mine, 0), mine
+
+    def losses(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
+        """Loss and log of the sum of exponentials of each row of float32 (or wider) ``logits``, (rows, valid)."""
+        column, mine = self.places(target)
+        if self.valid:
+            largest = logits.amax(-1)
+            hit = logits.gather(-1, column.unsqueeze(-1)).squeeze(-1).masked_fill(~mine, 0)
+        else:
+            largest = logits.new_full(target.shape, float("-inf"))
+            hit = logits.new_zeros(target.shape)
+        largest = all_reduce(largest, self.group, op="max", in_place=True).wait()
+        parts = [(logits - largest.unsqueeze(-1)).exp_().sum(-1), hit]
+        if self.smoothing:
+            parts.append(logits.sum(-1))
+        parts = all_reduce(torch.stack(parts), self.group, in_place=True).wait()
+        total = largest + parts[0].log()
+        loss = total - parts[1]
+        if self.smoothing:
+            loss = (1 - self.smoothing) * loss + self.smoothing * (total - parts[2] / self.size)
+        return loss.masked_fill(target == self.ignore_index, 0), total
+
+    def gradient_(self, logits: Tensor, target: Tensor, total: Tensor, scale: Tensor) -> Tensor:
+        """The loss's gradient by ``logits``, which it overwrites; ``scale`` is the gradient by each row's loss."""
+        if not self.valid:
+            return logits
+        column, mine = self.places(target)
+        logits.sub_(total.unsqueeze(-1)).exp_()
+        if self.smoothing:
+            logits.sub_(self.smoothing / self.size)
+        logits.scatter_add_(-1, column.unsqueeze(-1), (mine.to(logits.dtype) * (self.smoothing - 1)).unsqueeze(-1))
+        return logits.mul_(scale.masked_fill(target == self.ignore_index, 0).unsqueeze(-1))
+
+
+class _CrossEntropy(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, logits: Tensor, target: Tensor, part: _Vocabulary) -> Tensor:
+        rows, labels = logits.reshape(-1, logits.shape[-1]), target.reshape(-1)
+        wide = torch.promote_types(logits.dtype, torch.float32)
+        losses = torch.empty(labels.shape, dtype=wide, device=logits.device)
+        totals = torch.empty_like(losses)
+        for piece in _pieces(rows):
+            losses[piece], totals[piece] = part.losses(rows[piece, : part.valid].to(wide), labels[piece])
+        ctx.part = part
+        ctx.save_for_backward(logits, target, totals)
+        return losses.view(target.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        logits, target, totals = ctx.saved_tensors
+        rows, labels, scale = logits.reshape(-1, logits.shape[-1]), target.reshape(-1), grad.reshape(-1)
+        result = torch.zeros_like(rows) if ctx.part.valid < rows.shape[-1] else torch.empty_like(rows)
+        for piece in _pieces(rows):
+            part = rows[piece, : ctx.part.valid].to(totals.dtype, copy=True)
+            result[piece, : ctx.part.valid] = ctx.part.gradient_(part, labels[piece], totals[piece], scale[piece])
+        return result.view(logits.shape), None, None
+
+
+def _pieces(rows: Tensor) -> list[slice]:
+    length = max(1, _PIECE_ELEMENTS // max(1, rows.shape[-1]))
+    return [slice(at, at + length) for at in range(0, rows.shape[0], length)]
+
+
+def parallel_cross_entropy(
+    vocab_parallel_logits: Tensor,
+    target: Tensor,
+    label_smoothing: float = 0.0,
+    *,
+    ignore_index: int = -100,
+    vocabulary: int | None = None,
+    tensor_model_parallel_group: Any = None,
+) -> Tensor:
+    """The cross entropy of each token, from logits of which every rank has its part of the vocabulary.
+
+    Args:
+        vocab_parallel_logits: (..., vocabulary / t).
+        target: (...), whole numbers, the same on every rank.
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``, over the whole vocabulary. (neuronx-distributed's smoothing leaves the
+            target out and counts only one rank's part.)
+        ignore_index: the loss of such a target is 0, and so is its gradient.
+        vocabulary: size of the vocabulary without padding, where the last ranks' logits are padded.
+        tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
+
+    Returns:
+        (...), float32 or wider, the same on every rank. It is not reduced: divide its sum by the number of targets that count.
+
+    Raises:
+        ParallelError: shapes do not fit, or a target is no token.
+
+    >>> parallel_cross_entropy(torch.zeros(1, 4), torch.tensor([2])).exp()
+    tensor([4.])
+    """
+    if vocab_parallel_logits.shape[:-1] != target.shape:
+        raise ParallelError(
+            f"logits of shape {tuple(vocab_parallel_logits.shape)} need targets of shape {tuple(vocab_parallel_logits.shape[:-1])}, not {tuple(target.shape)}"
+        )
+    part = _Vocabulary(
+        tensor_group(tensor_model_parallel_group), vocab_parallel_logits.shape[-1], vocabulary, label_smoothing, ignore_index
+    )
+    part.check(target)
+    return _CrossEntropy.apply(vocab_parallel_logits, target, part)  # type: ignore[return-value]
+
+
+class _LinearCrossEntropy(torch.autograd.Function):
+    """The sum of the losses; gradients are made piece by piece while the logits are there."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: _Vocabulary, dimension: int | None, chunks: int,
+        reduce_dtype: torch.dtype | None,
+    ) -> Tensor:  # fmt: skip
+        group = part.group
+        sharded = dimension is not None and group.size > 1
+        rows = (hidden.movedim(dimension, 0) if sharded else hidden).reshape(-1, hidden.shape[-1])  # type: ignore[arg-type]
+        labels = target.movedim(dimension, 0).reshape(group.size, -1) if sharded else target.reshape(1, -1)  # type: ignore[arg-type]
+        wide = torch.promote_types(hidden.dtype, torch.float32)
+        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
+        own_weight, own_bias = weight[: part.valid], None if bias is None else bias[: part.valid]
+        grad_hidden = torch.empty_like(rows) if needs_hidden else None
+        grad_weight = torch.zeros(weight.shape, dtype=wide, device=weight.device) if needs_weight else None
+        grad_bias = torch.zeros(weight.shape[0], dtype=wide, device=weight.device) if needs_bias else None
+        loss = torch.zeros((), dtype=wide, device=hidden.device)
+        length = -(-rows.shape[0] // chunks) if rows.shape[0] else 1
+        pieces = [slice(at, min(at + length, rows.shape[0])) for at in range(0, rows.shape[0], length)]
+
+        def gathered(piece: slice) -> Pending:
+            return gather(rows[piece], group) if sharded else Pending(rows[piece], running=False)
+
+        coming = gathered(pieces[0]) if pieces else None
+        leaving: tuple[slice, Pending] | None = None
+        for number, piece in enumerate(pieces):
+            assert coming is not None
+            inputs = coming.wait()
+            coming = gathered(pieces[number + 1]) if number + 1 < len(pieces) else None
+            wanted = labels[:, piece].reshape(-1)
+            logits = F.linear(inputs, own_weight, own_bias).to(wide)
+            losses, totals = part.losses(logits, wanted)
+            loss += losses.sum()
+            if not (needs_hidden or needs_weight or needs_bias):
+                continue
+            grads = part.gradient_(logits, wanted, totals, torch.ones_like(totals))
+            del logits
+            if grad_bias is not None:
+                grad_bias[: part.valid] += grads.sum(0)
+            grads = grads.to(hidden.dtype)
+            if grad_hidden is not None:
+                _land(leaving, grad_hidden)
+                whole = grads @ own_weight
+                if sharded:
+                    leaving = piece, reduce_scatter(whole, group, 0, reduce_dtype)
+                else:
+                    leaving = piece, all_reduce(whole, group, reduce_dtype, in_place=True)
+            if grad_weight is not None:
+                grad_weight[: part.valid] += grads.t() @ inputs
+        if grad_hidden is not None:
+            _land(leaving, grad_hidden)
+            own_shape = hidden.movedim(dimension, 0).shape if sharded else hidden.shape  # type: ignore[arg-type]
+            grad_hidden = grad_hidden.view(own_shape)
+            grad_hidden = grad_hidden.movedim(0, dimension) if sharded else grad_hidden  # type: ignore[arg-type]
+        ctx.save_for_backward(
+            grad_hidden,
+            None if grad_weight is None else grad_weight.to(weight.dtype),
+            None if grad_bias is None or bias is None else grad_bias.to(bias.dtype),
+        )
+        return loss
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        scaled = [None if saved is None else saved * grad.to(saved.dtype) for saved in ctx.saved_tensors]
+        return (*scaled, None, None, None, None, None)
+
+
+def _land(leaving: tuple[slice, Pending] | None, result: Tensor) -> None:
+    if leaving is not None:
+        result[leaving[0]] = leaving[1].wait()
+
+
+def parallel_linear_cross_entropy(
+    hidden: Tensor,
+    weight: Tensor,
+    target: Tensor,
+    bias: Tensor | None = None,
+    *,
+    chunks: int = 8,
+    reduction: Literal["mean", "sum"] = "mean",
+    label_smoothing: float = 0.0,
+    ignore_index: int = -100,
+    vocabulary: int | None = None,
+    sequence_dimension: int | None = None,
+    reduce_dtype: torch.dtype | None = torch.float32,
+    tensor_model_parallel_group: Any = None,
+) -> Tensor:
+    """The cross entropy of ``hidden @ weight.T``, without the logits of more than one piece of the tokens at a time.
+
+    Gradients are made in forward, while a piece's logits are there: nothing is computed twice, and what is kept for backward has the size of
+    ``hidden`` and ``weight``.
+
+    Args:
+        hidden: (..., width): what goes into the output layer, the same on every rank, or this rank's piece of the sequence.
+        weight: (vocabulary / t, width), this rank's rows of the output layer.
+        target: the tokens, the whole sequence on every rank: (...), or (sequence, batch) or (batch, sequence) under sequence parallelism.
+        bias: (vocabulary / t), this rank's part.
+        chunks: in how many pieces the tokens go through.
+        reduction: ``mean`` over the targets that count, or ``sum``.
+        label_smoothing, ignore_index, vocabulary, tensor_model_parallel_group: as in `parallel_cross_entropy`.
+        sequence_dimension: 0 or 1 where ``hidden`` is a piece of the sequence.
+        reduce_dtype: sum the gradient of ``hidden`` over the ranks in this dtype where it is wider.
+
+    Returns:
+        A number, the same on every rank.
+
+    Raises:
+        ParallelError: shapes do not fit, or a target is no token.
+
+    >>> hidden, weight = torch.zeros(5, 2), torch.ones(4, 2)
+    >>> parallel_linear_cross_entropy(hidden, weight, torch.zeros(5, dtype=torch.long)).exp()
+    tensor(4.)
+    """
+    group = tensor_group(tensor_model_parallel_group)
+    if reduction not in ("mean", "sum"):
+        raise ParallelError(f"reduction={reduction!r}: gradients are made in forward, so the loss is one number: use 'mean' or 'sum'")
+    if chunks < 1:
+        raise ParallelError(f"chunks={chunks}: at least 1 is needed")
+    if sequence_dimension is not None:
+        check_sequence_dimension(sequence_dimension)
+    expected = list(hidden.shape[:-1])
+    if sequence_dimension is not None:
+        expected[sequence_dimension] *= group.size
+    if list(target.shape) != expected:
+        raise ParallelError(
+            f"hidden states of shape {tuple(hidden.shape)} on {group.size} ranks need targets of shape {tuple(expected)}, not {tuple(target.shape)}"
+        )
+    part = _Vocabulary(group, weight.shape[0], vocabulary, label_smoothing, ignore_index)
+    part.check(target)
+    device = hidden.device.type
+    if torch.is_autocast_enabled(device):
+        dtype = torch.get_autocast_dtype(device)
+        hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
+    with torch.autocast(device, enabled=False):
+        loss = _LinearCrossEntropy.apply(hidden, weight, bias, target, part, sequence_dimension, chunks, reduce_dtype)
+    return loss if reduction == "sum" else loss / (target != ignore_index).sum()  # type: ignore[operator, return-value]

@@ -1,0 +1,135 @@
+"""Two streams of random numbers in a tensor-parallel group: one that all ranks share, and one of each rank's own.
+
+What every rank holds (the residual stream without sequence parallelism) must be dropped alike on all of them; what they share out (a piece
+of the sequence, a rank's attention heads) must not be. The shared stream is PyTorch's own generator, seeded alike on every rank.
+`RandomTracker.per_rank` switches to a stream that is *derived* from the shared one and the rank: there is no second state to save, and
+whatever puts the generator back (a recomputation by lowtide or by ``torch.utils.checkpoint``, a resumed run) puts both streams back.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import broadcast
+
+from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.groups import TensorGroup, tensor_group
+from lowtide.private import without_modes
+
+
+class RandomTracker:
+    """The random streams of one rank.
+
+    Args:
+        group: see `lowtide.parallel.tensor_group`.
+        device: whose generator.
+
+    Example:
+        >>> tracker = RandomTracker()
+        >>> with tracker.per_rank():
+        ...     mask = torch.rand(3) < 0.9
+    """
+
+    def __init__(self, group: Any = None, device: torch.device | str = "cpu") -> None:
+        self.group: TensorGroup = tensor_group(group)
+        self.device = torch.device(device)
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """Random numbers in the block are the same on every rank, if the streams were the same before. This is what holds outside, too."""
+        yield
+
+    @contextmanager
+    def per_rank(self) -> Iterator[None]:
+        """Random numbers in the block are this rank's own. The shared stream moves on by one step, alike on every rank.
+
+        In a group of one the block draws from the shared stream as if it were not there.
+        """
+        if self.group.size == 1 or self.device.type == "meta":
+            yield
+            return
+        with without_modes():
+            state = _get(self.device)
+            _seed(self.device, state, self.group.rank + 1)
+        try:
+            yield
+        finally:
+            with without_modes():
+                _seed(self.device, state, 0)
+
+    def synchronize(self) -> None:
+        """Make every rank's shared stream that of the group's first rank. A collective: every rank calls it."""
+        if self.group.size == 1:
+            return
+        state = _get(self.device).clone()
+        on_device = state.to(self.device)
+        broadcast(on_device, self.group.global_rank(0), group=self.group.process_group)
+        _set(self.device, on_device.cpu())
+
+
+class ParallelDropout(nn.Module):
+    """Dropout that is right on what the ranks hold alike and on what they share out; its mask takes one byte an element.
+
+    Args:
+        probability: of an element to be dropped.
+        sharded: the input is this rank's own part (a piece of the sequence, its heads), so each rank draws its own mask. Without it the
+            input is the same on every rank, and so is the mask.
+        group: see `lowtide.parallel.tensor_group`.
+
+    Raises:
+        ParallelError: the probability is not in [0, 1).
+
+    >>> ParallelDropout(0.5, sharded=True).eval()(torch.ones(2)).tolist()
+    [1.0, 1.0]
+    """
+
+    def __init__(self, probability: float, sharded: bool = False, group: Any = None) -> None:
+        super().__init__()
+        if not 0.0 <= probability < 1.0:
+            raise ParallelError(f"probability={probability}: a probability of at least 0 and below 1 is needed")
+        self.probability = probability
+        self.sharded = sharded
+        self.group = tensor_group(group)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """Drop elements in training mode, scaling the others up."""
+        if not self.training or self.probability == 0.0:
+            return x
+        if not self.sharded:
+            return torch.native_dropout(x, self.probability, True)[0]
+        with RandomTracker(self.group, x.device).per_rank():
+            return torch.native_dropout(x, self.probability, True)[0]
+
+    def extra_repr(self) -> str:
+        return f"{self.probability}, sharded={self.sharded}"
+
+
+def _generator(device: torch.device) -> Any:
+    return torch if device.type == "cpu" else torch.get_device_module(device.type)
+
+
+def _get(device: torch.device) -> Tensor:
+    return torch.get_rng_state() if device.type == "cpu" else _generator(device).get_rng_state(device)
+
+
+def _set(device: torch.device, state: Tensor) -> None:
+    if device.type == "cpu":
+        torch.set_rng_state(state)
+    else:
+        _generator(device).set_rng_state(state, device)
+
+
+def _seed(device: torch.device, state: Tensor, stream: int) -> None:
+    """Seed the generator from a state and the number of a stream."""
+    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=stream.to_bytes(8, "little")).digest()
+    seed = int.from_bytes(digest, "little") >> 1
+    if device.type == "cpu":
+        torch.default_generator.manual_seed(seed)
+    else:
+        with torch.get_device_module(device.type).device(device):
+            torch.get_device_module(device.type).manual_seed(seed)

@@ -1,0 +1,230 @@
+"""Every combination of the layers' options, on real processes, against the unsharded layers: outputs, every parameter's and input's gradient.
+
+The whole grid runs in one process group for each number of ranks. What a rank holds is put together again with the collectives of
+``torch.distributed`` itself, and the unsharded rival is made of ``torch.nn`` alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import needs_gloo, on_ranks
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from lowtide import parallel as lp
+
+pytestmark = needs_gloo
+TOLERANCE = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
+SEQUENCE, BATCH, WIDTH = 8, 3, 8
+
+
+@dataclass(frozen=True)
+class Case:
+    """One cell of the grid: a column-parallel layer, GELU, a row-parallel layer, perhaps a norm before and a dropped part."""
+
+    dtype: torch.dtype
+    bias: bool = True
+    sequence: int | None = None
+    stride: int = 1
+    skip_bias_add: bool = False
+    hidden: int = 16
+    pad: bool = False
+    norm: str = ""
+    frozen: str = ""
+    input_grad: bool = True
+    gather_output: bool = False
+    input_is_parallel: bool = True
+    reduce_output: bool = True
+    master: bool = False
+    siblings: int = 1
+    batch: int = BATCH
+
+
+def grid() -> list[Case]:
+    """Several hundred cells."""
+    cells: list[Case] = []
+    for dtype in TOLERANCE:
+        for bias, sequence, stride, skip in itertools.product((True, False), (None, 0, 1), (1, 2), (False, True)):
+            cells.append(Case(dtype, bias, sequence, stride, skip))
+        for sequence, frozen, grad in itertools.product((None, 0, 1), ("", "up", "down", "both"), (True, False)):
+            if frozen != "both" or grad:
+                cells.append(Case(dtype, sequence=sequence, frozen=frozen, input_grad=grad))
+        for sequence, norm, siblings in itertools.product((None, 0, 1), ("layer", "rms", "layer without shift"), (1, 3)):
+            cells.append(Case(dtype, sequence=sequence, norm=norm, siblings=siblings))
+        for bias, hidden, sequence, skip in itertools.product((True, False), (10, 13, 3), (None, 0, 1), (False, True)):
+            cells.append(Case(dtype, bias, sequence, 1, skip, hidden, pad=True))
+        for bias, skip, hidden, parallel in itertools.product((True, False), (False, True), (16, 13), (False, True)):
+            if not parallel:
+                cells.append(Case(dtype, bias, None, 1, skip, hidden, pad=hidden == 13, gather_output=True, input_is_parallel=False))
+        for skip, master in itertools.product((False, True), (False, True)):
+            cells.append(Case(dtype, skip, None, 1, skip, reduce_output=False, master=master))
+        for sequence, batch in itertools.product((0, 1), (1, 2)):
+            cells.append(Case(dtype, sequence=sequence, batch=batch, siblings=2))
+    return list(dict.fromkeys(cells))
+
+
+class Whole(nn.Module):
+    """The unsharded rival, with the parallel layers' own initial values."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        self.norm = nn.Identity()
+        if case.norm == "rms":
+            self.norm = nn.RMSNorm(WIDTH, eps=1e-6, dtype=case.dtype)
+        elif case.norm:
+            self.norm = nn.LayerNorm(WIDTH, bias="without" not in case.norm, dtype=case.dtype)
+        self.ups = nn.ModuleList(nn.Linear(WIDTH, case.hidden, case.bias, dtype=torch.float64) for _ in range(case.siblings))
+        self.down = nn.Linear(case.hidden, WIDTH, case.bias, dtype=torch.float64)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(x)
+        hidden = torch.stack([F.gelu(up(x)) for up in self.ups]).prod(0)
+        return self.down(hidden)
+
+
+class Shared(nn.Module):
+    """The same on the parallel layers."""
+
+    def __init__(self, case: Case) -> None:
+        super().__init__()
+        self.case = case
+        sp: dict[str, Any] = {"sequence_parallel_enabled": case.sequence is not None}
+        both: dict[str, Any] = {**sp, "sequence_dimension": case.sequence, "dtype": case.dtype, "pad": case.pad}
+        both |= {"stride": case.stride, "skip_bias_add": case.skip_bias_add}
+        self.norm = nn.Identity()
+        if case.norm == "rms":
+            self.norm = lp.RMSNorm(WIDTH, dtype=case.dtype, **sp)
+        elif case.norm:
+            self.norm = lp.LayerNorm(WIDTH, bias="without" not in case.norm, dtype=case.dtype, **sp)
+        self.ups = nn.ModuleList(
+            lp.ColumnParallelLinear(WIDTH, case.hidden, case.bias, case.gather_output, keep_master_weight=case.master, **both)
+            for _ in range(case.siblings)
+        )
+        self.down = lp.RowParallelLinear(
+            case.hidden, WIDTH, case.bias, case.input_is_parallel, reduce_output=case.reduce_output, **both
+        )  # fmt: skip
+
+    def forward(self, x: Tensor) -> Tensor:
+        case = self.case
+        if case.sequence is not None:
+            x = lp.scatter_to_sequence_parallel_region(x, case.sequence)
+        x = self.norm(x)
+        ups = lp.column_parallel(x, list(self.ups)) if case.siblings > 1 else (self.ups[0](x),)  # pyright: ignore
+        hidden = torch.stack([F.gelu(u[0] if u[1] is None else u[0] + u[1]) if case.skip_bias_add else F.gelu(u) for u in ups]).prod(0)
+        out = self.down(hidden)
+        bias = None
+        if case.skip_bias_add:
+            out, bias = out
+        if not case.reduce_output:
+            out = lp.reduce_from_tensor_model_parallel_region(out)
+        if bias is not None:
+            out = out + bias
+        if case.sequence is not None:
+            out = lp.gather_from_sequence_parallel_region(out, case.sequence, to_model_parallel=False)
+        return out
+
+
+def gathered(module: lp.layers.ParallelModule, name: str, tensor: Tensor) -> Tensor:  # pyright: ignore
+    """The whole of a parameter or of its gradient, from every rank's part, with ``torch.distributed`` alone."""
+    where = module.partitions[name]
+    if where.dimension is None or dist.get_world_size() == 1:
+        return tensor.detach().clone()
+    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    dist.all_gather(parts, tensor.detach().contiguous())
+    length, t = where.shape[where.dimension], dist.get_world_size()
+    cut = [part.chunk(where.stride, where.dimension) for part in parts]
+    whole = torch.cat([cut[rank][block] for block in range(where.stride) for rank in range(t)], where.dimension)
+    assert whole.narrow(where.dimension, length, whole.shape[where.dimension] - length).abs().sum() == 0, "padding was trained"
+    return whole.narrow(where.dimension, 0, length)
+
+
+def pairs(shared: Shared, whole: Whole) -> Iterator[tuple[str, Any, str, nn.Parameter]]:
+    """Each parameter of the parallel model with its rival."""
+    modules: list[tuple[Any, Any, str]] = [(shared.down, whole.down, "down")]
+    modules += [(up, rival, f"up {k}") for k, (up, rival) in enumerate(zip(shared.ups, whole.ups, strict=True))]
+    if shared.case.norm:
+        modules.append((shared.norm, whole.norm, "norm"))
+    for module, rival, label in modules:
+        for name, parameter in module.named_parameters():
+            yield f"{label}.{name}", (module, name, parameter), label, getattr(rival, name)
+
+
+def distance(a: Tensor, b: Tensor) -> float:
+    """Relative to the norm of ``b``."""
+    return float((a.double() - b.double()).norm() / b.double().norm().clamp_min(1e-30))
+
+
+def check(case: Case) -> list[str]:
+    torch.manual_seed(0)
+    shared = Shared(case)
+    whole = Whole(case)
+    faults: list[str] = []
+    for label, (module, name, parameter), part, rival in pairs(shared, whole):
+        rival.data = gathered(module, name, parameter).to(rival.dtype)
+        trained = not ((case.frozen == "both" and name == "weight") or part.split()[0] == case.frozen)
+        parameter.requires_grad_(trained)
+        rival.requires_grad_(trained)
+        checked = case.master and name == "weight" and part.startswith("up")
+        if checked and not torch.equal(module.master_weight.double(), rival.data.double()):
+            faults.append(f"{label}: master weight")
+    shape = (case.batch, SEQUENCE, WIDTH) if case.sequence == 1 else (SEQUENCE, case.batch, WIDTH)
+    generator = torch.Generator().manual_seed(1)
+    x = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+    gradient = torch.randn(shape, generator=generator, dtype=torch.float64).to(case.dtype)
+    own, other = x.clone().requires_grad_(case.input_grad), x.clone().requires_grad_(case.input_grad)
+    out, expected = shared(own), whole.to(case.dtype)(other)
+    if not out.requires_grad:
+        return [*faults, "nothing to train"]
+    out.backward(gradient)
+    expected.backward(gradient)
+    lp.allreduce_sequence_parallel_gradients(shared, buffer_bytes=64)
+    tolerance = TOLERANCE[case.dtype]
+
+    def compare(label: str, a: Tensor | None, b: Tensor | None) -> None:
+        if (a is None) != (b is None):
+            faults.append(f"{label}: {'no' if a is None else 'a'} gradient")
+        elif a is not None and b is not None and (a.dtype is not b.dtype or a.shape != b.shape or not distance(a, b) <= tolerance):
+            faults.append(f"{label}: {a.dtype} {tuple(a.shape)} {tuple(b.shape)} off by {distance(a, b):.1e}")
+
+    compare("output", out.detach(), expected.detach())
+    compare("input", own.grad, other.grad)
+    for label, (module, name, parameter), _, rival in pairs(shared, whole):
+        compare(label, None if parameter.grad is None else gathered(module, name, parameter.grad), rival.grad)
+    return faults
+
+
+def run_grid(cells: list[Case]) -> list[str]:
+    return [f"{asdict(case)}: {fault}" for case in cells for fault in check(case)]
+
+
+@pytest.mark.parametrize("size", [1, 2, 4])
+def test_every_option(size: int) -> None:
+    cells = grid()
+    if size == 4:
+        cells = [case for case in cells if not (case.hidden == 3 and case.stride > 1)]
+    assert len(cells) >= 300
+    for rank, faults in enumerate(on_ranks(size, run_grid, cells)):
+        assert not faults, f"rank {rank}: {len(faults)} faults\n" + "\n".join(faults[:12])
+
+
+def test_the_grid_sees_a_missing_sum() -> None:
+    """The comparison is one that can fail: without the sum of the partial gradients it does."""
+    assert all(on_ranks(2, without_sum))
+
+
+def without_sum() -> bool:
+    keep: Callable[..., Any] = lp.allreduce_sequence_parallel_gradients
+    lp.allreduce_sequence_parallel_gradients = lambda *_, **__: 0  # type: ignore[assignment]
+    try:
+        faults = check(Case(torch.float64, sequence=0, norm="layer"))
+    finally:
+        lp.allreduce_sequence_parallel_gradients = keep
+    return any("norm.weight" in fault for fault in faults) and any("down.bias" in fault for fault in faults)
