@@ -13,6 +13,7 @@ import typer
 from lowtide import __version__
 from lowtide.errors import LowtideError
 from lowtide.estimate.command import estimate_command
+from lowtide.estimate.simulate_command import simulate_command
 from lowtide.estimate.suggest_command import suggest_command
 
 # torch and everything on top of it is imported inside the commands, so that --help and --version answer at once.
@@ -190,6 +191,7 @@ def plan(
 
 
 app.command("estimate")(estimate_command)
+app.command("simulate")(simulate_command)
 app.command("suggest")(suggest_command)
 
 

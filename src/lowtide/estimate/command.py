@@ -132,7 +132,7 @@ def estimate_command(
     brief: Brief = False,
 ) -> None:
     """Estimate bytes, FLOPs and traffic of a training step by closed formulas. No GPU, no torch."""
-    given = {name: value for name, value in locals().items() if name in _SETTINGS and value is not None}
+    given = {name: value for name, value in locals().items() if name in SETTINGS and value is not None}
     found = make(
         model, given, config=config, as_published=as_published, recompute=recompute, iteration_time=iteration_time, peak_tflops=peak_tflops,
         device=device, memory=memory,
@@ -155,7 +155,7 @@ def estimate_command(
         render.show(found, Console(), stage, lines=not brief)
 
 
-_SETTINGS = frozenset({
+SETTINGS = frozenset({
     "layers", "hidden", "heads", "kv_heads", "head_width", "ffn", "vocab", "mlp", "norm", "positions", "bias", "tied", "seq", "micro_batch",
     "global_batch", "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "attention", "dropout", "dtype", "gradient_dtype", "optimizer",
     "offload_optimizer", "partition_activations", "offload_activations", "chunked_loss", "loss_chunks", "unfused_mlp", "keep_output_tensors",
