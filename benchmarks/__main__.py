@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-NAMES = ("estimate_speed", "planning_time", "versus_checkpoint", "accuracy", "op_sweep", "report")
+NAMES = ("estimate_speed", "estimate_scale", "planning_time", "versus_checkpoint", "accuracy", "op_sweep", "report")
 
 
 def main(names: list[str]) -> int:

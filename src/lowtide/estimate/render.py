@@ -13,6 +13,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.budget import format_bytes
+from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.lines import KINDS, Stage
 from lowtide.estimate.suggest import Suggestions
@@ -155,7 +156,7 @@ def plot(found: Estimate, path: Path) -> None:
         bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
     if found.config.memory_bytes is not None:
         axes.axhline(found.config.memory_bytes / 2**30, color="tab:red", linestyle="--", label="memory of a device")
-    axes.set(xlabel="pipeline stage", ylabel="GiB on one device", title=title(found))
+    axes.set(xlabel="pipeline stage", ylabel="GiB on one device", title=title(found.config))
     axes.set_xticks(_ticks(places))
     axes.set_xlim(-1, len(places))
     axes.set_ylim(0, 1.15 * max([*bottom, (found.config.memory_bytes or 0) / 2**30]))
@@ -171,10 +172,9 @@ def _ticks(places: Sequence[int]) -> list[int]:
     return list(places[::step])
 
 
-def title(found: Estimate) -> str:
+def title(config: Config) -> str:
     """One line that says what was estimated."""
-    config = found.config
-    parts = [f"{found.parameters / 1e9:.3g} B parameters", f"s={config.seq}", f"b={config.micro_batch}", f"t={config.tp}"]
+    parts = [f"{config.model.parameters() / 1e9:.3g} B parameters", f"s={config.seq}", f"b={config.micro_batch}", f"t={config.tp}"]
     if config.sequence_parallel:
         parts.append("sequence parallel")
     if config.pp > 1:

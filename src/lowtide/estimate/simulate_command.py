@@ -15,7 +15,8 @@ from lowtide.estimate.command import parse_recompute
 from lowtide.estimate.errors import EstimateError
 
 Stages = Annotated[
-    str | None, typer.Option("--stage", help="Pipeline stages: 0, or 0,3,7, or all. [default: the first, one inside, the last]", show_default=False)
+    str | None,
+    typer.Option("--stage", help="Pipeline stages: 0, or 0,3,7, or all. [default: the first, one inside, the last]", show_default=False),
 ]
 
 
@@ -52,9 +53,13 @@ def simulate_command(
     as_published: options.AsPublished = False,
     config: options.ConfigFile = None,
     stage: Stages = None,
-    policy: Annotated[str | None, typer.Option(help="keep_all, full, sqrt or selective as lowtide.plan does them.", show_default=False)] = None,
+    policy: Annotated[
+        str | None, typer.Option(help="keep_all, full, sqrt or selective as lowtide.plan does them.", show_default=False)
+    ] = None,
     budget: Annotated[str | None, typer.Option(help="Plan every stage to stay below this (40GiB).", show_default=False)] = None,
-    device: Annotated[str | None, typer.Option(help="Whose speed the plans for a budget weigh. [default: a100]", show_default=False)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Whose speed the plans for a budget weigh. [default: a100]", show_default=False)
+    ] = None,
     fresh_gradients: Annotated[bool, typer.Option("--fresh-gradients", help="The first backward makes the gradients.")] = False,
     transformers: Annotated[
         bool, typer.Option("--transformers", help="A Hugging Face configuration as transformers builds it (--tp 1 --pp 1).")
@@ -141,5 +146,3 @@ def _bar(stack: ExitStack) -> Callable[[str, int, int], None]:
         bar.update(task, description=f"tracing {what}" if what != "simulating" else what, completed=done, total=count)
 
     return tell
-
-

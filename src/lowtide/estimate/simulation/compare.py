@@ -100,10 +100,14 @@ def name_of(config: Config, op: Any, output: int, size: int) -> str:
     if "native_layer_norm" in name or name == "_fused_rms_norm":
         if output > 0:
             return STATISTICS
-        return {"block.norm1": "input of the q, k, v projection", "block.norm2": "input of the MLP"}.get(module, "input of the output layer")
+        return {"block.norm1": "input of the q, k, v projection", "block.norm2": "input of the MLP"}.get(
+            module, "input of the output layer"
+        )
     if "norm" in module:
         if name in ("mul", "_to_copy") and size <= config.tokens * config.model.hidden * config.element_bytes // config.replication:
-            return {"block.norm1": "input of the q, k, v projection", "block.norm2": "input of the MLP"}.get(module, "input of the output layer")
+            return {"block.norm1": "input of the q, k, v projection", "block.norm2": "input of the MLP"}.get(
+                module, "input of the output layer"
+            )
         return NORM_COPIES
     for pattern, what in _NAMES:
         if re.search(pattern, f"{module}:{name}:{output}"):
@@ -163,7 +167,9 @@ def comparison(config: Config, stage: Stage, held: dict[str, int]) -> list[Row]:
     for name, size in held.items():
         traced[_merged_trace(name, closed)] += size
     names = [*closed, *(name for name in traced if name not in closed)]
-    return [Row(name, closed.get(name, 0), traced.get(name, 0), _why(config, name, traced.get(name, 0) - closed.get(name, 0))) for name in names]
+    return [
+        Row(name, closed.get(name, 0), traced.get(name, 0), _why(config, name, traced.get(name, 0) - closed.get(name, 0))) for name in names
+    ]
 
 
 def _merged_trace(name: str, closed: dict[str, int]) -> str:

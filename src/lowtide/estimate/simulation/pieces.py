@@ -61,6 +61,9 @@ class Piece(nn.Module):
         layers: how many; the configuration's share of a chunk where ``None``.
     """
 
+    cos: Tensor
+    sin: Tensor
+
     def __init__(self, config: Config, *, first: bool, last: bool, group: Any = None, layers: int | None = None) -> None:
         super().__init__()
         count = config.model.layers // (config.pp * config.interleave) if layers is None else layers

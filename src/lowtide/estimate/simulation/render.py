@@ -98,4 +98,3 @@ def plot_timeline(found: StepSimulation, path: Path) -> None:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise EstimateError(f"cannot write --plot={str(path)!r}: {error}") from error
-

@@ -151,7 +151,14 @@ def simulate(
                     progress(_words(first, last), done, len(ways) * len(kinds))
                 pair.append(
                     trace_chunk(
-                        config, first=first, last=last, with_gradients=with_gradients, group=group, device=device, scratch=scratch, build=build
+                        config,
+                        first=first,
+                        last=last,
+                        with_gradients=with_gradients,
+                        group=group,
+                        device=device,
+                        scratch=scratch,
+                        build=build,
                     )
                 )
                 done += 1
@@ -171,7 +178,9 @@ def simulate(
 def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
     for name in ("offload_optimizer", "offload_activations", "partition_activations", "zero"):
         if getattr(config, name):
-            raise EstimateError(f"simulate traces a step without --{name.replace('_', '-')}: estimate has it in closed form; leave it out here")
+            raise EstimateError(
+                f"simulate traces a step without --{name.replace('_', '-')}: estimate has it in closed form; leave it out here"
+            )
     if isinstance(config.recompute, int):
         raise EstimateError(f"simulate --recompute={config.recompute}: choose none, selective, full or sqrt, or give --budget")
     if build is not None and (config.tp > 1 or config.pp > 1):
@@ -179,7 +188,9 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
 
 
 def _words(first: bool, last: bool) -> str:
-    return {(True, True): "the whole model", (True, False): "the first chunk", (False, True): "the last chunk"}.get((first, last), "an inner chunk")
+    return {(True, True): "the whole model", (True, False): "the first chunk", (False, True): "the last chunk"}.get(
+        (first, last), "an inner chunk"
+    )
 
 
 def _kinds(config: Config, stage: int) -> list[tuple[bool, bool]]:

@@ -173,7 +173,8 @@ def _one_micro_batch(piece: nn.Module, config: Config, tracer: Tracer, tokens: T
 def _collectives_replay(graph: StepGraph) -> StepGraph:
     """The graph when functional collectives may be recomputed: all ranks of a tensor-parallel group run the same plan."""
     operations = tuple(
-        replace(op, replayable=True, reason="") if op.name.startswith("_c10d_functional.") and not op.replayable else op for op in graph.operations
+        replace(op, replayable=True, reason="") if op.name.startswith("_c10d_functional.") and not op.replayable else op
+        for op in graph.operations
     )
     return replace(graph, operations=operations)
 
