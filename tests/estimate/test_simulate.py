@@ -151,6 +151,7 @@ def test_hugging_face_as_transformers_builds_it() -> None:
         (dict(offload_optimizer=0.5), "--offload-optimizer"),
         (dict(zero=1, dp=2), "--zero"),
         (dict(recompute=4), "--recompute=4"),
+        (dict(dtype="bf16", gradient_dtype="fp32"), "--gradient-dtype=fp32"),
         (dict(mlp="squared-relu", positions="rotary", bias=False), "GPT"),
     ],
 )

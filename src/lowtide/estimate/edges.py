@@ -5,6 +5,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from lowtide.estimate.config import Config
+from lowtide.estimate.layer import AUTOCAST
 from lowtide.estimate.lines import KORTHIKANTI, Line, Term
 from lowtide.estimate.schedule import micro_batches_in_flight
 
@@ -26,7 +27,12 @@ def loss_terms(config: Config) -> list[Term]:
             "loss",
             "the logits of a chunk are recomputed in backward",
         )
+    copies = []
+    if config.dtype == "autocast":
+        size = Fraction(2 * -(-config.model.vocab // config.tp) * config.model.hidden)
+        copies.append(Term("bfloat16 copy of the output layer", size, f"2hv{over_t}", AUTOCAST, "loss"))
     return [
+        *copies,
         Term("input of the last norm", x * hidden, f"{x}sbh{over}", SECTION, "loss"),
         Term("input of the output layer", e * hidden, f"{e}sbh{over}", SECTION, "loss"),
         logits,

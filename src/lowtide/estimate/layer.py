@@ -14,6 +14,7 @@ from lowtide.estimate.config import Config
 from lowtide.estimate.lines import KORTHIKANTI, Term
 
 SECTION = f"{KORTHIKANTI} Sec. 4.1"
+AUTOCAST = "liveness: autocast's casts"
 FUSED = "arXiv 2205.14135 Alg. 1"
 GROUPED = f"{SECTION}; grouped queries: 2305.13245"
 SWIGLU = f"{SECTION}; SwiGLU: 2002.05202"
@@ -71,6 +72,11 @@ def layer_terms(config: Config) -> list[Term]:
     ]
     if config.dropout:
         terms.append(Term("mask of the MLP's dropout", hidden, f"sbh{over}", SECTION, "mlp"))
+    if config.dtype == "autocast":
+        copies = Fraction(2 * model.layer_weight_elements(config.tp))
+        terms.append(
+            Term("bfloat16 copies of the weights", copies, f"2 x matrices{over_t}", AUTOCAST, "mlp", "each product keeps the copy it read")
+        )
     return terms
 
 

@@ -117,8 +117,16 @@ class Shape:
         """Parameters of one layer that tensor parallelism splits, on one rank: the matrices and the column-parallel biases."""
         kv_width = kv_heads_per_rank(self.kv_heads, tp) * self.head_width
         queries, ffn = self.query_width // tp, self.ffn // tp
-        matrices = self.hidden * (2 * queries + 2 * kv_width + self.mlp_matrices * ffn)
-        return matrices + (queries + 2 * kv_width if self.qkv_bias else 0) + ((self.mlp_matrices - 1) * ffn if self.bias else 0)
+        return (
+            self.layer_weight_elements(tp)
+            + (queries + 2 * kv_width if self.qkv_bias else 0)
+            + ((self.mlp_matrices - 1) * ffn if self.bias else 0)
+        )
+
+    def layer_weight_elements(self, tp: int = 1) -> int:
+        """Elements of one layer's matrices on one rank."""
+        kv_width = kv_heads_per_rank(self.kv_heads, tp) * self.head_width
+        return self.hidden * (2 * self.query_width // tp + 2 * kv_width + self.mlp_matrices * self.ffn // tp)
 
     def layer_shared_parameters(self) -> int:
         """Parameters of one layer that every tensor-parallel rank holds: norms and the biases behind a reduction."""

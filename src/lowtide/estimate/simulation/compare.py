@@ -87,16 +87,22 @@ def held_by_name(config: Config, chunk: Chunk) -> dict[str, int]:
         if made is None or position[made] >= split:
             continue
         if until.get(storage.id, end) >= split:
-            found[name_of(config, graph.operations[made], outputs[made].index(storage.id), storage.bytes)] += storage.bytes
+            op = graph.operations[made]
+            reads_weight = any(graph.storages[graph.values[value].storage].kind == "parameter" for value in op.reads)
+            found[name_of(config, op, outputs[made].index(storage.id), storage.bytes, reads_weight)] += storage.bytes
     return dict(found)
 
 
-def name_of(config: Config, op: Any, output: int, size: int) -> str:
+def name_of(config: Config, op: Any, output: int, size: int, reads_weight: bool) -> str:
     """What a storage is, by the operation that made it."""
     module = re.sub(r"^(?:\w+\.)*?(?:blocks|layers|h)\.\d+\.?", "block.", op.module).rstrip(".")
     name = op.name.removeprefix("aten.").split(".")[0]
     if size <= 8 * config.tokens:
         return STATISTICS if "norm" in module else "log-sum-exp of the scores" if "attention" in name else REST
+    if name == "_to_copy" and module.split(".")[-1] in _LINEAR:
+        if reads_weight:
+            return "bfloat16 copy of the output layer" if module == "head" else "bfloat16 copies of the weights"
+        return _LINEAR[module.split(".")[-1]]
     if "native_layer_norm" in name or name == "_fused_rms_norm":
         if output > 0:
             return STATISTICS
@@ -116,6 +122,19 @@ def name_of(config: Config, op: Any, output: int, size: int) -> str:
         return "residual stream"
     return f"{name} in {module or 'the model'}"
 
+
+_LINEAR = {
+    "qkv": "input of the q, k, v projection",
+    "q": "input of the q, k, v projection",
+    "k": "input of the q, k, v projection",
+    "v": "input of the q, k, v projection",
+    "out": "input of the output projection",
+    "up": "input of the MLP",
+    "gate": "input of the MLP",
+    "down": "input of the MLP's last layer",
+    "head": "input of the output layer",
+}
+"""What a linear layer's cast of its input is a copy of."""
 
 _NAMES = (
     (r"core\.dropout:native_dropout:1", "mask of softmax's dropout"),
@@ -181,6 +200,8 @@ def _merged_trace(name: str, closed: dict[str, int]) -> str:
 def _why(config: Config, name: str, difference: int) -> str:
     if difference == 0:
         return ""
+    if config.chunked_loss and name in ("logits in float32", "loss and its chunks' sums") and config.tp == 1:
+        return "the model keeps the logits of every chunk unless a plan recomputes them: give --policy or --budget"
     if name in WHY:
         return WHY[name]
     if name == "residual stream":

@@ -183,6 +183,10 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
             )
     if isinstance(config.recompute, int):
         raise EstimateError(f"simulate --recompute={config.recompute}: choose none, selective, full or sqrt, or give --budget")
+    if config.gradient_dtype != "auto" and config.gradient_bytes != config.weight_bytes:
+        raise EstimateError(
+            f"simulate --gradient-dtype={config.gradient_dtype}: autograd sums gradients in the weights' dtype ({config.dtype}); leave it out here"
+        )
     if build is not None and (config.tp > 1 or config.pp > 1):
         raise EstimateError("a model of one's own is simulated at --tp 1 --pp 1")
 

@@ -122,10 +122,9 @@ def trace_chunk(
         stack.enter_context(default_dtype(DTYPES[config.dtype]))
         stack.enter_context(mode)
         piece = build() if build is not None else Piece(config, first=first, last=last, group=group)
-        gradients = torch.float32 if config.gradient_dtype == "fp32" else None
         if with_gradients:
             for parameter in piece.parameters():
-                parameter.grad = torch.empty_like(parameter, dtype=gradients or parameter.dtype)
+                parameter.grad = torch.empty_like(parameter)
         with private.without_fake_mode():
             tokens = torch.zeros(config.micro_batch, config.seq, dtype=torch.long) if first else None
             targets = torch.zeros(config.micro_batch, config.seq, dtype=torch.long) if last else None
