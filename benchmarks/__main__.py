@@ -5,7 +5,16 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-NAMES = ("planning_time", "versus_checkpoint", "accuracy", "op_sweep", "host_optimizer", "report")
+NAMES = (
+    "estimate_speed",
+    "estimate_scale",
+    "planning_time",
+    "versus_checkpoint",
+    "accuracy",
+    "op_sweep",
+    "host_optimizer",
+    "report",
+)
 
 
 def main(names: list[str]) -> int:

@@ -65,7 +65,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("plan", "trace"):  # each is a room and a verb
+    if name in ("estimate", "plan", "trace"):  # rooms; the last two are verbs too
         return import_module(f"lowtide.{name}")
     if name == "policies":
         return import_module("lowtide.plan.policies")

@@ -12,6 +12,9 @@ import typer
 
 from lowtide import __version__
 from lowtide.errors import LowtideError
+from lowtide.estimate.command import estimate_command
+from lowtide.estimate.simulate_command import simulate_command
+from lowtide.estimate.suggest_command import suggest_command
 
 # torch and everything on top of it is imported inside the commands, so that --help and --version answer at once.
 
@@ -192,6 +195,11 @@ def plan(
         _write_text(json_file, made.to_json())
     if not quiet:
         typer.echo(str(made))
+
+
+app.command("estimate")(estimate_command)
+app.command("simulate")(simulate_command)
+app.command("suggest")(suggest_command)
 
 
 def _budget(budget: str | None, policy: str | None) -> str | None:

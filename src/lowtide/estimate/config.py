@@ -1,0 +1,350 @@
+"""What is estimated: a model, and how it is trained. Checked as a whole, so that what follows can rely on it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any, Literal
+
+from lowtide.estimate.errors import EstimateError, divisors, unknown
+from lowtide.estimate.hugging_face import read_hugging_face, read_json
+from lowtide.estimate.presets import PAPER, Preset, changed, preset
+from lowtide.estimate.shape import Shape, check_size, kv_heads_per_rank
+
+Recompute = Literal["none", "selective", "full", "sqrt"] | int
+Dtype = Literal["bf16", "fp16", "fp32", "autocast"]
+Optimizer = Literal["adam", "adamw", "momentum", "sgd"]
+
+OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
+"""Float32 tensors that an optimizer keeps per parameter, master weights not counted."""
+
+_CHOICES: dict[str, tuple[Any, ...]] = {
+    "zero": (0, 1, 2, 3),
+    "attention": ("unfused", "fused"),
+    "dtype": ("bf16", "fp16", "fp32", "autocast"),
+    "gradient_dtype": ("auto", "bf16", "fp16", "fp32"),
+    "optimizer": tuple(OPTIMIZER_STATES),
+}
+_SIZES = {
+    "seq": 1 << 30,
+    "micro_batch": 1 << 20,
+    "tp": 1 << 14,
+    "pp": 1 << 14,
+    "interleave": 1 << 10,
+    "dp": 1 << 20,
+    "loss_chunks": 1 << 20,
+}
+_SWITCHES = (
+    "sequence_parallel", "partition_activations", "offload_activations", "chunked_loss", "unfused_mlp", "keep_output_tensors",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Config:
+    """A model and how it is trained; each setting is also a flag of ``lowtide estimate``.
+
+    Attributes:
+        model: the shape.
+        seq: tokens in a sequence (s); the model's longest where it is 0.
+        micro_batch: sequences in a micro-batch (b).
+        global_batch: sequences in an optimizer step (B); just enough to fill the pipeline where it is 0.
+        tp, pp, dp: tensor (t), pipeline (p) and data parallel size; the product is the number of devices.
+        sequence_parallel: whether norms and dropouts are split along the sequence (2205.05198, Section 4.2.2).
+        interleave: model chunks on a pipeline stage (m); 1 is plain 1F1B.
+        zero: ZeRO's stage (1910.02054): 1 splits the optimizer over the data-parallel ranks, 2 gradients too, 3 weights too.
+        recompute: ``none``; ``selective``: the attention core (2205.05198, Section 5); ``full``: each layer from its input; ``sqrt``: segments of
+            about the square root of the layers (1604.06174); or a number: that many layers of every stage in full, the rest kept.
+        attention: ``unfused`` keeps the quadratic score matrices; ``fused`` keeps the output and one log-sum-exp a row.
+        dropout: probability. Only whether it is 0 matters: each dropout keeps a mask of one byte an element.
+        dtype: of weights and activations. ``autocast`` is float32 weights and residual stream with bfloat16 products.
+        gradient_dtype: ``auto`` is float32 where the optimizer is not split (18 bytes a parameter, 2205.05198, Figure 1) and the weights'
+            own where it is (16 bytes, 1910.02054).
+        optimizer: ``adam`` and ``adamw`` keep two float32 values a parameter, ``momentum`` one, ``sgd`` none; below float32 a master copy too.
+        offload_optimizer: fraction of the optimizer (and of the gradients) on the host: 1 is ZeRO-Offload, between is Twin-Flow.
+        partition_activations: layer inputs that every tensor-parallel rank holds alike are split among them (ZeRO-R's P_a).
+        offload_activations: what is kept for backward lies on the host (with ``partition_activations``: P_a+cpu).
+        chunked_loss: tokens pass the output layer in ``loss_chunks`` pieces, recomputed in backward.
+        unfused_mlp: SwiGLU in separate operations, which keep silu(gate) too.
+        keep_output_tensors: a stage's outputs are not freed after they were sent (2205.05198, Appendix B, before).
+        iteration_seconds, peak_flops: measured time of a step, and peak FLOP/s of one device: for MFU and HFU.
+        memory_bytes: memory of a device: says what is left, and how many micro-batches can be kept whole (2205.05198, Appendix C).
+
+    Raises:
+        EstimateError: something is out of range or does not divide; the message names the flag and what would be valid.
+    """
+
+    model: Shape
+    seq: int = 0
+    micro_batch: int = 1
+    global_batch: int = 0
+    tp: int = 1
+    sequence_parallel: bool = False
+    pp: int = 1
+    interleave: int = 1
+    dp: int = 1
+    zero: int = 0
+    recompute: Recompute = "none"
+    attention: Literal["unfused", "fused"] = "unfused"
+    dropout: float = 0.1
+    dtype: Dtype = "bf16"
+    gradient_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    optimizer: Optimizer = "adam"
+    offload_optimizer: float = 0.0
+    partition_activations: bool = False
+    offload_activations: bool = False
+    chunked_loss: bool = False
+    loss_chunks: int = 8
+    unfused_mlp: bool = False
+    keep_output_tensors: bool = False
+    iteration_seconds: float | None = None
+    peak_flops: float | None = None
+    memory_bytes: int | None = None
+
+    def __post_init__(self) -> None:
+        if self.seq == 0:
+            object.__setattr__(self, "seq", self.model.sequence)
+        for name, most in _SIZES.items():
+            check_size(flag(name), getattr(self, name), most)
+        for name, known in _CHOICES.items():
+            value = getattr(self, name)
+            if value not in known or isinstance(value, bool):
+                raise EstimateError(f"{flag(name)}={value!r}: choose {', '.join(str(k) for k in known)}")
+        for name in _SWITCHES:
+            if not isinstance(getattr(self, name), bool):
+                raise EstimateError(f"{flag(name)}={getattr(self, name)!r}: true or false is needed")
+        for name, most, edge in (("dropout", 1.0, "below 1"), ("offload_optimizer", 1.0 + 1e-12, "at most 1")):
+            value = getattr(self, name)
+            if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
+                raise EstimateError(f"{flag(name)}={value!r}: a number of at least 0 and {edge} is needed")
+        for name in ("iteration_seconds", "peak_flops", "memory_bytes"):
+            value = getattr(self, name)
+            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf):
+                raise EstimateError(f"{flag(name)}={value!r}: a number above 0 is needed")
+        if self.global_batch == 0:
+            object.__setattr__(self, "global_batch", self.micro_batch * self.dp * self.pp)
+        check_size("--global-batch", self.global_batch, 1 << 40)
+        self._check_model()
+        self._check_parallel()
+        self._check_recompute()
+
+    def _check_model(self) -> None:
+        model, tp = self.model, self.tp
+        if model.positions == "learned" and self.seq > model.sequence:
+            raise EstimateError(
+                f"--seq={self.seq} is longer than the {model.sequence} positions that the model has learned: choose at most that"
+            )
+        for name, size in (("heads", model.heads), ("ffn", model.ffn)):
+            if size % tp:
+                raise EstimateError(
+                    f"--tp={tp} does not divide --{name}={size}: choose a divisor ({divisors(math.gcd(model.heads, model.ffn))})"
+                )
+        if model.kv_heads % tp and tp % model.kv_heads:
+            raise EstimateError(
+                f"--tp={tp} and --kv-heads={model.kv_heads}: one has to divide the other, so that every rank holds whole heads "
+                f"(of the divisors of the heads: {divisors(model.heads)})"
+            )
+        if self.unfused_mlp and model.mlp != "swiglu":
+            raise EstimateError(f"--unfused-mlp changes nothing in a model with --mlp={model.mlp}: it is for swiglu; leave it out")
+
+    def _check_parallel(self) -> None:
+        if self.sequence_parallel and self.tp == 1:
+            raise EstimateError(
+                "--sequence-parallel with --tp=1: there are no tensor-parallel ranks to split a sequence among; give --tp 2 or more"
+            )
+        if self.sequence_parallel and self.seq % self.tp:
+            raise EstimateError(
+                f"--seq={self.seq} does not divide by --tp={self.tp}, as --sequence-parallel needs: choose a multiple of {self.tp}"
+            )
+        layers = self.model.layers
+        if self.interleave > 1 and self.pp == 1:
+            raise EstimateError(f"--interleave={self.interleave} with --pp=1: there is no pipeline to interleave; give --pp 2 or more")
+        if layers % (self.pp * self.interleave):
+            raise EstimateError(
+                f"--layers={layers} do not divide by --pp={self.pp} x --interleave={self.interleave}: choose them so that their product is one of "
+                f"{divisors(layers)}"
+            )
+        step = self.micro_batch * self.dp
+        if self.global_batch % step:
+            raise EstimateError(
+                f"--global-batch={self.global_batch} is no multiple of --micro-batch={self.micro_batch} x --dp={self.dp}: choose one of {step}"
+            )
+        if self.interleave > 1 and self.micro_batches % self.pp:
+            raise EstimateError(
+                f"--interleave={self.interleave}: the {self.micro_batches} micro-batches of a step do not divide by --pp={self.pp}; choose a "
+                f"--global-batch that is a multiple of {step * self.pp}"
+            )
+        if self.keep_output_tensors and self.pp == 1:
+            raise EstimateError(
+                "--keep-output-tensors with --pp=1: no stage sends its outputs anywhere; leave it out, or give --pp 2 or more"
+            )
+
+    def _check_recompute(self) -> None:
+        given, stage_layers = self.recompute, self.stage_layers
+        if isinstance(given, int) and not isinstance(given, bool):
+            if not 1 <= given <= stage_layers or given % self.interleave:
+                many = f", in steps of --interleave={self.interleave}" if self.interleave > 1 else ""
+                raise EstimateError(f"--recompute={given}: a number of layers of each pipeline stage, from 1 to {stage_layers}{many}")
+        elif given not in ("none", "selective", "full", "sqrt"):
+            raise EstimateError(f"--recompute={given!r}: choose none, selective, full, sqrt or a number of layers of each stage")
+        if self.partition_activations:
+            if given not in ("full", "sqrt"):
+                raise EstimateError(
+                    f"--partition-activations with --recompute={given}: it splits the layer inputs that full recomputation keeps; give --recompute full"
+                )
+            if self.tp == 1:
+                raise EstimateError(
+                    "--partition-activations with --tp=1: there are no tensor-parallel ranks to split among; give --tp 2 or more"
+                )
+            if self.sequence_parallel:
+                raise EstimateError(
+                    "--partition-activations with --sequence-parallel: layer inputs are already split along the sequence; choose one of the two"
+                )
+        if self.loss_chunks != 8 and not self.chunked_loss:
+            raise EstimateError(f"--loss-chunks={self.loss_chunks} without --chunked-loss changes nothing: give both or neither")
+
+    @property
+    def devices(self) -> int:
+        """Number of devices: t p d."""
+        return self.tp * self.pp * self.dp
+
+    @property
+    def micro_batches(self) -> int:
+        """Micro-batches that each pipeline works through in a step."""
+        return self.global_batch // (self.micro_batch * self.dp)
+
+    @property
+    def stage_layers(self) -> int:
+        """Layers on each pipeline stage."""
+        return self.model.layers // self.pp
+
+    @property
+    def tokens(self) -> int:
+        """Tokens in a micro-batch: s b."""
+        return self.seq * self.micro_batch
+
+    @property
+    def replication(self) -> int:
+        """By how much tensors between the parallel regions are split: t under sequence parallelism, else 1."""
+        return self.tp if self.sequence_parallel else 1
+
+    @property
+    def element_bytes(self) -> int:
+        """Bytes of an element that matrix products work on."""
+        return 4 if self.dtype == "fp32" else 2
+
+    @property
+    def residual_bytes(self) -> int:
+        """Bytes of an element of the residual stream, which autocast leaves in float32."""
+        return 4 if self.dtype in ("fp32", "autocast") else 2
+
+    @property
+    def weight_bytes(self) -> int:
+        """Bytes of a weight."""
+        return self.residual_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of a gradient."""
+        if self.gradient_dtype == "auto":
+            return 4 if self.zero == 0 and self.offload_optimizer == 0 else self.weight_bytes
+        return 4 if self.gradient_dtype == "fp32" else 2
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes of optimizer state of a parameter, float32 master copy included."""
+        return 4 * OPTIMIZER_STATES[self.optimizer] + (4 if self.weight_bytes < 4 else 0)
+
+    @property
+    def local_kv_width(self) -> int:
+        """Elements of one token's keys on one tensor-parallel rank."""
+        return kv_heads_per_rank(self.model.kv_heads, self.tp) * self.model.head_width
+
+
+SHAPE_SETTINGS = tuple(f.name for f in fields(Shape) if f.name != "sequence")
+RUN_SETTINGS = tuple(f.name for f in fields(Config) if f.name != "model")
+
+
+def configure(model: str | Path | Shape | None = None, *, as_published: bool = False, **settings: Any) -> Config:
+    """A `Config` from a model's name and any settings, of the run or of the model.
+
+    Args:
+        model: a preset (``llama3-8b``), the path of a Hugging Face ``config.json`` or its folder, a `Shape`, or ``None`` with ``layers``,
+            ``hidden`` and ``heads`` among the settings.
+        as_published: begin with the parallel sizes and batches of the model's publication.
+        settings: fields of `Config` and of `Shape`; ``None`` means not given.
+
+    Raises:
+        EstimateError: a name or key is not known, or the settings do not hold together.
+
+    Example:
+        >>> config = configure("llama3-8b", tp=4, sequence_parallel=True)
+        >>> config.attention, config.devices
+        ('fused', 4)
+        >>> configure(layers=12, hidden=768, heads=12, vocab=50257).model.ffn
+        3072
+    """
+    given = {key: value for key, value in settings.items() if value is not None}
+    for key in given:
+        if key not in RUN_SETTINGS and key not in SHAPE_SETTINGS:
+            raise unknown("setting", key, (*RUN_SETTINGS, *SHAPE_SETTINGS, "model"))
+    shape_given = {key: given.pop(key) for key in SHAPE_SETTINGS if key in given}
+    found = _find(model, shape_given, given)
+    run: dict[str, Any] = dict(found.usual)
+    if as_published:
+        if not found.published:
+            raise EstimateError(f"--as-published: {model!r} has no published parallel sizes here; 22b, 175b, 530b and 1t have")
+        run |= found.published
+    return Config(model=found.shape, **(run | given))
+
+
+def _find(model: str | Path | Shape | None, shape: dict[str, Any], run: dict[str, Any]) -> Preset:
+    if model is None:
+        missing = [name for name in ("layers", "hidden", "heads") if name not in shape]
+        if missing:
+            raise EstimateError(
+                f"no model: give --model (22b, llama3-8b, a Hugging Face config.json, ...) or its sizes; missing are --{', --'.join(missing)}"
+            )
+        modern = shape.get("mlp", "gelu") != "gelu"
+        style: dict[str, Any] = dict(positions="rotary", bias=False) if modern else {}
+        if isinstance(run.get("seq"), int) and run["seq"] > 0:
+            style["sequence"] = run["seq"]
+        return Preset(Shape(**(style | shape)), {"attention": "fused", "dropout": 0.0} if modern else dict(PAPER))
+    if isinstance(model, Shape):
+        return Preset(changed(model, **shape))
+    path = Path(model)
+    found = read_hugging_face(path) if path.suffix == ".json" or path.is_dir() or "/" in str(model) else preset(str(model))
+    return Preset(changed(found.shape, **shape), found.usual, found.published)
+
+
+def read_config(path: Path, **settings: Any) -> Config:
+    """A `Config` from a JSON file whose keys are the flags' names, with some settings changed.
+
+    ``{"model": "llama3-8b", "seq": 8192, "tp": 4, "sequence_parallel": true}``. Dashes and underscores are alike.
+
+    Raises:
+        EstimateError: the file cannot be read, or has a key that is no setting.
+    """
+    data = {key.replace("-", "_"): value for key, value in read_json(path).items()}
+    known = (*RUN_SETTINGS, *SHAPE_SETTINGS, "model", "as_published")
+    for key in data:
+        if key not in known:
+            raise EstimateError(f"in {str(path)!r}: {unknown('setting', key, known)}")
+    return configure(**(data | {key: value for key, value in settings.items() if value is not None}))
+
+
+def flag(name: str) -> str:
+    """The flag of a setting.
+
+    >>> flag("micro_batch")
+    '--micro-batch'
+    """
+    special = {"iteration_seconds": "--iteration-time", "peak_flops": "--peak-tflops", "memory_bytes": "--memory", "sequence": "--seq"}
+    return special.get(name, "--" + name.replace("_", "-"))
+
+
+def describe(config: Config) -> Mapping[str, Any]:
+    """All settings as plain values, the model's among them."""
+    shape = {f"model_{f.name}" if f.name == "sequence" else f.name: getattr(config.model, f.name) for f in fields(Shape)}
+    return shape | {name: getattr(config, name) for name in RUN_SETTINGS}

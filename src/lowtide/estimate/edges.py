@@ -1,0 +1,71 @@
+"""What the two ends of the model keep: embedding, last norm, output layer and logits (arXiv 2205.05198, Section 4.3), and stage outputs (Appendix B)."""
+
+from __future__ import annotations
+
+from fractions import Fraction
+
+from lowtide.estimate.config import Config
+from lowtide.estimate.layer import AUTOCAST
+from lowtide.estimate.lines import KORTHIKANTI, Line, Term
+from lowtide.estimate.schedule import micro_batches_in_flight
+
+SECTION = f"{KORTHIKANTI} Sec. 4.3"
+
+
+def loss_terms(config: Config) -> list[Term]:
+    """What the last stage keeps behind its layers, of one micro-batch."""
+    e, x = config.element_bytes, config.residual_bytes
+    hidden = Fraction(config.tokens * config.model.hidden, config.replication)
+    over, over_t = "" if config.replication == 1 else "/t", "" if config.tp == 1 else "/t"
+    logits = Term("logits in float32", 4 * logit_elements(config), f"4sbv{over_t}", SECTION, "loss")
+    if config.chunked_loss:
+        logits = Term(
+            "loss and its chunks' sums",
+            Fraction(4 * config.tokens),
+            "4sb",
+            SECTION,
+            "loss",
+            "the logits of a chunk are recomputed in backward",
+        )
+    copies = []
+    if config.dtype == "autocast":
+        size = Fraction(2 * -(-config.model.vocab // config.tp) * config.model.hidden)
+        copies.append(Term("bfloat16 copy of the output layer", size, f"2hv{over_t}", AUTOCAST, "loss"))
+    return [
+        *copies,
+        Term("input of the last norm", x * hidden, f"{x}sbh{over}", SECTION, "loss"),
+        Term("input of the output layer", e * hidden, f"{e}sbh{over}", SECTION, "loss"),
+        logits,
+    ]
+
+
+def logit_elements(config: Config) -> Fraction:
+    """Logits of one micro-batch on one rank."""
+    return Fraction(config.tokens * -(-config.model.vocab // config.tp))
+
+
+def edge_lines(config: Config, stage: int) -> list[Line]:
+    """The lines of a stage that do not belong to a layer."""
+    over = "" if config.replication == 1 else "/t"
+    flying = min(config.pp - stage, config.micro_batches)
+    lines = []
+    if stage == 0 and config.dropout:
+        mask = Term(
+            "mask of the embedding's dropout",
+            Fraction(config.tokens * config.model.hidden, config.replication),
+            f"sbhp{over}",
+            SECTION,
+            "embedding",
+        )
+        note = "interleaving can hold up to 2p - 1 of them; the paper counts p" if config.interleave > 1 else ""
+        lines.append(mask.line(flying, note))
+    if stage == config.pp - 1:
+        lines += [term.line() for term in loss_terms(config)]
+    if config.keep_output_tensors:
+        e = config.residual_bytes
+        output = Term(
+            "outputs sent to the next stage", Fraction(e * config.tokens * config.model.hidden, config.replication), f"{e}sbhr{over}",
+            f"{KORTHIKANTI} App. B", "output",
+        )  # fmt: skip
+        lines.append(output.line(micro_batches_in_flight(config, stage)))
+    return lines

@@ -1,0 +1,87 @@
+"""FLOPs of an iteration (arXiv 2205.05198, Appendix A), and what share of the hardware's peak they are.
+
+Matrix products only. Attention is counted whole, causal mask or not, as the paper does.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+
+from lowtide.estimate.config import Config
+
+
+@dataclass(frozen=True, slots=True)
+class Flops:
+    """FLOPs of one optimizer step, all devices together.
+
+    Attributes:
+        model: forward and backward of the model itself: Equation 7.
+        hardware: recomputation included, as the paper counts it: Equation 8 under selective recomputation.
+        executed: recomputation included, as it is run. Equation 8 charges selective recomputation with three forwards of the attention core
+            (12Bs²hL); one is run (4Bs²hL).
+    """
+
+    model: int
+    hardware: int
+    executed: int
+
+
+def layer_flops(config: Config, sequences: int) -> int:
+    """FLOPs of one layer's forward on ``sequences`` sequences: 24Bsh² + 4Bs²h in the paper's layer.
+
+    >>> from lowtide.estimate.config import configure
+    >>> config = configure("22b")
+    >>> s, h = 2048, 6144
+    >>> layer_flops(config, 4) == 24 * 4 * s * h**2 + 4 * 4 * s**2 * h
+    True
+    """
+    model = config.model
+    products = model.hidden * (2 * model.query_width + 2 * model.kv_width + model.mlp_matrices * model.ffn)
+    return 2 * sequences * config.seq * products + attention_flops(config, sequences)
+
+
+def attention_flops(config: Config, sequences: int) -> int:
+    """FLOPs of one attention core's forward: scores, and scores times values."""
+    return 4 * sequences * config.seq**2 * config.model.query_width
+
+
+def logit_flops(config: Config, sequences: int) -> int:
+    """FLOPs of the output layer's forward: 2Bshv."""
+    return 2 * sequences * config.seq * config.model.hidden * config.model.vocab
+
+
+def recomputed_layers(config: Config) -> Fraction:
+    """Layers whose forward runs again for each micro-batch."""
+    layers = config.model.layers
+    if config.recompute in ("full", "sqrt"):
+        return Fraction(layers)
+    return Fraction(config.recompute * config.pp) if isinstance(config.recompute, int) else Fraction(0)
+
+
+def iteration_flops(config: Config) -> Flops:
+    """FLOPs of one step of the whole global batch.
+
+    Example:
+        >>> from lowtide.estimate.config import configure
+        >>> found = iteration_flops(configure("22b", as_published=True, recompute="selective"))
+        >>> round(found.hardware / found.model, 3)  # 1 + s/6h, Equation 9
+        1.052
+    """
+    batch, layers = config.global_batch, config.model.layers
+    layer, core, logits = layer_flops(config, batch), attention_flops(config, batch), logit_flops(config, batch)
+    model = 3 * (layers * layer + logits)
+    again = int(recomputed_layers(config) * layer)
+    chunk = logits if config.chunked_loss else 0
+    if config.recompute == "selective":
+        return Flops(model, model + 3 * layers * core + chunk, model + layers * core + chunk)
+    return Flops(model, model + again + chunk, model + again + chunk)
+
+
+def utilization(flops: int, seconds: float, devices: int, peak_flops: float) -> float:
+    """FLOPs over what the devices could have done in the time: MFU of model FLOPs, HFU of hardware FLOPs.
+
+    >>> utilization(3 * 10**15, 10.0, 2, 300e12)
+    0.5
+    """
+    return flops / (seconds * devices * peak_flops)

@@ -1,0 +1,141 @@
+"""Hugging Face ``config.json`` files -> `Shape`. Only the keys that shape the model are read; transformers is not needed."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from lowtide.estimate.errors import EstimateError
+from lowtide.estimate.presets import MODERN, Preset
+from lowtide.estimate.shape import Shape
+
+_MISSING = object()
+
+
+def _get(data: Mapping[str, Any], source: str, *names: str, default: Any = _MISSING) -> Any:
+    for name in names:
+        if data.get(name) is not None:
+            return data[name]
+    if default is _MISSING:
+        raise EstimateError(f"{source} has no {names[0]!r}, without which a {data.get('model_type')!r} model has no size")
+    return default
+
+
+def _gpt2(data: Mapping[str, Any], source: str) -> Preset:
+    if data.get("activation_function", "gelu_new") not in ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
+        raise EstimateError(f"{source}: the activation {data['activation_function']!r} is not understood; GELU is")
+    hidden = _get(data, source, "n_embd")
+    shape = Shape(
+        layers=_get(data, source, "n_layer"),
+        hidden=hidden,
+        heads=_get(data, source, "n_head"),
+        ffn=_get(data, source, "n_inner", default=4 * hidden),
+        vocab=_get(data, source, "vocab_size"),
+        sequence=_get(data, source, "n_positions", "n_ctx"),
+        tied=_get(data, source, "tie_word_embeddings", default=True),
+    )
+    dropout = max(float(_get(data, source, key, default=0.1)) for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop"))
+    return Preset(shape, {"attention": "fused", "dropout": dropout})
+
+
+def _llama(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
+    activation = _get(data, source, "hidden_act", "hidden_activation", default="silu")
+    if activation not in ("silu", "swish"):
+        raise EstimateError(f"{source}: a {data['model_type']!r} model with the activation {activation!r} is not understood; 'silu' is")
+    heads = _get(data, source, "num_attention_heads")
+    bias = bool(_get(data, source, "mlp_bias", default=False))
+    given: dict[str, Any] = dict(
+        layers=_get(data, source, "num_hidden_layers"),
+        hidden=_get(data, source, "hidden_size"),
+        heads=heads,
+        kv_heads=_get(data, source, "num_key_value_heads", default=heads),
+        head_width=_get(data, source, "head_dim", default=0),
+        ffn=_get(data, source, "intermediate_size"),
+        vocab=_get(data, source, "vocab_size"),
+        sequence=_get(data, source, "max_position_embeddings"),
+        mlp="swiglu",
+        norm="rmsnorm",
+        positions="rotary",
+        bias=bias,
+        qkv_bias=bool(_get(data, source, "attention_bias", default=False)),
+        tied=bool(_get(data, source, "tie_word_embeddings", default=False)),
+    )
+    usual = dict(MODERN, dropout=float(_get(data, source, "attention_dropout", default=0.0)))
+    return Preset(Shape(**given | style), usual)
+
+
+def _nemotron(data: Mapping[str, Any], source: str) -> Preset:
+    if _get(data, source, "hidden_act", default="relu2") != "relu2":
+        raise EstimateError(f"{source}: a 'nemotron' model with the activation {data['hidden_act']!r} is not understood; 'relu2' is")
+    heads = _get(data, source, "num_attention_heads")
+    shape = Shape(
+        layers=_get(data, source, "num_hidden_layers"),
+        hidden=_get(data, source, "hidden_size"),
+        heads=heads,
+        kv_heads=_get(data, source, "num_key_value_heads", default=heads),
+        head_width=_get(data, source, "head_dim", default=0),
+        ffn=_get(data, source, "intermediate_size"),
+        vocab=_get(data, source, "vocab_size"),
+        sequence=_get(data, source, "max_position_embeddings"),
+        mlp="squared-relu",
+        positions="rotary",
+        bias=bool(_get(data, source, "mlp_bias", default=False)),
+        qkv_bias=bool(_get(data, source, "attention_bias", default=False)),
+        tied=bool(_get(data, source, "tie_word_embeddings", default=False)),
+    )
+    return Preset(shape, dict(MODERN))
+
+
+READERS: dict[str, Callable[[Mapping[str, Any], str], Preset]] = {
+    "gpt2": _gpt2,
+    "llama": _llama,
+    "mistral": _llama,
+    "nemotron": _nemotron,
+    "qwen2": lambda data, source: _llama(data, source, qkv_bias=True),
+    "qwen3": lambda data, source: _llama(data, source, qk_norm=True),
+}
+"""What reads each ``model_type``."""
+
+
+def from_hugging_face(data: Mapping[str, Any], source: str = "the configuration") -> Preset:
+    """The shape and usual settings in a Hugging Face configuration.
+
+    Args:
+        data: the contents of a ``config.json``.
+        source: what messages call it.
+
+    Raises:
+        EstimateError: the ``model_type`` is not understood, or a size is missing or does not fit.
+
+    Example:
+        >>> config = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+        >>> from_hugging_face(config).shape.parameters()
+        124439808
+    """
+    kind = data.get("model_type")
+    if kind not in READERS:
+        raise EstimateError(
+            f"{source}: models of type {kind!r} are not understood; {', '.join(READERS)} are. Give the sizes as flags "
+            "(--layers --hidden --heads ...) where the model is built like one of these"
+        )
+    return READERS[kind](data, source)
+
+
+def read_hugging_face(path: Path) -> Preset:
+    """The same from a ``config.json`` or the folder that holds one."""
+    return from_hugging_face(read_json(path / "config.json" if path.is_dir() else path), repr(str(path)))
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file, with errors that name it."""
+    try:
+        data = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise EstimateError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
+    except ValueError as error:
+        raise EstimateError(f"{str(path)!r} is no JSON: {error}") from error
+    if not isinstance(data, dict):
+        raise EstimateError(f"{str(path)!r} holds no JSON object")
+    return data

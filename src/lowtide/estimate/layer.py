@@ -1,0 +1,186 @@
+"""What autograd keeps of one transformer layer, tensor by tensor.
+
+The terms are those of arXiv 2205.05198, Section 4.1, split over tensor-parallel ranks as in Sections 4.2.1 and 4.2.2, and widened to what came
+after: grouped-query attention, SwiGLU, squared ReLU, fused attention, no dropout, other dtypes. As in the paper the statistics of the norms
+(at most 16 bytes a token and layer) are left out.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from fractions import Fraction
+
+from lowtide.estimate.config import Config
+from lowtide.estimate.lines import KORTHIKANTI, Term
+
+SECTION = f"{KORTHIKANTI} Sec. 4.1"
+AUTOCAST = "liveness: autocast's casts"
+FUSED = "arXiv 2205.14135 Alg. 1"
+GROUPED = f"{SECTION}; grouped queries: 2305.13245"
+SWIGLU = f"{SECTION}; SwiGLU: 2002.05202"
+SQUARED = f"{SECTION}; squared ReLU: 2109.08668"
+
+
+def _over(size: int) -> str:
+    return "" if size == 1 else "/t"
+
+
+def layer_terms(config: Config) -> list[Term]:
+    """Everything that one layer keeps of one micro-batch on one rank, without recomputation.
+
+    Their sum is Equation 1 of arXiv 2205.05198, and 2 or 4 where the layer is split.
+
+    Example:
+        >>> from lowtide.estimate.config import configure
+        >>> from lowtide.estimate.lines import total
+        >>> config = configure("22b", micro_batch=4)
+        >>> s, b, h, a = 2048, 4, 6144, 64
+        >>> total(layer_terms(config)) == s * b * h * 34 + 5 * a * s * s * b
+        True
+    """
+    model, tokens = config.model, config.tokens
+    e, x = config.element_bytes, config.residual_bytes
+    shared, over = config.replication, _over(config.replication)
+    over_t = _over(config.tp)
+    hidden = Fraction(tokens * model.hidden, shared)
+    queries, keys = Fraction(tokens * model.query_width, config.tp), Fraction(tokens * config.local_kv_width)
+    inner = Fraction(tokens * model.ffn, config.tp)
+    grouped = model.kv_heads != model.heads
+    repeated = grouped and config.attention == "unfused"
+    kept_keys = queries if repeated else keys
+    key_formula = f"{e}sb(kd){over_t}" if grouped and not repeated else f"{e}sbh{over_t}"
+    key_source = GROUPED if grouped else SECTION
+    key_note = "each repeated for its group of queries, as separate operations need them" if repeated else ""
+    wide = "" if model.query_width == model.hidden else " (h = ad)"
+    terms = [
+        Term("input of the attention norm", x * hidden, f"{x}sbh{over}", SECTION, "input"),
+        Term("input of the q, k, v projection", e * hidden, f"{e}sbh{over}", SECTION, "attention"),
+        Term("queries", e * queries, f"{e}sbh{over_t}{wide}", SECTION, "attention"),
+        Term("keys", e * kept_keys, key_formula, key_source, "attention", key_note),
+        Term("values", e * kept_keys, key_formula, key_source, "attention", key_note),
+        *_qk_norm(config, queries, keys, over_t),
+        *core_terms(config),
+        Term("input of the output projection", e * queries, f"{e}sbh{over_t}{wide}", SECTION, "attention"),
+    ]
+    if config.dropout:
+        terms.append(Term("mask of the attention's dropout", hidden, f"sbh{over}", SECTION, "attention"))
+    terms += [
+        Term("input of the MLP norm", x * hidden, f"{x}sbh{over}", SECTION, "mlp"),
+        Term("input of the MLP", e * hidden, f"{e}sbh{over}", SECTION, "mlp"),
+        *_activation_terms(config, inner, over_t),
+        Term("input of the MLP's last layer", e * inner, _ffn(config, e, over_t), SECTION, "mlp"),
+    ]
+    if config.dropout:
+        terms.append(Term("mask of the MLP's dropout", hidden, f"sbh{over}", SECTION, "mlp"))
+    if config.dtype == "autocast":
+        copies = Fraction(2 * model.layer_weight_elements(config.tp))
+        terms.append(
+            Term("bfloat16 copies of the weights", copies, f"2 x matrices{over_t}", AUTOCAST, "mlp", "each product keeps the copy it read")
+        )
+    return terms
+
+
+def core_terms(config: Config) -> list[Term]:
+    """What the attention core keeps: what lies between queries, keys and values and the output of attention."""
+    over = _over(config.tp)
+    rows = Fraction(config.model.heads * config.tokens, config.tp)
+    if config.attention == "fused":
+        return [Term("log-sum-exp of the scores", 4 * rows, f"4asb{over}", FUSED, "core", "one float32 for each row of scores")]
+    e, scores = config.element_bytes, rows * config.seq
+    softmax = 4 if config.dtype == "autocast" else e
+    terms = [Term("output of softmax", softmax * scores, f"{softmax}as²b{over}", SECTION, "core")]
+    if config.dropout:
+        terms.append(Term("mask of softmax's dropout", scores, f"as²b{over}", SECTION, "core"))
+    if config.dropout or softmax != e:
+        name = "output of softmax's dropout" if config.dropout else "attention weights in bfloat16"
+        terms.append(Term(name, e * scores, f"{e}as²b{over}", SECTION, "core"))
+    return terms
+
+
+def _qk_norm(config: Config, queries: Fraction, keys: Fraction, over: str) -> list[Term]:
+    if not config.model.qk_norm:
+        return []
+    e = config.element_bytes
+    return [Term("queries and keys before their norm", e * (queries + keys), f"{e}sb(a+k)d{over}", GROUPED, "attention")]
+
+
+def _ffn(config: Config, factor: int, over: str) -> str:
+    model = config.model
+    return f"{4 * factor}sbh{over}" if model.ffn == 4 * model.hidden else f"{factor}sbf{over}"
+
+
+def _activation_terms(config: Config, inner: Fraction, over: str) -> list[Term]:
+    e = config.element_bytes
+    if config.model.mlp == "gelu":
+        return [Term("input of GELU", e * inner, _ffn(config, e, over), SECTION, "mlp")]
+    if config.model.mlp == "squared-relu":
+        note = "relu keeps its output, which is the square's input"
+        return [Term("input of the square", e * inner, _ffn(config, e, over), SQUARED, "mlp", note)]
+    terms = [Term("gate and up projections", 2 * e * inner, _ffn(config, 2 * e, over), SWIGLU, "mlp")]
+    if config.unfused_mlp:
+        terms.append(Term("silu(gate)", e * inner, _ffn(config, e, over), SWIGLU, "mlp", "only where SwiGLU is separate operations"))
+    return terms
+
+
+def checkpoint_term(config: Config) -> Term:
+    """What full recomputation keeps of a layer: its input (2205.05198, Section 5), split among the ranks under P_a (1910.02054, Section 6.1)."""
+    own = layer_terms(config)[0]
+    source = f"{KORTHIKANTI} Sec. 5"
+    if config.partition_activations:
+        return Term("input of the layer", own.bytes / config.tp, f"{own.formula}/t", "arXiv 1910.02054 Sec. 6.1 (P_a)", "input")
+    return Term("input of the layer", own.bytes, own.formula, f"{source} (Table 2, row 6)", "input")
+
+
+def selective_terms(config: Config) -> list[Term]:
+    """What selective recomputation keeps of a layer: all but the core (2205.05198, Section 5 and Equation 6)."""
+    return [term for term in layer_terms(config) if term.part != "core"]
+
+
+def kept_terms(config: Config) -> Sequence[tuple[Term, Fraction]]:
+    """What the layers of a stage keep under the configured recomputation: each term, and the share of the layers that keep it."""
+    given = config.recompute
+    if given == "none":
+        return [(term, Fraction(1)) for term in layer_terms(config)]
+    if given == "selective":
+        return [(term, Fraction(1)) for term in selective_terms(config)]
+    if given == "full":
+        return [(checkpoint_term(config), Fraction(1))]
+    if given == "sqrt":
+        checkpoint = checkpoint_term(config)
+        term = Term(
+            "inputs of the segments", checkpoint.bytes, f"{checkpoint.formula} / k", "arXiv 1604.06174 Eq. 1", "input",
+            f"segments of k = {segment_layers(config)} layers",
+        )  # fmt: skip
+        return [(term, Fraction(-(-config.stage_layers // segment_layers(config)), config.stage_layers))]
+    assert isinstance(given, int)
+    share = Fraction(given, config.stage_layers)
+    kept = [(term, 1 - share) for term in layer_terms(config) if share < 1]
+    return [(checkpoint_term(config), share), *kept]
+
+
+def segment_layers(config: Config) -> int:
+    """Layers in a segment of sublinear checkpointing (1604.06174, Section 4.1): the k with the least bytes, about the square root.
+
+    A stage then holds ceil(L/k) inputs for each micro-batch in flight and, during backward, the activations of k layers.
+    """
+    layers = config.stage_layers
+    kept = checkpoint_term(config).bytes
+    inner = sum((term.bytes for term in layer_terms(config)), Fraction(0)) - kept
+    flying = min(config.pp, config.micro_batches)
+    return min(range(1, layers + 1), key=lambda k: (flying * kept * -(-layers // k) + k * inner, k))
+
+
+def gelu_layer_equation(config: Config) -> Fraction:
+    """Bytes of one layer by the closed formula of the matching row of 2205.05198, Table 2.
+
+    An independent statement of what the terms of `layer_terms` add up to; only for the paper's own kind of layer.
+    """
+    s, b, h, a, t = config.seq, config.micro_batch, config.model.hidden, config.model.heads, config.tp
+    sbh = Fraction(s * b * h)
+    scores = Fraction(5 * a * s, h)
+    if config.recompute == "full":
+        return 2 * sbh
+    selective = config.recompute == "selective"
+    if config.sequence_parallel:
+        return sbh * (Fraction(34, t) + (0 if selective else scores / t))
+    return sbh * (10 + Fraction(24, t) + (0 if selective else scores / t))

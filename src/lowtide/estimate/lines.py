@@ -1,0 +1,159 @@
+"""The parts of an estimate: lines that name their equation, summed up by pipeline stage."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Any, Literal
+
+Kind = Literal["weights", "gradients", "optimizer", "activations", "temporaries"]
+Place = Literal["model", "layers", "ends"]
+KINDS: tuple[Kind, ...] = ("weights", "gradients", "optimizer", "activations", "temporaries")
+
+KORTHIKANTI = "arXiv 2205.05198"
+ZERO = "arXiv 1910.02054"
+ZERO_OFFLOAD = "arXiv 2101.06840"
+CHEN = "arXiv 1604.06174"
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """One term of an estimate.
+
+    Attributes:
+        kind: which sum it belongs to.
+        name: what it is.
+        bytes: on one device.
+        formula: in the symbols of arXiv 2205.05198, Table 1.
+        source: the equation it comes from.
+        note: what else should be known about it.
+        place: ``layers`` for what the transformer layers keep (Equations 1 to 6), ``ends`` for embedding, last norm and output layer
+            (Section 4.3), ``model`` for the rest.
+    """
+
+    kind: Kind
+    name: str
+    bytes: int
+    formula: str
+    source: str
+    note: str = ""
+    place: Place = "model"
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {name: getattr(self, name) for name in ("kind", "place", "name", "bytes", "formula", "source", "note")}
+
+
+@dataclass(frozen=True, slots=True)
+class Term:
+    """A line before it is multiplied: exact bytes of one micro-batch in one layer (or at one place).
+
+    Attributes:
+        name, formula, source, note: as in `Line`.
+        bytes: exact, possibly a fraction where something does not divide.
+        part: ``input`` for the layer's input, ``attention``, ``core`` for what lies between queries, keys and values and the output of
+            attention, ``mlp``, or ``loss``.
+    """
+
+    name: str
+    bytes: Fraction
+    formula: str
+    source: str
+    part: Literal["input", "attention", "core", "mlp", "embedding", "loss", "output"]
+    note: str = ""
+
+    def line(self, times: Fraction | int = 1, note: str = "") -> Line:
+        """The line of ``times`` such terms."""
+        place: Place = "ends" if self.part in ("embedding", "loss", "output") else "layers"
+        notes = "; ".join(filter(None, (self.note, note)))
+        return Line("activations", self.name, ceil(self.bytes * times), self.formula, self.source, notes, place)
+
+
+def total(terms: Iterable[Term]) -> Fraction:
+    """Sum of the terms' bytes."""
+    return sum((term.bytes for term in terms), Fraction(0))
+
+
+@dataclass(frozen=True, slots=True)
+class Stage:
+    """One rank of one pipeline stage.
+
+    Attributes:
+        index: the stage, from 0.
+        layers: transformer layers on it.
+        parameters: parameters on one of its devices.
+        layers_in_flight: layers times micro-batches whose activations it holds at its fullest moment.
+        micro_batches_in_flight: the same as micro-batches: p - stage under 1F1B.
+        lines: the terms.
+        whole_micro_batches: how many of those in flight can be kept without recomputation (2205.05198, Appendix C); ``None`` when no memory
+            was given.
+    """
+
+    index: int
+    layers: int
+    parameters: int
+    layers_in_flight: Fraction
+    micro_batches_in_flight: Fraction
+    lines: tuple[Line, ...]
+    whole_micro_batches: int | None = None
+
+    def bytes(self, kind: Kind) -> int:
+        """Bytes of all lines of a kind."""
+        return sum(line.bytes for line in self.lines if line.kind == kind)
+
+    @property
+    def weights_bytes(self) -> int:
+        """Weights."""
+        return self.bytes("weights")
+
+    @property
+    def gradients_bytes(self) -> int:
+        """Gradients."""
+        return self.bytes("gradients")
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Optimizer state, master weights included."""
+        return self.bytes("optimizer")
+
+    @property
+    def activations_bytes(self) -> int:
+        """What autograd keeps from forward to backward at the fullest moment."""
+        return self.bytes("activations")
+
+    @property
+    def layer_activations_bytes(self) -> int:
+        """The part of the activations that lies in transformer layers: what Equations 1 to 6 and Figures 1 and 7 of 2205.05198 count."""
+        return sum(line.bytes for line in self.lines if line.kind == "activations" and line.place == "layers")
+
+    @property
+    def temporaries_bytes(self) -> int:
+        """What the peak of the step stands above all the rest."""
+        return self.bytes("temporaries")
+
+    @property
+    def activation_peak_bytes(self) -> int:
+        """Activations and temporaries: what a memory profile shows above weights, gradients and optimizer."""
+        return self.activations_bytes + self.temporaries_bytes
+
+    @property
+    def total_bytes(self) -> int:
+        """The peak."""
+        return sum(line.bytes for line in self.lines)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "stage": self.index,
+            "layers": self.layers,
+            "parameters": self.parameters,
+            "micro_batches_in_flight": float(self.micro_batches_in_flight),
+            "whole_micro_batches": self.whole_micro_batches,
+            **{f"{kind}_bytes": self.bytes(kind) for kind in KINDS},
+            "layer_activations_bytes": self.layer_activations_bytes,
+            "activation_peak_bytes": self.activation_peak_bytes,
+            "total_bytes": self.total_bytes,
+            "lines": [line.to_json() for line in self.lines],
+        }

@@ -1,0 +1,132 @@
+"""Published models by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, fields, replace
+from typing import Any
+
+from lowtide.estimate.errors import unknown
+from lowtide.estimate.shape import Shape
+
+
+@dataclass(frozen=True, slots=True)
+class Preset:
+    """A published model.
+
+    Attributes:
+        shape: its shape.
+        usual: settings of a run that belong to the model rather than to the machine (attention, dropout, precision of gradients).
+        published: the parallel sizes and batches of its publication, which ``--as-published`` takes over.
+    """
+
+    shape: Shape
+    usual: dict[str, Any] = field(default_factory=dict)
+    published: dict[str, Any] = field(default_factory=dict)
+
+
+PAPER = {"attention": "unfused", "dropout": 0.1}
+"""The model of arXiv 2205.05198, Section 4: attention in separate operations, dropout everywhere."""
+MODERN = {"attention": "fused", "dropout": 0.0}
+
+
+def _megatron(layers: int, hidden: int, heads: int, tp: int, pp: int, interleave: int, global_batch: int, micro_batch: int) -> Preset:
+    """A row of arXiv 2205.05198, Table 3."""
+    sizes = dict(tp=tp, pp=pp, interleave=interleave, global_batch=global_batch, micro_batch=micro_batch, seq=2048)
+    return Preset(Shape(layers=layers, hidden=hidden, heads=heads, vocab=51200, sequence=2048), dict(PAPER), sizes)
+
+
+def _gpt2(layers: int, hidden: int, heads: int) -> Preset:
+    return Preset(Shape(layers=layers, hidden=hidden, heads=heads, vocab=50257, sequence=1024), {"attention": "fused", "dropout": 0.1})
+
+
+def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, sequence: int, **rest: Any) -> Preset:
+    style: dict[str, Any] = dict(mlp="swiglu", norm="rmsnorm", positions="rotary", bias=False, tied=False) | rest
+    shape = Shape(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, sequence=sequence, **style)
+    return Preset(shape, dict(MODERN))
+
+
+def _nemotron(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> Preset:
+    shape = Shape(
+        layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=256000, sequence=4096,
+        mlp="squared-relu", positions="rotary", bias=False, tied=False,
+    )  # fmt: skip
+    return Preset(shape, dict(MODERN))
+
+
+PRESETS: dict[str, Preset] = {
+    "22b": _megatron(48, 6144, 64, tp=8, pp=1, interleave=1, global_batch=4, micro_batch=4),
+    "175b": _megatron(96, 12288, 96, tp=8, pp=8, interleave=3, global_batch=64, micro_batch=1),
+    "530b": _megatron(105, 20480, 128, tp=8, pp=35, interleave=3, global_batch=280, micro_batch=1),
+    "1t": _megatron(128, 25600, 160, tp=8, pp=64, interleave=1, global_batch=512, micro_batch=1),
+    "gpt2": _gpt2(12, 768, 12),
+    "gpt2-medium": _gpt2(24, 1024, 16),
+    "gpt2-large": _gpt2(36, 1280, 20),
+    "gpt2-xl": _gpt2(48, 1600, 25),
+    "llama-7b": _llama(32, 4096, 32, 32, 11008, 32000, 2048),
+    "llama-13b": _llama(40, 5120, 40, 40, 13824, 32000, 2048),
+    "llama-30b": _llama(60, 6656, 52, 52, 17920, 32000, 2048),
+    "llama-65b": _llama(80, 8192, 64, 64, 22016, 32000, 2048),
+    "llama2-7b": _llama(32, 4096, 32, 32, 11008, 32000, 4096),
+    "llama2-13b": _llama(40, 5120, 40, 40, 13824, 32000, 4096),
+    "llama2-70b": _llama(80, 8192, 64, 8, 28672, 32000, 4096),
+    "llama3-1b": _llama(16, 2048, 32, 8, 8192, 128256, 8192, tied=True),
+    "llama3-3b": _llama(28, 3072, 24, 8, 8192, 128256, 8192, tied=True),
+    "llama3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 8192),
+    "llama3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 8192),
+    "llama3-405b": _llama(126, 16384, 128, 8, 53248, 128256, 8192),
+    "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, 8192),
+    "qwen2-7b": _llama(28, 3584, 28, 4, 18944, 152064, 8192, qkv_bias=True),
+    "qwen2-72b": _llama(80, 8192, 64, 8, 29568, 152064, 8192, qkv_bias=True),
+    "qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151936, 8192, qk_norm=True),
+    "qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151936, 8192, head_width=128, qk_norm=True),
+    "nemotron-15b": _nemotron(32, 6144, 48, 8, 24576),
+    "nemotron-340b": _nemotron(96, 18432, 96, 8, 73728),
+}
+"""Published models: 22b to 1t are arXiv 2205.05198, Table 3; the others their own model cards."""
+
+ALIASES = {
+    "gpt-22b": "22b", "gpt3-175b": "175b", "gpt3": "175b", "gpt-175b": "175b", "mt-nlg-530b": "530b", "gpt-530b": "530b", "gpt-1t": "1t",
+    "llama3.1-8b": "llama3-8b", "llama3.1-70b": "llama3-70b", "llama3.1-405b": "llama3-405b", "llama-3-8b": "llama3-8b",
+    "llama-3-70b": "llama3-70b", "llama-2-7b": "llama2-7b", "llama-2-13b": "llama2-13b", "llama-2-70b": "llama2-70b",
+    "llama3.2-1b": "llama3-1b", "llama3.2-3b": "llama3-3b", "gpt2-small": "gpt2",
+}  # fmt: skip
+
+
+def preset(name: str) -> Preset:
+    """The preset called ``name``; case does not matter.
+
+    >>> preset("22B").shape.hidden
+    6144
+
+    Raises:
+        EstimateError: there is none; the message lists those there are.
+    """
+    key = ALIASES.get(name.lower(), name.lower())
+    if key not in PRESETS:
+        raise unknown("model", name, PRESETS)
+    return PRESETS[key]
+
+
+def changed(shape: Shape, **changes: Any) -> Shape:
+    """The shape with some sizes changed; what follows from a changed size (head width, MLP size, key-value heads) follows again.
+
+    >>> changed(preset("llama3-8b").shape, layers=16).layers
+    16
+    >>> changed(preset("gpt2").shape, hidden=1024, heads=16).ffn
+    4096
+    """
+    if not changes:
+        return shape
+    if "hidden" in changes and "ffn" not in changes:
+        changes["ffn"] = 0 if shape.ffn == 4 * shape.hidden or shape.mlp == "swiglu" else shape.ffn
+    if ("hidden" in changes or "heads" in changes) and "head_width" not in changes:
+        changes["head_width"] = 0
+    if "heads" in changes and "kv_heads" not in changes and shape.kv_heads == shape.heads:
+        changes["kv_heads"] = 0
+    if "bias" in changes and "qkv_bias" not in changes:
+        changes["qkv_bias"] = None
+    known = {f.name for f in fields(Shape)}
+    for key in changes:
+        if key not in known:
+            raise unknown("setting of a model", key, known)
+    return replace(shape, **changes)

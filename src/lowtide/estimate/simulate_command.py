@@ -1,0 +1,148 @@
+"""The command ``lowtide simulate``: torch is imported when it runs, not before."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Annotated, Any
+
+import typer
+
+from lowtide.estimate import command as options
+from lowtide.estimate.command import parse_recompute
+from lowtide.estimate.errors import EstimateError
+
+Stages = Annotated[
+    str | None,
+    typer.Option("--stage", help="Pipeline stages: 0, or 0,3,7, or all. [default: the first, one inside, the last]", show_default=False),
+]
+
+
+def simulate_command(
+    model: options.ModelName = None,
+    layers: options.Layers = None,
+    hidden: options.Hidden = None,
+    heads: options.Heads = None,
+    kv_heads: options.KvHeads = None,
+    ffn: options.Ffn = None,
+    vocab: options.Vocab = None,
+    mlp: options.MlpKind = None,
+    norm: options.NormKind = None,
+    positions: options.Positions = None,
+    bias: options.Bias = None,
+    tied: options.Tied = None,
+    seq: options.Seq = None,
+    micro_batch: options.MicroBatch = None,
+    global_batch: options.GlobalBatch = None,
+    tp: options.Tp = None,
+    sequence_parallel: options.SequenceParallel = None,
+    pp: options.Pp = None,
+    interleave: options.Interleave = None,
+    dp: options.Dp = None,
+    recompute: options.Recompute = None,
+    attention: options.Attention = None,
+    dropout: options.Dropout = None,
+    dtype: options.Dtype = None,
+    gradient_dtype: options.GradientDtype = None,
+    chunked_loss: options.ChunkedLoss = None,
+    loss_chunks: options.LossChunks = None,
+    unfused_mlp: options.UnfusedMlp = None,
+    keep_output_tensors: options.KeepOutputs = None,
+    as_published: options.AsPublished = False,
+    config: options.ConfigFile = None,
+    stage: Stages = None,
+    policy: Annotated[
+        str | None, typer.Option(help="keep_all, full, sqrt or selective as lowtide.plan does them.", show_default=False)
+    ] = None,
+    budget: Annotated[str | None, typer.Option(help="Plan every stage to stay below this (40GiB).", show_default=False)] = None,
+    device: Annotated[
+        str | None, typer.Option(help="Whose speed the plans for a budget weigh. [default: a100]", show_default=False)
+    ] = None,
+    fresh_gradients: Annotated[bool, typer.Option("--fresh-gradients", help="The first backward makes the gradients.")] = False,
+    transformers: Annotated[
+        bool, typer.Option("--transformers", help="A Hugging Face configuration as transformers builds it (--tp 1 --pp 1).")
+    ] = False,
+    json_out: options.Json = False,
+    plot: Annotated[Path | None, typer.Option(help="Draw the timeline into this file (needs matplotlib).", show_default=False)] = None,
+) -> None:
+    """Trace a training step of any size on fake tensors, one rank of each stage, and print the closed form beside the trace. No GPU."""
+    given = {name: value for name, value in locals().items() if name in options.SETTINGS and value is not None}
+    from rich.console import Console
+
+    from lowtide.estimate.config import configure, read_config
+    from lowtide.estimate.devices import device as find_device
+
+    if policy is not None and budget is not None:
+        raise EstimateError("--policy and --budget choose in two ways what stays: give one")
+    if device is not None and budget is None:
+        raise EstimateError("--device without --budget changes nothing here: it is for the speeds that plans weigh")
+    given["recompute"] = parse_recompute(recompute)
+    if as_published:
+        given["as_published"] = True
+    found = read_config(config, model=model, **given) if config is not None else configure(model, **given)
+    stages = chosen_stages(stage, found.pp)
+    build = _transformers(model) if transformers else None
+
+    from lowtide.estimate.simulation import simulate
+
+    console = Console()
+    with ExitStack() as stack:
+        result = simulate(
+            found, stages=stages, policy=policy, budget=budget, device=find_device(device) if device else None, fresh_gradients=fresh_gradients,
+            build=build, progress=None if json_out else _bar(stack),
+        )  # fmt: skip
+    if plot is not None:
+        from lowtide.estimate.simulation.render import plot_timeline
+
+        plot_timeline(result, plot)
+    if json_out:
+        typer.echo(json.dumps(result.to_json(), indent=1))
+        return
+    from lowtide.estimate.simulation.render import report
+
+    console.print(report(result))
+
+
+def chosen_stages(text: str | None, pp: int) -> list[int]:
+    """The stages that ``--stage`` names.
+
+    >>> chosen_stages(None, 64), chosen_stages("0,3", 8), chosen_stages("all", 3)
+    ([0, 1, 63], [0, 3], [0, 1, 2])
+    """
+    if text is None:
+        return sorted({0, min(1, pp - 1), pp - 1})
+    if text == "all":
+        return list(range(pp))
+    try:
+        stages = [int(part) for part in text.split(",")]
+    except ValueError:
+        stages = [-1]
+    if not all(0 <= stage < pp for stage in stages):
+        raise EstimateError(f"--stage={text!r}: give stages from 0 to {pp - 1}, as in 0 or 0,{pp - 1}, or all")
+    return stages
+
+
+def _transformers(model: str | None) -> Callable[[], Any]:
+    """What builds a Hugging Face configuration's own model."""
+    if model is None:
+        raise EstimateError("--transformers needs --model, a Hugging Face config.json or hf:TYPE[:key=value,...]")
+    from lowtide.estimate.simulation.whole import hugging_face_builder
+
+    return hugging_face_builder(model)
+
+
+def _bar(stack: ExitStack) -> Callable[[str, int, int], None]:
+    """A progress bar on the terminal's error stream, gone when the work is done."""
+    from rich.console import Console
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    bar = stack.enter_context(Progress(*columns, console=Console(stderr=True), transient=True))
+    task = bar.add_task("tracing", total=None)
+
+    def tell(what: str, done: int, count: int) -> None:
+        bar.update(task, description=f"tracing {what}" if what != "simulating" else what, completed=done, total=count)
+
+    return tell

@@ -1,0 +1,188 @@
+"""One micro-batch of one pipeline chunk as a `StepGraph`: traced on fake tensors with a group of ranks that are not there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from lowtide import private
+from lowtide.errors import LowtideError, TraceError
+from lowtide.estimate.config import Config
+from lowtide.estimate.devices import Device
+from lowtide.estimate.errors import EstimateError
+from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
+from lowtide.estimate.speed import EFFICIENCY
+from lowtide.graph import StepGraph
+from lowtide.trace.costs import Roofline, flops, measure_costs
+from lowtide.trace.describe import Signature
+from lowtide.trace.eager import Tracer
+from lowtide.trace.step import with_costs
+
+CALL_SECONDS = 5e-6
+"""What launching one operation takes at least."""
+
+
+@dataclass(frozen=True)
+class Traced:
+    """A chunk's step.
+
+    Attributes:
+        graph: one forward and backward of one micro-batch.
+        split: number of events that belong to the forward.
+        parameter_bytes, buffer_bytes, gradient_bytes: what stood before it.
+    """
+
+    graph: StepGraph
+    split: int
+    parameter_bytes: int
+    buffer_bytes: int
+    gradient_bytes: int
+
+
+@contextmanager
+def pretended_group(size: int) -> Iterator[Any]:
+    """A group of ``size`` ranks of which only this one is there; collectives move nothing.
+
+    Raises:
+        EstimateError: torch.distributed is already set up in this process.
+    """
+    if size == 1:
+        yield None
+        return
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if dist.is_initialized():
+        raise EstimateError("simulate --tp above 1 sets up its own pretended ranks: call it where torch.distributed is not initialized")
+    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    try:
+        yield dist.group.WORLD
+    finally:
+        dist.destroy_process_group()
+
+
+@contextmanager
+def default_dtype(dtype: torch.dtype) -> Iterator[None]:
+    """Parameters made in the block have this dtype."""
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        yield
+    finally:
+        torch.set_default_dtype(before)
+
+
+def precision(config: Config) -> Any:
+    """The context that a forward runs in."""
+    return torch.autocast("cpu", torch.bfloat16) if config.dtype == "autocast" else nullcontext()
+
+
+def run_forward(piece: nn.Module, config: Config, source: Tensor, targets: Tensor | None) -> tuple[Any, Tensor | None]:
+    """A chunk's forward: what backward begins from (an edge of autograd's graph, so that the output itself can be freed), and the output."""
+    with precision(config):
+        out = piece(source, targets)
+    return torch.autograd.graph.get_gradient_edge(out), out
+
+
+def run_backward(edge: Any, gradient: Tensor | None) -> None:
+    """A chunk's backward from the gradient of its output, or from the loss."""
+    torch.autograd.backward((edge,), (gradient,))
+
+
+def trace_chunk(
+    config: Config,
+    *,
+    first: bool,
+    last: bool,
+    with_gradients: bool,
+    group: Any = None,
+    device: Device | None = None,
+    scratch: bool = False,
+    build: Callable[[], nn.Module] | None = None,
+) -> Traced:
+    """Trace one micro-batch of one chunk on one rank. No memory is used for tensors.
+
+    Args:
+        config: the whole configuration.
+        first, last: which chunk: with the embedding, with the output layer.
+        with_gradients: the parameters have gradients from a micro-batch before.
+        group: the (pretended) tensor-parallel ranks.
+        device: gives operations their seconds, by a roofline; without it they take none.
+        scratch: measure what operations allocate while they run, on this machine, instead.
+        build: makes the chunk; the project's own models where ``None``.
+    """
+    mode = private.fake_mode()
+    with ExitStack() as stack:
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(default_dtype(DTYPES[config.dtype]))
+        stack.enter_context(mode)
+        piece = build() if build is not None else Piece(config, first=first, last=last, group=group)
+        if with_gradients:
+            for parameter in piece.parameters():
+                parameter.grad = torch.empty_like(parameter)
+        with private.without_fake_mode():
+            tokens = torch.zeros(config.micro_batch, config.seq, dtype=torch.long) if first else None
+            targets = torch.zeros(config.micro_batch, config.seq, dtype=torch.long) if last else None
+        tracer = Tracer(piece, fake=True)
+        try:
+            with tracer.recording(), torch.enable_grad():
+                split = _one_micro_batch(piece, config, tracer, tokens, targets)
+        except LowtideError:
+            raise
+        except Exception as error:
+            tracer.closed = True
+            raise TraceError(f"this configuration cannot be traced ({type(error).__name__}: {error})") from error
+        tracer.closed = True
+        kinds = {"parameter": 0, "buffer": 0, "gradient": 0}
+        for kind, tensors in (("parameter", piece.parameters()), ("buffer", piece.buffers())):
+            kinds[kind] = sum({private.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+        if with_gradients:
+            kinds["gradient"] = sum(p.grad.untyped_storage().nbytes() for p in piece.parameters() if p.grad is not None)
+        graph = _collectives_replay(tracer.graph(device="cpu", source="fake"))
+    if scratch:
+        graph = with_costs(graph, tracer, measure_costs(tracer.specs, cache={}))
+    elif device is not None:
+        graph = _with_roofline(graph, tracer, device)
+    return Traced(graph, split, kinds["parameter"], kinds["buffer"], kinds["gradient"])
+
+
+def _one_micro_batch(piece: nn.Module, config: Config, tracer: Tracer, tokens: Tensor | None, targets: Tensor | None) -> int:
+    """Forward and backward with the buffers that are received and sent; returns the number of the forward's events."""
+    wide = DTYPES[config.dtype]
+    source = tokens if tokens is not None else torch.empty(hidden_shape(config), dtype=wide).requires_grad_()
+    edge, out = run_forward(piece, config, source, targets)
+    assert out is not None
+    kept = out if config.keep_output_tensors else None
+    shape, dtype = out.shape, out.dtype
+    del out
+    split = len(tracer.events)
+    gradient = None if targets is not None else torch.empty(shape, dtype=dtype)
+    run_backward(edge, gradient)
+    del edge, gradient, kept
+    source.grad = None
+    del source
+    return split
+
+
+def _collectives_replay(graph: StepGraph) -> StepGraph:
+    """The graph when functional collectives may be recomputed: all ranks of a tensor-parallel group run the same plan."""
+    operations = tuple(
+        replace(op, replayable=True, reason="") if op.name.startswith("_c10d_functional.") and not op.replayable else op
+        for op in graph.operations
+    )
+    return replace(graph, operations=operations)
+
+
+def _with_roofline(graph: StepGraph, tracer: Tracer, device: Device) -> StepGraph:
+    """The graph with seconds by a roofline of the device."""
+    roof = Roofline(device.flops * EFFICIENCY, device.memory_bandwidth, CALL_SECONDS)
+    seconds: dict[Signature, float] = {}
+    for signature, spec in tracer.specs.items():
+        seconds[signature] = roof.seconds(flops(spec), spec.input_bytes() + spec.output_bytes)
+    operations = tuple(replace(op, seconds=seconds[signature]) for op, signature in zip(graph.operations, tracer.signatures, strict=True))
+    return replace(graph, operations=operations, plain_seconds=sum(op.seconds for op in operations))

@@ -1,0 +1,229 @@
+"""`suggest`: which parallel sizes, micro-batch, recomputation and offload fit a memory, ranked by predicted time."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from itertools import product
+from math import log, log1p
+from typing import Any
+
+from lowtide.estimate.config import Config, configure
+from lowtide.estimate.devices import Device
+from lowtide.estimate.errors import EstimateError
+from lowtide.estimate.shape import check_size
+from lowtide.estimate.speed import StepTime, step_time
+from lowtide.estimate.total import stage_estimate
+
+RESERVE = 0.08
+"""Share of a device's memory left for the driver's context, communication buffers and fragmentation."""
+TIE = 0.03
+"""Predicted times this close to each other are taken for equal."""
+STEP_TOKENS = 1 << 22
+"""Tokens in a step where no global batch is given."""
+
+
+@dataclass(frozen=True, slots=True)
+class Suggestion:
+    """A configuration and what it is predicted to need.
+
+    Attributes:
+        config: the configuration.
+        total_bytes: peak of the device that needs most.
+        time: predicted seconds of a step.
+    """
+
+    config: Config
+    total_bytes: int
+    time: StepTime
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Tokens that all devices work through in a second."""
+        return self.config.global_batch * self.config.seq / self.time.total
+
+    def flags(self) -> str:
+        """The flags of ``lowtide estimate`` that say the same, the model left out."""
+        config = self.config
+        parts = [f"--seq {config.seq}", f"--micro-batch {config.micro_batch}", f"--global-batch {config.global_batch}"]
+        for name in ("tp", "pp", "interleave", "dp", "zero"):
+            value = getattr(config, name)
+            if value > (0 if name == "zero" else 1):
+                parts.append(f"--{name} {value}")
+        if config.sequence_parallel:
+            parts.append("--sequence-parallel")
+        if config.recompute != "none":
+            parts.append(f"--recompute {config.recompute}")
+        if config.chunked_loss:
+            parts.append("--chunked-loss")
+        if config.offload_optimizer:
+            parts.append(f"--offload-optimizer {config.offload_optimizer:g}")
+        return " ".join(parts)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        config = self.config
+        names = (
+            "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "seq", "micro_batch", "global_batch", "recompute", "chunked_loss",
+            "offload_optimizer",
+        )  # fmt: skip
+        return {
+            **{name: getattr(config, name) for name in names},
+            "total_bytes": self.total_bytes,
+            "seconds": self.time.total,
+            "seconds_by_part": {name: getattr(self.time, name) for name in StepTime.__slots__},
+            "tokens_per_second": self.tokens_per_second,
+            "flags": self.flags(),
+        }
+
+
+@dataclass(frozen=True)
+class Suggestions:
+    """What was found.
+
+    Attributes:
+        best: configurations that fit, the fastest predicted first (of those within `TIE` the simplest); where none fits, the one that needs least.
+        tried, fitting: how many were tried, and how many of them fit.
+        usable_bytes: the memory less what is reserved.
+    """
+
+    best: tuple[Suggestion, ...]
+    tried: int
+    fitting: int
+    usable_bytes: int
+
+    @property
+    def fits(self) -> bool:
+        """Whether any configuration fits."""
+        return self.fitting > 0
+
+
+def peak_bytes(config: Config) -> int:
+    """Peak of the device that needs most: the first stage has the embedding and most in flight, the last one the loss."""
+    return max(stage_estimate(config, stage).total_bytes for stage in {0, config.pp - 1})
+
+
+def suggest(
+    model: Any,
+    *,
+    devices: int,
+    device: Device,
+    memory_bytes: int | None = None,
+    reserve: float = RESERVE,
+    count: int = 8,
+    **settings: Any,
+) -> Suggestions:
+    """Look through parallel sizes, micro-batches, recomputation, ZeRO stages and offload for what fits and is fastest.
+
+    Args:
+        model: as `configure` takes it.
+        devices: how many there are; all are used.
+        device: their kind.
+        memory_bytes: memory of one, where it is not the kind's own.
+        reserve: share of the memory to leave alone.
+        count: how many to return, at most one for each set of parallel sizes.
+        settings: settings that are given: they are not varied.
+
+    Raises:
+        EstimateError: a setting is wrong, or no parallel sizes divide the model and the devices.
+
+    Example:
+        >>> from lowtide.estimate.devices import device
+        >>> found = suggest("llama3-8b", devices=4, device=device("a100"))
+        >>> found.fits, found.best[0].config.devices
+        (True, 4)
+    """
+    check_size("--devices", devices, 1 << 20)
+    check_size("--count", count, 1000)
+    if not 0 <= reserve < 1:
+        raise EstimateError(f"--reserve={reserve}: a share of at least 0 and below 1 is needed")
+    given = {key: value for key, value in settings.items() if value is not None}
+    base = configure(model, **{key: value for key, value in given.items() if key not in _VARIED or key in ("micro_batch",)} | _alone(given))
+    usable = int((memory_bytes or device.memory_bytes) * (1 - reserve))
+    batch = given.pop("global_batch", None) or _usual_batch(base.seq, devices)
+    tried, fitting = 0, 0
+    by_sizes: dict[tuple[Any, ...], Suggestion] = {}
+    least: Suggestion | None = None
+    reasons: list[str] = []
+    for sizes in _sizes(base, devices, device.node, given):
+        for micro_batch in [given["micro_batch"]] if "micro_batch" in given else (1, 2, 4, 8, 16, 32):
+            any_fits = False
+            for spare in _spare(base, given):
+                try:
+                    config = replace(base, **sizes, **spare, micro_batch=micro_batch, global_batch=batch)
+                except EstimateError as error:
+                    reasons.append(str(error))
+                    continue
+                tried += 1
+                need = peak_bytes(config)
+                if need <= usable:
+                    fitting += 1
+                    any_fits = True
+                    found = Suggestion(config, need, step_time(config, device))
+                    key = (config.tp, config.pp, config.interleave, config.zero, config.offload_optimizer > 0)
+                    if key not in by_sizes or _rank(found) < _rank(by_sizes[key]):
+                        by_sizes[key] = found
+                if least is None or need < least.total_bytes:
+                    least = Suggestion(config, need, step_time(config, device))
+            if not any_fits:
+                break  # a larger micro-batch needs more
+    if least is None:
+        why = f": {reasons[0]}" if reasons else ""
+        raise EstimateError(f"no parallel sizes divide the model and --devices={devices} with a global batch of {batch}{why}")
+    best = sorted(by_sizes.values(), key=lambda one: _order(one, min(map(_rank, by_sizes.values()))[0]))[:count] or [least]
+    return Suggestions(tuple(best), tried, fitting, usable)
+
+
+_VARIED = ("tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "micro_batch", "recompute", "chunked_loss", "offload_optimizer")
+
+
+def _alone(given: dict[str, Any]) -> dict[str, Any]:
+    """What the first check of the settings needs beside them: a batch that any size divides."""
+    return {"global_batch": given["micro_batch"]} if "micro_batch" in given else {"global_batch": 1}
+
+
+def _rank(found: Suggestion) -> tuple[float, int]:
+    return (found.time.total, found.total_bytes)
+
+
+def _order(found: Suggestion, fastest: float) -> tuple[int, int, float]:
+    """By predicted time, but what is within `TIE` of each other is a tie that the simpler one wins: no offload, no pipeline, no recomputation."""
+    config = found.config
+    means = 4 * (config.offload_optimizer > 0) + 2 * (config.pp > 1) + (config.recompute != "none") + (config.zero == 3)
+    return int(log(found.time.total / fastest) / log1p(TIE)), means, found.time.total
+
+
+def _usual_batch(seq: int, devices: int) -> int:
+    """Sequences in a step: about four million tokens, a power of two, and at least one a device."""
+    batch = 1
+    while batch * seq < STEP_TOKENS or batch < devices:
+        batch *= 2
+    return batch
+
+
+def _sizes(base: Config, devices: int, node: int, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Parallel sizes whose product is the devices."""
+    model = base.model
+    for tp in (
+        [given["tp"]] if "tp" in given else [t for t in (1, 2, 4, 8, 16) if t <= node and model.heads % t == 0 and model.ffn % t == 0]
+    ):
+        for pp in [given["pp"]] if "pp" in given else [p for p in range(1, model.layers + 1) if model.layers % p == 0]:
+            if devices % (tp * pp) or ("dp" in given and given["dp"] != devices // (tp * pp)):
+                continue
+            dp = devices // (tp * pp)
+            zeros = [given["zero"]] if "zero" in given else [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 2, 3]
+            chunks = [1] if pp == 1 else [m for m in (1, 2, 3, 4) if model.layers % (pp * m) == 0]
+            interleaves = [given["interleave"]] if "interleave" in given else chunks
+            split = given.get("sequence_parallel", tp > 1 and base.seq % tp == 0)
+            for zero, interleave in product(zeros, interleaves):
+                yield dict(tp=tp, pp=pp, dp=dp, zero=zero, interleave=interleave, sequence_parallel=split)
+
+
+def _spare(base: Config, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    """Ways to spare memory: recomputation, a chunked loss, the optimizer on the host."""
+    usual = ["none", "full"] if base.attention == "fused" else ["none", "selective", "full"]
+    recompute = [given["recompute"]] if "recompute" in given else usual
+    chunked = [given["chunked_loss"]] if "chunked_loss" in given else [False, True]
+    offload = [given["offload_optimizer"]] if "offload_optimizer" in given else [0.0, 1.0]
+    for choice, chunk, away in product(recompute, chunked, offload):
+        yield dict(recompute=choice, chunked_loss=chunk, offload_optimizer=away)

@@ -1,0 +1,111 @@
+"""The command ``lowtide suggest``. It imports no torch."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+import typer
+
+from lowtide.budget import format_bytes, parse
+from lowtide.estimate import command as options
+from lowtide.estimate.command import parse_recompute
+
+
+def suggest_command(
+    model: Annotated[str, typer.Option(help=options.MODEL_HELP)],
+    devices: Annotated[int, typer.Option(help="How many accelerators; all are used.")],
+    memory: options.Memory = None,
+    device: Annotated[str, typer.Option(help="v100, a100, a100-40gb, h100, h200, b200, ...: peak rate, links, memory.")] = "a100",
+    peak_tflops: Annotated[
+        float | None, typer.Option(help="Peak TFLOP/s of one device, instead of the --device's.", show_default=False)
+    ] = None,
+    node: Annotated[int | None, typer.Option(help="Devices in a node, instead of the --device's 8.", show_default=False)] = None,
+    node_bandwidth: Annotated[float | None, typer.Option(help="GB/s that a device sends within a node.", show_default=False)] = None,
+    network_bandwidth: Annotated[float | None, typer.Option(help="GB/s that a device sends to other nodes.", show_default=False)] = None,
+    host_bandwidth: Annotated[float | None, typer.Option(help="GB/s to the host, one direction.", show_default=False)] = None,
+    memory_bandwidth: Annotated[float | None, typer.Option(help="GB/s to a device's own memory.", show_default=False)] = None,
+    reserve: Annotated[float, typer.Option(help="Share of the memory left for the driver, buffers and fragmentation.")] = 0.08,
+    seq: options.Seq = None,
+    global_batch: Annotated[int | None, typer.Option(help="Sequences in a step. [default: about 4M tokens]", show_default=False)] = None,
+    micro_batch: options.MicroBatch = None,
+    tp: options.Tp = None,
+    sequence_parallel: options.SequenceParallel = None,
+    pp: options.Pp = None,
+    interleave: options.Interleave = None,
+    dp: options.Dp = None,
+    zero: options.Zero = None,
+    recompute: options.Recompute = None,
+    attention: options.Attention = None,
+    dropout: options.Dropout = None,
+    dtype: options.Dtype = None,
+    gradient_dtype: options.GradientDtype = None,
+    optimizer: options.Optimizer = None,
+    offload_optimizer: options.OffloadOptimizer = None,
+    chunked_loss: Annotated[
+        bool | None, typer.Option("--chunked-loss/--whole-loss", help="Loss in chunks, or whole.", show_default=False)
+    ] = None,
+    count: Annotated[int, typer.Option(help="How many to show.")] = 8,
+    json_out: options.Json = False,
+) -> None:
+    """Suggest parallel sizes, micro-batch, recomputation and offload that fit, ranked by predicted time. What you give is not varied."""
+    given = {name: value for name, value in locals().items() if name in _SETTINGS and value is not None}
+    from lowtide.estimate.devices import device as find_device
+    from lowtide.estimate.speed import ASSUMPTIONS
+    from lowtide.estimate.suggest import suggest
+
+    scaled = dict(
+        node_bandwidth=node_bandwidth, network_bandwidth=network_bandwidth, host_bandwidth=host_bandwidth, memory_bandwidth=memory_bandwidth
+    )
+    changes: dict[str, Any] = {name: value * 1e9 for name, value in scaled.items() if value is not None}
+    if peak_tflops is not None:
+        changes["flops"] = peak_tflops * 1e12
+    if node is not None:
+        changes["node"] = node
+    kind = find_device(device, **changes)
+    memory_bytes = parse(memory) if memory is not None else kind.memory_bytes
+    given["recompute"] = parse_recompute(recompute)
+    found = suggest(model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve, count=count, **given)
+    if json_out:
+        data = {
+            "fits": found.fits, "tried": found.tried, "fitting": found.fitting, "memory_bytes": memory_bytes, "usable_bytes": found.usable_bytes,
+            "suggestions": [one.to_json() for one in found.best], "assumptions": list(ASSUMPTIONS),
+        }  # fmt: skip
+        typer.echo(json.dumps(data, indent=1))
+        return
+    _show(model, devices, kind.name, memory_bytes, found)
+
+
+def _show(model: str, devices: int, kind: str, memory_bytes: int, found: Any) -> None:
+    from rich.console import Console
+    from rich.text import Text
+
+    from lowtide.estimate.render import suggestion_table
+    from lowtide.estimate.speed import ASSUMPTIONS
+
+    console = Console()
+    best = found.best[0]
+    where = f"{model} at {best.config.seq} tokens on {devices} x {kind} of {format_bytes(memory_bytes)} ({format_bytes(found.usable_bytes)} usable)"
+    if found.fits:
+        console.print(
+            Text(f"It fits: {where}. {found.fitting} of {found.tried} configurations do; the fastest predicted first.", style="bold green")
+        )
+    else:
+        text = f"It does not fit: {where}. The least of {found.tried} configurations needs {format_bytes(best.total_bytes)}:"
+        console.print(Text(text, style="bold red"))
+    console.print(suggestion_table(found))
+    console.print("Line by line:", style="bold")
+    console.print(f"  lowtide estimate --model {model} {best.flags()}", soft_wrap=True, highlight=False)
+    for note in ASSUMPTIONS:
+        console.print(f"assumed: {note}", style="dim", highlight=False)
+    console.print(
+        "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel, b micro-batch",
+        style="dim",
+        highlight=False,
+    )
+
+
+_SETTINGS = frozenset({
+    "seq", "global_batch", "micro_batch", "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "attention", "dropout", "dtype",
+    "gradient_dtype", "optimizer", "offload_optimizer", "chunked_loss",
+})  # fmt: skip

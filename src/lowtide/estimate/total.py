@@ -1,0 +1,211 @@
+"""`estimate`: a configuration -> bytes by pipeline stage, FLOPs, utilisation, traffic."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import ceil
+from typing import Any
+
+from lowtide.estimate.config import Config, describe
+from lowtide.estimate.edges import edge_lines
+from lowtide.estimate.flops import Flops, iteration_flops, utilization
+from lowtide.estimate.layer import kept_terms, layer_terms
+from lowtide.estimate.lines import Line, Stage, total
+from lowtide.estimate.schedule import layers_in_flight, micro_batches_in_flight
+from lowtide.estimate.states import host_bytes, model_states, stage_parameters, state_lines
+from lowtide.estimate.traffic import Traffic, stage_traffic
+from lowtide.estimate.working import offload_lines, temporary_lines
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a configuration costs.
+
+    Attributes:
+        config: what was asked.
+        stages: one device of each pipeline stage.
+        parameters: of the whole model.
+        flops: of one step, all devices together.
+        traffic: what one device of each stage sends in a step.
+        host_bytes: host memory per device, of the stage that needs most.
+        notes: what should be known: what does not hold together in a source, what was assumed.
+    """
+
+    config: Config
+    stages: tuple[Stage, ...]
+    parameters: int
+    flops: Flops
+    traffic: tuple[tuple[Traffic, ...], ...]
+    host_bytes: int = 0
+    notes: tuple[str, ...] = field(default=())
+
+    @property
+    def total_bytes(self) -> int:
+        """Peak of the device that needs most."""
+        return max(stage.total_bytes for stage in self.stages)
+
+    @property
+    def mean_states_bytes(self) -> float:
+        """Weights, gradients and optimizer state of a device on average over the pipeline: what 2205.05198, Figure 1 shows."""
+        config = self.config
+        states = model_states(
+            self.parameters,
+            dp=config.dp,
+            zero=config.zero,
+            offload=config.offload_optimizer,
+            weight_bytes=config.weight_bytes,
+            gradient_bytes=config.gradient_bytes,
+            optimizer_bytes=config.optimizer_bytes,
+        )
+        return float(states.total / (config.tp * config.pp))
+
+    @property
+    def fits(self) -> bool | None:
+        """Whether it fits ``memory_bytes``; ``None`` where none was given."""
+        return None if self.config.memory_bytes is None else self.total_bytes <= self.config.memory_bytes
+
+    @property
+    def mfu(self) -> float | None:
+        """Model FLOPs utilisation, when iteration time and peak rate are known (2205.05198, Section 6.3)."""
+        return self._utilization(self.flops.model)
+
+    @property
+    def hfu(self) -> float | None:
+        """Hardware FLOPs utilisation: recomputation counts, as Equation 8 has it."""
+        return self._utilization(self.flops.hardware)
+
+    def _utilization(self, flops: int) -> float | None:
+        seconds, peak = self.config.iteration_seconds, self.config.peak_flops
+        return None if seconds is None or peak is None else utilization(flops, seconds, self.config.devices, peak)
+
+    @property
+    def network_bytes(self) -> int:
+        """What the busiest device sends over the network in a step."""
+        return max(sum(item.bytes for item in items if item.link != "host") for items in self.traffic)
+
+    @property
+    def host_link_bytes(self) -> int:
+        """What the busiest device moves over its host link in a step, both directions."""
+        return max(sum(item.bytes for item in items if item.link == "host") for items in self.traffic)
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {
+            "config": dict(describe(self.config)),
+            "parameters": self.parameters,
+            "devices": self.config.devices,
+            "stages": [
+                stage.to_json() | {"traffic": [item.to_json() for item in items]}
+                for stage, items in zip(self.stages, self.traffic, strict=True)
+            ],
+            "total_bytes": self.total_bytes,
+            "mean_states_bytes": self.mean_states_bytes,
+            "fits": self.fits,
+            "model_flops": self.flops.model,
+            "hardware_flops": self.flops.hardware,
+            "executed_flops": self.flops.executed,
+            "mfu": self.mfu,
+            "hfu": self.hfu,
+            "network_bytes": self.network_bytes,
+            "host_link_bytes": self.host_link_bytes,
+            "host_bytes": self.host_bytes,
+            "notes": list(self.notes),
+        }
+
+
+def activation_lines(config: Config, stage: int) -> list[Line]:
+    """Everything that autograd keeps on one device of a stage at its fullest moment."""
+    flying = layers_in_flight(config, stage)
+    lines = [term.line(share * flying) for term, share in kept_terms(config)]
+    if config.offload_activations:
+        lines = offload_lines(config, lines)
+    return [*lines, *edge_lines(config, stage)]
+
+
+def estimate(config: Config) -> Estimate:
+    """Bytes, FLOPs and traffic of a training step, by closed formulas.
+
+    Example:
+        >>> from lowtide.estimate import configure, estimate
+        >>> found = estimate(configure("22b", as_published=True, sequence_parallel=True, recompute="selective"))
+        >>> found.stages[0].activations_bytes // 2**20
+        10022
+        >>> found.stages[0].lines[3].name, found.stages[0].lines[3].source
+        ('input of the attention norm', 'arXiv 2205.05198 Sec. 4.1')
+    """
+    stages = tuple(stage_estimate(config, index) for index in range(config.pp))
+    return Estimate(
+        config=config,
+        stages=stages,
+        parameters=config.model.parameters(),
+        flops=iteration_flops(config),
+        traffic=tuple(tuple(stage_traffic(config, index)) for index in range(config.pp)),
+        host_bytes=max(_host_bytes(config, index) for index in range(config.pp)),
+        notes=tuple(_notes(config)),
+    )
+
+
+def stage_estimate(config: Config, index: int) -> Stage:
+    """One device of one pipeline stage."""
+    lines = (*state_lines(config, index), *activation_lines(config, index), *temporary_lines(config, index))
+    stage = Stage(
+        index=index,
+        layers=config.stage_layers,
+        parameters=stage_parameters(config, index),
+        layers_in_flight=layers_in_flight(config, index),
+        micro_batches_in_flight=micro_batches_in_flight(config, index),
+        lines=lines,
+    )
+    if config.memory_bytes is None:
+        return stage
+    return replace(stage, whole_micro_batches=whole_micro_batches(config, stage))
+
+
+def whole_micro_batches(config: Config, stage: Stage) -> int:
+    """How many of a stage's micro-batches in flight can be kept without recomputation in the memory that is left (2205.05198, Appendix C).
+
+    All of them where nothing is recomputed and the stage fits, none where it does not fit.
+    """
+    assert config.memory_bytes is not None
+    left = config.memory_bytes - stage.total_bytes
+    flying = int(stage.micro_batches_in_flight)
+    if left < 0:
+        return 0
+    saved = total(layer_terms(config)) - sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
+    return flying if saved <= 0 else min(flying, int(left / (saved * config.stage_layers)))
+
+
+def _host_bytes(config: Config, stage: int) -> int:
+    size = host_bytes(config, stage)
+    if config.offload_activations:
+        layer = sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
+        size += ceil(layer * layers_in_flight(config, stage))
+    return size
+
+
+def _notes(config: Config) -> list[str]:
+    notes = []
+    if config.recompute == "selective":
+        if config.attention == "fused":
+            notes.append(
+                "selective recomputation of a fused kernel frees its log-sum-exp only: the output projection keeps the kernel's output"
+            )
+        notes.append(
+            "hardware FLOPs follow 2205.05198, Equation 8, which charges recomputed attention three times (12Bs²hL); executed FLOPs count what is run (4Bs²hL)"
+        )
+    if config.gradient_dtype == "auto" and config.gradient_bytes != config.weight_bytes:
+        notes.append("gradients are summed in float32 (2205.05198: 18 bytes a parameter); --gradient-dtype bf16 counts ZeRO's 16")
+    if config.zero and config.dp == 1:
+        notes.append(f"--zero {config.zero} with --dp 1: there is one data-parallel rank, so it holds everything")
+    if config.model.kv_heads < config.tp:
+        notes.append(
+            f"{config.model.kv_heads} key-value heads on {config.tp} tensor-parallel ranks: each is held by {config.tp // config.model.kv_heads}"
+        )
+    if config.tp > 1 and config.model.vocab % config.tp:
+        notes.append(f"the vocabulary of {config.model.vocab} is padded to a multiple of {config.tp}")
+    if config.recompute == "full" and config.sequence_parallel:
+        notes.append(
+            "full recomputation keeps layer inputs split along the sequence: 2sbh/t, where Table 2's last row is without sequence parallelism"
+        )
+    return notes

@@ -1,0 +1,146 @@
+"""Bytes that one device sends in a step, over the network and over the host link.
+
+Collectives are counted as rings send them: an all-reduce of N bytes among n ranks sends 2N(n-1)/n from each, an all-gather or a reduce-scatter
+of N bytes in all N(n-1)/n. Papers that count volumes (1910.02054: 2Ψ, 3Ψ, 12sh) leave the (n-1)/n out.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from fractions import Fraction
+from math import ceil
+from typing import Any, Literal
+
+from lowtide.estimate.config import Config
+from lowtide.estimate.flops import recomputed_layers
+from lowtide.estimate.layer import kept_terms
+from lowtide.estimate.lines import KORTHIKANTI, ZERO, ZERO_OFFLOAD, total
+from lowtide.estimate.states import stage_parameters
+
+Link = Literal["tensor", "pipeline", "data", "host"]
+
+
+@dataclass(frozen=True, slots=True)
+class Traffic:
+    """Bytes of one kind that one device of a stage sends in a step.
+
+    Attributes:
+        link: ``tensor``, ``pipeline`` or ``data`` parallel group, or ``host``.
+        name: what it is.
+        bytes: sent by one device.
+        formula, source: as in `lowtide.estimate.lines.Line`.
+    """
+
+    link: Link
+    name: str
+    bytes: int
+    formula: str
+    source: str
+
+    def to_json(self) -> dict[str, Any]:
+        """As plain values."""
+        return {name: getattr(self, name) for name in ("link", "name", "bytes", "formula", "source")}
+
+
+def _ring(size: Fraction | int, ranks: int) -> Fraction:
+    """What a rank sends in an all-gather or reduce-scatter of ``size`` bytes in all."""
+    return Fraction(size) * (ranks - 1) / ranks
+
+
+def stage_traffic(config: Config, stage: int) -> list[Traffic]:
+    """All that one device of a stage sends in a step."""
+    return [*_tensor(config, stage), *_pipeline(config, stage), *_data(config, stage), *_host(config, stage)]
+
+
+def _tensor(config: Config, stage: int) -> list[Traffic]:
+    t, n, e = config.tp, config.micro_batches, config.element_bytes
+    if t == 1:
+        return []
+    message = Fraction(e * config.tokens * config.model.hidden)
+    one = _ring(message, t)
+    layers = config.stage_layers * n
+    again = Fraction(recomputed_layers(config), config.pp) * n
+    found = []
+    if config.sequence_parallel:
+        found.append(
+            Traffic("tensor", "gathers and reduce-scatters of the layers", ceil(8 * one * layers), "8 x 2sbh", f"{KORTHIKANTI} Sec. 4.2.2")
+        )
+        found.append(
+            Traffic(
+                "tensor",
+                "second gather of the saved shards",
+                ceil(2 * one * layers),
+                "2 x 2sbh",
+                f"{KORTHIKANTI} Sec. 4.2.2 (Y in backward)",
+            )
+        )
+        if again:
+            found.append(
+                Traffic("tensor", "collectives of recomputed layers", ceil(4 * one * again), "4 x 2sbh", f"{KORTHIKANTI} Sec. 4.2.2")
+            )
+    else:
+        found.append(
+            Traffic("tensor", "all-reduces of the layers", ceil(8 * one * layers), "4 all-reduces of 2sbh", f"{KORTHIKANTI} Sec. 4.2.2")
+        )
+        if again:
+            found.append(
+                Traffic("tensor", "all-reduces of recomputed layers", ceil(4 * one * again), "2 all-reduces of 2sbh", f"{ZERO} Sec. 8")
+            )
+    if config.partition_activations:
+        count = Fraction(total(term for term, _ in kept_terms(config)) * t)
+        found.append(Traffic("tensor", "gather of the split checkpoints", ceil(_ring(count, t) * layers), "2sbh", f"{ZERO} Sec. 8 (P_a)"))
+    ends = (1 if stage == 0 else 0) + (1 if stage == config.pp - 1 else 0)
+    if ends:
+        found.append(Traffic("tensor", "embedding and output layer", ceil(2 * one * n * ends), "2sbh each way", f"{KORTHIKANTI} Sec. 4.3"))
+    return found
+
+
+def _pipeline(config: Config, stage: int) -> list[Traffic]:
+    if config.pp == 1:
+        return []
+    message = Fraction(config.residual_bytes * config.tokens * config.model.hidden, config.replication)
+    sends = 2 * config.interleave - (1 if stage in (0, config.pp - 1) else 0)
+    size = ceil(message * sends * config.micro_batches)
+    return [Traffic("pipeline", "activations and their gradients between stages", size, f"{sends}n x 2sbh", "arXiv 2104.04473 Sec. 2.2")]
+
+
+def _data(config: Config, stage: int) -> list[Traffic]:
+    d, n = config.dp, config.micro_batches
+    if d == 1:
+        return []
+    count = Fraction(stage_parameters(config, stage))
+    gradients, weights = _ring(count * config.gradient_bytes, d), _ring(count * config.weight_bytes, d)
+    source = f"{ZERO} Sec. 7"
+    if config.zero == 0:
+        return [Traffic("data", "all-reduce of gradients", ceil(2 * gradients), "2Ψ", source)]
+    if config.zero == 1:
+        scatter = Traffic("data", "reduce-scatter of gradients", ceil(gradients), "Ψ", source)
+    else:  # gradients that are split cannot be summed over micro-batches before they are
+        scatter = Traffic("data", "reduce-scatters of gradients", ceil(n * gradients), "nΨ", source)
+    if config.zero < 3:
+        return [scatter, Traffic("data", "gather of weights", ceil(weights), "Ψ", source)]
+    return [scatter, Traffic("data", "gathers of weights, forward and backward", ceil(2 * n * weights), "2nΨ", source)]
+
+
+def _host(config: Config, stage: int) -> list[Traffic]:
+    found = []
+    if config.offload_optimizer:
+        share = Fraction(config.offload_optimizer) * stage_parameters(config, stage) / (config.dp if config.zero >= 1 else 1)
+        source = f"{ZERO_OFFLOAD} Sec. 3"
+        down = ceil(share * config.gradient_bytes * config.micro_batches)  # no room on the device to sum them over micro-batches
+        found.append(Traffic("host", "gradients to the host", down, f"{config.gradient_bytes}Mn", source))
+        found.append(Traffic("host", "weights from the host", ceil(share * config.weight_bytes), f"{config.weight_bytes}M", source))
+    if config.offload_activations:
+        layer = sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
+        size = ceil(2 * layer * config.stage_layers * config.micro_batches)
+        found.append(Traffic("host", "activations to and from the host", size, "2 x what is kept", f"{ZERO} Sec. 8 (P_a+cpu)"))
+    return found
+
+
+def zero_volume_elements(parameters: int, zero: int) -> int:
+    """Elements that data parallelism moves in a step as 1910.02054, Section 7 counts them: 2Ψ, and 3Ψ in stage 3.
+
+    >>> zero_volume_elements(10, 2), zero_volume_elements(10, 3)
+    (20, 30)
+    """
+    return (3 if zero == 3 else 2) * parameters

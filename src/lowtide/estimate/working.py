@@ -1,0 +1,149 @@
+"""What a step needs for moments only: how far its peak stands above everything that is kept.
+
+Autograd's tensors are all there when the loss is reached; from then on each backward node lets go of what it held and makes gradients. The peak
+is therefore at one of a few moments, and each is written down here with the tensors that exist then: the loss, and within the first layer to go
+backward the last linear layer of the MLP, its activation, its first linear layer, and the attention core. Under recomputation the layer's own
+activations come on top.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from fractions import Fraction
+from math import ceil
+
+from lowtide.estimate.config import Config
+from lowtide.estimate.edges import logit_elements, loss_terms
+from lowtide.estimate.layer import checkpoint_term, core_terms, layer_terms, segment_layers
+from lowtide.estimate.lines import CHEN, KORTHIKANTI, ZERO, Line, total
+
+
+def loss_moment(config: Config) -> Fraction:
+    """Bytes above what is kept, at the loss.
+
+    Vocabulary-parallel cross entropy (t > 1) works in place: the low-precision logits stand beside the float32 ones. PyTorch's own (t = 1) keeps
+    the float32 log-probabilities and makes two float32 gradients of their size. A chunked loss does all of it for one chunk.
+    """
+    e, logits = config.element_bytes, logit_elements(config)
+    if config.chunked_loss:
+        return _ceil_share(logits, config.loss_chunks) * (12 if config.tp == 1 else 4 + e)
+    if config.tp > 1:
+        return logits * (e if e < 4 else 4)
+    return logits * 8
+
+
+def backward_moments(config: Config) -> Mapping[str, Fraction]:
+    """Bytes above what one layer keeps, at each moment of its backward; below zero where more was let go than made."""
+    model, t = config.model, config.tp
+    e, x = config.element_bytes, config.residual_bytes
+    full = Fraction(config.tokens * model.hidden)
+    shared = full / config.replication
+    inner = Fraction(config.tokens * model.ffn, t)
+    first = inner * (2 if model.mlp == "swiglu" else 1)
+    queries = Fraction(config.tokens * model.query_width, t)
+    qkv = queries + 2 * Fraction(config.tokens * config.local_kv_width)
+    gathered = e * full if config.sequence_parallel else Fraction(0)
+    terms = layer_terms(config)
+    down = next(term.bytes for term in terms if term.name.startswith("input of the MLP's last"))
+    act = sum(
+        (term.bytes for term in terms if term.name in ("input of GELU", "input of the square", "gate and up projections", "silu(gate)")),
+        Fraction(0),
+    )
+    mlp = total(term for term in terms if term.part == "mlp")
+    core = total(core_terms(config))
+    stream = x * shared
+    branch = e * shared
+    scores = Fraction(model.heads * config.tokens, t) * config.seq if config.attention == "unfused" else Fraction(0)
+    softmax = 4 if config.dtype == "autocast" else e
+    return {
+        "last linear layer of the MLP": stream + branch + gathered + e * inner,
+        "activation of the MLP": stream + e * inner + e * first - down,
+        "first linear layer of the MLP": stream + e * first + gathered + e * full - down - act,
+        "attention core": stream + e * queries + (e + 2 * softmax) * scores + e * qkv - mlp,
+        "q, k, v projection": stream + e * qkv + gathered + e * full - mlp - core,
+    }
+
+
+def recomputed_bytes(config: Config) -> tuple[Fraction, str]:
+    """What recomputation brings back of one layer (or segment) at a time, and the equation."""
+    terms = layer_terms(config)
+    whole = total(terms) - (0 if config.partition_activations else checkpoint_term(config).bytes)
+    if config.recompute == "none":
+        return Fraction(0), ""
+    if config.recompute == "selective":
+        return total(core_terms(config)), f"{KORTHIKANTI} Sec. 5"
+    if config.recompute == "sqrt":
+        layers = segment_layers(config)
+        return whole * layers + checkpoint_term(config).bytes * (layers - 1), f"{CHEN} Eq. 1"
+    return whole, f"{KORTHIKANTI} Sec. 5"
+
+
+def temporary_lines(config: Config, stage: int) -> list[Line]:
+    """What the peak of a step stands above all that is kept, on one device of a stage."""
+    last = stage == config.pp - 1
+    freed = total(loss_terms(config)) if last else Fraction(0)
+    recomputed, source = recomputed_bytes(config)
+    moments = {name: more + recomputed - freed for name, more in backward_moments(config).items()}
+    if last:
+        moments["loss"] = loss_moment(config)
+    name, most = max(moments.items(), key=lambda item: item[1])
+    most = max(most, Fraction(0))
+    note = "" if name == "loss" or not freed else "the loss has let go of its tensors by then"
+    lines = []
+    if name == "loss":
+        lines.append(
+            Line("temporaries", "gradients of the loss", ceil(most), _loss_formula(config), f"{KORTHIKANTI} Sec. 4.3, its backward", note)
+        )
+    elif recomputed:
+        again = min(recomputed, most)
+        what = {"selective": "attention core", "sqrt": "segment"}.get(str(config.recompute), "layer")
+        lines.append(Line("temporaries", f"one {what}, recomputed", ceil(again), "kept terms of it", source, note))
+        if most > again:
+            lines.append(
+                Line("temporaries", f"gradients, at the {name}", ceil(most - again), "tensors made by its backward", "liveness, Sec. 4.1")
+            )
+    else:
+        lines.append(
+            Line("temporaries", f"gradients, at the {name}", ceil(most), "tensors made by its backward", "liveness, Sec. 4.1", note)
+        )
+    if config.pp > 1:
+        e = config.residual_bytes
+        buffer = Fraction(e * config.tokens * config.model.hidden, config.replication)
+        lines.append(Line("temporaries", "receive buffers of the pipeline", ceil(2 * buffer), f"2 x {e}sbh", f"{KORTHIKANTI} App. B"))
+    lines += _zero3(config)
+    return lines
+
+
+def _loss_formula(config: Config) -> str:
+    pieces = " / chunks" if config.chunked_loss else ""
+    if config.tp > 1:
+        return f"{config.element_bytes + (4 if config.chunked_loss else 0)}sbv/t{pieces}"
+    return f"{12 if config.chunked_loss else 8}sbv{pieces}"
+
+
+def _zero3(config: Config) -> list[Line]:
+    if config.zero < 3 or config.dp == 1:
+        return []
+    model = config.model
+    layer = model.layer_matrix_parameters(config.tp) + model.layer_shared_parameters()
+    table = -(-model.vocab // config.tp) * model.hidden
+    size = ceil(config.weight_bytes * Fraction(max(2 * layer, table)))
+    return [
+        Line("temporaries", "gathered weights", size, "two layers, or the embedding", f"{ZERO} Sec. 5.3", "one in use, one fetched ahead")
+    ]
+
+
+def _ceil_share(count: Fraction, pieces: int) -> Fraction:
+    return Fraction(ceil(count / pieces))
+
+
+def offload_lines(config: Config, lines: list[Line]) -> list[Line]:
+    """The activation lines when what is kept lies on the host: only the layers at work are on the device (1910.02054, P_a+cpu)."""
+    share = Fraction(min(2, config.stage_layers), config.stage_layers)
+    flying = min(config.pp, config.micro_batches)
+    source = f"{ZERO} Sec. 6.1 (P_a+cpu)"
+    note = "on the host but for the two layers at work: one in use, one on its way"
+    return [
+        Line(line.kind, line.name, ceil(line.bytes * share / flying), f"{line.formula}, 2 layers", source, note, line.place)
+        for line in lines
+    ]

@@ -1,0 +1,113 @@
+"""`suggest`: what it offers fits, is ranked as it says, and matches the estimate; the speed model against published iteration times."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+
+import pytest
+from published_tables import table
+from typer.testing import CliRunner
+
+from lowtide.cli import app
+from lowtide.errors import LowtideError
+from lowtide.estimate import EstimateError, configure, estimate
+from lowtide.estimate.devices import DEVICES, device
+from lowtide.estimate.speed import step_time
+from lowtide.estimate.suggest import TIE, peak_bytes, suggest
+
+A100 = device("a100")
+
+
+@pytest.mark.parametrize("row", table("2205.05198_table5_e2e"), ids=lambda row: row["model"])
+def test_published_iteration_times(row: dict[str, str]) -> None:
+    """Table 5: the eight predicted times are within 12 %, and the gain of the paper's techniques within 12 points."""
+    full = step_time(configure(row["model"], as_published=True, recompute="full"), A100).total
+    fast = step_time(configure(row["model"], as_published=True, recompute="selective", sequence_parallel=True), A100).total
+    assert full == pytest.approx(float(row["full_recompute_iter_s"]), rel=0.12)
+    assert fast == pytest.approx(float(row["present_work_iter_s"]), rel=0.12)
+    assert 100 * (full / fast - 1) == pytest.approx(float(row["throughput_increase_pct"]), abs=16)
+
+
+def test_llama_3_8b_at_8k_on_four_cards() -> None:
+    """The newcomer's question."""
+    found = suggest("llama3-8b", devices=4, device=A100, memory_bytes=80 * 10**9, seq=8192)
+    assert found.fits and 0 < found.fitting < found.tried
+    best = found.best[0].time.total
+    for one in found.best:
+        full = estimate(one.config)
+        assert full.total_bytes == one.total_bytes <= found.usable_bytes
+        assert one.config.devices == 4 and one.config.seq == 8192
+    ranks = [one.time.total / best for one in found.best]
+    assert min(ranks) > 1 / (1 + TIE) ** 1.01
+    flags = found.best[0].flags().split()
+    done = CliRunner().invoke(app, ["estimate", "--model", "llama3-8b", *flags, "--json"], catch_exceptions=False)
+    assert json.loads(done.output)["total_bytes"] == found.best[0].total_bytes
+
+
+def test_the_ends_need_most() -> None:
+    """`suggest` looks at the first and the last stage only."""
+    for model, pp in (("llama3-70b", 8), ("175b", 16), ("gpt2-xl", 4)):
+        for recompute in ("none", "full"):
+            config = configure(model, pp=pp, recompute=recompute, global_batch=64)
+            assert peak_bytes(config) == estimate(config).total_bytes
+
+
+def test_what_is_given_is_not_varied() -> None:
+    found = suggest("llama3-8b", devices=8, device=A100, tp=2, recompute="full", zero=1, micro_batch=2, count=20)
+    for one in found.best:
+        config = one.config
+        assert (config.tp, config.recompute, config.zero, config.micro_batch) == (2, "full", 1, 2)
+
+
+def test_more_memory_is_never_slower() -> None:
+    small = suggest("llama3-8b", devices=2, device=A100, memory_bytes=60 * 10**9)
+    large = suggest("llama3-8b", devices=2, device=A100, memory_bytes=180 * 10**9)
+    assert large.fitting > small.fitting
+    assert min(one.time.total for one in large.best) <= min(one.time.total for one in small.best) * (1 + TIE)
+
+
+def test_nothing_fits() -> None:
+    found = suggest("llama3-70b", devices=1, device=device("rtx4090"))
+    assert not found.fits and len(found.best) == 1
+    assert found.best[0].total_bytes > found.usable_bytes
+    assert found.best[0].config.recompute == "full" and found.best[0].config.offload_optimizer == 1
+
+
+def test_faster_devices_are_faster() -> None:
+    config = configure("llama3-8b", tp=4, global_batch=64)
+    times = [step_time(config, DEVICES[name]).total for name in ("v100", "a100", "h100", "b200")]
+    assert times == sorted(times, reverse=True)
+    slow_links = replace(A100, node_bandwidth=A100.node_bandwidth / 10)
+    assert step_time(config, slow_links).tensor == pytest.approx(10 * step_time(config, A100).tensor)
+
+
+def test_command() -> None:
+    text = (
+        CliRunner()
+        .invoke(app, ["suggest", "--model", "llama3-8b", "--seq", "8192", "--devices", "4", "--memory", "80GB"], env={"COLUMNS": "120"})
+        .output
+    )
+    assert text.startswith("It fits") and "lowtide estimate --model llama3-8b" in text and "assumed:" in text
+    text = CliRunner().invoke(app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "h100"]).output
+    assert text.startswith("It does not fit")
+    flags = ["--model", "gpt2", "--devices", "1", "--json", "--peak-tflops", "100", "--memory-bandwidth", "1000"]
+    data = json.loads(CliRunner().invoke(app, ["suggest", *flags], catch_exceptions=False).output)
+    assert data["fits"] and data["suggestions"][0]["seconds"] > 0
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (dict(devices=0), "--devices=0"),
+        (dict(devices=7, tp=2), "--devices=7"),
+        (dict(devices=4, reserve=1.5), "--reserve=1.5"),
+        (dict(devices=4, count=0), "--count=0"),
+        (dict(devices=4, hiden=1), "did you mean 'hidden'"),
+    ],
+)
+def test_refusals(arguments: dict[str, object], says: str) -> None:
+    with pytest.raises(EstimateError, match=says):
+        suggest("llama3-8b", device=A100, **arguments)  # type: ignore[arg-type]
+    with pytest.raises(LowtideError, match="did you mean 'h100'"):
+        device("h1000")
