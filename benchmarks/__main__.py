@@ -13,6 +13,9 @@ NAMES = (
     "accuracy",
     "op_sweep",
     "host_optimizer",
+    "layout",
+    "codecs",
+    "disk_tier",
     "report",
 )
 
