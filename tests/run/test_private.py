@@ -348,6 +348,45 @@ def test_fake_errors_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
     assert fake_tensor.log.disabled is before
 
 
+def test_waiting_for_a_collective_on_fake_tensors_makes_no_copy() -> None:
+    with private.fake_mode():
+        fake = torch.ones(3)
+    assert private.wait_for_collective(fake) is fake
+    real = torch.ones(3)
+    assert torch.equal(private.wait_for_collective(real), real)
+
+
+def test_is_given_up_asks_the_modes() -> None:
+    class Giving(TorchDispatchMode):
+        def gives_up(self, tensor: torch.Tensor) -> bool:
+            return tensor.numel() > 1
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    one, two = torch.ones(1), torch.ones(2)
+    assert not private.is_given_up(two)
+    with Giving():
+        assert private.is_given_up(two)
+        assert not private.is_given_up(one)
+
+
+def test_without_modes_nothing_is_seen() -> None:
+    class Counting(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counting.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        with private.without_modes():
+            torch.ones(2) + 1
+        assert Counting.calls == 0
+        torch.ones(2) + 1
+        assert Counting.calls == 2
+
+
 def test_every_function_is_tested_here() -> None:
     text = inspect.getsource(inspect.getmodule(test_every_function_is_tested_here))  # type: ignore[arg-type]
     names = [n for n, f in vars(private).items() if inspect.isfunction(f) and f.__module__ == private.__name__ and not n.startswith("_")]

@@ -144,7 +144,8 @@ class Planner:
         self.costs: dict[Any, OpCost] = {}
         self.kept: dict[str, str] = {}
         self.moved_bytes = 0  # of the optimizer's state, to the host
-        self.agreement: Agreement | None = agreement_of(model)
+        self.agreement: Agreement | None = None
+        self._asked = False  # whether other ranks share the model: a copy of a model is not whole yet when this is made
 
     def first(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         """The plan for a step that has not been seen yet.
@@ -152,6 +153,8 @@ class Planner:
         Raises:
             BudgetError: no plan fits.
         """
+        if not self._asked:
+            self._asked, self.agreement = True, agreement_of(self.model)
         with Notice("lowtide") as notice:
             notice.say("tracing one step and timing its operations")
             traced = trace_model(
