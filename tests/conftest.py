@@ -1,8 +1,13 @@
-"""The marker of the full sweep."""
+"""The marker of what takes minutes, and one thread for each of the processes that share the machine."""
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("OMP_NUM_THREADS", "1")  # read when torch is first imported
 
 
 def pytest_configure(config: pytest.Config) -> None:
