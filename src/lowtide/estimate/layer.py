@@ -46,7 +46,7 @@ def layer_terms(config: Config) -> list[Term]:
     queries, keys = Fraction(tokens * model.query_width, config.tp), Fraction(tokens * config.local_kv_width)
     inner = Fraction(tokens * model.ffn, config.tp)
     grouped = model.kv_heads != model.heads
-    repeated = grouped and config.attention == "unfused"
+    repeated = grouped and config.attention == "unfused" and config.recompute != "selective"
     kept_keys = queries if repeated else keys
     key_formula = f"{e}sb(kd){over_t}" if grouped and not repeated else f"{e}sbh{over_t}"
     key_source = GROUPED if grouped else SECTION

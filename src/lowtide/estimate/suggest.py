@@ -83,7 +83,7 @@ class Suggestions:
 
     Attributes:
         best: configurations that fit, the fastest predicted first (of those within `TIE` the simplest); where none fits, the one that needs least.
-        tried, fitting: how many were tried, and how many of them fit.
+        tried, fitting: how many were looked at, and how many of them fit. What a simpler one that fits makes pointless is not looked at.
         usable_bytes: the memory less what is reserved.
     """
 
@@ -145,10 +145,12 @@ def suggest(
     by_sizes: dict[tuple[Any, ...], Suggestion] = {}
     least: Suggestion | None = None
     reasons: list[str] = []
+    ways = list(_spare(base, given))
+    plain, sparest = ways[0], ways[-1]
     for sizes in _sizes(base, devices, device.node, given):
         for micro_batch in [given["micro_batch"]] if "micro_batch" in given else (1, 2, 4, 8, 16, 32):
             any_fits = False
-            for spare in _spare(base, given):
+            for spare in [sparest, *ways[:-1]]:
                 try:
                     config = replace(base, **sizes, **spare, micro_batch=micro_batch, global_batch=batch)
                 except EstimateError as error:
@@ -156,6 +158,8 @@ def suggest(
                     continue
                 tried += 1
                 need = peak_bytes(config)
+                if least is None or need < least.total_bytes:
+                    least = Suggestion(config, need, step_time(config, device))
                 if need <= usable:
                     fitting += 1
                     any_fits = True
@@ -163,8 +167,10 @@ def suggest(
                     key = (config.tp, config.pp, config.interleave, config.zero, config.offload_optimizer > 0)
                     if key not in by_sizes or _rank(found) < _rank(by_sizes[key]):
                         by_sizes[key] = found
-                if least is None or need < least.total_bytes:
-                    least = Suggestion(config, need, step_time(config, device))
+                    if spare == plain:
+                        break  # sparing more only takes longer
+                elif spare == sparest:
+                    break  # nothing needs less
             if not any_fits:
                 break  # a larger micro-batch needs more
     if least is None:
@@ -220,7 +226,7 @@ def _sizes(base: Config, devices: int, node: int, given: dict[str, Any]) -> Iter
 
 
 def _spare(base: Config, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Ways to spare memory: recomputation, a chunked loss, the optimizer on the host."""
+    """Ways to spare memory, from none to most: recomputation, a chunked loss, the optimizer on the host."""
     usual = ["none", "full"] if base.attention == "fused" else ["none", "selective", "full"]
     recompute = [given["recompute"]] if "recompute" in given else usual
     chunked = [given["chunked_loss"]] if "chunked_loss" in given else [False, True]

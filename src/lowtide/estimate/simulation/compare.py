@@ -31,6 +31,8 @@ WHY = {
     "queries": "queries, keys and values come from one product",
     "output of the chunk": "kept until its gradient comes",
     "mask of the embedding's dropout": "interleaving holds up to 2p - 1 micro-batches of the first chunk; the paper counts p",
+    "output of softmax": "autocast on the CPU leaves softmax in bfloat16, which is then kept once; on a GPU it works in float32",
+    "attention weights in bfloat16": "autocast on the CPU leaves softmax in bfloat16; on a GPU its result is cast",
     "keys": "each rank holds whole heads",
     "log-sum-exp of the scores": "one float32 a row",
 }

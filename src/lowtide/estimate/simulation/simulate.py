@@ -216,6 +216,9 @@ def stored_values(config: Config, graph: StepGraph, policy: str | None = None) -
     if name == "sqrt":
         return policies.sqrt_stored(graph, simulator)
     if name == "selective":
+        cores = list(dict.fromkeys(op.module for op in graph.operations if op.module.endswith("attention.core")))
+        if policy is None and cores:  # the project's own models name the core
+            return policies.region_stored(simulator, policies.regions_of(graph, cores))
         return policies.attention_stored(graph, simulator)
     raise EstimateError(f"--policy={name!r}: choose keep_all, full, sqrt or selective, or give --budget for the best plan within it")
 
