@@ -65,7 +65,7 @@ def composed(kind: str, family: str) -> list[float]:
 def test_outside_the_tensor_group(kind: str, family: str) -> None:
     expected = train(make(family), slice(None))
     for found in on_ranks(4, composed, kind, family):
-        assert found == pytest.approx(expected, abs=1e-6)
+        assert found == pytest.approx(expected, abs=2e-5)
 
 
 def forgotten() -> bool:
