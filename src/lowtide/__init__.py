@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from lowtide.graph import StepGraph
     from lowtide.meter import Measurement, measure
     from lowtide.plan import policies
+    from lowtide.plan.layout import layout
     from lowtide.plan.plan import Keep, Plan, Recompute
     from lowtide.run.apply import apply
     from lowtide.run.limit import Handle, LowtideWarning, limit_memory
@@ -36,6 +37,7 @@ _HOMES = {
     "StepGraph": "lowtide.graph",
     "apply": "lowtide.run.apply",
     "checkpointing": "lowtide.run.scope",
+    "layout": "lowtide.plan.layout",
     "limit_memory": "lowtide.run.limit",
     "measure": "lowtide.meter",
     "policies": "lowtide.plan.policies",
@@ -56,6 +58,7 @@ __all__ = [
     "TraceError",
     "apply",
     "checkpointing",
+    "layout",
     "limit_memory",
     "measure",
     "plan",

@@ -1,0 +1,211 @@
+"""Static offsets for buffers with known lifetimes: dynamic storage allocation, planned once.
+
+In: when each buffer is born and dies, its size, perhaps a capacity. Out: an offset for each, such that no two that live at once overlap.
+No layout is smaller than the most bytes alive at one moment (the *bound*). A portfolio of greedy orders meets it on most training steps;
+where it does not, an exact search (`lowtide.plan.packing`) looks for offsets at the bound, and then between it and the best known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lowtide.errors import BudgetError, PlanError
+from lowtide.plan.packing import pack
+
+Numbers = NDArray[np.int64]
+_EXACT_BUFFERS = 4000
+"""Beyond this many buffers the exact search is left out: its depth is their number."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Offsets, and how good they are.
+
+    Attributes:
+        offsets: one for each buffer, in bytes (or whatever unit the sizes have).
+        height: the first byte above all buffers.
+        bound: no layout is lower.
+        source: which order or search found it.
+        proved: whether none lower exists.
+        seconds: time that it took.
+    """
+
+    offsets: Numbers = field(repr=False)
+    height: int
+    bound: int
+    source: str
+    proved: bool
+    seconds: float
+
+
+def layout(
+    lower: ArrayLike, upper: ArrayLike, size: ArrayLike, capacity: int | None = None, *, align: int = 1, seconds: float = 60.0
+) -> Numbers:
+    """Offsets for buffers of ``size`` that live from ``lower`` up to, not including, ``upper``.
+
+    Args:
+        lower, upper: half-open lifetimes, whole numbers of any unit.
+        size: bytes, zero allowed.
+        capacity: the most bytes allowed; ``None`` for as few as can be found.
+        align: every offset is a multiple of this.
+        seconds: the most time to spend where greedy orders do not meet the bound (or the capacity).
+
+    Returns:
+        One offset for each buffer.
+
+    Raises:
+        BudgetError: no layout within ``capacity`` exists or was found in time; the error carries the smallest height known.
+        PlanError: the lifetimes or sizes are malformed.
+
+    Example:
+        >>> import lowtide
+        >>> lowtide.layout([0, 3, 0, 9, 0], [3, 9, 9, 21, 21], [4, 4, 4, 4, 4], capacity=12).max()
+        np.int64(8)
+    """
+    found = find(lower, upper, size, capacity, align=align, seconds=seconds)
+    if capacity is not None and found.height > capacity:
+        why = "that many bytes are alive at one moment" if found.bound > capacity else f"the search stopped after {found.seconds:.1f} s"
+        raise BudgetError(
+            f"no layout within {capacity:,} bytes: the lower bound is {found.bound:,} and the best one found needs {found.height:,} ({why}). "
+            "Give a larger capacity, or more seconds=",
+            found.height,
+        )
+    return found.offsets
+
+
+def find(
+    lower: ArrayLike, upper: ArrayLike, size: ArrayLike, capacity: int | None = None, *, align: int = 1, seconds: float = 60.0
+) -> Layout:
+    """The best layout found, with its bound; the arguments are `layout`'s, and one above ``capacity`` is returned, too."""
+    begin = time.monotonic()
+    low, high, sizes = _checked(lower, upper, size, align)
+    units = -(-sizes // align)
+    alive = np.flatnonzero((units > 0) & (high > low))
+    offsets = np.zeros(len(sizes), np.int64)
+    if not len(alive):
+        return Layout(offsets, 0, 0, "empty", True, 0.0)
+    times = np.unique(np.concatenate([low[alive], high[alive]]))
+    first, last = np.searchsorted(times, low[alive]), np.searchsorted(times, high[alive])
+    first, last, count = first.astype(np.int64), last.astype(np.int64), units[alive]
+    bound = int(_load(first, last, count, len(times) - 1).max())
+    enough = bound if capacity is None else max(bound, capacity // align)
+    best, height, source = _greedy(first, last, count, enough)
+    proved = height == bound
+    if height > enough and bound * align <= (capacity if capacity is not None else bound * align) and len(alive) <= _EXACT_BUFFERS:
+        for target, share in _targets(enough, height, capacity is None):
+            left = seconds - (time.monotonic() - begin)
+            if left <= 0:
+                break
+            if target >= height:
+                continue
+            found = pack(first, last, count, target, min(left, share * seconds))
+            if found.offsets is not None:
+                best, height, source = found.offsets, int((found.offsets + count).max()), "exact search"
+                proved = proved or height == bound
+                break
+    offsets[alive] = best * align
+    return Layout(offsets, height * align, bound * align, source, proved, time.monotonic() - begin)
+
+
+def check(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, offsets: ArrayLike) -> int:
+    """The height of a layout.
+
+    Raises:
+        PlanError: two buffers that live at once overlap.
+    """
+    low, high, sizes = _checked(lower, upper, size, 1)
+    at = np.asarray(offsets, np.int64)
+    order = np.argsort(low, kind="stable")
+    live: list[int] = []
+    for k in order:
+        if not sizes[k] or high[k] <= low[k]:
+            continue
+        live = [j for j in live if high[j] > low[k]]
+        for j in live:
+            if at[j] < at[k] + sizes[k] and at[k] < at[j] + sizes[j]:
+                raise PlanError(f"buffers {j} and {k} overlap: [{at[j]}, {at[j] + sizes[j]}) and [{at[k]}, {at[k] + sizes[k]})")
+        live.append(int(k))
+    return int((at + sizes).max(initial=0))
+
+
+def _checked(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, align: int) -> tuple[Numbers, Numbers, Numbers]:
+    arrays = [np.asarray(a) for a in (lower, upper, size)]
+    for name, array in zip(("lower", "upper", "size"), arrays, strict=True):
+        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+            raise PlanError(f"{name} has to be a flat list of whole numbers, not {array.dtype} of shape {array.shape}")
+    if len({len(a) for a in arrays}) != 1:
+        raise PlanError(f"lower, upper and size have {', '.join(str(len(a)) for a in arrays)} entries: give one of each for every buffer")
+    low, high, sizes = (a.astype(np.int64) for a in arrays)
+    if (high < low).any():
+        k = int(np.argmax(high < low))
+        raise PlanError(f"buffer {k} dies at {high[k]}, before it is born at {low[k]}")
+    if (sizes < 0).any():
+        raise PlanError(f"buffer {int(np.argmax(sizes < 0))} has {sizes.min()} bytes: give 0 or more")
+    if align < 1:
+        raise PlanError(f"align={align}: give 1 or more")
+    return low, high, sizes
+
+
+def _load(first: Numbers, last: Numbers, size: Numbers, sections: int) -> Numbers:
+    change = np.zeros(sections + 1, np.int64)
+    np.add.at(change, first, size)
+    np.add.at(change, last, -size)
+    return np.cumsum(change[:-1])
+
+
+def _targets(enough: int, height: int, free: bool) -> Iterator[tuple[int, float]]:
+    """Capacities to search at, with the share of the time for each."""
+    yield enough, 0.7 if free else 1.0
+    if free:
+        for share in (0.002, 0.005, 0.01):
+            yield enough + int(share * enough), 0.1
+
+
+def _greedy(first: Numbers, last: Numbers, size: Numbers, enough: int) -> tuple[Numbers, int, str]:
+    """The best of the greedy orders; the first that is at or below ``enough`` ends it."""
+    width = last - first
+    load = _load(first, last, size, int(last.max()))
+    busiest = np.array([load[a:b].max() for a, b in zip(first, last, strict=True)]) if len(first) <= _EXACT_BUFFERS else -first
+    orders: dict[str, Sequence[Numbers]] = {
+        "by size": (first, -width, -size),
+        "by area": (first, -size, -(size * width)),
+        "by lifetime": (first, -size, -width),
+        "by start": (-size, -width, first),
+        "by end": (-size, -width, -last),
+        "by load": (-width, -size, -busiest),
+    }
+    best: tuple[Numbers, int, str] | None = None
+    for name, keys in orders.items():
+        offsets = _first_fit(first, last, size, np.lexsort(tuple(keys)))
+        height = int((offsets + size).max())
+        if best is None or height < best[1]:
+            best = offsets, height, f"greedy {name}"
+        if height <= enough:
+            break
+    assert best is not None
+    return best
+
+
+def _first_fit(first: Numbers, last: Numbers, size: Numbers, order: Numbers) -> Numbers:
+    """Each buffer at the lowest place that is free for its whole life, in the given order."""
+    count = len(order)
+    begins, ends, lows, tops = (np.zeros(count, np.int64) for _ in range(4))
+    offsets = np.zeros(count, np.int64)
+    for k, b in enumerate(order):
+        meets = np.flatnonzero((begins[:k] < last[b]) & (ends[:k] > first[b]))
+        at = 0
+        if len(meets):
+            low, top = lows[meets], tops[meets]
+            up = np.argsort(low, kind="stable")
+            low, covered = low[up], np.maximum.accumulate(top[up])
+            floor = np.concatenate([[0], covered])
+            room = np.concatenate([low, [np.iinfo(np.int64).max]]) - floor
+            at = int(floor[np.argmax(room >= size[b])])
+        offsets[b] = at
+        begins[k], ends[k], lows[k], tops[k] = first[b], last[b], at, at + size[b]
+    return offsets

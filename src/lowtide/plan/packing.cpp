@@ -1,0 +1,242 @@
+// Exact search for offsets below a capacity: the compiled twin of packing.py, line by line the same search.
+// Plain C interface, no PyTorch: compiled once per machine by lowtide.native.
+
+#include <algorithm>
+#include <chrono>
+#include <cstdint>
+#include <unordered_set>
+#include <vector>
+
+namespace {
+
+constexpr int64_t WALL = INT64_MAX / 4;
+enum Outcome { FAILED = 0, SOLVED = 1, STOPPED = 2 };
+
+struct Valley {
+  int begin, end;
+  int64_t height, left, right;
+};
+
+struct Choice {
+  int buffer;  // or -1: leave [begin, end) empty up to `height`
+  int begin, end;
+  int64_t height;
+};
+
+class Search {
+ public:
+  Search(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections, int64_t capacity)
+      : count_(count), lower_(lower), upper_(upper), size_(size), sections_(sections), capacity_(capacity),
+        floor_(sections, 0), remaining_(sections, 0), crossing_(sections + 1, 0), starts_(sections), ends_(sections + 1),
+        placed_(count, 0), offset_(count, 0), key_(count), rank_(count, 0) {
+    uint64_t state = 0x9E3779B97F4A7C15ull;
+    for (int b = 0; b < count; ++b) key_[b] = mix(state += 0x9E3779B97F4A7C15ull);
+    for (int b = 0; b < count; ++b) {
+      for (int s = lower[b]; s < upper[b]; ++s) remaining_[s] += size[b];
+      for (int s = lower[b] + 1; s < upper[b]; ++s) ++crossing_[s];
+      starts_[lower[b]].push_back(b);
+      ends_[upper[b]].push_back(b);
+    }
+  }
+
+  bool fits() const {
+    return std::all_of(remaining_.begin(), remaining_.end(), [&](int64_t r) { return r <= capacity_; });
+  }
+
+  // One descent with at most `limit` nodes under one order of the choices.
+  Outcome run(int order, uint64_t seed, int64_t limit, double deadline) {
+    limit_ = nodes_ + limit;
+    deadline_ = deadline;
+    uint64_t state = seed * 0xD1342543DE82EF95ull + 1;
+    for (int b = 0; b < count_; ++b) {
+      const double width = upper_[b] - lower_[b], height = static_cast<double>(size_[b]);
+      const double noise = 1.0 + 0.5 * static_cast<double>(mix(state += 0x9E3779B97F4A7C15ull) >> 40) / (1 << 24) * (seed > 0);
+      rank_[b] = noise * (order == 0 ? width : order == 1 ? height : order == 2 ? width * height : 1.0 / width);
+    }
+    auto first = [&](int a, int b) { return rank_[a] != rank_[b] ? rank_[a] > rank_[b] : a < b; };
+    for (auto& list : starts_) std::sort(list.begin(), list.end(), first);
+    for (auto& list : ends_) std::sort(list.begin(), list.end(), first);
+    return solve(0, sections_);
+  }
+
+  const std::vector<int64_t>& offsets() const { return offset_; }
+  int64_t nodes() const { return nodes_; }
+  static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+
+ private:
+  static uint64_t mix(uint64_t z) {
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+    return z ^ (z >> 31);
+  }
+
+  int64_t height(int s) const { return remaining_[s] ? floor_[s] : WALL; }
+
+  void place(int b, int64_t at) {
+    placed_[b] = 1;
+    offset_[b] = at;
+    for (int s = lower_[b]; s < upper_[b]; ++s) floor_[s] = at + size_[b], remaining_[s] -= size_[b];
+    for (int s = lower_[b] + 1; s < upper_[b]; ++s) --crossing_[s];
+  }
+
+  void lift(int b, int64_t at) {
+    placed_[b] = 0;
+    for (int s = lower_[b]; s < upper_[b]; ++s) floor_[s] = at, remaining_[s] += size_[b];
+    for (int s = lower_[b] + 1; s < upper_[b]; ++s) ++crossing_[s];
+  }
+
+  // Parts that no unplaced buffer joins are solved one by one.
+  Outcome solve(int begin, int end) {
+    std::vector<std::pair<int, int>> parts;
+    for (int s = begin; s < end;) {
+      if (!remaining_[s]) { ++s; continue; }
+      int stop = s + 1;
+      while (stop < end && crossing_[stop]) ++stop;
+      parts.emplace_back(s, stop);
+      s = stop;
+    }
+    if (parts.empty()) return SOLVED;
+    if (parts.size() == 1) return part(parts[0].first, parts[0].second);
+    std::sort(parts.begin(), parts.end(), [](auto& a, auto& b) { return a.second - a.first < b.second - b.first; });
+    const auto floors = floor_;
+    const auto remaining = remaining_;
+    const auto crossing = crossing_;
+    const auto placed = placed_;
+    for (auto& [from, to] : parts) {
+      const Outcome outcome = part(from, to);
+      if (outcome != SOLVED) {
+        floor_ = floors, remaining_ = remaining, crossing_ = crossing, placed_ = placed;
+        return outcome;
+      }
+    }
+    return SOLVED;
+  }
+
+  Outcome part(int begin, int end) {
+    if (++nodes_ > limit_ || ((nodes_ & 255) == 0 && now() > deadline_)) return STOPPED;
+    uint64_t state = mix(static_cast<uint64_t>(begin) * 1000003u + end);
+    for (int s = begin; s < end; ++s) {
+      state = mix(state ^ static_cast<uint64_t>(height(s)));
+      for (int b : starts_[s]) if (!placed_[b]) open_.push_back(b);
+    }
+    uint64_t set = 0;
+    for (int b : open_) set ^= key_[b];
+    open_.clear();
+    state ^= set;
+    if (dead_.count(state)) return FAILED;
+
+    std::vector<Choice> best, found;
+    bool any = false;
+    for (int s = begin; s < end;) {
+      const int64_t here = height(s);
+      int stop = s + 1;
+      while (stop < end && height(stop) == here) ++stop;
+      const int64_t left = s > begin ? height(s - 1) : WALL, right = stop < end ? height(stop) : WALL;
+      if (here < WALL && left > here && right > here) {
+        const Valley valley{s, stop, here, left, right};
+        for (int side = 0; side < 2; ++side) {
+          choices(valley, side == 0, found);
+          if (found.empty()) {
+            remember(state);
+            return FAILED;
+          }
+          if (!any || found.size() < best.size()) best.swap(found), any = true;
+        }
+        if (best.size() == 1) break;
+      }
+      s = stop;
+    }
+    for (const Choice& choice : best) {
+      Outcome outcome;
+      if (choice.buffer >= 0) {
+        place(choice.buffer, choice.height);
+        outcome = solve(begin, end);
+        if (outcome == SOLVED) return SOLVED;
+        lift(choice.buffer, choice.height);
+      } else {
+        const int64_t before = floor_[choice.begin];
+        for (int s = choice.begin; s < choice.end; ++s) floor_[s] = choice.height;
+        outcome = solve(begin, end);
+        if (outcome == SOLVED) return SOLVED;
+        for (int s = choice.begin; s < choice.end; ++s) floor_[s] = before;
+      }
+      if (outcome == STOPPED) return STOPPED;
+    }
+    remember(state);
+    return FAILED;
+  }
+
+  // What can lie in the valley's lower left (or right) corner: a buffer that begins (ends) there, or nothing.
+  void choices(const Valley& v, bool from_left, std::vector<Choice>& found) {
+    found.clear();
+    for (int b : from_left ? starts_[v.begin] : ends_[v.end]) {
+      if (placed_[b] || lower_[b] < v.begin || upper_[b] > v.end) continue;
+      bool twin = false;
+      for (const Choice& c : found) twin |= lower_[c.buffer] == lower_[b] && upper_[c.buffer] == upper_[b] && size_[c.buffer] == size_[b];
+      if (!twin) found.push_back({b, 0, 0, v.height});
+    }
+    // A buffer that fills the valley's width, or reaches a wall's very height, seldom does so by chance.
+    auto fit = [&](const Choice& c) {
+      const int64_t top = v.height + size_[c.buffer];
+      return (top == v.left) + (top == v.right) + (lower_[c.buffer] == v.begin && upper_[c.buffer] == v.end);
+    };
+    std::stable_sort(found.begin(), found.end(), [&](const Choice& a, const Choice& b) { return fit(a) > fit(b); });
+    // Leaving the corner empty wastes bytes: only where every section there can spare them.
+    if (remaining_[from_left ? v.begin : v.end - 1] + v.height >= capacity_) return;
+    int64_t least = WALL;
+    int from = v.begin, to = v.end;
+    for (int s = v.begin; s < v.end; ++s)
+      for (int b : starts_[s]) {
+        if (placed_[b] || upper_[b] > v.end) continue;
+        least = std::min(least, size_[b]);
+        if (from_left && lower_[b] > v.begin) to = std::min(to, static_cast<int>(lower_[b]));
+        if (!from_left && upper_[b] < v.end) from = std::max(from, static_cast<int>(upper_[b]));
+      }
+    const int64_t raised = std::min({v.left, v.right, least >= WALL ? WALL : v.height + least});
+    if (raised >= WALL) return;
+    for (int s = from; s < to; ++s) if (raised + remaining_[s] > capacity_) return;
+    found.push_back({-1, from, to, raised});
+  }
+
+  void remember(uint64_t state) {
+    if (dead_.size() < (size_t{1} << 23)) dead_.insert(state);
+  }
+
+  const int count_;
+  const int32_t *lower_, *upper_;
+  const int64_t* size_;
+  const int sections_;
+  const int64_t capacity_;
+  std::vector<int64_t> floor_, remaining_;
+  std::vector<int> crossing_;
+  std::vector<std::vector<int>> starts_, ends_;
+  std::vector<char> placed_;
+  std::vector<int64_t> offset_;
+  std::vector<uint64_t> key_;
+  std::vector<double> rank_;
+  std::vector<int> open_;
+  std::unordered_set<uint64_t> dead_;
+  int64_t nodes_ = 0, limit_ = 0;
+  double deadline_ = 0;
+};
+
+}  // namespace
+
+// 1: offsets found; 0: there are none below the capacity; 2: the time was up.
+extern "C" int lowtide_pack(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections, int64_t capacity,
+                            double seconds, int64_t* offsets, int64_t* nodes) {
+  Search search(count, lower, upper, size, sections, capacity);
+  if (!search.fits()) return 0;
+  const double deadline = Search::now() + seconds;
+  int64_t limit = 2000;
+  for (uint64_t round = 0;; ++round) {
+    for (int order = 0; order < 4; ++order) {
+      const int outcome = search.run(order, round, limit, deadline);
+      *nodes = search.nodes();
+      if (outcome == SOLVED) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
+      if (outcome != STOPPED) return outcome;
+      if (Search::now() > deadline) return STOPPED;
+    }
+    limit += limit / 2;
+  }
+}

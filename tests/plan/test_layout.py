@@ -1,0 +1,139 @@
+"""Static layouts: valid, at the bound where that is known to be possible, exact where it can be enumerated."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import lowtide
+from lowtide.errors import BudgetError, PlanError
+from lowtide.plan.layout import Layout, check, find
+from lowtide.plan.packing import _library, pack
+
+Buffers = tuple[list[int], list[int], list[int]]
+
+
+def cut_square(count: int, seed: int, share: float, units: int = 256) -> Buffers:
+    """A perfect packing: a square cut into ``count`` rectangles; ``share`` of the cuts in time fall on moments of earlier cuts."""
+    source = np.random.default_rng(seed)
+    parts, moments = [(0, units, 0, units)], {0, units}
+    while len(parts) < count:
+        areas = np.array([(b - a) * (d - c) for a, b, c, d in parts], float)
+        a, b, c, d = parts.pop(int(source.choice(len(parts), p=areas / areas.sum())))
+        if source.random() < 0.5 and b - a > 1:
+            inside = sorted(t for t in moments if a < t < b)
+            at = int(source.choice(inside)) if inside and source.random() < share else int(source.integers(a + 1, b))
+            moments.add(at)
+            parts += [(a, at, c, d), (at, b, c, d)]
+        elif d - c > 1:
+            at = int(source.integers(c + 1, d))
+            parts += [(a, b, c, at), (a, b, at, d)]
+        else:
+            parts.append((a, b, c, d))
+    source.shuffle(parts)
+    return [p[0] for p in parts], [p[1] for p in parts], [p[3] - p[2] for p in parts]
+
+
+buffers = st.lists(st.tuples(st.integers(0, 12), st.integers(0, 8), st.integers(0, 20)), max_size=25)
+
+
+@settings(max_examples=150, deadline=None)
+@given(buffers, st.sampled_from([1, 4, 7]))
+def test_nothing_overlaps(found: list[tuple[int, int, int]], align: int) -> None:
+    lower, upper, size = [b[0] for b in found], [b[0] + b[1] for b in found], [b[2] for b in found]
+    result = find(lower, upper, size, align=align, seconds=0.3)
+    assert all(offset % align == 0 for offset in result.offsets)
+    assert check(lower, upper, size, result.offsets) <= max(result.height, max(size, default=0))
+    most = max((sum(s for a, b, s in zip(lower, upper, size, strict=True) if a <= t < b) for t in range(21)), default=0)
+    assert result.height >= most
+    assert result.bound >= most
+
+
+def least_height(lower: list[int], upper: list[int], size: list[int]) -> int:
+    """By trying every order: a pushed-down packing is what dropping its buffers in the order of their offsets gives."""
+    best = sum(size)
+    for order in itertools.permutations(range(len(size))):
+        tops = [0] * max(upper)
+        for b in order:
+            at = max(tops[lower[b] : upper[b]])
+            tops[lower[b] : upper[b]] = [at + size[b]] * (upper[b] - lower[b])
+        best = min(best, max(tops))
+    return best
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+def test_the_search_is_exact(compiled: bool) -> None:
+    if compiled and _library() is None:
+        pytest.skip("no compiler")
+    source = np.random.default_rng(3)
+    above = even = 0
+    for _ in range(3000):
+        lower = source.integers(0, 6, 7)
+        upper = lower + source.integers(1, 5, 7)
+        size = source.integers(1, 9, 7)
+        times = np.unique(np.concatenate([lower, upper]))
+        first, last = np.searchsorted(times, lower), np.searchsorted(times, upper)
+        bound = max(int(size[(lower <= t) & (t < upper)].sum()) for t in range(12))
+        found = pack(first, last, size, bound, 20.0, compiled=compiled)
+        if found.outcome == "found":
+            assert found.offsets is not None and check(lower, upper, size, found.offsets) == bound
+            even += 1
+            continue
+        assert found.outcome == "impossible"
+        least = least_height(lower.tolist(), upper.tolist(), size.tolist())
+        assert least > bound
+        assert pack(first, last, size, least - 1, 20.0, compiled=compiled).outcome == "impossible"
+        found = pack(first, last, size, least, 20.0, compiled=compiled)
+        assert found.offsets is not None and check(lower, upper, size, found.offsets) == least
+        above += 1
+        if above == 12:
+            break
+    assert above == 12 and even, (above, even)
+
+
+@pytest.mark.parametrize("compiled", [True, False])
+@pytest.mark.parametrize(("count", "share"), [(40, 0.0), (120, 0.0), (60, 0.5)])
+def test_perfect_packings_are_found(compiled: bool, count: int, share: float) -> None:
+    if compiled and _library() is None:
+        pytest.skip("no compiler")
+    lower, upper, size = (np.array(a) for a in cut_square(count, count, share))
+    times = np.unique(np.concatenate([lower, upper]))
+    found = pack(np.searchsorted(times, lower), np.searchsorted(times, upper), size, 256, 60.0, compiled=compiled)
+    assert found.offsets is not None
+    assert check(lower, upper, size, found.offsets) == 256
+
+
+def test_a_capacity_below_the_bound_is_refused_with_the_smallest_known() -> None:
+    with pytest.raises(BudgetError, match=r"no layout within 7 bytes.*lower bound is 8") as error:
+        lowtide.layout([0, 1], [2, 3], [4, 4], capacity=7)
+    assert error.value.smallest_bytes == 8
+    assert lowtide.layout([0, 1], [2, 3], [4, 4], capacity=8).tolist() in ([0, 4], [4, 0])
+
+
+def test_any_layout_within_the_capacity_will_do() -> None:
+    lower, upper, size = cut_square(200, 5, 0.7)
+    result = find(lower, upper, size, capacity=400, seconds=1.0)
+    assert isinstance(result, Layout) and result.source.startswith("greedy") and result.height <= 400
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (([0], [1, 2], [3]), "1, 2, 1 entries"),
+        (([5], [1], [3]), "buffer 0 dies at 1, before it is born at 5"),
+        (([0], [1], [-3]), "buffer 0 has -3 bytes"),
+        (([0.5], [1], [3]), "whole numbers"),
+    ],
+)
+def test_malformed_buffers_are_named(arguments: tuple[list[int], list[int], list[int]], says: str) -> None:
+    with pytest.raises(PlanError, match=says):
+        lowtide.layout(*arguments)
+
+
+def test_zero_sizes_and_empty_lives_take_no_room() -> None:
+    assert find([], [], []).height == 0
+    assert find([0, 3, 2], [5, 3, 4], [0, 10, 6]).height == 6
