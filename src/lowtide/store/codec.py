@@ -1,0 +1,397 @@
+"""Codecs: a saved value in fewer bytes, exactly or within a stated error.
+
+A codec has three methods: `Codec.encoded_bytes` says how many bytes it takes at most, `Codec.encode` turns a flat tensor into a few smaller
+ones, `Codec.decode` writes it back. All of them work in chunks of `CHUNK` elements, so that what they allocate on the way does not grow with
+the tensor (`scratch_bytes`), and draw random numbers from generators of their own.
+
+A user's own codec is a class with those three methods; give an instance to `lowtide.Compress` or to the policy ``compress``.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import torch
+
+from lowtide.errors import LowtideError
+
+CHUNK = 1 << 16
+"""Elements that are encoded or decoded at a time."""
+
+Parts = tuple[torch.Tensor, ...]
+
+
+class CodecError(LowtideError):
+    """A value does not fit a codec (too many distinct values, not finite): it has to stay as it is."""
+
+
+class Form(NamedTuple):
+    """What is known of a value before it exists.
+
+    Attributes:
+        elements: how many.
+        dtype: of each.
+    """
+
+    elements: int
+    dtype: torch.dtype
+
+    @property
+    def bytes(self) -> int:
+        """Bytes without a codec."""
+        return self.elements * self.dtype.itemsize
+
+
+class Codec(ABC):
+    """The way in and out of fewer bytes.
+
+    Attributes:
+        name: by which plans and tables know it.
+        lossless: whether `decode` gives back every bit, or at least what leaves gradients bitwise the same.
+        error: the bound on the error in words, empty for a lossless one.
+        scratch_bytes: the most it allocates beyond what it returns.
+
+    Example:
+        >>> import torch
+        >>> class Half(Codec):
+        ...     name, error = "half", "relative 2**-11"
+        ...     def encoded_bytes(self, form):
+        ...         return 2 * form.elements
+        ...     def encode(self, flat):
+        ...         return (flat.half(),)
+        ...     def decode(self, parts, out):
+        ...         out.copy_(parts[0])
+        >>> x = torch.randn(100)
+        >>> y = torch.empty(100)
+        >>> Half().decode(Half().encode(x), y)
+        >>> bool((x - y).abs().max() < 0.01)
+        True
+    """
+
+    name: str = "own"
+    lossless: bool = False
+    error: str = ""
+    scratch_bytes: int = 16 * CHUNK
+
+    @abstractmethod
+    def encoded_bytes(self, form: Form) -> int:
+        """The most bytes that a value of this form takes, or its own bytes where the codec does not apply."""
+
+    @abstractmethod
+    def encode(self, flat: torch.Tensor) -> Parts:
+        """Smaller tensors for a flat one.
+
+        Raises:
+            CodecError: this value cannot be encoded; it is kept instead.
+        """
+
+    @abstractmethod
+    def decode(self, parts: Parts, out: torch.Tensor) -> None:
+        """Write the value into ``out``, flat and of the form that was encoded."""
+
+
+def chunks(elements: int) -> Iterator[slice]:
+    """Slices of at most `CHUNK` elements."""
+    for start in range(0, elements, CHUNK):
+        yield slice(start, min(start + CHUNK, elements))
+
+
+def _ceil(a: int, b: int) -> int:
+    return -(-a // b)
+
+
+def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
+    """Codes of 1, 2, 4 or 8 bits, one a byte, packed; a multiple of 8 codes fills whole bytes.
+
+    >>> pack_bits(torch.tensor([1, 0, 1, 1, 0, 0, 0, 0], dtype=torch.uint8), 1)
+    tensor([13], dtype=torch.uint8)
+    """
+    each = 8 // bits
+    short = -codes.numel() % each
+    if short:
+        codes = torch.cat([codes, codes.new_zeros(short)])
+    codes = codes.view(-1, each)
+    packed = codes[:, 0].clone()
+    for k in range(1, each):
+        packed |= codes[:, k] << (k * bits)
+    return packed
+
+
+def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
+    """What `pack_bits` packed, one a byte."""
+    each = 8 // bits
+    codes = packed.new_empty(packed.numel(), each)
+    for k in range(each):
+        torch.bitwise_and(packed >> (k * bits), (1 << bits) - 1, out=codes[:, k])
+    return codes.view(-1)[:count]
+
+
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def words(flat: torch.Tensor) -> torch.Tensor:
+    """The same bits as integers."""
+    return flat.view(_WORDS[flat.element_size()])
+
+
+class Dictionary(Codec):
+    """Lossless, for values of few distinct numbers: dropout masks (one bit an element), comparisons, small integers.
+
+    Args:
+        bits: of each code: 1, 2, 4 or 8, for at most 2, 4, 16 or 256 distinct numbers.
+    """
+
+    lossless = True
+
+    def __init__(self, bits: int = 1) -> None:
+        if bits not in (1, 2, 4, 8):
+            raise CodecError(f"Dictionary(bits={bits}): give 1, 2, 4 or 8")
+        self.bits = bits
+        self.name = "mask" if bits == 1 else f"dictionary{bits}"
+        self.scratch_bytes = (16 + 2 * 8) * CHUNK
+
+    def encoded_bytes(self, form: Form) -> int:
+        """``bits`` an element, and the dictionary."""
+        return _ceil(form.elements * self.bits, 8) + (1 << self.bits) * form.dtype.itemsize
+
+    def encode(self, flat: torch.Tensor) -> Parts:
+        """Codes and the numbers that they stand for."""
+        source = words(flat)
+        known = source.new_empty(0)
+        for part in chunks(source.numel()):
+            here = source[part]
+            if known.numel():
+                here = here[~torch.isin(here, known)]
+            if here.numel():
+                known = torch.cat([known, torch.unique(here)])
+            if known.numel() > 1 << self.bits:
+                raise CodecError(f"{self.name}: more than {1 << self.bits} distinct values")
+        known = known.sort().values
+        codes = torch.empty(_ceil(source.numel() * self.bits, 8), dtype=torch.uint8, device=flat.device)
+        for part in chunks(source.numel()):
+            code = torch.searchsorted(known, source[part], out_int32=True).to(torch.uint8)
+            codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)] = pack_bits(code, self.bits)
+        return codes, known
+
+    def decode(self, parts: Parts, out: torch.Tensor) -> None:
+        """Look the codes up."""
+        codes, known = parts
+        target = words(out)
+        for part in chunks(target.numel()):
+            packed = codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)]
+            torch.index_select(known, 0, unpack_bits(packed, self.bits, part.stop - part.start).int(), out=target[part])
+
+
+class Sparse(Codec):
+    """Lossless, for values with many zeros (ReLU's output, what dropout leaves): a bit an element and what is not zero.
+
+    Args:
+        most: the largest share of elements that may differ from zero.
+    """
+
+    lossless = True
+
+    def __init__(self, most: float = 0.6) -> None:
+        if not 0 < most < 1:
+            raise CodecError(f"Sparse(most={most}): give a share between 0 and 1")
+        self.most = most
+        self.name = f"sparse{most:g}"
+        self.scratch_bytes = 24 * CHUNK
+
+    def encoded_bytes(self, form: Form) -> int:
+        """A bit an element and at most ``most`` of the elements."""
+        return _ceil(form.elements, 8) + int(form.elements * self.most) * form.dtype.itemsize
+
+    def encode(self, flat: torch.Tensor) -> Parts:
+        """Which differ from zero, and those."""
+        source = words(flat)
+        count = sum(int(torch.count_nonzero(source[part])) for part in chunks(source.numel()))
+        if count > int(source.numel() * self.most):
+            raise CodecError(f"{self.name}: {count / source.numel():.2f} of the elements differ from zero")
+        mask = torch.empty(_ceil(source.numel(), 8), dtype=torch.uint8, device=flat.device)
+        kept = source.new_empty(count)
+        at = 0
+        for part in chunks(source.numel()):
+            here = source[part]
+            there = here != 0
+            mask[part.start // 8 : _ceil(part.stop, 8)] = pack_bits(there.to(torch.uint8), 1)
+            found = here[there]
+            kept[at : at + found.numel()] = found
+            at += found.numel()
+        return mask, kept
+
+    def decode(self, parts: Parts, out: torch.Tensor) -> None:
+        """Zeros, and the others where they were."""
+        mask, kept = parts
+        target = words(out)
+        at = 0
+        for part in chunks(target.numel()):
+            there = unpack_bits(mask[part.start // 8 : _ceil(part.stop, 8)], 1, part.stop - part.start).bool()
+            count = int(there.sum())
+            here = target[part]
+            here.zero_()
+            here[there] = kept[at : at + count]
+            at += count
+
+
+class Positive(Codec):
+    """One bit an element: whether it is above zero. Lossless for ReLU's backward, which asks for nothing else; the policy checks that nobody
+    else reads the value."""
+
+    name = "positive"
+    lossless = True
+    scratch_bytes = 12 * CHUNK
+
+    def encoded_bytes(self, form: Form) -> int:
+        """A bit an element."""
+        return _ceil(form.elements, 8)
+
+    def encode(self, flat: torch.Tensor) -> Parts:
+        """The bits."""
+        mask = torch.empty(_ceil(flat.numel(), 8), dtype=torch.uint8, device=flat.device)
+        for part in chunks(flat.numel()):
+            # threshold_backward drops the gradient where x <= 0, so that NaN passes it on
+            mask[part.start // 8 : _ceil(part.stop, 8)] = pack_bits((~(flat[part] <= 0)).to(torch.uint8), 1)
+        return (mask,)
+
+    def decode(self, parts: Parts, out: torch.Tensor) -> None:
+        """Ones and zeros."""
+        for part in chunks(out.numel()):
+            out[part] = unpack_bits(parts[0][part.start // 8 : _ceil(part.stop, 8)], 1, part.stop - part.start)
+
+
+class Raw(Codec):
+    """The bytes as they are: what a value that does not fit its codec is kept as."""
+
+    name = "raw"
+    lossless = True
+    scratch_bytes = 0
+
+    def encoded_bytes(self, form: Form) -> int:
+        """As many."""
+        return form.bytes
+
+    def encode(self, flat: torch.Tensor) -> Parts:
+        """A copy."""
+        return (flat.clone(),)
+
+    def decode(self, parts: Parts, out: torch.Tensor) -> None:
+        """A copy."""
+        out.copy_(parts[0])
+
+
+class BFloat16(Codec):
+    """Half the bytes of float32: 8 bits of precision, float32's range."""
+
+    name = "bfloat16"
+    error = "relative 2**-8, rounded to nearest"
+    scratch_bytes = 0
+
+    def encoded_bytes(self, form: Form) -> int:
+        """Two an element of a wider floating-point type."""
+        return 2 * form.elements if form.dtype in (torch.float32, torch.float64) else form.bytes
+
+    def encode(self, flat: torch.Tensor) -> Parts:
+        """Rounded to nearest."""
+        if flat.dtype not in (torch.float32, torch.float64):
+            raise CodecError(f"bfloat16: {flat.dtype} has nothing to gain")
+        return (flat.to(torch.bfloat16),)
+
+    def decode(self, parts: Parts, out: torch.Tensor) -> None:
+        """Widened."""
+        out.copy_(parts[0])
+
+
+class Blockwise(Codec):
+    """Signed integers of 8 or 4 bits with one float32 scale for each block, rounded at random so that the expected value is exact.
+
+    Dettmers et al. (arXiv 2110.02861, section 2.1) for the blocks, ActNN (arXiv 2104.14129, section 3) for the unbiased rounding.
+
+    Args:
+        bits: 8 or 4.
+        block: elements that share a scale, a multiple of 8 that divides `CHUNK`.
+        seed: of the generator that rounds.
+    """
+
+    def __init__(self, bits: int = 8, block: int = 256, seed: int = 0) -> None:
+        if bits not in (4, 8):
+            raise CodecError(f"Blockwise(bits={bits}): give 8 or 4")
+        if block < 8 or block % 8 or CHUNK % block:
+            raise CodecError(f"Blockwise(block={block}): give a multiple of 8 that divides {CHUNK}")
+        self.bits, self.block, self.seed = bits, block, seed
+        self.levels = (1 << (bits - 1)) - 1
+        self.name = f"int{bits}"
+        self.error = f"absolute, 1/{self.levels} of the largest in each block of {block}, unbiased"
+        self.scratch_bytes = 24 * CHUNK
+        self._generators: dict[torch.device, torch.Generator] = {}
+
+    def encoded_bytes(self, form: Form) -> int:
+        """``bits`` an element and four bytes a block."""
+        if not form.dtype.is_floating_point:
+            return form.bytes
+        return _ceil(form.elements * self.bits, 8) + 4 * _ceil(form.elements, self.block)
+
+    def _generator(self, device: torch.device) -> torch.Generator:
+        if device not in self._generators:
+            self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+        return self._generators[device]
+
+    def encode(self, flat: torch.Tensor) -> Parts:
+        """Codes and scales."""
+        if not flat.dtype.is_floating_point:
+            raise CodecError(f"{self.name}: {flat.dtype} is no floating-point type")
+        source = self._generator(flat.device)
+        codes = torch.empty(_ceil(flat.numel() * self.bits, 8), dtype=torch.uint8, device=flat.device)
+        scales = torch.empty(_ceil(flat.numel(), self.block), dtype=torch.float32, device=flat.device)
+        for part in chunks(flat.numel()):
+            here = flat[part].to(torch.float32, copy=True)
+            short = -here.numel() % self.block
+            if short:
+                here = torch.cat([here, here.new_zeros(short)])
+            here = here.view(-1, self.block)
+            scale = here.abs().amax(1).div_(self.levels)
+            scales[part.start // self.block : _ceil(part.stop, self.block)] = scale
+            # a scale below the normal numbers would make quotients that are off the scale
+            here.div_(scale.clamp_min(1e-38).unsqueeze(1))
+            here.add_(torch.rand(here.shape, generator=source, device=flat.device)).floor_().clamp_(-self.levels, self.levels)
+            code = here.view(-1)[: part.stop - part.start].add_(self.levels).to(torch.uint8)
+            codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)] = pack_bits(code, self.bits)
+        if not bool(torch.isfinite(scales).all()):
+            raise CodecError(f"{self.name}: not every element is finite")
+        return codes, scales
+
+    def decode(self, parts: Parts, out: torch.Tensor) -> None:
+        """Codes times scales."""
+        codes, scales = parts
+        for part in chunks(out.numel()):
+            packed = codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)]
+            here = unpack_bits(packed, self.bits, part.stop - part.start).to(torch.float32).sub_(self.levels)
+            scale = scales[part.start // self.block : _ceil(part.stop, self.block)]
+            whole = here.numel() // self.block * self.block
+            here[:whole].view(-1, self.block).mul_(scale[: whole // self.block].unsqueeze(1))
+            if whole < here.numel():
+                here[whole:].mul_(scale[-1])
+            out[part] = here
+
+
+def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:
+    """The codec that a plan names.
+
+    Raises:
+        CodecError: there is none; a codec of the user's own has to be given again where a plan is read from a file.
+
+    Example:
+        >>> codec_named("int4").bits
+        4
+    """
+    for codec in own:
+        if codec.name == name:
+            return codec
+    known = {c.name: c for c in (*(Dictionary(b) for b in (1, 2, 4, 8)), Positive(), Raw(), BFloat16(), Blockwise(8), Blockwise(4))}
+    if name in known:
+        return known[name]
+    if name.startswith("sparse"):
+        return Sparse(float(name.removeprefix("sparse")))
+    raise CodecError(f"there is no codec {name!r}: use one of {', '.join(sorted(known))}, sparse0.6, or give your own with codecs=[...]")
