@@ -1,0 +1,95 @@
+"""Offsets within one slab, so that no step allocates: a static layout for what is expected, exact-size reuse for what is not.
+
+ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: what a step stores is the same in every step, so where it lies
+is worked out once, by `lowtide.plan.layout`. A second forward before the first one's backward finds its places taken and gets others, which
+are reused by size.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass
+
+from lowtide.plan.layout import find
+
+
+@dataclass(frozen=True, order=True, slots=True)
+class Region:
+    """Bytes from ``start`` to ``end`` of a slab."""
+
+    start: int
+    end: int
+
+
+class Arena:
+    """Takes and frees regions; keeps no bytes itself.
+
+    Args:
+        align: regions begin at multiples of this.
+
+    Attributes:
+        static_bytes: what the static layout takes.
+        taken_bytes: bytes of the regions that are taken now.
+
+    Example:
+        >>> arena = Arena(align=4)
+        >>> arena.expect(lower=[0, 2], upper=[2, 4], size=[10, 8])
+        >>> arena.static_bytes
+        12
+        >>> arena.take(10, 0)
+        Region(start=0, end=12)
+    """
+
+    def __init__(self, align: int = 1) -> None:
+        self.align = align
+        self.static_bytes = 0
+        self.taken_bytes = 0
+        self._static: list[Region] = []
+        self._taken: list[Region] = []
+        self._top = 0
+        self._spare: dict[int, list[Region]] = {}
+        self._extra: set[Region] = set()
+
+    def expect(self, lower: list[int], upper: list[int], size: list[int]) -> None:
+        """Lay out what every step takes: half-open lifetimes in any unit, bytes."""
+        found = find(lower, upper, size, align=self.align, seconds=2.0)
+        self._static = [Region(int(at), int(at) + self._whole(bytes_)) for at, bytes_ in zip(found.offsets, size, strict=True)]
+        self.static_bytes = self._top = max(found.height, self._top)
+        self._spare.clear()
+
+    def take(self, bytes_: int, number: int = -1) -> Region:
+        """A region of at least ``bytes_``: the ``number``-th of the layout when it is free, else a spare one, else one above all others."""
+        whole = self._whole(bytes_)
+        if 0 <= number < len(self._static):
+            region = self._static[number]
+            if region.end - region.start >= whole and not self._meets(region):
+                return self._took(region)
+        spare = self._spare.get(whole)
+        if spare:
+            return self._took(spare.pop())
+        region = Region(self._top, self._top + whole)
+        self._top = region.end
+        self._extra.add(region)
+        return self._took(region)
+
+    def free(self, region: Region) -> None:
+        """Give a region back."""
+        self._taken.remove(region)
+        self.taken_bytes -= region.end - region.start
+        if region in self._extra:
+            self._spare.setdefault(region.end - region.start, []).append(region)
+        if not self._taken:  # nothing is left of any step: what lay above the layout is one piece again
+            self._spare.clear()
+            self._extra.clear()
+            self._top = self.static_bytes
+
+    def _took(self, region: Region) -> Region:
+        insort(self._taken, region)
+        self.taken_bytes += region.end - region.start
+        return region
+
+    def _meets(self, region: Region) -> bool:
+        return any(other.start < region.end and region.start < other.end for other in self._taken)
+
+    def _whole(self, bytes_: int) -> int:
+        return -(-max(bytes_, 1) // self.align) * self.align
