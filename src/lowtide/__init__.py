@@ -19,15 +19,21 @@ if TYPE_CHECKING:
     from lowtide.meter import Measurement, measure
     from lowtide.plan import policies
     from lowtide.plan.layout import layout
-    from lowtide.plan.plan import Keep, Plan, Recompute
+    from lowtide.plan.plan import Chain, Compress, Keep, Offload, Plan, Recompute, Shard
     from lowtide.run.apply import apply
     from lowtide.run.limit import Handle, LowtideWarning, limit_memory
     from lowtide.run.scope import checkpointing
+    from lowtide.store.stores import Stores
     from lowtide.trace.step import trace
 
 __version__ = "0.1.0"
 
 _HOMES = {
+    "Chain": "lowtide.plan.plan",
+    "Compress": "lowtide.plan.plan",
+    "Offload": "lowtide.plan.plan",
+    "Shard": "lowtide.plan.plan",
+    "Stores": "lowtide.store.stores",
     "Handle": "lowtide.run.limit",
     "Keep": "lowtide.plan.plan",
     "LowtideWarning": "lowtide.run.limit",
@@ -45,16 +51,21 @@ _HOMES = {
 
 __all__ = [
     "BudgetError",
+    "Chain",
+    "Compress",
     "Handle",
     "Keep",
     "LowtideError",
     "LowtideWarning",
     "Measurement",
+    "Offload",
     "Plan",
     "PlanError",
     "Recompute",
     "ReplayError",
+    "Shard",
     "StepGraph",
+    "Stores",
     "TraceError",
     "apply",
     "checkpointing",

@@ -10,7 +10,7 @@ import sys
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lowtide.plan.plan import Decision, Keep, ModuleRow, Plan, Recompute
+from lowtide.plan.plan import Chain, Compress, Decision, Keep, ModuleRow, Offload, Plan, Recompute, Shard
 
 if TYPE_CHECKING:
     from lowtide.graph import StepGraph
@@ -19,11 +19,15 @@ if TYPE_CHECKING:
     from lowtide.plan.simulate import Simulation, Simulator, plain, simulate
 
 __all__ = [
+    "Chain",
+    "Compress",
     "Decision",
     "Keep",
     "ModuleRow",
+    "Offload",
     "Plan",
     "Recompute",
+    "Shard",
     "Simulation",
     "Simulator",
     "close",
@@ -54,7 +58,18 @@ def resolve(policy: str | Policy) -> Policy:
 
     if callable(policy):
         return policy
-    known = {f.__name__: f for f in (policies.keep_all, policies.full, policies.sqrt, policies.selective, policies.optimal)}
+    known = {
+        f.__name__: f
+        for f in (
+            policies.keep_all,
+            policies.full,
+            policies.sqrt,
+            policies.selective,
+            policies.optimal,
+            policies.offload,
+            policies.compress,
+        )
+    }
     if policy not in known:
         raise PlanError(f"there is no policy {policy!r}: give one of {', '.join(sorted(known))}, or a function of (graph, budget)")
     return known[policy]()

@@ -5,13 +5,19 @@ Every policy ends here, a user's own included: decide which values stay, call `m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
 
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound, lower_bound
-from lowtide.plan.plan import Keep, ModuleRow, Plan, Recompute, program_of
+from lowtide.plan.moves import move_rows, moved_of, refuse_moves
+from lowtide.plan.plan import Keep, ModuleRow, Moving, Plan, Recompute, program_of
 from lowtide.plan.simulate import Simulation, Simulator
+from lowtide.plan.traffic import Links
+
+if TYPE_CHECKING:
+    from lowtide.store.codec import Codec
 
 
 def feasible_replays(sim: Simulator) -> list[bool]:
@@ -79,6 +85,10 @@ def make_plan(
     bound: bool | Bound = True,
     notes: tuple[str, ...] = (),
     simulator: Simulator | None = None,
+    moves: Mapping[int, Moving] | None = None,
+    window_bytes: int = 0,
+    links: Links | None = None,
+    codecs: Sequence[Codec] = (),
 ) -> Plan:
     """The plan that stores ``stored``: closed to a feasible set, simulated, bounded and with its table.
 
@@ -90,13 +100,24 @@ def make_plan(
         bound: whether to compute the lower bounds (a linear program: seconds on large graphs), or bounds that are known already.
         notes: anything worth telling.
         simulator: one that already stands for ``graph``.
+        moves: value id -> where it goes, for values that wait elsewhere or in another form.
+        window_bytes: the most bytes that wait for their copies out at one time, and the most that are fetched ahead; 0 for as much as the
+            largest moved value.
+        links: how fast the tiers are; without it transfers take no time.
+        codecs: codecs of the user's own that ``moves`` name.
 
     Raises:
         BudgetError: the plan's peak is above the budget.
+        PlanError: a value cannot be moved.
     """
     sim = simulator or Simulator(graph)
-    closed = close(graph, stored, sim)
-    simulation = sim.simulate(closed)
+    wanted = dict(moves or {})
+    refuse_moves(sim, wanted)
+    closed = close(graph, {*stored, *wanted}, sim)
+    moved = [m for m in moved_of(sim, wanted, links, codecs) if m.value in closed]
+    closed -= {m.value for m in moved}
+    window = window_bytes or max((m.encoded_bytes for m in moved), default=0)
+    simulation = (sim.moving(moved, window) if moved else sim).simulate(closed, links)
     if budget is not None and simulation.peak_bytes > budget:
         raise BudgetError(
             f"policy {policy!r} needs {simulation.peak_bytes:,} bytes, the budget is {budget:,}.",
@@ -104,13 +125,18 @@ def make_plan(
             f"At the peak stands {standing(simulation)}. Give a larger budget, or use the policy 'optimal', which finds the least memory it can.",
         )
     limit = budget if budget is not None else simulation.peak_bytes
+    if moved and bound is True:
+        bound = False
+        notes = (*notes, "no lower bound is stated for a plan that moves values: the bound's program knows only recomputing")
     floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None
     given = set(simulation.given_up)
+    going = {m.value for m in moved}
+    rows = move_rows(moved, simulation)
     return Plan(
         graph=graph.fingerprint(),
         policy=policy,
         budget_bytes=budget,
-        decisions={v: Recompute() if v in given else Keep() for v in sim.droppable},
+        decisions={v: wanted[v] if v in going else Recompute() if v in given else Keep() for v in sim.droppable},
         stored=closed,
         replayed=simulation.replayed,
         plain_peak_bytes=sim.plain_peak,
@@ -123,7 +149,11 @@ def make_plan(
         peak_operation=simulation.peak_operation.name if simulation.peak_operation else "",
         modules=module_rows(sim, simulation),
         notes=notes,
-        program=program_of(graph, closed),
+        program=program_of(graph, closed, rows),
+        moves=rows,
+        device=graph.device,
+        window_bytes=window if rows else 0,
+        transfer_seconds=simulation.traffic.seconds if simulation.traffic else 0.0,
     )
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 
-from lowtide.plan.plan import ModuleRow, Plan
+from lowtide.plan.plan import Compress, ModuleRow, Plan, stages
 
 
 def format_bytes(number: float) -> str:
@@ -70,12 +70,27 @@ def render(plan: Plan) -> str:
     lines.append(
         f"bound  + {format_seconds(plan.bound_extra_seconds)}: at most {100 * plan.gap:.2f} % of the step could be won by a better plan"
     )
+    if plan.moves:
+        lines.append(
+            f"moves  {len(plan.moves)} values, {format_bytes(sum(m.bytes for m in plan.moves))} -> {_places(plan)}; "
+            f"{format_seconds(plan.transfer_seconds)} of the time is waiting for them and encoding"
+        )
     if plan.peak_operation:
         lines.append(f"peak stands at {plan.peak_operation} in module {plan.peak_module or 'root'!r}")
     lines += [f"note: {note}" for note in plan.notes]
     if plan.modules:
         lines += ["", *_table(plan)]
     return "\n".join(lines)
+
+
+def _places(plan: Plan) -> str:
+    places: dict[str, int] = {}
+    for move in plan.moves:
+        first, then = stages(move.decision)
+        names = [f"codec {first.codec}"] if isinstance(first, Compress) else [f"1/{first.size} over {first.group}"] if first else []
+        name = ", then ".join([*names, *([then.tier] if then else [])])
+        places[name] = places.get(name, 0) + move.encoded_bytes
+    return ", ".join(f"{format_bytes(bytes_)} ({name})" for name, bytes_ in places.items())
 
 
 def _table(plan: Plan) -> list[str]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any, Literal, NamedTuple
 
@@ -26,8 +27,111 @@ class Recompute:
     kind: Literal["recompute"] = "recompute"
 
 
-Decision = Keep | Recompute
-_DECISIONS: dict[str, type[Keep] | type[Recompute]] = {"keep": Keep, "recompute": Recompute}
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """The value's bytes wait in another tier.
+
+    Attributes:
+        tier: ``host`` or ``disk``.
+        path: the folder for the disk tier's file; empty for the system's folder for temporary files.
+    """
+
+    tier: str = "host"
+    path: str = ""
+    kind: Literal["offload"] = "offload"
+
+    def __post_init__(self) -> None:
+        if self.tier not in ("host", "disk"):
+            raise PlanError(f"Offload({self.tier!r}): there is no such tier, give 'host' or 'disk'")
+        if self.path and self.tier == "host":
+            raise PlanError(f"Offload('host', path={self.path!r}): the host tier has no path; leave it out, or give 'disk'")
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    """The value waits in fewer bytes.
+
+    Attributes:
+        codec: a codec's name, see `lowtide.store.codec`.
+    """
+
+    codec: str
+    kind: Literal["compress"] = "compress"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Each rank of a group that holds the same value keeps its part, and the parts are gathered ahead of need: ZeRO-R's P_a.
+
+    Attributes:
+        group: the name under which the stores know the process group.
+        size: how many ranks it has.
+    """
+
+    group: str
+    size: int
+    kind: Literal["shard"] = "shard"
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise PlanError(f"Shard({self.group!r}, size={self.size}): give the number of ranks, 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One decision after another: shard-then-offload is P_a+cpu, compress-then-offload moves fewer bytes."""
+
+    first: Shard | Compress
+    then: Offload
+    kind: Literal["chain"] = "chain"
+
+
+Decision = Keep | Recompute | Offload | Compress | Shard | Chain
+Moving = Offload | Compress | Shard | Chain
+_DECISIONS: dict[str, Any] = {"keep": Keep, "recompute": Recompute, "offload": Offload, "compress": Compress, "shard": Shard}
+
+
+def stages(decision: Moving) -> tuple[Shard | Compress | None, Offload | None]:
+    """What happens to the value on the device, and the tier that the result goes to."""
+    if isinstance(decision, Chain):
+        return decision.first, decision.then
+    return (None, decision) if isinstance(decision, Offload) else (decision, None)
+
+
+def _decision_to_json(decision: Decision) -> Any:
+    if isinstance(decision, Chain):
+        return {"kind": "chain", "first": asdict(decision.first), "then": asdict(decision.then)}
+    return decision.kind if isinstance(decision, Keep | Recompute) else asdict(decision)
+
+
+def _decision_from_json(data: Any) -> Any:
+    if isinstance(data, str):
+        return _DECISIONS[data]()
+    if data["kind"] == "chain":
+        return Chain(_decision_from_json(data["first"]), _decision_from_json(data["then"]))
+    return _DECISIONS[data["kind"]](**data)
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A value that leaves its place between forward and backward.
+
+    Attributes:
+        value: its id.
+        decision: where it goes.
+        bytes: of its storage.
+        encoded_bytes: the most bytes that it takes after compressing or sharding; `bytes` without either.
+        fetched: its place in the order in which backward is predicted to ask for the moved values, from 0; -1 when nobody asks.
+        born, gone: half-open lifetime of what is stored, in events of the step.
+    """
+
+    value: int
+    decision: Moving
+    bytes: int
+    encoded_bytes: int
+    fetched: int = -1
+    born: int = 0
+    gone: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,18 +160,22 @@ class ProgramStep(NamedTuple):
         name: the operation, by which the executor checks that it is where it believes to be.
         replayed: whether it may run again in backward, so that it is recorded.
         stored: for each value that it writes, whether that stays.
+        moves: for each value that it writes, its place in `Plan.moves`, or -1; empty when none of them moves.
     """
 
     name: str
     replayed: bool
     stored: tuple[bool, ...]
+    moves: tuple[int, ...] = ()
 
 
-def program_of(graph: StepGraph, stored: frozenset[int]) -> tuple[ProgramStep, ...]:
+def program_of(graph: StepGraph, stored: frozenset[int], moves: Sequence[Move] = ()) -> tuple[ProgramStep, ...]:
     """The forward as an executor follows it: one step for each operation, in order.
 
     An operation may run again when something given up rests on it, also where this step's backward never asked for it.
     """
+    number = {move.value: k for k, move in enumerate(moves)}
+    stored = stored | number.keys()
     again: set[int] = set()
     wanted = [tensor.value for tensor in graph.saved if tensor.droppable and tensor.value not in stored]
     while wanted:
@@ -78,7 +186,12 @@ def program_of(graph: StepGraph, stored: frozenset[int]) -> tuple[ProgramStep, .
         again.add(producer)
         wanted.extend(read for read in graph.operations[producer].reads if read not in stored)
     return tuple(
-        ProgramStep(operation.name, operation.index in again, tuple(value in stored for value in operation.writes))
+        ProgramStep(
+            operation.name,
+            operation.index in again,
+            tuple(value in stored for value in operation.writes),
+            tuple(number.get(value, -1) for value in operation.writes) if any(value in number for value in operation.writes) else (),
+        )
         for operation in graph.operations
         if operation.phase == "forward"
     )
@@ -105,6 +218,10 @@ class Plan:
         modules: the table that ``print(plan)`` shows.
         notes: anything worth telling.
         program: what an executor does at each operation of the forward.
+        moves: the values that leave the device or change their form, in the order of the forward.
+        device: what the budget is about.
+        window_bytes: the most bytes that wait for their copy out at one time, and the most that are fetched ahead of need.
+        transfer_seconds: what of `predicted_extra_seconds` is waiting for transfers, encoding and decoding.
     """
 
     graph: str
@@ -124,6 +241,15 @@ class Plan:
     modules: tuple[ModuleRow, ...] = ()
     notes: tuple[str, ...] = field(default=())
     program: tuple[ProgramStep, ...] = field(default=(), repr=False)
+    moves: tuple[Move, ...] = field(default=(), repr=False)
+    device: str = "cpu"
+    window_bytes: int = 0
+    transfer_seconds: float = 0.0
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the step runs as it would without this plan."""
+        return not self.replayed and not self.moves
 
     @property
     def gap_seconds(self) -> float:
@@ -154,7 +280,8 @@ class Plan:
     def to_json(self) -> str:
         """This plan as JSON text; `from_json` reads it back."""
         data = asdict(self)
-        data["decisions"] = {str(k): v.kind for k, v in self.decisions.items()}
+        data["decisions"] = {str(k): _decision_to_json(v) for k, v in self.decisions.items()}
+        data["moves"] = [{**asdict(move), "decision": _decision_to_json(move.decision)} for move in self.moves]
         data["stored"] = sorted(self.stored)
         return json.dumps({"format": PLAN_FORMAT, **data}, indent=1)
 
@@ -172,12 +299,15 @@ class Plan:
                 raise PlanError(
                     f"this plan has format {version!r}; this version of lowtide reads format {PLAN_FORMAT}: make the plan again"
                 )
-            data["decisions"] = {int(k): _DECISIONS[v]() for k, v in data["decisions"].items()}
+            data["decisions"] = {int(k): _decision_from_json(v) for k, v in data["decisions"].items()}
+            data["moves"] = tuple(Move(**{**row, "decision": _decision_from_json(row["decision"])}) for row in data.get("moves", ()))
             data["stored"] = frozenset(data["stored"])
             data["replayed"] = tuple(data["replayed"])
             data["modules"] = tuple(ModuleRow(**row) for row in data["modules"])
             data["notes"] = tuple(data["notes"])
-            data["program"] = tuple(ProgramStep(name, again, tuple(stored)) for name, again, stored in data["program"])
+            data["program"] = tuple(
+                ProgramStep(name, again, tuple(stored), tuple(moves[0]) if moves else ()) for name, again, stored, *moves in data["program"]
+            )
             return cls(**data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
             raise PlanError(f"this is no lowtide plan ({type(error).__name__}: {error}): make the plan again") from error

@@ -12,13 +12,17 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Iterable, Sequence
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.build import make_plan
-from lowtide.plan.plan import Plan
+from lowtide.plan.plan import Offload, Plan, Shard
 from lowtide.plan.simulate import Simulator
+from lowtide.plan.traffic import Links
+
+if TYPE_CHECKING:
+    from lowtide.store.codec import Codec
 
 _SOFTMAX = re.compile(r"(^|[.:])_?(safe_)?softmax(\.|$)")
 _BATCHED = re.compile(r"(^|[.:])(bmm|baddbmm|matmul|einsum)(\.|$)")
@@ -93,6 +97,69 @@ def optimal() -> Policy:
     from lowtide.plan.optimal import optimal as plan_optimally
 
     return plan_optimally
+
+
+def offload(
+    tier: str = "host", path: str = "", *, min_bytes: int = 1 << 16, window_bytes: int | None = None, links: Links | None = None
+) -> Policy:
+    """Let saved values wait in another tier, the earliest of the forward first: they have the most time for it, and those nearest the loss
+    stay.
+
+    Within a budget as few as will do; without one all but the last ``window_bytes``. Parameters and buffers never travel.
+
+    Args:
+        tier: ``host`` or ``disk``.
+        path: the folder for the disk tier's file.
+        min_bytes: smaller values stay.
+        window_bytes: the most that is under way at one time in each direction; by default a sixteenth of what autograd saves.
+        links: speeds of the tiers, for the predicted time.
+    """
+    from lowtide.plan.moves import offload_policy
+
+    return offload_policy(Offload(tier, path), min_bytes, window_bytes, links)
+
+
+def compress(codec: str | Codec = "auto", *, min_bytes: int = 1 << 12, then: Offload | None = None) -> Policy:
+    """Let saved values wait in fewer bytes.
+
+    Args:
+        codec: ``auto`` for what is lossless (masks as bits, ReLU's output as bits where only its own backward reads it), a codec's name
+            (``bfloat16``, ``int8``, ``int4``, ``mask``, ``sparse0.6``) or one of your own, which `limit_memory` gets in ``stores=``, too.
+        min_bytes: smaller values stay.
+        then: a tier that the compressed values go to.
+    """
+    from lowtide.plan.moves import compress_policy
+
+    return compress_policy(codec, min_bytes, then)
+
+
+def partition(group: str, size: int, *, values: str = "checkpoints", min_bytes: int = 1 << 10, then: Offload | None = None) -> Policy:
+    """ZeRO-R's P_a (arXiv 1910.02054, section 6.1): recompute per block, and keep what enters a block in ``size`` parts over the ranks of a group.
+
+    Args:
+        group: the name that the stores know the process group by; what enters a block has to be the same on all its ranks.
+        size: how many ranks it has.
+        values: ``checkpoints`` for what the policy ``full`` keeps, ``all`` to recompute nothing and shard everything that autograd saves.
+        min_bytes: smaller values stay whole.
+        then: a tier that the parts go to (P_a+cpu).
+    """
+    from lowtide.plan.moves import partition_policy
+
+    return partition_policy(Shard(group, size), values, min_bytes, then)
+
+
+def mixed(
+    tier: str = "disk", path: str = "", *, links: Links | None = None, min_bytes: int = 1 << 16, window_bytes: int | None = None
+) -> Policy:
+    """Recompute and offload chosen together within a budget: the cheapest mix found, see `lowtide.plan.mix`.
+
+    Args:
+        tier, path, min_bytes, window_bytes: as for `offload`.
+        links: speeds of the tiers; measured now where they are not given.
+    """
+    from lowtide.plan.mix import mixed_policy
+
+    return mixed_policy(Offload(tier, path), links, min_bytes, window_bytes)
 
 
 def _policy(name: str, choose: Callable[[StepGraph, Simulator], frozenset[int]]) -> Policy:

@@ -20,6 +20,9 @@ class Replay:
         hold: value id -> event until which a stored value is held for others that rest on it.
         level: (event, bytes) changes of the replayed copies' bytes, effective after the event.
         tops: (event, bytes of replayed copies at their most within the event, operation that runs then).
+        until: operation -> the last release of what rests on it.
+        fetched: moved values in the order in which they are fetched.
+        work: (event, operations that run then, moved values that are asked to be fetched ahead after it), in order.
     """
 
     operations: list[int]
@@ -28,15 +31,27 @@ class Replay:
     hold: dict[int, int]
     level: list[tuple[int, int]]
     tops: list[tuple[int, int, int]]
+    until: dict[int, int]
+    fetched: list[int]
+    work: list[tuple[int, list[int], list[int]]]
 
 
 class Walk:
-    """Rules 4, 5 and 7: which replayed copies are alive when."""
+    """Rules 4, 5 and 7: which replayed copies are alive when.
 
-    def __init__(self, simulator: Simulator, flags: bytearray, running: set[int]) -> None:
+    Moved values are fetched when they are needed, or ahead of that in the order ``ahead``.
+    """
+
+    def __init__(self, simulator: Simulator, flags: bytearray, running: set[int], ahead: list[int] | None = None) -> None:
         self.sim = simulator
         self.flags = flags
-        self.operations = simulator.graph.operations
+        self.operations = simulator.operations
+        self.ahead = ahead or []
+        self.next = 0
+        self.early: dict[int, int] = {}
+        """moved value -> bytes that were fetched ahead for it and are not in use yet"""
+        self.fetched: list[int] = []
+        self.work: list[tuple[int, list[int], list[int]]] = []
         self.left: dict[int, int] = {}
         """value -> readers that have not read it yet."""
         for index in running:
@@ -58,8 +73,16 @@ class Walk:
         for value in given:
             events += sim.value_events[value]
             self.left[value] = self.left.get(value, 0) + sum(1 for t in sim.saved_of[value] if sim.unpacks[t])
+        if sim.moved and sim.first_unpack < sim.end:
+            events.append((sim.first_unpack, 3, 0))
         events.sort()
         for event, kind, tensor in events:
+            if kind == 3:
+                before = self.live
+                self._fetch_ahead(event)
+                if self.live != before:
+                    self.level.append((event, self.live - before))
+                continue
             value = sim.graph.saved[tensor].value
             before = self.live
             if kind == 0:
@@ -68,6 +91,7 @@ class Walk:
             elif kind == 1:
                 if value not in self.cached:
                     self._bring(value, event, self.left, self.cached)
+                    self._fetch_ahead(event)
                 self.left[value] -= 1
                 self.handed[value] = self.handed.get(value, 0) + 1
                 self._drop(value)
@@ -89,7 +113,27 @@ class Walk:
             for u in self.operations[index].reads:
                 if not flags[u] and u not in cached:
                     stack.append(u)
-        return sorted(needed)
+        return sorted(needed, key=self.sim.place) if self.sim.moved else sorted(needed)
+
+    def _fetch_ahead(self, event: int) -> None:
+        """Start fetching what comes next while there is room in the window."""
+        sim, asked = self.sim, []
+        if event < sim.first_unpack:
+            return
+        room = sim.window_bytes - sum(self.early.values())
+        while self.next < len(self.ahead):
+            value = self.ahead[self.next]
+            size = sim.moved[value].ahead_bytes
+            if value not in self.fetched:
+                if size > room:
+                    break
+                room -= size
+                self.early[value] = size
+                self.live += size
+                asked.append(value)
+            self.next += 1
+        if asked:
+            self.work.append((event, [], asked))
 
     def _bring(self, value: int, event: int, left: dict[int, int], cached: set[int]) -> None:
         """Run what ``value`` needs, in forward order, counting readers in ``left`` and caching in ``cached``."""
@@ -97,9 +141,16 @@ class Walk:
         sizes, previous = sim.value_bytes, sim.previous
         live = self.live
         most, most_op = -1, -1
-        for index in self._needed(value, cached):
+        needed = self._needed(value, cached)
+        if sim.moved:
+            self.work.append((event, needed, []))
+        for index in needed:
             op = self.operations[index]
             moved: set[int] = set()
+            if index >= len(sim.graph.operations):
+                brought = op.writes[0]
+                self.fetched.append(brought)
+                live -= self.early.pop(brought, 0)
             for w in op.writes:
                 old = previous[w]
                 if old >= 0 and old in op.reads and old in cached and left[old] == 1 and not self.handed.get(old, 0):

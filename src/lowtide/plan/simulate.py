@@ -7,7 +7,8 @@ predicted here is what the meter reads there. A `Simulator` holds the graph's in
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable
+import copy
+from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,6 +17,7 @@ from numpy.typing import NDArray
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.replay import Replay, Walk
+from lowtide.plan.traffic import Links, Moved, Outgoing, Traffic, fetch_operations
 
 Bytes = NDArray[np.int64]
 
@@ -36,6 +38,7 @@ class Simulation:
         live_bytes: live bytes after every event.
         top_bytes: the most live bytes at any moment of every event.
         held_until: storage id -> event after which a plan lets a storage go that would naturally have died earlier.
+        traffic: what transfers do, where values move.
     """
 
     stored: frozenset[int]
@@ -49,6 +52,7 @@ class Simulation:
     live_bytes: Bytes = field(repr=False)
     top_bytes: Bytes = field(repr=False)
     held_until: dict[int, int] = field(repr=False)
+    traffic: Traffic | None = field(default=None, repr=False)
 
     @property
     def peak_module(self) -> str:
@@ -61,12 +65,33 @@ class Simulator:
 
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
+        self.operations: Sequence[Operation] = graph.operations
+        self.moved: dict[int, Moved] = {}
+        self.window_bytes = 0
         self.end = len(graph.events)
         """The event index that stands for "never"."""
         self._index_values()
         self._index_events()
         self._natural_timeline()
         self.plain_live, self.plain_peak = self._plain()
+
+    def moving(self, moved: Sequence[Moved], window_bytes: int) -> Simulator:
+        """This simulator when some values move: to everything that rests on such a value, an operation that reads nothing brings it back."""
+        twin = copy.copy(self)
+        fetches = fetch_operations(self.graph, moved)
+        twin.operations = [*self.graph.operations, *fetches]
+        twin.producer = list(self.producer)
+        for fetch in fetches:
+            twin.producer[fetch.writes[0]] = fetch.index
+        twin.moved = {m.value: m for m in moved}
+        twin.window_bytes = window_bytes
+        return twin
+
+    def place(self, index: int) -> float:
+        """Where an operation stands in the forward; what fetches a value stands right behind what made it."""
+        if index < len(self.graph.operations):
+            return index
+        return (self.graph.values[self.operations[index].writes[0]].producer or 0) + 0.5
 
     def _index_values(self) -> None:
         graph = self.graph
@@ -122,6 +147,10 @@ class Simulator:
                     if until == end:
                         self.unpacks[index][k] = (start, at)
                         break
+        last = max((self.pack_event[s.id] for s in graph.saved if s.droppable), default=-1)
+        inside = [self.unpacks[s.id][0][0] for s in graph.saved if self.unpacks[s.id] and self.pack_event[s.id] <= last]
+        self.first_unpack = min(inside, default=end)
+        """the event at which backward asks for the first tensor that an executor has packed"""
         self.own_hold = [max([self.release_event[t], *(until for _, until in self.unpacks[t])]) for t in range(len(graph.saved))]
         self.saved_release: dict[int, int] = {}
         """value -> the last release of its droppable saved tensors."""
@@ -223,7 +252,7 @@ class Simulator:
         Raises:
             PlanError: one of them is not replayable, or rests on a value that is not there.
         """
-        operations, producer = self.graph.operations, self.producer
+        operations, producer = self.operations, self.producer
         needed: set[int] = set()
         stack = list(given)
         while stack:
@@ -250,8 +279,8 @@ class Simulator:
                     stack.append(u)
         return needed
 
-    def simulate(self, stored: Collection[int]) -> Simulation:
-        """The step under ``stored`` (rules 1 to 7 of docs/design.md).
+    def simulate(self, stored: Collection[int], links: Links | None = None) -> Simulation:
+        """The step under ``stored`` (rules 1 to 7 of docs/design.md; for values that move, see docs/stores.md).
 
         Raises:
             PlanError: a value in ``stored`` cannot be stored, or what is given up cannot be brought back.
@@ -270,30 +299,41 @@ class Simulator:
             sid = self.storage_of[value]
             if until > hold.get(sid, -1):
                 hold[sid] = until
+        outgoing = Outgoing(self, replay.until) if self.moved else None
+        if outgoing is not None:
+            for sid, until in outgoing.hold.items():
+                hold[sid] = max(hold.get(sid, -1), until)
         live = self._live(hold)
+        scratch = self.scratch
+        if outgoing is not None:
+            live = live + outgoing.encoded_live(self.end)
+            scratch = outgoing.scratch(self.scratch)
         if replay.level:
             change = np.zeros(self.end + 1, dtype=np.int64)
             np.add.at(change, [e for e, _ in replay.level], [b for _, b in replay.level])
             copies = np.cumsum(change[: self.end])
-            top = live + copies + self.scratch
+            top = live + copies + scratch
             for event, bytes_, _ in replay.tops:
                 top[event] = max(top[event], live[event] + bytes_)
             live = live + copies
         else:
-            top = live + self.scratch
+            top = live + scratch
         event, peak = -1, graph.resident_bytes
         if self.end:
             at = int(np.argmax(top))
             if top[at] >= peak:
                 event, peak = at, int(top[at])
         operation, in_replay = self._standing(event, peak - int(live[event]) if event >= 0 else 0, replay)
-        extra = sum(graph.operations[i].seconds + graph.replay_overhead_seconds for i in [*replay.running, *replay.repeats])
+        extra = sum(self.operations[i].seconds + graph.replay_overhead_seconds for i in [*replay.running, *replay.repeats])
+        traffic = outgoing.traffic(replay, links) if outgoing is not None else None
+        if traffic is not None:
+            extra += traffic.seconds
         if given:
             extra += graph.overhead_seconds
         return Simulation(
             stored=frozenset(stored),
-            replayed=tuple(replay.running),
-            given_up=tuple(given),
+            replayed=tuple(i for i in replay.running if i < len(graph.operations)),
+            given_up=tuple(v for v in given if v not in self.moved),
             peak_bytes=peak,
             peak_event=event,
             peak_operation=operation,
@@ -302,6 +342,7 @@ class Simulator:
             live_bytes=live,
             top_bytes=top,
             held_until={sid: until for sid, until in hold.items() if until > self.natural_end[sid]},
+            traffic=traffic,
         )
 
     def _standing(self, event: int, above: int, replay: Replay) -> tuple[Operation | None, bool]:
@@ -311,7 +352,7 @@ class Simulator:
             return (graph.operations[0] if graph.operations else None), False
         here = [(bytes_, op) for e, bytes_, op in replay.tops if e == event]
         if here and above > 0:
-            return graph.operations[max(here)[1]], True
+            return self.operations[max(here)[1]], True
         while event >= 0:
             kind, index = graph.events[event]
             if kind == "op":
@@ -322,18 +363,23 @@ class Simulator:
     def replay(self, given: list[int], flags: bytearray) -> Replay:
         """What giving up ``given`` does, when ``flags`` says what is stored."""
         if not given:
-            return Replay([], [], [], {}, [], [])
+            return Replay([], [], [], {}, [], [], {}, [], [])
         every = self.closure(given, flags)
         unpacked = [v for v in given if self.unpacked[v]]
         running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
-        order = sorted(every)
+        order = sorted(every, key=self.place)
         walk = Walk(self, flags, running)
         walk.run(unpacked)
-        return Replay(order, sorted(running), walk.repeats, self._rests(order, given, flags), walk.level, walk.tops)
+        if walk.fetched and self.window_bytes:  # who comes first is known now: once more, with fetching ahead
+            ahead = walk.fetched
+            walk = Walk(self, flags, running, ahead)
+            walk.run(unpacked)
+        hold, until = self._rests(order, given, flags)
+        return Replay(order, sorted(running, key=self.place), walk.repeats, hold, walk.level, walk.tops, until, walk.fetched, walk.work)
 
-    def _rests(self, order: list[int], given: list[int], flags: bytearray) -> dict[int, int]:
-        """Rule 3: stored value -> the last release of a given-up saved tensor whose replay reads it."""
-        operations, producer = self.graph.operations, self.producer
+    def _rests(self, order: list[int], given: list[int], flags: bytearray) -> tuple[dict[int, int], dict[int, int]]:
+        """Rule 3: stored value -> the last release of a given-up saved tensor whose replay reads it; the same for replayed operations."""
+        operations, producer = self.operations, self.producer
         until: dict[int, int] = {}
         for value in given:
             index = producer[value]
@@ -349,7 +395,7 @@ class Simulator:
                     p = producer[u]
                     if last > until.get(p, -1):
                         until[p] = last
-        return hold
+        return hold, until
 
 
 def simulate(graph: StepGraph, stored: Collection[int]) -> Simulation:

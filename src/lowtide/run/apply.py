@@ -6,10 +6,14 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
+import torch
+
 from lowtide.errors import PlanError
 from lowtide.plan.plan import Plan
 from lowtide.run.direct import PlanDirector
+from lowtide.run.moved import Mover, prepare
 from lowtide.run.record import Findings, Recorder, Verify
+from lowtide.store.stores import Stores
 
 
 class apply:
@@ -21,6 +25,7 @@ class apply:
         plan: made for the very step that runs in the block.
         verify: ``first`` runs each recorded operation of the first step twice and compares, ``always`` also compares every replayed tensor's
             digest in every step, ``never`` trusts.
+        stores: groups, codecs of your own and open tiers for a plan that moves values; by default the tiers that it names.
 
     Attributes:
         findings: what the latest step found out.
@@ -38,27 +43,34 @@ class apply:
         ...     model(x).sum().backward()
     """
 
-    def __init__(self, plan: Plan, *, verify: Verify = "first") -> None:
+    def __init__(self, plan: Plan, *, verify: Verify = "first", stores: Stores | None = None) -> None:
         if verify not in ("first", "always", "never"):
             raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
         if not plan.program:
             raise PlanError("this plan has no program to follow: make it with lowtide.plan or lowtide.policies.make_plan")
         self.plan = plan
+        self.stores = stores if stores is not None else Stores()
         self.verify: Verify = verify
         self.findings = Findings()
         self.departed = 0
         self._verified = False
+        self._prepared = False
         self._stack: ExitStack | None = None
         self._director: PlanDirector | None = None
 
     def __enter__(self) -> Self:
         if self._stack is not None:
             raise PlanError("this apply(plan) is already active: nest another one")
+        verify = self.verify != "never" and not self._verified
+        if self.plan.moves and not self._prepared:
+            prepare(self.plan, self.stores, torch.device(self.plan.device))
+            self._prepared = True
         self._director = PlanDirector(self.plan)
         recorder = Recorder(
             self._director,
-            verify=self.verify != "never" and not self._verified,
+            verify=verify,
             check=self.verify == "always",
+            mover=Mover(self.plan, self.stores, verify) if self.plan.moves else None,
         )
         self._stack = ExitStack()
         self._stack.enter_context(recorder.recording())

@@ -60,6 +60,8 @@ class PlanDirector:
         self._program = plan.program
         self._at = 0
         self.departed = 0
+        self.moves: tuple[int, ...] = ()
+        """for each value that the latest operation wrote, its place among the plan's moves, or -1"""
 
     def _find(self, info: OpInfo) -> int | None:
         program, at = self._program, self._at
@@ -71,11 +73,11 @@ class PlanDirector:
         return None
 
     def passes(self, info: OpInfo) -> bool:
-        """Whether the operation is the one that the program has next, and does not run again."""
+        """Whether the operation is the one that the program has next, does not run again, and moves nothing."""
         program, at = self._program, self._at
         if at < len(program):
             step = program[at]
-            return not step.replayed and step.name == info.name
+            return not step.replayed and not step.moves and step.name == info.name
         return False
 
     def passed(self) -> None:
@@ -89,6 +91,7 @@ class PlanDirector:
 
     def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
         """What the plan says of it."""
+        self.moves = ()
         at = self._find(info)
         if at is None:
             self.departed += 1
@@ -99,4 +102,5 @@ class PlanDirector:
         if len(step.stored) != writes:
             self.departed += 1
             return step.replayed, ()
+        self.moves = step.moves
         return step.replayed, step.stored

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -12,13 +12,17 @@ from lowtide.errors import ReplayError
 from lowtide.run.tape import Ref, bring_back, digest, unrecorded
 from lowtide.run.watch import StepWatch
 
+if TYPE_CHECKING:
+    from lowtide.run.moved import Mover
+
 
 class Kept:
     """A saved tensor that stays."""
 
-    __slots__ = ("tensor", "version", "watch")
+    __slots__ = ("mover", "tensor", "version", "watch")
 
-    def __init__(self, tensor: torch.Tensor, watch: StepWatch | None = None) -> None:
+    def __init__(self, tensor: torch.Tensor, watch: StepWatch | None = None, mover: Mover | None = None) -> None:
+        self.mover = mover
         self.tensor = private.unseen_alias(tensor)
         self.version = self.tensor._version
         self.watch = watch
@@ -27,6 +31,9 @@ class Kept:
         """The tensor, unless it was overwritten."""
         if self.watch is not None:
             self.watch.backward_begins()
+        if self.mover is not None:
+            self.mover.begin()
+            self.mover.ahead()
         _check_version(self.tensor, self.version, self.tensor.shape)
         return self.tensor
 
@@ -34,9 +41,17 @@ class Kept:
 class GivenUp:
     """A saved tensor that is brought back when asked for."""
 
-    __slots__ = ("asked", "digest", "ref", "version", "watch", "witness")
+    __slots__ = ("asked", "digest", "mover", "ref", "version", "watch", "witness")
 
-    def __init__(self, ref: Ref, tensor: torch.Tensor, checked: tuple[int, int] | None, watch: StepWatch | None = None) -> None:
+    def __init__(
+        self,
+        ref: Ref,
+        tensor: torch.Tensor,
+        checked: tuple[int, int] | None,
+        watch: StepWatch | None = None,
+        mover: Mover | None = None,
+    ) -> None:
+        self.mover = mover
         self.ref = ref
         self.witness = private.version_witness(tensor)
         self.version = self.witness._version
@@ -49,8 +64,14 @@ class GivenUp:
         """The tensor, replayed or from the cache of an earlier replay."""
         if self.watch is not None:
             self.watch.backward_begins()
+        if self.mover is None:
+            with unrecorded():
+                return self._bring_back()
+        self.mover.begin()
         with unrecorded():
-            return self._bring_back()
+            found = self._bring_back()
+        self.mover.ahead()
+        return found
 
     def _bring_back(self) -> torch.Tensor:
         _check_version(self.witness, self.version, self.ref.shape)

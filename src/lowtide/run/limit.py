@@ -21,9 +21,11 @@ from lowtide.plan.plan import Plan
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector
 from lowtide.run.key import StepKey, step_key
+from lowtide.run.moved import Mover, prepare
 from lowtide.run.planning import LossMemory, Planned, Planner, Policy
 from lowtide.run.record import Recorder, Verify
 from lowtide.run.watch import StepWatch
+from lowtide.store.stores import Stores
 from lowtide.trace.describe import tensors_inside
 from lowtide.trace.eager import Tracer
 from lowtide.trace.step import loss_of
@@ -49,6 +51,7 @@ class Limiter:
         loss_fn: Callable[[Any], torch.Tensor] | None,
         optimizer: torch.optim.Optimizer | None,
         verify: Verify,
+        stores: Stores | None = None,
     ) -> None:
         self.model = model
         self.budget = budget
@@ -56,6 +59,8 @@ class Limiter:
         self.loss_fn = loss_fn
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
+        self.stores = stores if stores is not None else Stores()
+        self.own_stores = stores is None
         self._fresh(optimizer)
 
     def _fresh(self, optimizer: torch.optim.Optimizer | None) -> None:
@@ -75,6 +80,8 @@ class Limiter:
     def __setstate__(self, state: dict[str, Any]) -> None:
         counted = state.pop("counted")
         self.__dict__.update(state)
+        self.stores = Stores()
+        self.own_stores = True
         self._fresh(None)
         if counted:
             warnings.warn(
@@ -88,6 +95,7 @@ class Limiter:
         memo[id(self)] = twin
         state = {name: copy.deepcopy(item, memo) if name in ("model", "original") else item for name, item in self.__getstate__().items()}
         twin.__setstate__(state)
+        twin.stores = self.stores.fresh()
         return twin
 
     @property
@@ -122,7 +130,7 @@ class Limiter:
                 return self.forward(*args, **kwargs)
         with self._inside(), self._running(args, kwargs) as planned:
             assert planned is not None
-            if not planned.plan.replayed and not planned.loss_unknown:
+            if planned.plan.changes_nothing and not planned.loss_unknown:
                 planned.steps += 1
                 return self.forward(*args, **kwargs)
             return self._step(planned, args, kwargs)
@@ -145,8 +153,17 @@ class Limiter:
         director = PlanDirector(planned.plan)
         verifying = self.verify != "never" and not planned.verified
         watch = self._watch(planned, verifying)
+        plan = planned.plan
+        if plan.moves and planned.prepared is not plan:
+            prepare(plan, self.stores, torch.device(plan.device))
+            planned.prepared = plan
         recorder = Recorder(
-            director, verify=verifying, check=self.verify == "always", watch=watch, room=planned.room() if verifying else None
+            director,
+            verify=verifying,
+            check=self.verify == "always",
+            watch=watch,
+            room=planned.room() if verifying else None,
+            mover=Mover(plan, self.stores, verifying) if plan.moves else None,
         )
         with ExitStack() as stack:
             stack.enter_context(recorder.recording())
@@ -315,6 +332,8 @@ class Handle:
                 del self.model.__dict__["forward"]
             else:
                 self.model.__dict__["forward"] = self._limiter.original
+            if self._limiter.own_stores:
+                self._limiter.stores.retire()
 
 
 def limit_memory(
@@ -325,6 +344,7 @@ def limit_memory(
     loss_fn: Callable[[Any], torch.Tensor] | None = None,
     optimizer: torch.optim.Optimizer | None = None,
     verify: Verify = "first",
+    stores: Stores | None = None,
 ) -> Handle:
     """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same gradients.
 
@@ -340,6 +360,7 @@ def limit_memory(
         policy: a policy or its name; ``None`` is ``optimal``.
         loss_fn: from the model's output to the loss, for a model that does not return its loss. It is used to plan, not to train.
         optimizer: its state and its step count against the budget, too.
+        stores: process groups to shard over and codecs of your own, for plans that move values; tiers open by themselves.
         verify: ``first`` compares every replay of the first step, ``always`` also checks digests in every step, ``never`` trusts.
 
     Raises:
@@ -373,7 +394,7 @@ def limit_memory(
     if isinstance(model.__dict__.get("forward"), Limiter):
         raise PlanError("this model is limited already: call remove() on its handle first")
     _refuse_sharded(model)
-    limiter = Limiter(model, budget=budget, policy=policy, loss_fn=loss_fn, optimizer=optimizer, verify=verify)
+    limiter = Limiter(model, budget=budget, policy=policy, loss_fn=loss_fn, optimizer=optimizer, verify=verify, stores=stores)
     model.__dict__["forward"] = limiter
     return Handle(limiter)
 

@@ -16,6 +16,7 @@ from lowtide.errors import BudgetError
 from lowtide.graph import Event, Operation, StepGraph, Storage, Value
 from lowtide.meter import resident_bytes
 from lowtide.plan import make
+from lowtide.plan.moves import simulate_plan
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import plain, simulate
 from lowtide.run.notice import Notice
@@ -72,6 +73,7 @@ class Planned:
         again: why it is to be made again before the next step, or empty.
         timed: watches the time of the latest step.
         seconds: of the steps that have been timed under the plan as it is.
+        prepared: the plan that the stores have room for.
     """
 
     traced: StepGraph
@@ -99,12 +101,13 @@ class Planned:
         if len(self.seconds) < _PACE_STEPS_AT_LEAST or not predicted:
             return self.plan
         return self.plan.at_pace(statistics.median(self.seconds) / predicted)
+    prepared: Plan | None = None
 
     def room(self) -> Callable[[int], int]:
         """From a forward operation's position to the bytes that the budget leaves beside it."""
         if self.plan.budget_bytes is None:
             return lambda _: 1 << 62
-        top = simulate(self.graph, self.plan.stored).top_bytes
+        top = simulate_plan(self.graph, self.plan).top_bytes
         places = [at for at, event in enumerate(self.graph.events) if event.kind == "op"]
         forward = {op.index for op in self.graph.operations if op.phase == "forward"}
         taken = np.array([top[at] for at in places if self.graph.events[at].index in forward], dtype=np.int64)

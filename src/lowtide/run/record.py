@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal, Protocol
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -44,6 +44,9 @@ from lowtide.run.tape import (
     unrecorded,
 )
 from lowtide.run.watch import StepWatch
+
+if TYPE_CHECKING:
+    from lowtide.run.moved import Fetch, Mover
 
 Verify = Literal["first", "always", "never"]
 
@@ -94,6 +97,7 @@ class Recorder(TorchDispatchMode):
         watch: is told when backward asks for the first saved tensor.
         room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its position in the forward; what
             does not fit is not run twice but checked by digest in backward.
+        mover: carries out the plan's moves.
     """
 
     def __init__(
@@ -104,6 +108,7 @@ class Recorder(TorchDispatchMode):
         check: bool = False,
         watch: StepWatch | None = None,
         room: Callable[[int], int] | None = None,
+        mover: Mover | None = None,
     ) -> None:
         super().__init__()
         private.keep_dynamo_out()
@@ -112,6 +117,7 @@ class Recorder(TorchDispatchMode):
         self.check = check or verify
         self.watch = watch
         self.room = room
+        self.mover = mover
         self._seen = 0
         self.findings = Findings()
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
@@ -253,6 +259,10 @@ class Recorder(TorchDispatchMode):
             for position in fresh.values():
                 self._mark_blank(flat[position])
         self._forget(touched, info)
+        moves = self.director.moves if self.mover is not None and isinstance(self.director, PlanDirector) else ()
+        if moves:
+            with unrecorded():
+                self._move(moves, [*(flat[at] for at in fresh.values()), *written], info, fresh)
         if not record or node is None:
             return result
         if self.verify:
@@ -334,6 +344,7 @@ class Recorder(TorchDispatchMode):
                 made.append(self._give(node, flat[position], 0 if position in loose else reach(flat[position])))
                 node.outputs.append((position, weakref.ref(made[-1])))
             place += 1
+        node.exact = all(source.node is None or source.node.exact for source in node.inputs())
         matter = {id(ref): ref.value.held is not None or ref.value.node is not None for ref in writes}
         for ref, tensor in zip(writes, written, strict=False):
             if place < len(stays) and stays[place]:
@@ -347,7 +358,20 @@ class Recorder(TorchDispatchMode):
             source.readers += 1
         self._nodes.append(weakref.ref(node))
 
-    def _give(self, node: Node, tensor: torch.Tensor, extent: int) -> LiveValue:
+    def _move(self, moves: tuple[int, ...], wrote: list[torch.Tensor], info: OpInfo, fresh: dict[int, int]) -> None:
+        """What was just written and moves: store it, and let readers find its way back."""
+        assert self.mover is not None
+        loose = [position in info.loose for position in fresh.values()] + [False] * (len(wrote) - len(fresh))
+        for number, tensor, is_loose in zip(moves, wrote, loose, strict=True):
+            if number < 0 or not has_plain_storage(tensor):
+                continue
+            fetch = self.mover.out(number, tensor, self._order - 0.5)
+            value = self._give(fetch, tensor, 0 if is_loose else reach(tensor))
+            if not fetch.exact:
+                value.digest = None
+            fetch.output = weakref.ref(value)
+
+    def _give(self, node: Node | Fetch, tensor: torch.Tensor, extent: int) -> LiveValue:
         """Enter the value that ``node`` just wrote into the table of values that can come back."""
         storage = tensor.untyped_storage()
         key = storage._cdata
@@ -456,7 +480,7 @@ class Recorder(TorchDispatchMode):
         entry = self._given.get(private.storage_key(tensor))
         if entry is None:
             self.findings.kept_bytes += tensor.untyped_storage().nbytes()
-            return Kept(tensor, self.watch)
+            return Kept(tensor, self.watch, self.mover)
         value = entry[0]
         if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
             self._written_behind(value, tensor)
@@ -465,10 +489,13 @@ class Recorder(TorchDispatchMode):
         if ref is None:
             return Kept(tensor, self.watch)
         checked = value.digest
-        if self.check and checked is None:
+        exact = value.node is None or value.node.exact
+        if not exact:
+            checked = None
+        elif self.check and checked is None:
             checked = value.digest = digest(tensor, value.extent)
         self.findings.given_up_bytes += tensor.numel() * tensor.element_size()
-        return GivenUp(ref, tensor, checked if self.check else None, self.watch)
+        return GivenUp(ref, tensor, checked if self.check else None, self.watch, self.mover)
 
 
 def _plain_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import threading
 import weakref
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.ops import covers_storage, has_plain_storage
+
+if TYPE_CHECKING:
+    from lowtide.run.moved import Fetch
 
 _BUSY = threading.local()
 
@@ -53,7 +56,7 @@ class LiveValue:
 
     __slots__ = ("__weakref__", "cached", "digest", "extent", "held", "nbytes", "node", "readers", "version")
 
-    def __init__(self, node: Node | None, nbytes: int) -> None:
+    def __init__(self, node: Node | Fetch | None, nbytes: int) -> None:
         self.node = node
         self.nbytes = nbytes
         self.extent = nbytes
@@ -133,11 +136,12 @@ class Node:
         random_state: the generator's state before the call, for random operations.
         generator: the generator argument, if one was given.
         device: where it ran.
+        exact: whether its replay starts from the very bits of the forward.
         grad: whether gradients were on, which some kernels look at.
     """
 
     __slots__ = (
-        "__weakref__", "_inputs", "args", "device", "func", "generator", "grad", "kwargs", "order", "outputs", "random_state", "statistics",
+        "__weakref__", "_inputs", "args", "device", "exact", "func", "generator", "grad", "kwargs", "order", "outputs", "random_state", "statistics",
         "written",
     )  # fmt: skip
 
@@ -145,6 +149,7 @@ class Node:
         self.func = func
         self.order = order
         self.device = device
+        self.exact = True
         self.args: list[Any] = []
         self.kwargs: dict[str, Any] = {}
         self.written: list[tuple[Ref, bool, weakref.ref[LiveValue]]] = []
@@ -210,7 +215,7 @@ def bring_back(value: LiveValue) -> torch.Tensor:
     base = value.here()
     if base is not None:
         return base
-    order: list[Node] = []
+    order: list[Node | Fetch] = []
     seen: set[int] = set()
     stack = [value]
     while stack:
@@ -241,8 +246,12 @@ def bring_back(value: LiveValue) -> torch.Tensor:
     return found
 
 
-def _run(node: Node, transient: dict[int, torch.Tensor], uses: dict[int, int]) -> None:
-    """Run one recorded operation again and put its outputs where they are waited for."""
+def _run(node: Node | Fetch, transient: dict[int, torch.Tensor], uses: dict[int, int]) -> None:
+    """Run one recorded operation again, or fetch what was moved, and put its outputs where they are waited for."""
+    if not isinstance(node, Node):
+        assert node.output is not None
+        _place(node.output(), node.fetch(), transient, uses)
+        return
     substitutes: dict[int, torch.Tensor] = {}
     inputs = node.inputs()
     for ref, matters, _ in node.written:

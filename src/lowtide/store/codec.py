@@ -75,6 +75,11 @@ class Codec(ABC):
     error: str = ""
     scratch_bytes: int = 16 * CHUNK
 
+    @property
+    def bitwise(self) -> bool:
+        """Whether `decode` gives back every bit."""
+        return self.lossless
+
     @abstractmethod
     def encoded_bytes(self, form: Form) -> int:
         """The most bytes that a value of this form takes, or its own bytes where the codec does not apply."""
@@ -242,6 +247,7 @@ class Positive(Codec):
 
     name = "positive"
     lossless = True
+    bitwise = False  # pyright: ignore
     scratch_bytes = 12 * CHUNK
 
     def encoded_bytes(self, form: Form) -> int:

@@ -64,38 +64,38 @@ class Host(Tier):
             at += view.numel()
         return pairs
 
-    def write(self, data: torch.Tensor, slot: Slot) -> Transfer:
+    def write(self, data: torch.Tensor, slot: Slot, at: int = 0) -> Transfer:
         """Start copying out."""
         if self._stream is None:
-            return super().write(data, slot)
+            return super().write(data, slot, at)
         if self.fault is not None:
-            self.fault("write", slot.bytes)
+            self.fault("write", data.numel())
         assert slot.region is not None
         self._stream.wait_stream(self._current())
         with self._on_stream():
-            for view, part in self._parts(slot.region.start, data):
+            for view, part in self._parts(slot.region.start + at, data):
                 view.copy_(part, non_blocking=True)
         data.record_stream(self._stream)  # pyright: ignore
-        slot.writing = _Queued(self, slot.bytes)
-        self.counts.written_bytes += slot.bytes
+        slot.writing = _Queued(self, data.numel())
+        self.counts.written_bytes += data.numel()
         self.counts.writes += 1
         return slot.writing
 
-    def read(self, slot: Slot, out: torch.Tensor) -> Transfer:
+    def read(self, slot: Slot, out: torch.Tensor, at: int = 0) -> Transfer:
         """Start copying in."""
         if self._stream is None:
-            return super().read(slot, out)
+            return super().read(slot, out, at)
         if self.fault is not None:
-            self.fault("read", slot.bytes)
+            self.fault("read", out.numel())
         assert slot.region is not None
         self._stream.wait_stream(self._current())
         with self._on_stream():
-            for view, part in self._parts(slot.region.start, out):
+            for view, part in self._parts(slot.region.start + at, out):
                 part.copy_(view, non_blocking=True)
         out.record_stream(self._stream)  # pyright: ignore
-        self.counts.read_bytes += slot.bytes
+        self.counts.read_bytes += out.numel()
         self.counts.reads += 1
-        return _Queued(self, slot.bytes)
+        return _Queued(self, out.numel())
 
     def _current(self) -> torch.Stream:
         return torch.get_device_module(self.device.type).current_stream(self.device)

@@ -134,6 +134,7 @@ def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
 class _State:
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
+    retiring: bool = False
 
 
 class Tier(ABC):
@@ -146,12 +147,14 @@ class Tier(ABC):
     Attributes:
         name: ``host`` or ``disk``.
         counts: what was moved.
+        align: as given.
     """
 
     name = ""
 
     def __init__(self, align: int, fault: Fault | None = None) -> None:
         self.counts = Counts()
+        self.align = align
         self.arena = Arena(align)
         self.fault = fault
         self._state = _State()
@@ -190,6 +193,17 @@ class Tier(ABC):
         """Give a region back."""
         with self._state.lock:
             self.arena.free(region)
+            over = self._state.retiring and not self.arena.taken_bytes
+        if over:
+            self.close()
+
+    def retire(self) -> None:
+        """Close as soon as nothing is stored any more."""
+        with self._state.lock:
+            self._state.retiring = True
+            over = not self.arena.taken_bytes
+        if over:
+            self.close()
 
     def after(self, job: Callable[[], None]) -> None:
         """Do ``job`` when everything that is being written now has been."""
@@ -201,11 +215,12 @@ class Tier(ABC):
             self.counts.slab_bytes = end
             self.counts.allocations += 1
 
-    def write(self, data: torch.Tensor, slot: Slot) -> Transfer:
-        """Start copying a flat tensor of bytes into a slot; ``data`` may not change until the transfer is done."""
-        transfer = slot.writing = Transfer(slot.bytes)
+    def write(self, data: torch.Tensor, slot: Slot, at: int = 0) -> Transfer:
+        """Start copying a flat tensor of bytes into a slot, from ``at`` (a multiple of the tier's alignment) on; ``data`` may not change until
+        the transfer is done."""
+        transfer = slot.writing = Transfer(data.numel())
         assert slot.region is not None
-        start, ready = slot.region.start, _mark(data)
+        start, ready = slot.region.start + at, _mark(data)
 
         def job() -> None:
             try:
@@ -219,13 +234,13 @@ class Tier(ABC):
             except BaseException as error:
                 transfer.finish(self._explain("write", error))
 
-        slot_bytes = slot.bytes
+        slot_bytes = data.numel()
         self._writer.do(job)
         return transfer
 
-    def read(self, slot: Slot, out: torch.Tensor) -> Transfer:
-        """Start copying a slot into a flat tensor of bytes."""
-        transfer = Transfer(slot.bytes)
+    def read(self, slot: Slot, out: torch.Tensor, at: int = 0) -> Transfer:
+        """Start copying a slot, from ``at`` on, into a flat tensor of bytes."""
+        transfer = Transfer(out.numel())
         writing, ready = slot.writing, _mark(out)
 
         def job() -> None:
@@ -233,11 +248,11 @@ class Tier(ABC):
                 if writing is not None:
                     writing.wait()
                 if self.fault is not None:
-                    self.fault("read", slot.bytes)
+                    self.fault("read", out.numel())
                 ready()
                 assert slot.region is not None
-                self._read(slot.region.start, out)
-                self.counts.read_bytes += slot.bytes
+                self._read(slot.region.start + at, out)
+                self.counts.read_bytes += out.numel()
                 self.counts.reads += 1
                 transfer.finish()
             except BaseException as error:

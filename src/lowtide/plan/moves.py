@@ -1,0 +1,268 @@
+"""Values that move: which may, what they take, and the policies that only move."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from lowtide.errors import BudgetError, PlanError
+from lowtide.graph import StepGraph
+from lowtide.plan.plan import Chain, Compress, Move, Moving, Offload, Plan, Shard, stages
+from lowtide.plan.simulate import Simulation, Simulator
+from lowtide.plan.traffic import Links, Moved
+
+if TYPE_CHECKING:
+    from lowtide.store.codec import Codec, Form
+
+_ITEM_BYTES = {
+    "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
+    "bool": 1, "uint8": 1, "int8": 1,
+}  # fmt: skip
+
+
+def dtypes_of(sim: Simulator) -> dict[int, str]:
+    """Saved value -> name of the type that autograd saves it as."""
+    found: dict[int, str] = {}
+    for saved in sim.graph.saved:
+        found.setdefault(saved.value, saved.dtype.removeprefix("torch."))
+    return found
+
+
+def movable(sim: Simulator, min_bytes: int = 1) -> list[int]:
+    """The saved values that may move, in the order of the forward: made in the forward, not overwritten later, not below ``min_bytes``."""
+    graph = sim.graph
+    found = []
+    for value in sim.droppable:
+        v = graph.values[value]
+        if v.producer is None or not v.storable or v.must_store or sim.value_bytes[value] < max(1, min_bytes):
+            continue
+        if graph.operations[v.producer].phase == "forward" and not any(graph.saved[t].forced for t in sim.saved_of[value]):
+            found.append(value)
+    return sorted(found, key=lambda v: graph.values[v].producer or 0)
+
+
+def refuse_moves(sim: Simulator, moves: Iterable[int]) -> None:
+    """Check that values may move.
+
+    Raises:
+        PlanError: one may not.
+    """
+    for value in moves:
+        if not 0 <= value < len(sim.graph.values):
+            raise PlanError(f"there is no value {value} to move: this step has {len(sim.graph.values)}")
+        v = sim.graph.values[value]
+        if v.producer is None:
+            raise PlanError(f"value {value} ({sim.describe(value)}) stood before the step: parameters, buffers and inputs never move")
+        if not v.storable or sim.graph.operations[v.producer].phase != "forward":
+            raise PlanError(f"value {value} cannot move: {sim.describe(value)} is overwritten later in the step, or made in backward")
+
+
+def moved_of(sim: Simulator, moves: Mapping[int, Moving], links: Links | None = None, codecs: Sequence[Codec] = ()) -> list[Moved]:
+    """The moved values as the simulator wants them."""
+    dtypes = dtypes_of(sim)
+    found = []
+    for value, decision in moves.items():
+        bytes_ = sim.value_bytes[value]
+        first, _ = stages(decision)
+        encoded, scratch, encode, decode = bytes_, 0, 0.0, 0.0
+        dtype = dtypes.get(value, "uint8")
+        item = _ITEM_BYTES.get(dtype, 1)
+        if isinstance(first, Shard):
+            encoded = -(-(bytes_ // item) // first.size) * item
+            speed = (links or {}).get(first.group)
+            decode = bytes_ / speed.read_bytes_per_second + speed.latency_seconds if speed else 0.0
+        elif isinstance(first, Compress):
+            from lowtide.store.codec import CHUNK
+
+            codec, form = _codec(first.codec, codecs), _form(bytes_ // item, dtype)
+            encoded, scratch = min(bytes_, codec.encoded_bytes(form)), codec.scratch_bytes
+            scratch = min(scratch, scratch * form.elements // CHUNK + 4096)
+            speed = (links or {}).get(first.codec)
+            encode = bytes_ / speed.write_bytes_per_second if speed else 0.0
+            decode = bytes_ / speed.read_bytes_per_second if speed else 0.0
+        found.append(Moved(value, decision, bytes_, encoded, scratch, encode, decode))
+    return found
+
+
+def _codec(name: str, own: Sequence[Codec]) -> Codec:
+    from lowtide.store.codec import codec_named
+
+    return codec_named(name, own)
+
+
+def _form(elements: int, dtype: str) -> Form:
+    import torch
+
+    from lowtide.store.codec import Form
+
+    return Form(elements, getattr(torch, dtype, torch.uint8))
+
+
+def move_rows(moved: Sequence[Moved], simulation: Simulation) -> tuple[Move, ...]:
+    """The plan's moves, in the order of the forward."""
+    traffic = simulation.traffic
+    if traffic is None:
+        return ()
+    place = {value: k for k, value in enumerate(traffic.order)}
+    by_value = {m.value: m for m in moved}
+    rows = []
+    for value, (born, gone) in traffic.lifetimes.items():
+        m = by_value[value]
+        rows.append(Move(value, m.decision, m.bytes, m.encoded_bytes, place.get(value, -1), born, gone))
+    return tuple(rows)
+
+
+def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
+    """The exact simulation of what ``plan`` does to the step it was made for (times of transfers aside)."""
+    sim = Simulator(graph)
+    if not plan.moves:
+        return sim.simulate(plan.stored)
+    moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
+    return sim.moving(moved, plan.window_bytes).simulate(plan.stored)
+
+
+def default_window(sim: Simulator, values: Sequence[int]) -> int:
+    """A sixteenth of what moves, and at least the largest value."""
+    sizes = [sim.value_bytes[v] for v in values]
+    return max([*sizes, sum(sizes) // 16, 1])
+
+
+def fewest(sim: Simulator, stored: frozenset[int], order: Sequence[int], decision: Moving, budget: int, window: int) -> int | None:
+    """How many of ``order``, from its beginning, have to move so that the peak is within ``budget``; ``None`` when all of them do not do."""
+
+    def peak(count: int) -> int:
+        chosen = dict.fromkeys(order[:count], decision)
+        if not chosen:
+            return sim.simulate(stored).peak_bytes
+        return sim.moving(moved_of(sim, chosen), window).simulate(stored - chosen.keys()).peak_bytes
+
+    if peak(0) <= budget:
+        return 0
+    low, high = 0, len(order)
+    if peak(high) > budget:
+        return None
+    while high - low > 1:
+        middle = (low + high) // 2
+        low, high = (low, middle) if peak(middle) <= budget else (middle, high)
+    return high
+
+
+def offload_policy(
+    decision: Offload, min_bytes: int, window_bytes: int | None, links: Links | None
+) -> Callable[[StepGraph, int | None], Plan]:
+    """See `lowtide.plan.policies.offload`."""
+
+    def offload(graph: StepGraph, budget: int | None = None) -> Plan:
+        from lowtide.plan.build import close, make_plan
+
+        sim = Simulator(graph)
+        order = movable(sim, min_bytes)
+        window = window_bytes or default_window(sim, order)
+        everything = close(graph, sim.droppable, sim)
+        if budget is None:
+            sizes = [sim.value_bytes[v] for v in order]
+            count, tail = len(order), 0
+            while count and tail + sizes[count - 1] <= window:  # backward asks for the last at once
+                count -= 1
+                tail += sizes[count]
+        else:
+            found = fewest(sim, everything, order, decision, budget, window)
+            count = len(order) if found is None else found
+        moves: dict[int, Moving] = dict.fromkeys(order[:count], decision)
+        return make_plan(
+            graph, stored=everything, policy="offload", budget=budget, simulator=sim, moves=moves, window_bytes=window, links=links
+        )
+
+    return offload
+
+
+def lossless_codec(sim: Simulator, value: int, dtype: str) -> str:
+    """The codec that loses nothing and is known to fit, or empty: masks of comparisons and dropout, ReLU's output."""
+    op = sim.graph.operations[sim.producer[value]]
+    if dtype == "bool":
+        return "mask"
+    name = op.name.split(".")[1] if "." in op.name else op.name
+    if name in ("bernoulli", "bernoulli_") and dtype not in ("uint8",):
+        return "mask"
+    if name in ("div_", "div") and len(op.reads) == 1:  # a dropout mask that was scaled: two distinct numbers still
+        above = sim.producer[op.reads[0]]
+        if above >= 0 and sim.graph.operations[above].name.split(".")[1] in ("bernoulli", "bernoulli_"):
+            return "mask"
+    if name in ("relu", "relu_", "threshold") and _only_relu_backward(sim, value):
+        return "positive"
+    return ""
+
+
+def _only_relu_backward(sim: Simulator, value: int) -> bool:
+    """Whether nothing but ReLU's own backward asks for the saved value."""
+    graph = sim.graph
+    readers = [op for op in graph.operations if op.phase == "backward" and value in op.reads]
+    return (
+        len(sim.saved_of[value]) == 1
+        and len(readers) == 1
+        and readers[0].name == "aten.threshold_backward.default"
+        and readers[0].reads[-1] == value
+    )
+
+
+def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None) -> Callable[[StepGraph, int | None], Plan]:
+    """See `lowtide.plan.policies.compress`."""
+    own = () if isinstance(codec, str) else (codec,)
+    name = codec if isinstance(codec, str) else codec.name
+    if name != "auto":
+        _codec(name, own)
+
+    def compress(graph: StepGraph, budget: int | None = None) -> Plan:
+        from lowtide.plan.build import close, make_plan
+
+        sim = Simulator(graph)
+        dtypes = dtypes_of(sim)
+        moves: dict[int, Moving] = {}
+        for value in movable(sim, min_bytes):
+            chosen = lossless_codec(sim, value, dtypes[value]) or ("" if name == "auto" else name)
+            if not chosen:
+                continue
+            first = Compress(chosen)
+            (seen,) = moved_of(sim, {value: first}, codecs=own)
+            if seen.encoded_bytes < 0.95 * seen.bytes:
+                moves[value] = Chain(first, then) if then is not None else first
+        stored = close(graph, sim.droppable, sim)
+        return make_plan(graph, stored=stored, policy="compress", budget=budget, simulator=sim, moves=moves, codecs=own)
+
+    return compress
+
+
+def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload | None) -> Callable[[StepGraph, int | None], Plan]:
+    """See `lowtide.plan.policies.partition`."""
+    if values not in ("checkpoints", "all"):
+        raise PlanError(f"partition(values={values!r}): give 'checkpoints' or 'all'")
+
+    def partition(graph: StepGraph, budget: int | None = None) -> Plan:
+        from lowtide.plan.build import close, make_plan
+        from lowtide.plan.policies import full_stored
+
+        sim = Simulator(graph)
+        stored = close(graph, full_stored(graph, sim) if values == "checkpoints" else sim.droppable, sim)
+        chosen = [
+            v
+            for v in sorted(stored)
+            if sim.value_bytes[v] >= min_bytes and graph.values[v].storable and v in _whole_blocks(sim, stored, values)
+        ]
+        moves: dict[int, Moving] = {v: Chain(decision, then) if then is not None else decision for v in chosen}
+        if not moves:
+            raise BudgetError(
+                f"partition finds nothing of {min_bytes:,} bytes or more to shard: lower min_bytes=, or use the policy 'full'"
+            )
+        return make_plan(graph, stored=stored, policy="partition", budget=budget, simulator=sim, moves=moves)
+
+    return partition
+
+
+def _whole_blocks(sim: Simulator, stored: frozenset[int], values: str) -> set[int]:
+    """Of the stored values, those that move: for ``checkpoints`` what enters blocks and is not read outside them alone."""
+    if values == "all":
+        return set(movable(sim)) & stored
+    from lowtide.plan.policies import default_blocks, regions_of
+
+    region = regions_of(sim.graph, default_blocks(sim.graph))
+    return {v for v in stored if any(region.get(i, -1) >= 0 and region.get(sim.producer[v], -2) != region[i] for i in sim.readers[v])}

@@ -1,0 +1,275 @@
+"""Carry out a plan's moves: copies out while forward goes on, copies in ahead of backward's need. The rules are those of `lowtide.plan.traffic`.
+
+A moved value comes back like a replayed one: its node (`Fetch`) is an operation without inputs. The node holds what is stored, and goes when
+autograd lets go of the last saved tensor that rests on it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from typing import Any
+
+import torch
+
+from lowtide import private
+from lowtide.plan.plan import Compress, Move, Plan, Shard, stages
+from lowtide.run.tape import LiveValue, digest, unrecorded
+from lowtide.store.codec import CodecError
+from lowtide.store.stores import Stores
+from lowtide.store.tier import Slot, Transfer
+
+
+class Parcel:
+    """What is stored of one value.
+
+    Attributes:
+        move: what the plan says of it.
+        note: why it is kept as it is after all, else empty.
+    """
+
+    __slots__ = (
+        "__weakref__", "_arriving", "_codec", "_device", "_dtype", "_elements", "_group", "_kept", "_parts", "_places", "_reads", "_slot",
+        "_writes", "exact", "move", "note",
+    )  # fmt: skip
+
+    def __init__(self, move: Move, number: int, tensor: torch.Tensor, stores: Stores, verify: bool) -> None:
+        self.move = move
+        self.note = ""
+        self.exact = True
+        self._device, self._dtype = tensor.device, tensor.dtype
+        nbytes = tensor.untyped_storage().nbytes()
+        if nbytes % tensor.element_size():
+            self._dtype = torch.uint8
+        self._elements = nbytes // self._dtype.itemsize
+        first, then = stages(move.decision)
+        flat = _flat(tensor, self._dtype)
+        self._kept: torch.Tensor | None = None
+        self._codec = self._group = None
+        parts: tuple[torch.Tensor, ...] = (flat,)
+        if isinstance(first, Shard):
+            self._group = stores.group(first.group, first.size)
+            if verify:
+                self._group.check(digest(tensor, nbytes), f"a saved value of {nbytes:,} bytes (shape {tuple(tensor.shape)})")
+            parts = (self._group.cut(flat),)
+        elif isinstance(first, Compress):
+            self._codec = stores.codec(first.codec)
+            try:
+                parts = self._codec.encode(flat)
+                self.exact = self._codec.bitwise
+            except CodecError as error:
+                self.note, self._codec, self._kept = str(error), None, flat
+        self._parts: tuple[torch.Tensor, ...] = parts
+        self._slot: Slot | None = None
+        self._places: list[tuple[int, int, torch.dtype]] = []
+        self._writes: list[Transfer] = []
+        self._reads: list[Transfer] = []
+        self._arriving: list[torch.Tensor] = []
+        if then is not None and self._kept is None:
+            tier = stores.tier(then.tier, then.path, self._device)
+            self._slot = tier.take(_slot_bytes([p.numel() * p.element_size() for p in parts], tier.align), number)
+            at = 0
+            for part in parts:
+                self._places.append((at, part.numel(), part.dtype))
+                self._writes.append(tier.write(part.view(torch.uint8), self._slot, at))
+                at += _slot_bytes([part.numel() * part.element_size()], tier.align)
+
+    @property
+    def waiting_bytes(self) -> int:
+        """Bytes that are held until the copy out has finished."""
+        return self.move.encoded_bytes if self._writes else 0
+
+    @property
+    def elsewhere(self) -> bool:
+        """Whether it went to a tier."""
+        return self._slot is not None
+
+    def settle(self) -> None:
+        """Wait for the copy out, and let go of what it copied from."""
+        writes, self._writes = self._writes, []
+        for transfer in writes:
+            transfer.wait()
+        if self._slot is not None:
+            self._parts = ()
+
+    def begin(self) -> None:
+        """Start fetching, if it is not under way."""
+        if self._slot is None or self._reads:
+            return
+        self._arriving = []
+        for at, elements, dtype in self._places:
+            target = torch.empty(elements, dtype=dtype, device=self._device)
+            self._arriving.append(target)
+            self._reads.append(self._slot.tier.read(self._slot, target.view(torch.uint8), at))
+
+    def fetch(self) -> torch.Tensor:
+        """The value as a flat tensor of its own."""
+        if self._kept is not None:
+            return self._kept
+        parts: tuple[torch.Tensor, ...] = self._parts
+        if self._slot is not None:
+            self.begin()
+            reads, self._reads = self._reads, []
+            arriving, self._arriving = self._arriving, []
+            for transfer in reads:
+                transfer.wait()
+            parts = tuple(arriving)
+            del arriving
+        if self._group is not None:
+            whole, work = self._group.gather(parts[0], self._elements)
+            if work is not None:
+                work.wait()
+            return whole
+        if self._codec is not None:
+            out = torch.empty(self._elements, dtype=self._dtype, device=self._device)
+            self._codec.decode(parts, out)
+            return out
+        return parts[0]
+
+
+def _slot_bytes(sizes: list[int], align: int) -> int:
+    """Bytes of parts that each begin at a multiple of ``align``."""
+    return sum(-(-size // align) * align for size in sizes[:-1]) + sizes[-1] if len(sizes) > 1 else -(-sizes[0] // align) * align
+
+
+def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    storage = tensor.untyped_storage()
+    flat = torch.empty(0, dtype=dtype, device=tensor.device)
+    return flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))  # type: ignore[call-overload]
+
+
+class Fetch:
+    """The node that writes a moved value: an operation without inputs.
+
+    Attributes:
+        func: for messages.
+        order: position in the forward.
+        exact: whether every bit comes back.
+        output: the value.
+    """
+
+    __slots__ = ("__weakref__", "exact", "func", "grad", "mover", "order", "output", "parcel")
+
+    def __init__(self, parcel: Parcel, mover: Mover, order: float) -> None:
+        self.func = "a moved value"
+        self.parcel = parcel
+        self.mover = mover
+        self.order = order
+        self.exact = parcel.exact
+        self.grad = False
+        self.output: weakref.ref[LiveValue] | None = None
+
+    def inputs(self) -> list[LiveValue]:
+        """None."""
+        return []
+
+    def fetch(self) -> torch.Tensor:
+        """The bytes, now."""
+        self.mover.taken(self.parcel)
+        return self.parcel.fetch()
+
+
+class Mover:
+    """The moves of one forward.
+
+    Args:
+        plan: has moves.
+        stores: where to.
+        verify: check that what is sharded is replicated.
+
+    Attributes:
+        notes: values that did not fit their codec, with the reason.
+    """
+
+    def __init__(self, plan: Plan, stores: Stores, verify: bool) -> None:
+        self.plan = plan
+        self.stores = stores
+        self.verify = verify
+        self.notes: list[str] = []
+        self._waiting: deque[Parcel] = deque()
+        self._waiting_bytes = 0
+        self._order: list[weakref.ref[Parcel] | None] = [None] * sum(1 for move in plan.moves if move.fetched >= 0)
+        self._next = 0
+        self._early: dict[int, int] = {}
+        self._began = False
+
+    def out(self, number: int, tensor: torch.Tensor, order: float) -> Fetch:
+        """Store the value that ``tensor`` shows, the ``number``-th of the plan's moves (rules 1 and 2)."""
+        move = self.plan.moves[number]
+        with unrecorded():
+            parcel = Parcel(move, number, tensor, self.stores, self.verify)
+            if parcel.note:
+                self.notes.append(parcel.note)
+            if move.fetched >= 0:
+                self._order[move.fetched] = weakref.ref(parcel)
+            if parcel.waiting_bytes:
+                self._waiting.append(parcel)
+                self._waiting_bytes += parcel.waiting_bytes
+                while self._waiting_bytes > self.plan.window_bytes:
+                    self._settle()
+        return Fetch(parcel, self, order)
+
+    def _settle(self) -> None:
+        parcel = self._waiting.popleft()
+        self._waiting_bytes -= parcel.waiting_bytes
+        parcel.settle()
+
+    def begin(self) -> None:
+        """Backward asks for a saved tensor: what is still on its way out is waited for."""
+        if self._began or not private.in_backward():
+            return
+        self._began = True
+        while self._waiting:
+            self._settle()
+
+    def ahead(self) -> None:
+        """Rule 4: start fetching what comes next while there is room."""
+        if not self._began:
+            return
+        room = self.plan.window_bytes - sum(self._early.values())
+        while self._next < len(self._order):
+            reference = self._order[self._next]
+            parcel = reference() if reference is not None else None
+            if parcel is not None and parcel.elsewhere:
+                size = parcel.move.encoded_bytes
+                if size > room:
+                    return
+                room -= size
+                self._early[id(parcel)] = size
+                with unrecorded():
+                    parcel.begin()
+            self._next += 1
+
+    def taken(self, parcel: Parcel) -> None:
+        """A value is in use: it is not ahead of need any more, and neither is anything before it."""
+        self._early.pop(id(parcel), None)
+        if parcel.move.fetched >= self._next:
+            self._order[parcel.move.fetched] = None
+
+
+def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
+    """Lay out what every step under ``plan`` stores, and reserve it.
+
+    Raises:
+        StoreError: there is no room for it.
+        PlanError: a tier cannot be opened, a codec or a group is not known.
+    """
+    by_tier: dict[Any, tuple[list[int], list[int], list[int]]] = {}
+    for number, move in enumerate(plan.moves):
+        first, then = stages(move.decision)
+        if isinstance(first, Compress):
+            stores.codec(first.codec)
+        if isinstance(first, Shard):
+            stores.group(first.group, first.size)
+        if then is None:
+            continue
+        tier = stores.tier(then.tier, then.path, device)
+        lower, upper, size = by_tier.setdefault(tier, ([], [], []))
+        while len(size) < number:  # places of moves that go elsewhere
+            lower.append(0), upper.append(0), size.append(0)
+        lower.append(move.born)
+        upper.append(max(move.gone, move.born + 1))
+        parts = 2 if isinstance(first, Compress) else 1  # a codec's parts begin at whole pages, too
+        size.append(move.encoded_bytes + (parts - 1) * tier.align)
+    for tier, expected in by_tier.items():
+        tier.expect(*expected)

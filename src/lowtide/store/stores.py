@@ -1,0 +1,118 @@
+"""The stores that one model's plans use: opened when a plan first asks, closed together."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import torch
+
+from lowtide.errors import PlanError
+from lowtide.store.codec import Codec, codec_named
+from lowtide.store.disk import Disk
+from lowtide.store.host import Host
+from lowtide.store.tier import BUFFER_BYTES, Fault, Tier
+
+
+class Stores:
+    """Tiers, codecs and groups by the names that plans use.
+
+    Args:
+        groups: name -> process group over which values are replicated, for `Shard`.
+        codecs: codecs of the user's own.
+        fault: called before every transfer, for tests.
+
+    Example:
+        >>> with Stores() as stores:
+        ...     stores.tier("host", "", torch.device("cpu")).name
+        'host'
+    """
+
+    def __init__(self, *, groups: Mapping[str, Any] | None = None, codecs: Sequence[Codec] = (), fault: Fault | None = None) -> None:
+        self._given = dict(groups or {})
+        self._groups: dict[str, Any] = {}
+        self.codecs = tuple(codecs)
+        self.fault = fault
+        self.tiers: dict[tuple[str, str, str], Tier] = {}
+
+    def fresh(self) -> Stores:
+        """Others with the same groups and codecs."""
+        return Stores(groups=self._given, codecs=self.codecs, fault=self.fault)
+
+    def tier(self, name: str, path: str, device: torch.device) -> Tier:
+        """The tier of that name.
+
+        Raises:
+            PlanError: it cannot be opened.
+        """
+        key = (name, os.path.abspath(path) if path else "", str(device) if name == "host" else "")
+        found = self.tiers.get(key)
+        if found is None:
+            found = self.tiers[key] = Disk(path or None, self.fault) if name == "disk" else Host(device, self.fault)
+        return found
+
+    def codec(self, name: str) -> Codec:
+        """The codec of that name."""
+        return codec_named(name, self.codecs)
+
+    def group(self, name: str, size: int) -> Any:
+        """The replicas of that name.
+
+        Raises:
+            PlanError: none was given, or one of another size.
+        """
+        if name not in self._given:
+            raise PlanError(
+                f"the plan shards over a group {name!r} that nobody gave: pass stores=lowtide.Stores(groups={{{name!r}: group}})"
+            )
+        if name not in self._groups:
+            from lowtide.store.shard import Replicas
+
+            self._groups[name] = Replicas(self._given[name])
+        found = self._groups[name]
+        if found.size != size:
+            raise PlanError(f"the plan shards over {size} ranks of {name!r}, the group has {found.size}: make the plan again")
+        return found
+
+    def close(self) -> None:
+        """Finish what is under way and give everything back."""
+        for tier in self.tiers.values():
+            tier.close()
+        self.tiers.clear()
+
+    def retire(self) -> None:
+        """Close each tier as soon as nothing is stored there any more: steps that are under way finish."""
+        for tier in self.tiers.values():
+            tier.retire()
+        self.tiers.clear()
+
+    def __enter__(self) -> Stores:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def measure_tier(tier: Tier, device: torch.device, total_bytes: int = 96 << 20) -> tuple[float, float, float]:
+    """Bytes a second written to and read from a tier, and the share of a core that a transfer takes, by moving ``total_bytes`` there and back."""
+    size = 4 * BUFFER_BYTES
+    data = torch.ones(size, dtype=torch.uint8, device=device)
+    slots = [tier.take(size) for _ in range(max(1, total_bytes // size))]
+    speeds = []
+    busy = time.process_time()
+    whole = time.perf_counter()
+    for move in (tier.write, tier.read):
+        move(*((data, slots[0]) if move == tier.write else (slots[0], data))).wait()
+        begin = time.perf_counter()
+        waiting = [move(*((data, slot) if move == tier.write else (slot, data))) for slot in slots]
+        for transfer in waiting:
+            transfer.wait()
+        if device.type != "cpu":
+            torch.get_device_module(device.type).synchronize(device)
+        speeds.append(size * len(slots) / max(time.perf_counter() - begin, 1e-9))
+    share = (time.process_time() - busy) / (time.perf_counter() - whole)
+    for slot in slots:
+        slot.release()
+    return speeds[0], speeds[1], share

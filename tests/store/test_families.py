@@ -1,0 +1,89 @@
+"""Bitwise the same step on every family of models, with a quarter each of what would be saved kept, recomputed, on disk and on the host."""
+
+from __future__ import annotations
+
+import copy
+import importlib.util
+import sys
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import lowtide
+from lowtide import policies
+from lowtide.graph import StepGraph
+from lowtide.plan.moves import lossless_codec, movable
+from lowtide.plan.plan import Compress, Moving, Offload, Plan
+from lowtide.plan.simulate import Simulator
+
+pytest.importorskip("transformers")
+
+
+def _zoo() -> Any:
+    name = "lowtide_families_zoo"
+    if name not in sys.modules:
+        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "families" / "zoo.py")
+        assert spec is not None and spec.loader is not None
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        spec.loader.exec_module(module)
+    return sys.modules[name]
+
+
+FAMILIES = {family.name: family for family in _zoo().FAMILIES}
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _quiet() -> Iterator[None]:
+    from transformers.utils import logging
+
+    before, threads = logging.get_verbosity(), torch.get_num_threads()
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    yield
+    logging.set_verbosity(before)
+    torch.set_num_threads(threads)
+
+
+def quarters(graph: StepGraph, budget: int | None = None) -> Plan:
+    """Keep, recompute, offload to disk and to the host in turn; what a lossless codec fits is compressed on its way."""
+    sim = Simulator(graph)
+    moves: dict[int, Moving] = {}
+    dtypes = {s.value: s.dtype.removeprefix("torch.") for s in graph.saved}
+    may = set(movable(sim))
+    stored = {v for k, v in enumerate(sorted(sim.droppable)) if k % 4}
+    for k, value in enumerate(sorted(sim.droppable)):
+        if value in may and k % 4 > 1:
+            codec = lossless_codec(sim, value, dtypes[value])
+            moves[value] = Compress(codec) if codec else Offload("disk" if k % 4 == 2 else "host")
+    return policies.make_plan(graph, stored=stored, policy="quarters", moves=moves, window_bytes=1 << 16)
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_a_mix_of_all_stores(name: str) -> None:
+    torch.manual_seed(0)
+    model, batch = FAMILIES[name].build()
+    twin = copy.deepcopy(model.train())
+    handle = lowtide.limit_memory(twin, policy=quarters)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        for seed in range(3):
+            found = []
+            for which in (model, twin):
+                which.zero_grad()
+                torch.manual_seed(seed)
+                loss = which(**batch).loss
+                loss.backward()
+                gradients = [p.grad.clone() for p in which.parameters() if p.grad is not None]
+                found.append([loss.detach(), *gradients, *(b.clone() for b in which.buffers())])
+            assert len(found[0]) == len(found[1])
+            for a, b in zip(*found, strict=True):
+                assert torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+    assert handle.plan is not None and handle.plan.moves
+    for tier in handle._limiter.stores.tiers.values():
+        assert tier.arena.taken_bytes == 0
+    handle.remove()

@@ -1,0 +1,365 @@
+"""Plans that move values: bitwise the same steps, the predicted bytes to the byte, whatever the delays."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import json
+import random
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import meter, policies
+from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
+from lowtide.plan.plan import Chain, Compress, Offload, Plan, Shard
+from lowtide.store.codec import Codec, CodecError, Form
+from lowtide.store.tier import StoreError
+
+torch.set_num_threads(1)
+
+
+class Block(nn.Module):
+    """A residual block with dropout and either activation."""
+
+    def __init__(self, width: int, relu: bool) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.drop = nn.Dropout(0.1)
+        self.act = nn.ReLU() if relu else nn.GELU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(self.drop(self.act(self.up(self.norm(x))))))
+
+
+class Net(nn.Module):
+    """A few blocks and a loss."""
+
+    def __init__(self, layers: int = 5, width: int = 48, relu: bool = False) -> None:
+        super().__init__()
+        self.h = nn.ModuleList(Block(width, relu) for _ in range(layers))
+        self.out = nn.Linear(width, 7)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.h:
+            x = block(x)
+        return self.out(x).square().mean()
+
+
+X = torch.randn(200, 48, generator=torch.Generator().manual_seed(5))
+
+
+def net(**options: Any) -> Net:
+    torch.manual_seed(0)
+    return Net(**options)
+
+
+def step(model: nn.Module, x: torch.Tensor = X, seed: int = 0) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = model(x)
+    loss.backward()
+    return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return len(a) == len(b) and all(
+        torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)) for x, y in zip(a, b, strict=True)
+    )
+
+
+def both(recompute: str, **options: Any) -> Callable[[StepGraph, int | None], Plan]:
+    """A policy that recomputes as another one does and moves what that one keeps."""
+
+    def policy(graph: StepGraph, budget: int | None = None) -> Plan:
+        kept = lowtide.plan(graph, policy=recompute).stored
+        moves = {v: Offload("disk") if k % 2 else Offload("host") for k, v in enumerate(sorted(kept))}
+        return policies.make_plan(graph, stored=kept, policy="both", moves=moves, budget=budget)
+
+    return policy
+
+
+LOSSLESS = {
+    "disk": policies.offload("disk", min_bytes=1),
+    "host": policies.offload("host", min_bytes=1),
+    "masks": policies.compress("auto", min_bytes=1),
+    "masks on disk": policies.compress("auto", min_bytes=1, then=Offload("disk")),
+    "sparse": policies.compress("sparse0.97", min_bytes=1),
+    "full, then disk and host": both("full"),
+}
+
+
+@pytest.mark.parametrize("relu", [False, True], ids=["gelu", "relu"])
+@pytest.mark.parametrize("policy", LOSSLESS.values(), ids=LOSSLESS.keys())
+def test_lossless_stores_give_the_same_bits(policy: Any, relu: bool) -> None:
+    plain, limited = net(relu=relu), net(relu=relu)
+    handle = lowtide.limit_memory(limited, policy=policy)
+    for seed in range(4):
+        assert same(step(plain, seed=seed), step(limited, seed=seed))
+    assert handle.plan is not None and handle.plan.moves
+    handle.remove()
+
+
+@pytest.mark.parametrize("name", ["disk", "host", "full, then disk and host"])
+@pytest.mark.parametrize("window", [1, 30_000, 200_000])
+def test_the_peak_and_the_traffic_are_as_predicted_to_the_byte(name: str, window: int) -> None:
+    model = net()
+    base: Any = LOSSLESS[name]
+
+    def policy(graph: StepGraph, budget: int | None = None) -> Plan:
+        first = base(graph, budget)
+        moves = {m.value: m.decision for m in first.moves}
+        return policies.make_plan(graph, stored=first.stored, moves=moves, window_bytes=window)
+
+    handle = lowtide.limit_memory(model, policy=policy)
+    for _ in range(2):
+        step(model)
+    model.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    before = {k: copy.copy(t.counts) for k, t in handle._limiter.stores.tiers.items()}
+    measured = meter.measure(lambda: model(X).backward(), timeline=False)
+    plan = handle.plan
+    assert plan is not None
+    gradients = sum(p.numel() * p.element_size() for p in model.parameters())
+    standing = meter.resident_bytes(model) - gradients + X.nbytes
+    assert standing + measured.peak_bytes == plan.predicted_peak_bytes
+    for key, tier in handle._limiter.stores.tiers.items():
+        planned = sum(m.bytes for m in plan.moves if isinstance(m.decision, Offload) and m.decision.tier == key[0])
+        assert tier.counts.written_bytes - before[key].written_bytes == planned
+        assert tier.counts.read_bytes - before[key].read_bytes == planned
+        assert tier.counts.allocations == 1  # none after the first step
+        assert tier.arena.taken_bytes == 0
+    handle.remove()
+
+
+def test_no_race_shows_under_random_delays() -> None:
+    source = random.Random(7)
+    stores = lowtide.Stores(fault=lambda *_: time.sleep(source.random() * 0.002))
+    plain, limited = net(layers=3), net(layers=3)
+    lowtide.limit_memory(limited, policy=both("full"), stores=stores, verify="always")
+    for seed in range(60):
+        assert same(step(plain, seed=seed), step(limited, seed=seed))
+    stores.close()
+
+
+def test_a_hundred_steps_of_training_stay_the_same() -> None:
+    plain, limited = net(layers=2), net(layers=2)
+    handle = lowtide.limit_memory(limited, policy=LOSSLESS["disk"])
+    for model in (plain, limited):
+        optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
+        for seed in range(100):
+            step(model, seed=seed)
+            optimizer.step()
+    assert same([p.detach() for p in plain.parameters()], [p.detach() for p in limited.parameters()])
+    (tier,) = handle._limiter.stores.tiers.values()
+    assert tier.counts.allocations == 1 and tier.arena.taken_bytes == 0
+
+
+def test_shapes_that_change_and_forwards_that_overlap() -> None:
+    plain, limited = net(layers=2), net(layers=2)
+    lowtide.limit_memory(limited, policy=LOSSLESS["disk"])
+    with pytest.warns(lowtide.LowtideWarning, match="another kind of step"):
+        for rows in (200, 64, 200, 64):
+            assert same(step(plain, X[:rows]), step(limited, X[:rows]))
+    grads = []
+    for model in (plain, limited):
+        model.zero_grad()
+        torch.manual_seed(3)
+        first, second = model(X[:64]), model(X[64:128])
+        second.backward()
+        first.backward()
+        grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert same(*grads)
+
+
+def test_a_retained_graph_fetches_again() -> None:
+    plain, limited = net(layers=2), net(layers=2)
+    lowtide.limit_memory(limited, policy=both("full"))
+    grads = []
+    for model in (plain, limited):
+        for _ in range(2):
+            model.zero_grad()
+            torch.manual_seed(3)
+            loss = model(X)
+            loss.backward(retain_graph=True)
+            loss.backward()
+            grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
+    assert same(grads[0], grads[2]) and same(grads[1], grads[3])
+
+
+def test_offload_within_a_budget_moves_only_what_it_has_to() -> None:
+    model = net()
+    graph = lowtide.trace(lambda: model(X))
+    plain = lowtide.plan(graph, policy="keep_all").predicted_peak_bytes
+    few = policies.offload("disk", min_bytes=1)(graph, int(0.9 * plain))
+    many = policies.offload("disk", min_bytes=1)(graph, int(0.7 * plain))
+    assert 0 < len(few.moves) < len(many.moves)
+    assert few.predicted_peak_bytes <= 0.9 * plain
+    order = [m.value for m in many.moves]
+    assert [m.value for m in few.moves] == order[: len(few.moves)]  # the earliest first: those nearest the loss stay
+    with pytest.raises(lowtide.BudgetError):
+        policies.offload("disk", min_bytes=1)(graph, 1000)
+
+
+def test_parameters_never_travel() -> None:
+    model = net()
+    graph = lowtide.trace(lambda: model(X))
+    parameters = {v.id for v in graph.values if v.producer is None}
+    for policy in LOSSLESS.values():
+        assert not parameters & {m.value for m in policy(graph).moves}
+    with pytest.raises(PlanError, match="parameters, buffers and inputs never move"):
+        policies.make_plan(graph, stored=(), moves={min(parameters): Offload("host")})
+
+
+def test_one_copy_however_many_tensors_view_a_value() -> None:
+    width = 64
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.qkv = nn.Linear(width, 3 * width)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            q, k, v = self.qkv(x).split(width, dim=-1)
+            return ((q * k) * v).sum()
+
+    torch.manual_seed(0)
+    model = Views()
+    graph = lowtide.trace(lambda: model(torch.randn(32, width)))
+    moves = policies.offload("disk", min_bytes=1, window_bytes=1)(graph).moves
+    assert [m.bytes for m in moves].count(32 * 3 * width * 4) == 1
+
+
+def test_a_plan_with_moves_survives_json() -> None:
+    model = net(layers=2)
+    graph = lowtide.trace(lambda: model(X))
+    plan = policies.compress("int8", min_bytes=1, then=Offload("disk"))(graph)
+    again = lowtide.Plan.from_json(plan.to_json())
+    assert again == plan
+    assert json.loads(plan.to_json())["moves"][0]["decision"]["kind"] == "chain"
+    assert "codec int8, then disk" in str(plan)
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda: Offload("tape"), "no such tier"),
+        (lambda: Offload("host", "/x"), "the host tier has no path"),
+        (lambda: Shard("tp", 0), "number of ranks"),
+        (lambda: policies.compress("zip"), "there is no codec 'zip'"),
+        (lambda: policies.partition("tp", 2, values="some"), "give 'checkpoints' or 'all'"),
+    ],
+)
+def test_wrong_decisions_are_refused(make: Callable[[], Any], says: str) -> None:
+    with pytest.raises(lowtide.LowtideError, match=says):
+        make()
+
+
+@pytest.mark.parametrize(("codec", "error"), [("bfloat16", 0.01), ("int8", 0.03), ("int4", 0.4)])
+@pytest.mark.parametrize("then", [None, Offload("disk")], ids=["device", "disk"])
+def test_bounded_codecs_stay_near(codec: str, error: float, then: Offload | None) -> None:
+    plain, limited = net(), net()
+    handle = lowtide.limit_memory(limited, policy=policies.compress(codec, then=then))
+    exact, near = step(plain), step(limited)
+    assert torch.equal(exact[0], near[0])  # the forward is untouched
+    distance = torch.cat([(a - b).flatten() for a, b in zip(exact[1:], near[1:], strict=True)]).norm()
+    assert 0 < distance < error * torch.cat([a.flatten() for a in exact[1:]]).norm()
+    plan = handle.plan
+    assert plan is not None and sum(m.encoded_bytes for m in plan.moves) < 0.6 * sum(m.bytes for m in plan.moves)
+
+
+class Half(Codec):
+    """A user's own codec."""
+
+    name = "half"
+
+    def encoded_bytes(self, form: Form) -> int:
+        return 2 * form.elements if form.dtype == torch.float32 else form.bytes
+
+    def encode(self, flat: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        if flat.abs().max() > 60000:
+            raise CodecError("too large")
+        return (flat.half(),)
+
+    def decode(self, parts: tuple[torch.Tensor, ...], out: torch.Tensor) -> None:
+        out.copy_(parts[0])
+
+
+def test_a_codec_of_ones_own_is_three_methods() -> None:
+    limited = net()
+    lowtide.limit_memory(limited, policy=policies.compress(Half()), stores=lowtide.Stores(codecs=[Half()]))
+    exact, near = step(net()), step(limited)
+    assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(exact, near, strict=True)) and not same(exact, near)
+    other = net()
+    lowtide.limit_memory(other, policy=policies.compress(Half()))
+    with pytest.raises(CodecError, match="there is no codec 'half'"):
+        step(other)
+
+
+def test_what_does_not_fit_its_codec_is_kept_as_it_is() -> None:
+    plain, limited = net(), net()
+    lowtide.limit_memory(limited, policy=policies.compress("mask", min_bytes=1))  # most values have more than two numbers
+    assert same(step(plain), step(limited))
+
+
+@pytest.mark.parametrize("what", ["write", "read"])
+def test_a_failing_disk_leaves_the_training_state_intact(what: str) -> None:
+    broken = False
+
+    def fault(kind: str, count: int) -> None:
+        if broken and kind == what:
+            raise OSError(errno.EIO, "Input/output error")
+
+    plain, limited = net(), net()
+    stores = lowtide.Stores(fault=fault)
+    lowtide.limit_memory(limited, policy=LOSSLESS["disk"], stores=stores)
+    assert same(step(plain), step(limited))
+    before = [p.detach().clone() for p in limited.parameters()]
+    broken = True
+    with pytest.raises(StoreError, match=f"could not {what}.*run the step again"):
+        step(limited)
+    broken = False
+    assert same(before, [p.detach() for p in limited.parameters()])
+    assert same(step(plain, seed=4), step(limited, seed=4))
+    (tier,) = stores.tiers.values()
+    assert tier.arena.taken_bytes == 0
+
+
+def test_the_file_goes_with_the_model(tmp_path: Path) -> None:
+    model = net(layers=1)
+    handle = lowtide.limit_memory(model, policy=policies.offload("disk", str(tmp_path), min_bytes=1))
+    step(model)
+    assert list(tmp_path.iterdir()) == []
+    (tier,) = handle._limiter.stores.tiers.values()
+    thread = tier._writer._thread
+    handle.remove()
+    assert not thread.is_alive()
+
+
+def test_apply_moves_too() -> None:
+    model = net(layers=2)
+    graph = lowtide.trace(lambda: model(X))
+    plan = policies.offload("disk", min_bytes=1)(graph)
+    exact = step(net(layers=2))
+    stepping = lowtide.apply(plan)
+    for _ in range(2):
+        model.zero_grad()
+        torch.manual_seed(0)
+        with stepping:
+            loss = model(X)
+        loss.backward()
+        assert same(exact, [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)])
+
+
+def test_decisions_say_where_values_go() -> None:
+    model = net(layers=2)
+    plan = policies.offload("disk", min_bytes=1)(lowtide.trace(lambda: model(X)))
+    assert {type(d) for d in plan.decisions.values()} == {lowtide.Keep, Offload}
+    assert Chain(Compress("int8"), Offload("disk")) != Compress("int8")
