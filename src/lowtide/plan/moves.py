@@ -64,11 +64,12 @@ def moved_of(sim: Simulator, moves: Mapping[int, Moving], links: Links | None = 
     for value, decision in moves.items():
         bytes_ = sim.value_bytes[value]
         first, _ = stages(decision)
-        encoded, scratch, encode, decode = bytes_, 0, 0.0, 0.0
+        encoded, scratch, gather, encode, decode = bytes_, 0, 0, 0.0, 0.0
         dtype = dtypes.get(value, "uint8")
         item = _ITEM_BYTES.get(dtype, 1)
         if isinstance(first, Shard):
             encoded = -(-(bytes_ // item) // first.size) * item
+            gather = encoded * (first.size + 1)
             speed = (links or {}).get(first.group)
             decode = bytes_ / speed.read_bytes_per_second + speed.latency_seconds if speed else 0.0
         elif isinstance(first, Compress):
@@ -80,7 +81,7 @@ def moved_of(sim: Simulator, moves: Mapping[int, Moving], links: Links | None = 
             speed = (links or {}).get(first.codec)
             encode = bytes_ / speed.write_bytes_per_second if speed else 0.0
             decode = bytes_ / speed.read_bytes_per_second if speed else 0.0
-        found.append(Moved(value, decision, bytes_, encoded, scratch, encode, decode))
+        found.append(Moved(value, decision, bytes_, encoded, scratch, gather, encode, decode))
     return found
 
 

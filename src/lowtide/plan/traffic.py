@@ -62,6 +62,7 @@ class Moved:
         bytes: of its storage.
         encoded_bytes: after compressing or sharding; `bytes` without.
         codec_scratch_bytes: the most that encoding or decoding allocates on the way.
+        gather_bytes: what a gather may allocate on the way: Gloo's copies of its input and output.
         encode_seconds, decode_seconds: time of those.
     """
 
@@ -70,6 +71,7 @@ class Moved:
     bytes: int
     encoded_bytes: int
     codec_scratch_bytes: int = 0
+    gather_bytes: int = 0
     encode_seconds: float = 0.0
     decode_seconds: float = 0.0
 
@@ -103,7 +105,7 @@ def fetch_operations(graph: StepGraph, moved: Sequence[Moved]) -> list[Operation
             phase="forward",
             module=graph.operations[graph.values[m.value].producer or 0].module,
             seconds=m.decode_seconds,
-            scratch_bytes=(m.encoded_bytes if m.encoded and m.tier else 0) + m.codec_scratch_bytes,
+            scratch_bytes=(m.encoded_bytes if m.encoded and m.tier else 0) + m.codec_scratch_bytes + m.gather_bytes,
         )
         for k, m in enumerate(moved)
     ]

@@ -1,0 +1,163 @@
+"""Sharded checkpoints on two and four Gloo processes: the bytes of each rank, the collectives, the same gradients, and what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import nn
+
+import lowtide
+from lowtide import meter, policies
+from lowtide.errors import PlanError
+from lowtide.plan.plan import Shard, stages
+
+if not dist.is_available():
+    pytest.skip("no torch.distributed", allow_module_level=True)
+
+ROWS, WIDTH, LAYERS = 33, 21, 3  # 693 elements: neither two nor four divide them
+
+
+class Block(nn.Module):
+    """A residual block."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.drop(self.down(torch.nn.functional.gelu(self.up(x))))
+
+
+class Net(nn.Module):
+    """Blocks and a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(WIDTH, WIDTH)
+        self.h = nn.ModuleList(Block() for _ in range(LAYERS))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        for block in self.h:
+            x = block(x)
+        return x.square().mean()
+
+
+def step(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
+    model.zero_grad()
+    torch.manual_seed(seed)
+    loss = model(x)
+    loss.backward()
+    return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+
+def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, values: str) -> dict[str, Any]:
+    torch.manual_seed(0)
+    plain = Net()
+    torch.manual_seed(0)
+    limited = Net()
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    untouched = x.clone()
+    stores = lowtide.Stores(groups={"tp": group})
+    handle = lowtide.limit_memory(limited, policy=policies.partition("tp", size, values=values, min_bytes=1, then=then), stores=stores)
+    same = True
+    for seed in range(3):
+        same &= all(torch.equal(a, b) for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True))
+    plan = handle.plan
+    assert plan is not None
+    replicas = stores.group("tp", size)
+    before = replicas.gathers
+    limited.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    measured = meter.measure(lambda: limited(x).backward(), timeline=False)
+    gradients = sum(p.numel() * p.element_size() for p in limited.parameters())
+    standing = meter.resident_bytes(limited) - gradients + x.nbytes
+    return {
+        "same": same and torch.equal(x, untouched),
+        "whole": [m.bytes for m in plan.moves],
+        "part": [m.encoded_bytes for m in plan.moves],
+        "sharded": all(isinstance(stages(m.decision)[0], Shard) for m in plan.moves),
+        "gathers": replicas.gathers - before,
+        "peak": standing + measured.peak_bytes,
+        "predicted": plan.predicted_peak_bytes,
+        "left": [t.arena.taken_bytes for t in stores.tiers.values()],
+    }
+
+
+def refused(group: dist.ProcessGroup, rank: int) -> str:
+    """What each rank has is its own: a sequence-parallel input."""
+    torch.manual_seed(0)
+    model = Net()
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
+    lowtide.limit_memory(model, policy=policies.partition("tp", 4, min_bytes=1), stores=lowtide.Stores(groups={"tp": group}))
+    try:
+        step(model, x, 0)
+    except PlanError as error:
+        return str(error)
+    return ""
+
+
+def work(rank: int, port: int, folder: str) -> None:
+    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", rank=rank, world_size=4)
+    pair = dist.new_group([0, 1])
+    four = dist.new_group([0, 1, 2, 3])
+    assert pair is not None and four is not None
+    found: dict[str, Any] = {}
+    for values in ("checkpoints", "all"):
+        for name, then in (("device", None), ("disk", lowtide.Offload("disk")), ("host", lowtide.Offload("host"))):
+            if rank < 2:
+                found[f"2 {values} {name}"] = run_case(pair, 2, then, values)
+            found[f"4 {values} {name}"] = run_case(four, 4, then, values)
+    found["refused"] = refused(four, rank)
+    Path(folder, f"{rank}.json").write_text(json.dumps(found))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    folder = tmp_path_factory.mktemp("ranks")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    mp.spawn(work, args=(port, str(folder)), nprocs=4)
+    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+
+
+@pytest.mark.parametrize("values", ["checkpoints", "all"])
+@pytest.mark.parametrize("then", ["device", "disk", "host"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_each_rank_keeps_its_part(found: list[dict[str, Any]], size: int, then: str, values: str) -> None:
+    for rank in range(size):
+        case = found[rank][f"{size} {values} {then}"]
+        assert case["same"]
+        assert case["sharded"] and len(case["whole"]) >= LAYERS
+        for whole, part in zip(case["whole"], case["part"], strict=True):
+            assert part == -(-(whole // 4) // size) * 4  # 1/n, padded by less than one element a rank
+        assert case["gathers"] == len(case["whole"])  # one more gather a checkpoint, no more
+        assert 0.9 * case["predicted"] <= case["peak"] <= case["predicted"] + 4 * size * len(case["whole"])
+        assert not any(case["left"])
+
+
+def test_what_is_sharded_already_is_refused_with_the_reason(found: list[dict[str, Any]]) -> None:
+    for rank in range(4):
+        assert "differs between the ranks" in found[rank]["refused"]
+        assert "already sharded" in found[rank]["refused"]
+
+
+def test_a_group_that_nobody_gave_is_asked_for() -> None:
+    torch.manual_seed(0)
+    model = Net()
+    lowtide.limit_memory(model, policy=policies.partition("tp", 2, min_bytes=1))
+    with pytest.raises(PlanError, match="a group 'tp' that nobody gave"):
+        model(torch.randn(ROWS, WIDTH))
