@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound, lower_bound
-from lowtide.plan.moves import move_rows, moved_of, refuse_moves
+from lowtide.plan.moves import move_rows, moved_of, not_replayable_from, refuse_moves
 from lowtide.plan.plan import Keep, ModuleRow, Moving, Plan, Recompute, program_of
 from lowtide.plan.simulate import Simulation, Simulator
 from lowtide.plan.traffic import Links
@@ -116,6 +116,13 @@ def make_plan(
     closed = close(graph, {*stored, *wanted}, sim)
     moved = [m for m in moved_of(sim, wanted, links, codecs) if m.value in closed]
     closed -= {m.value for m in moved}
+    if moved:
+        whole = not_replayable_from(graph, program_of(graph, closed, tuple(moved)), wanted, codecs)
+        if whole:
+            return make_plan(
+                graph, stored={*stored, *whole}, policy=policy, budget=budget, bound=bound, notes=notes, simulator=sim, links=links,
+                moves={v: d for v, d in wanted.items() if v not in whole}, window_bytes=window_bytes, codecs=codecs,
+            )  # fmt: skip
     window = window_bytes or max((m.encoded_bytes for m in moved), default=0)
     simulation = (sim.moving(moved, window) if moved else sim).simulate(closed, links)
     if budget is not None and simulation.peak_bytes > budget:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.plan import Chain, Compress, Move, Moving, Offload, Plan, Shard, stages
+from lowtide.plan.plan import Chain, Compress, Move, Moving, Offload, Plan, ProgramStep, Shard, stages
 from lowtide.plan.simulate import Simulation, Simulator
 from lowtide.plan.traffic import Links, Moved
 
@@ -97,6 +97,17 @@ def _form(elements: int, dtype: str) -> Form:
     from lowtide.store.codec import Form
 
     return Form(elements, getattr(torch, dtype, torch.uint8))
+
+
+def not_replayable_from(graph: StepGraph, program: Sequence[ProgramStep], moves: Mapping[int, Moving], codecs: Sequence[Codec]) -> set[int]:
+    """Moved values that a replay would read although their codec keeps too little for that."""
+    read = {u for op, step in zip(graph.operations, program, strict=False) if step.replayed for u in op.reads}
+    found = set()
+    for value, decision in moves.items():
+        first, _ = stages(decision)
+        if value in read and isinstance(first, Compress) and not _codec(first.codec, codecs).replayable_from:
+            found.add(value)
+    return found
 
 
 def move_rows(moved: Sequence[Moved], simulation: Simulation) -> tuple[Move, ...]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal, NamedTuple, Protocol
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
@@ -153,6 +153,15 @@ class ModuleRow:
     extra_seconds: float
 
 
+class HasValue(Protocol):
+    """Anything that names a value."""
+
+    @property
+    def value(self) -> int:
+        """Its id."""
+        ...
+
+
 class ProgramStep(NamedTuple):
     """What an executor does at one operation of the forward.
 
@@ -169,7 +178,7 @@ class ProgramStep(NamedTuple):
     moves: tuple[int, ...] = ()
 
 
-def program_of(graph: StepGraph, stored: frozenset[int], moves: Sequence[Move] = ()) -> tuple[ProgramStep, ...]:
+def program_of(graph: StepGraph, stored: frozenset[int], moves: Sequence[HasValue] = ()) -> tuple[ProgramStep, ...]:
     """The forward as an executor follows it: one step for each operation, in order.
 
     An operation may run again when something given up rests on it, also where this step's backward never asked for it.

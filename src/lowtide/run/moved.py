@@ -25,18 +25,20 @@ class Parcel:
 
     Attributes:
         move: what the plan says of it.
+        exact: whether every bit comes back.
+        replayable_from: whether operations may be replayed from what comes back.
         note: why it is kept as it is after all, else empty.
     """
 
     __slots__ = (
         "__weakref__", "_arriving", "_codec", "_device", "_dtype", "_elements", "_group", "_kept", "_parts", "_places", "_reads", "_slot",
-        "_writes", "exact", "move", "note",
+        "_writes", "exact", "move", "note", "replayable_from",
     )  # fmt: skip
 
     def __init__(self, move: Move, number: int, tensor: torch.Tensor, stores: Stores, verify: bool) -> None:
         self.move = move
         self.note = ""
-        self.exact = True
+        self.exact = self.replayable_from = True
         self._device, self._dtype = tensor.device, tensor.dtype
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes % tensor.element_size():
@@ -54,11 +56,13 @@ class Parcel:
             parts = (self._group.cut(flat),)
         elif isinstance(first, Compress):
             self._codec = stores.codec(first.codec)
+            self.replayable_from = self._codec.replayable_from
             try:
                 parts = self._codec.encode(flat)
                 self.exact = self._codec.bitwise
             except CodecError as error:
                 self.note, self._codec, self._kept = str(error), None, flat
+                self.replayable_from = True
         self._parts: tuple[torch.Tensor, ...] = parts
         self._slot: Slot | None = None
         self._places: list[tuple[int, int, torch.dtype]] = []

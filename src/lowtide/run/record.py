@@ -397,6 +397,8 @@ class Recorder(TorchDispatchMode):
             value = entry[0]
             if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
                 self._written_behind(value, tensor)
+            if value.node is not None and not isinstance(value.node, Node) and not value.node.parcel.replayable_from:
+                raise _Unrecordable  # too little of it comes back
             return value
         reference = self._held.get(key)
         value = reference() if reference is not None else None

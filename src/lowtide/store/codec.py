@@ -50,6 +50,7 @@ class Codec(ABC):
     Attributes:
         name: by which plans and tables know it.
         lossless: whether `decode` gives back every bit, or at least what leaves gradients bitwise the same.
+        replayable_from: whether an operation may be replayed from what `decode` gives back.
         error: the bound on the error in words, empty for a lossless one.
         scratch_bytes: the most it allocates beyond what it returns.
 
@@ -72,6 +73,7 @@ class Codec(ABC):
 
     name: str = "own"
     lossless: bool = False
+    replayable_from: bool = True
     error: str = ""
     scratch_bytes: int = 16 * CHUNK
 
@@ -248,6 +250,7 @@ class Positive(Codec):
     name = "positive"
     lossless = True
     bitwise = False  # pyright: ignore
+    replayable_from = False
     scratch_bytes = 12 * CHUNK
 
     def encoded_bytes(self, form: Form) -> int:
