@@ -68,6 +68,7 @@ def resolve(policy: str | Policy) -> Policy:
             policies.optimal,
             policies.offload,
             policies.compress,
+            policies.mixed,
         )
     }
     if policy not in known:

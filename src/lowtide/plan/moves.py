@@ -101,7 +101,12 @@ def _form(elements: int, dtype: str) -> Form:
 
 def not_replayable_from(graph: StepGraph, program: Sequence[ProgramStep], moves: Mapping[int, Moving], codecs: Sequence[Codec]) -> set[int]:
     """Moved values that a replay would read although their codec keeps too little for that."""
-    read = {u for op, step in zip(graph.operations, program, strict=False) if step.replayed for u in op.reads}
+    read = {
+        u
+        for op, step in zip((op for op in graph.operations if op.phase == "forward"), program, strict=True)
+        if step.replayed
+        for u in op.reads
+    }
     found = set()
     for value, decision in moves.items():
         first, _ = stages(decision)

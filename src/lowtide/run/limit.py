@@ -157,13 +157,14 @@ class Limiter:
         if plan.moves and planned.prepared is not plan:
             prepare(plan, self.stores, torch.device(plan.device))
             planned.prepared = plan
+        mover = Mover(plan, self.stores, verifying) if plan.moves else None
         recorder = Recorder(
             director,
             verify=verifying,
             check=self.verify == "always",
             watch=watch,
             room=planned.room() if verifying else None,
-            mover=Mover(plan, self.stores, verifying) if plan.moves else None,
+            mover=mover,
         )
         with ExitStack() as stack:
             stack.enter_context(recorder.recording())
@@ -171,6 +172,12 @@ class Limiter:
             result = self.forward(*args, **kwargs)
         planned.steps += 1
         planned.departed = director.departed
+        if mover is not None and mover.notes and planned.steps == 1:
+            warnings.warn(
+                f"{len(mover.notes)} values do not fit their codec and stay as they are, on top of the predicted peak ({mover.notes[0]})",
+                LowtideWarning,
+                stacklevel=5,
+            )
         if watch is not None:
             loss = loss_of(result)
             watch.forward_ends(t for t in tensors_inside(result) if t is not loss)

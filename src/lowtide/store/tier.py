@@ -9,6 +9,7 @@ from __future__ import annotations
 import queue
 import threading
 from abc import ABC, abstractmethod
+from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -135,6 +136,7 @@ class _State:
     lock: threading.Lock = field(default_factory=threading.Lock)
     closed: bool = False
     retiring: bool = False
+    returned: deque[Region] = field(default_factory=deque)
 
 
 class Tier(ABC):
@@ -168,6 +170,7 @@ class Tier(ABC):
             StoreError: there is no room for it.
         """
         with self._state.lock:
+            self._collect()
             self.arena.expect(lower, upper, size)
             self._ensure(self.arena.static_bytes)
 
@@ -180,6 +183,7 @@ class Tier(ABC):
         with self._state.lock:
             if self._state.closed:
                 raise StoreError(f"the {self.name} store is closed: its limit was removed while a step was under way")
+            self._collect()
             region = self.arena.take(bytes_, number)
             try:
                 self._ensure(region.end)
@@ -190,17 +194,28 @@ class Tier(ABC):
         return Slot(self, region, bytes_)
 
     def free(self, region: Region) -> None:
-        """Give a region back."""
-        with self._state.lock:
-            self.arena.free(region)
-            over = self._state.retiring and not self.arena.taken_bytes
-        if over:
-            self.close()
+        """Give a region back. Never waits: the garbage collector may call this in the middle of anything, `take` included."""
+        self._state.returned.append(region)
+        if self._state.lock.acquire(blocking=False):
+            try:
+                self._collect()
+                over = self._state.retiring and not self.arena.taken_bytes
+            finally:
+                self._state.lock.release()
+            if over:
+                self.close()
+
+    def _collect(self) -> None:
+        """Take in what was given back; the lock is held."""
+        returned = self._state.returned
+        while returned:
+            self.arena.free(returned.popleft())
 
     def retire(self) -> None:
         """Close as soon as nothing is stored any more."""
         with self._state.lock:
             self._state.retiring = True
+            self._collect()
             over = not self.arena.taken_bytes
         if over:
             self.close()
