@@ -20,6 +20,7 @@ from lowtide import meter, policies
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.plan import Chain, Compress, Offload, Plan, Shard
+from lowtide.plan.traffic import Link
 from lowtide.store.codec import Codec, CodecError, Form
 from lowtide.store.tier import StoreError
 
@@ -366,3 +367,37 @@ def test_decisions_say_where_values_go() -> None:
     plan = policies.offload("disk", min_bytes=1)(lowtide.trace(lambda: model(X)))
     assert {type(d) for d in plan.decisions.values()} == {lowtide.Keep, Offload}
     assert Chain(Compress("int8"), Offload("disk")) != Compress("int8")
+
+
+def test_waiting_for_transfers_is_predicted() -> None:
+    model = net()
+    graph = lowtide.trace(lambda: model(X))
+    speed = 1e6  # a slow link: the step is nothing beside it
+    slow = policies.offload("disk", min_bytes=1, window_bytes=1, links={"disk": Link(speed, speed)})(graph)
+    moved = sum(m.bytes for m in slow.moves)
+    assert slow.transfer_seconds == pytest.approx(2 * moved / speed, rel=0.05)
+    assert slow.predicted_extra_seconds >= slow.transfer_seconds
+    free = policies.offload("disk", min_bytes=1, links={"disk": Link(1e15, 1e15)})(graph)
+    assert free.transfer_seconds == pytest.approx(0, abs=1e-9)
+    # what hides behind the operations between its ends costs nothing: with a window that holds all, only the last has to be waited for
+    hidden = policies.offload("disk", min_bytes=1, window_bytes=1 << 30, links={"disk": Link(moved / graph.plain_seconds * 100, 1e15)})(
+        graph
+    )
+    assert hidden.transfer_seconds < 0.02 * graph.plain_seconds
+
+
+def test_the_planner_picks_the_cheaper_mix_and_says_so() -> None:
+    model = net()
+    graph = lowtide.trace(lambda: model(X))
+    plain = lowtide.plan(graph, policy="keep_all").predicted_peak_bytes
+    budget = int(0.6 * plain)
+    fast = policies.mixed("disk", links={"disk": Link(1e15, 1e15)}, min_bytes=1)(graph, budget)
+    slow = policies.mixed("disk", links={"disk": Link(1e3, 1e3)}, min_bytes=1)(graph, budget)
+    assert fast.moves and not fast.replayed
+    assert slow.replayed and not slow.moves
+    for plan in (fast, slow):
+        assert plan.predicted_peak_bytes <= budget
+        assert any("mixes this adds least" in note for note in plan.notes)
+    alone = lowtide.plan(graph, budget=budget)
+    assert fast.predicted_extra_seconds <= alone.predicted_extra_seconds
+    assert slow.predicted_extra_seconds <= alone.predicted_extra_seconds * 1.0001

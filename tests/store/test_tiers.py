@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from lowtide import meter
 from lowtide.errors import PlanError
 from lowtide.store.arena import Arena
 from lowtide.store.disk import Disk
@@ -201,3 +202,13 @@ def test_kill_leaves_no_file(tmp_path: Path) -> None:
     child.wait()
     child.stdout.close()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_transfers_go_through_buffers_that_do_not_grow(make: Make) -> None:
+    for size in (BUFFER_BYTES, 8 * BUFFER_BYTES):
+        tier = make()
+        data, slot = noise(size, 0), tier.take(size)
+        out = torch.empty(size, dtype=torch.uint8)
+        assert meter.measure(lambda t=tier, d=data, s=slot: t.write(d, s).wait(), timeline=False).peak_bytes == 0
+        assert meter.measure(lambda t=tier, o=out, s=slot: t.read(s, o).wait(), timeline=False).peak_bytes == 0
+        assert torch.equal(data, out)

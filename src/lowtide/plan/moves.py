@@ -9,7 +9,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.plan import Chain, Compress, Move, Moving, Offload, Plan, ProgramStep, Shard, stages
 from lowtide.plan.simulate import Simulation, Simulator
-from lowtide.plan.traffic import Links, Moved
+from lowtide.plan.traffic import Links, Moved, ahead_bytes, gather_bytes
 
 if TYPE_CHECKING:
     from lowtide.store.codec import Codec, Form
@@ -63,14 +63,14 @@ def moved_of(sim: Simulator, moves: Mapping[int, Moving], links: Links | None = 
     found = []
     for value, decision in moves.items():
         bytes_ = sim.value_bytes[value]
-        first, _ = stages(decision)
+        first, then = stages(decision)
         encoded, scratch, gather, encode, decode = bytes_, 0, 0, 0.0, 0.0
         dtype = dtypes.get(value, "uint8")
         item = _ITEM_BYTES.get(dtype, 1)
         if isinstance(first, Shard):
             encoded = -(-(bytes_ // item) // first.size) * item
-            gather = encoded * (first.size + 1)
-            speed = (links or {}).get(first.group)
+            gather = gather_bytes(decision, encoded)
+            speed = (links or {}).get(first.group) if then is not None else None  # overlapped where the parts are on the device
             decode = bytes_ / speed.read_bytes_per_second + speed.latency_seconds if speed else 0.0
         elif isinstance(first, Compress):
             from lowtide.store.codec import CHUNK
@@ -270,7 +270,8 @@ def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload
             raise BudgetError(
                 f"partition finds nothing of {min_bytes:,} bytes or more to shard: lower min_bytes=, or use the policy 'full'"
             )
-        return make_plan(graph, stored=stored, policy="partition", budget=budget, simulator=sim, moves=moves)
+        window = max(2 * ahead_bytes(m.decision, m.bytes, m.encoded_bytes) for m in moved_of(sim, moves))  # the next while one is in use
+        return make_plan(graph, stored=stored, policy="partition", budget=budget, simulator=sim, moves=moves, window_bytes=window)
 
     return partition
 

@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.plan import Moving, stages
+from lowtide.plan.plan import Moving, Shard, stages
 
 if TYPE_CHECKING:
     from lowtide.plan.replay import Replay
@@ -88,10 +88,23 @@ class Moved:
 
     @property
     def ahead_bytes(self) -> int:
-        """Bytes that fetching it ahead takes: what is stored elsewhere; nothing can be done ahead for what waits on the device."""
-        if self.tier:
-            return self.encoded_bytes
-        return 0
+        """Bytes that fetching it ahead takes."""
+        return ahead_bytes(self.decision, self.bytes, self.encoded_bytes)
+
+
+def gather_bytes(decision: Moving, encoded_bytes: int) -> int:
+    """What gathering the parts of a sharded value may allocate on the way: Gloo copies its input and its output."""
+    first, _ = stages(decision)
+    return encoded_bytes * (first.size + 1) if isinstance(first, Shard) else 0
+
+
+def ahead_bytes(decision: Moving, bytes_: int, encoded_bytes: int) -> int:
+    """Bytes that fetching a value ahead takes: what a tier stores of it, or the gathered value; nothing can be done ahead for what waits encoded on
+    the device."""
+    first, then = stages(decision)
+    if then is not None:
+        return encoded_bytes
+    return bytes_ + gather_bytes(decision, encoded_bytes) if isinstance(first, Shard) else 0
 
 
 def fetch_operations(graph: StepGraph, moved: Sequence[Moved]) -> list[Operation]:
@@ -204,15 +217,20 @@ class Outgoing:
 
         def start(value: int, way: str) -> None:
             moved = sim.moved[value]
-            if not moved.tier:
+            first, _ = stages(moved.decision)
+            name, bytes_ = moved.tier, moved.encoded_bytes
+            if not name and isinstance(first, Shard) and way == "in":
+                name, bytes_ = first.group, moved.bytes
+            if not name:
                 ready[value] = clock
                 return
-            link = speeds.get(moved.tier)
-            counted = written if way == "out" else read
-            counted[moved.tier] = counted.get(moved.tier, 0) + moved.encoded_bytes
-            begin = max(free.get((moved.tier, way), 0.0), clock)
+            link = speeds.get(name)
+            if moved.tier:
+                counted = written if way == "out" else read
+                counted[name] = counted.get(name, 0) + bytes_
+            begin = max(free.get((name, way), 0.0), clock)
             speed = (link.write_bytes_per_second if way == "out" else link.read_bytes_per_second) if link else float("inf")
-            ready[value] = free[moved.tier, way] = begin + (link.latency_seconds if link else 0.0) + moved.encoded_bytes / speed
+            ready[value] = free[name, way] = begin + (link.latency_seconds if link else 0.0) + bytes_ / speed
 
         outs: dict[int, list[int]] = {}
         for value in self.order:

@@ -14,6 +14,7 @@ import torch
 
 from lowtide import private
 from lowtide.plan.plan import Compress, Move, Plan, Shard, stages
+from lowtide.plan.traffic import ahead_bytes
 from lowtide.run.tape import LiveValue, digest, unrecorded
 from lowtide.store.codec import CodecError
 from lowtide.store.stores import Stores
@@ -31,7 +32,7 @@ class Parcel:
     """
 
     __slots__ = (
-        "__weakref__", "_arriving", "_codec", "_device", "_dtype", "_elements", "_group", "_kept", "_parts", "_places", "_reads", "_slot",
+        "__weakref__", "_arriving", "_codec", "_device", "_dtype", "_elements", "_gathering", "_group", "_kept", "_parts", "_places", "_reads", "_slot",
         "_writes", "exact", "move", "note", "replayable_from",
     )  # fmt: skip
 
@@ -65,6 +66,7 @@ class Parcel:
                 self.replayable_from = True
         self._parts: tuple[torch.Tensor, ...] = parts
         self._slot: Slot | None = None
+        self._gathering: tuple[torch.Tensor, Any] | None = None
         self._places: list[tuple[int, int, torch.dtype]] = []
         self._writes: list[Transfer] = []
         self._reads: list[Transfer] = []
@@ -84,9 +86,9 @@ class Parcel:
         return self.move.encoded_bytes if self._writes else 0
 
     @property
-    def elsewhere(self) -> bool:
-        """Whether it went to a tier."""
-        return self._slot is not None
+    def can_begin(self) -> bool:
+        """Whether something can be done ahead of need: a read, or a gather."""
+        return self._slot is not None or self._group is not None
 
     def settle(self) -> None:
         """Wait for the copy out, and let go of what it copied from."""
@@ -98,7 +100,11 @@ class Parcel:
 
     def begin(self) -> None:
         """Start fetching, if it is not under way."""
-        if self._slot is None or self._reads:
+        if self._slot is None:
+            if self._group is not None and self._gathering is None:
+                self._gathering = self._group.gather(self._parts[0], self._elements)
+            return
+        if self._reads:
             return
         self._arriving = []
         for at, elements, dtype in self._places:
@@ -120,7 +126,9 @@ class Parcel:
             parts = tuple(arriving)
             del arriving
         if self._group is not None:
-            whole, work = self._group.gather(parts[0], self._elements)
+            gathering, self._gathering = self._gathering, None
+            whole, work = gathering if gathering is not None else self._group.gather(parts[0], self._elements)
+            del gathering
             if work is not None:
                 work.wait()
             return whole
@@ -234,8 +242,8 @@ class Mover:
         while self._next < len(self._order):
             reference = self._order[self._next]
             parcel = reference() if reference is not None else None
-            if parcel is not None and parcel.elsewhere:
-                size = parcel.move.encoded_bytes
+            if parcel is not None and parcel.can_begin:
+                size = ahead_bytes(parcel.move.decision, parcel.move.bytes, parcel.move.encoded_bytes)
                 if size > room:
                     return
                 room -= size

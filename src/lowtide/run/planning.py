@@ -101,6 +101,7 @@ class Planned:
         if len(self.seconds) < _PACE_STEPS_AT_LEAST or not predicted:
             return self.plan
         return self.plan.at_pace(statistics.median(self.seconds) / predicted)
+
     prepared: Plan | None = None
 
     def room(self) -> Callable[[int], int]:
