@@ -21,7 +21,7 @@ from benchmarks.common import save
 from lowtide.plan.layout import check, find
 from lowtide.plan.lifetimes import lifetimes
 
-SECONDS = 20.0
+SECONDS = 15.0
 COUNTS = (150, 180, 210, 240, 270, 300, 330, 360, 390, 420, 450)
 SHARES = (0.0, 0.4, 0.7)
 

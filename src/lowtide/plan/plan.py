@@ -277,6 +277,7 @@ class Plan:
             plain_seconds=self.plain_seconds * factor,
             predicted_extra_seconds=self.predicted_extra_seconds * factor,
             bound_extra_seconds=self.bound_extra_seconds * factor,
+            transfer_seconds=self.transfer_seconds * factor,
             modules=tuple(replace(row, extra_seconds=row.extra_seconds * factor) for row in self.modules),
         )
 
