@@ -59,6 +59,7 @@ class Disk(Tier):
         for at in range(0, data.numel(), BUFFER_BYTES):
             part = data[at : at + BUFFER_BYTES]
             staged[: part.numel()].copy_(part)
+            _settle(data.device)
             whole = -(-part.numel() // PAGE) * PAGE
             done = 0
             while done < whole:
@@ -82,6 +83,7 @@ class Disk(Tier):
                     raise _Short(f"{at + done + count} of {out.numel()} bytes could be read")
                 done += count // PAGE * PAGE
             part.copy_(staged[: part.numel()])
+            _settle(out.device)
 
     def _drop(self) -> None:
         os.close(self._file)
@@ -102,6 +104,12 @@ class Disk(Tier):
             f"lowtide could not {what} its file in {self.path} ({type(error).__name__}: {error}): no gradient of this step was computed from it. "
             "Clear the gradients and run the step again, or give path= a folder on another disk"
         )
+
+
+def _settle(device: torch.device) -> None:
+    """Wait for copies from or to a GPU that this thread has queued: the buffer is used again at once."""
+    if device.type != "cpu":
+        torch.get_device_module(device.type).current_stream(device).synchronize()
 
 
 class _Short(Exception):
