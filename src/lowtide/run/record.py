@@ -344,7 +344,6 @@ class Recorder(TorchDispatchMode):
                 made.append(self._give(node, flat[position], 0 if position in loose else reach(flat[position])))
                 node.outputs.append((position, weakref.ref(made[-1])))
             place += 1
-        node.exact = all(source.node is None or source.node.exact for source in node.inputs())
         matter = {id(ref): ref.value.held is not None or ref.value.node is not None for ref in writes}
         for ref, tensor in zip(writes, written, strict=False):
             if place < len(stays) and stays[place]:
@@ -354,6 +353,7 @@ class Recorder(TorchDispatchMode):
             made.append(value)
             node.written.append((ref, matter[id(ref)], weakref.ref(value)))
             place += 1
+        node.exact = all(source.node is None or source.node.exact for source in node.inputs())
         for source in node.inputs():
             source.readers += 1
         self._nodes.append(weakref.ref(node))
