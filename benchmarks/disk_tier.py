@@ -22,12 +22,12 @@ from lowtide import policies
 from lowtide.plan.mix import measure_link
 from lowtide.plan.plan import Offload, stages
 
-ROUNDS = 3
+ROUNDS = 2
 
 
 def main() -> None:
     """Run and write benchmarks/results/disk_tier.json."""
-    case = gpt(8, 256, batch=36, sequence=512)
+    case = gpt(8, 64, batch=144, sequence=512)
     torch.manual_seed(0)
     model, batch = case.build().train(), case.batch()
     step = step_of(model, batch)
@@ -91,6 +91,11 @@ def main() -> None:
         print(row, flush=True)
         if handle is not None:
             handle.remove()
+        save(
+            "disk_tier",
+            rows,
+            link={"write_bytes_per_second": link.write_bytes_per_second, "read_bytes_per_second": link.read_bytes_per_second},
+        )
     for row in rows:
         row["over_plain"] = row["seconds"] / rows[0]["seconds"] - 1
         if row["predicted_seconds"] is not None:

@@ -145,7 +145,9 @@ def test_each_rank_keeps_its_part(found: list[dict[str, Any]], size: int, then: 
         for whole, part in zip(case["whole"], case["part"], strict=True):
             assert part == -(-(whole // 4) // size) * 4  # 1/n, padded by less than one element a rank
         assert case["gathers"] == len(case["whole"])  # one more gather a checkpoint, no more
-        assert 0.9 * case["predicted"] <= case["peak"] <= case["predicted"] + 4 * size * len(case["whole"])
+        # Gloo's thread lets go of its copies when it gets to it: at most one gather's are late
+        late = (size + 1) * max(case["part"]) + 4 * size * len(case["whole"])
+        assert case["predicted"] - 2 * late <= case["peak"] <= case["predicted"] + late
         assert not any(case["left"])
 
 

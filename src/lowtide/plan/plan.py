@@ -270,14 +270,14 @@ class Plan:
         """`gap_seconds` as a share of the plain step's time."""
         return self.gap_seconds / self.plain_seconds if self.plain_seconds else 0.0
 
-    def at_pace(self, factor: float) -> Plan:
-        """The same plan with every time multiplied, for a machine on which steps take ``factor`` times what their operations take alone."""
+    def at_pace(self, plain_seconds: float, extra_seconds: float) -> Plan:
+        """The same plan with the times that steps were seen to take; what its extra time is made of changes in proportion."""
+        factor = extra_seconds / self.predicted_extra_seconds if self.predicted_extra_seconds else 1.0
         return replace(
             self,
-            plain_seconds=self.plain_seconds * factor,
-            predicted_extra_seconds=self.predicted_extra_seconds * factor,
+            plain_seconds=plain_seconds,
+            predicted_extra_seconds=extra_seconds,
             bound_extra_seconds=self.bound_extra_seconds * factor,
-            transfer_seconds=self.transfer_seconds * factor,
             modules=tuple(replace(row, extra_seconds=row.extra_seconds * factor) for row in self.modules),
         )
 

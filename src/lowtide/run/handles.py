@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -62,8 +63,16 @@ class GivenUp:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, replayed or from the cache of an earlier replay."""
-        if self.watch is not None:
-            self.watch.backward_begins()
+        watch = self.watch
+        if watch is None:
+            return self._unpack()
+        watch.backward_begins()
+        begin = time.perf_counter()
+        found = self._unpack()
+        watch.replay_seconds += time.perf_counter() - begin
+        return found
+
+    def _unpack(self) -> torch.Tensor:
         if self.mover is None:
             with unrecorded():
                 return self._bring_back()

@@ -73,7 +73,7 @@ class Planned:
         departed: operations of the latest step that the plan did not know.
         again: why it is to be made again before the next step, or empty.
         timed: watches the time of the latest step.
-        seconds: of the steps that have been timed under the plan as it is.
+        seconds: of each step that has been timed under the plan as it is, and of the replays in it where the host knows them.
         prepared: the plan that the stores have room for.
     """
 
@@ -90,18 +90,24 @@ class Planned:
     departed: int = 0
     again: str = ""
     timed: StepWatch | None = None
-    seconds: list[float] = field(default_factory=list)
+    seconds: list[tuple[float, float | None]] = field(default_factory=list)
 
     def wants_pace(self) -> bool:
         """Whether more steps are to be timed."""
         return len(self.seconds) < _PACE_STEPS
 
     def paced(self) -> Plan:
-        """The plan, its seconds at the pace of the steps that were timed."""
+        """The plan with the times of the steps that were timed: of whole steps, and of what brought values back in them."""
         predicted = self.plan.plain_seconds + self.plan.predicted_extra_seconds
         if len(self.seconds) < _PACE_STEPS_AT_LEAST or not predicted:
             return self.plan
-        return self.plan.at_pace(statistics.median(self.seconds) / predicted)
+        whole = statistics.median(seconds for seconds, _ in self.seconds)
+        replays = [again for _, again in self.seconds if again is not None]
+        if replays:
+            extra = min(whole, statistics.median(replays) + self.graph.overhead_seconds)
+        else:
+            extra = self.plan.predicted_extra_seconds * whole / predicted
+        return self.plan.at_pace(whole - extra, extra)
 
     prepared: Plan | None = None
 
@@ -181,10 +187,10 @@ class Planner:
 
     def note_pace(self, planned: Planned) -> None:
         """Take down how long the latest step took, if that was watched."""
-        seconds = planned.timed.seconds() if planned.timed is not None else None
-        planned.timed = None
-        if seconds is not None:
-            planned.seconds.append(seconds)
+        watch, planned.timed = planned.timed, None
+        seconds = watch.seconds() if watch is not None else None
+        if watch is not None and seconds is not None:
+            planned.seconds.append((seconds, watch.replay_seconds if watch.device.type == "cpu" else None))
 
     def _timing_room(self, graph: StepGraph) -> TimingRoom:
         """What the budget leaves for timing operations while only the model stands in memory.

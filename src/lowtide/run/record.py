@@ -360,6 +360,7 @@ class Recorder(TorchDispatchMode):
             made.append(value)
             node.written.append((ref, matter[id(ref)], weakref.ref(value)))
             place += 1
+        node.exact = all(source.node is None or source.node.exact for source in node.inputs())
         for source in node.inputs():
             source.readers += 1
         self._nodes.append(weakref.ref(node))

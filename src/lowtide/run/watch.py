@@ -27,6 +27,7 @@ class StepWatch:
         loss_peak_bytes, loss_live_bytes: most and last live bytes between forward and backward, above those at the forward's end; ``None``
             where they cannot be measured.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where it cannot be measured.
+        replay_seconds: time that bringing values back took; it says nothing on a GPU, where the host runs ahead.
     """
 
     def __init__(self, on_backward: Callable[[], None], on_end: Callable[[], None], device: torch.device, *, memory: bool = True) -> None:
@@ -37,25 +38,26 @@ class StepWatch:
         self._whole = _open(device) if memory else None
         self._loss: Peak | None = None
         self._memory = memory
-        self._device = device
+        self.device = device
         self._marks = [_now(device)]
         self.outputs_dropped = False
         self.loss_peak_bytes: int | None = None
         self.loss_live_bytes: int | None = None
         self.peak_bytes: int | None = None
+        self.replay_seconds = 0.0
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The forward returned ``outputs``."""
         self._outputs = [weakref.ref(t) for t in outputs if t.numel() > 1]
-        self._loss = _open(self._device) if self._memory else None
-        self._marks.append(_now(self._device))
+        self._loss = _open(self.device) if self._memory else None
+        self._marks.append(_now(self.device))
 
     def backward_begins(self) -> None:
         """Backward asks for a saved tensor; only the first time counts."""
         if self._began or not private.in_backward():  # a debugger may look at a saved tensor, too
             return
         self._began = True
-        self._marks.append(_now(self._device))
+        self._marks.append(_now(self.device))
         self.outputs_dropped = all(reference() is None for reference in self._outputs)
         if self._loss is not None:
             self.loss_peak_bytes, self.loss_live_bytes = self._loss.peak_bytes, self._loss.live_bytes
@@ -65,7 +67,7 @@ class StepWatch:
         self._on_backward()
 
     def _backward_ends(self) -> None:
-        self._marks.append(_now(self._device))
+        self._marks.append(_now(self.device))
         self.close()
         self._on_end()
 

@@ -166,6 +166,8 @@ class Dictionary(Codec):
     def encode(self, flat: torch.Tensor) -> Parts:
         """Codes and the numbers that they stand for."""
         source = words(flat)
+        if self.bits == 1 and source.numel():
+            return self._encode_two(source)
         known = source.new_empty(0)
         for part in chunks(source.numel()):
             here = source[part]
@@ -181,6 +183,18 @@ class Dictionary(Codec):
             code = torch.searchsorted(known, source[part], out_int32=True).to(torch.uint8)
             codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)] = pack_bits(code, self.bits)
         return codes, known
+
+    def _encode_two(self, source: torch.Tensor) -> Parts:
+        """Two numbers need no search: they are the least and the largest."""
+        least, largest = torch.aminmax(source)
+        codes = torch.empty(_ceil(source.numel(), 8), dtype=torch.uint8, device=source.device)
+        for part in chunks(source.numel()):
+            here = source[part]
+            code = here == largest
+            if not bool(((here == least) | code).all()):
+                raise CodecError(f"{self.name}: more than 2 distinct values")
+            codes[part.start // 8 : _ceil(part.stop, 8)] = pack_bits(code.view(torch.uint8), 1)
+        return codes, torch.stack([least, largest])
 
     def decode(self, parts: Parts, out: torch.Tensor) -> None:
         """Look the codes up."""
