@@ -134,7 +134,7 @@ def save_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimize
     """Save to a folder, every rank its pieces. A collective: every process calls it."""
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=path, no_dist=not dist.is_initialized())
+    dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=path, no_dist=not dist.is_initialized())  # pyright: ignore[reportPrivateImportUsage]
 
 
 def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -144,7 +144,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimize
 
     state = sharded_state_dict(model, optimizer)
     with torch.no_grad():
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())
+        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())  # pyright: ignore[reportPrivateImportUsage]
     if optimizer is not None:
         found = state["optimizer"]
         found["state"] = {

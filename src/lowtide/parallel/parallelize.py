@@ -233,6 +233,7 @@ class _Job:
             raise ParallelError(
                 f"{name}: {queries} attention heads do not divide among {self.group.size} ranks: use a number of ranks that divides them"
             )
+        assert found is not None
         return int(width), found
 
     def _share_heads(self, name: str, heads: int) -> None:

@@ -26,9 +26,7 @@ _POINTS = 6
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
 
 
-def mixed_policy(
-    decision: Offload, links: Links | None, min_bytes: int, window_bytes: int | None
-) -> Callable[[StepGraph, int | None], Plan]:
+def mixed_policy(decision: Offload, links: Links | None, min_bytes: int, window_bytes: int | None) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.mixed`."""
 
     def mixed(graph: StepGraph, budget: int | None = None) -> Plan:

@@ -169,9 +169,7 @@ def fewest(sim: Simulator, stored: frozenset[int], order: Sequence[int], decisio
     return high
 
 
-def offload_policy(
-    decision: Offload, min_bytes: int, window_bytes: int | None, links: Links | None
-) -> Callable[[StepGraph, int | None], Plan]:
+def offload_policy(decision: Offload, min_bytes: int, window_bytes: int | None, links: Links | None) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.offload`."""
 
     def offload(graph: StepGraph, budget: int | None = None) -> Plan:
@@ -227,7 +225,7 @@ def _only_relu_backward(sim: Simulator, value: int) -> bool:
     )
 
 
-def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None) -> Callable[[StepGraph, int | None], Plan]:
+def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.compress`."""
     own = () if isinstance(codec, str) else (codec,)
     name = codec if isinstance(codec, str) else codec.name
@@ -254,7 +252,7 @@ def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None) ->
     return compress
 
 
-def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload | None) -> Callable[[StepGraph, int | None], Plan]:
+def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload | None) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.partition`."""
     if values not in ("checkpoints", "all"):
         raise PlanError(f"partition(values={values!r}): give 'checkpoints' or 'all'")

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from lowtide import private
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.ops import FUNCTIONAL_COLLECTIVES
@@ -40,14 +41,14 @@ class Agreement:
     def share(self, item: Any) -> list[Any]:
         """What every rank gives, by rank. A collective."""
         found: list[Any] = [None] * self.process_group.size()
-        with torch.utils._python_dispatch._disable_current_modes():
+        with private.without_modes():
             torch.distributed.all_gather_object(found, item, group=self.process_group)
         return found
 
     def from_first(self, item: Any) -> Any:
         """What the first rank gives. A collective."""
         found = [item]
-        with torch.utils._python_dispatch._disable_current_modes():
+        with private.without_modes():
             torch.distributed.broadcast_object_list(found, src=self.first, group=self.process_group)
         return found[0]
 
@@ -92,7 +93,8 @@ def agreement_of(model: torch.nn.Module) -> Agreement | None:
     if len(groups) != 1:
         return None
     (group,) = groups
-    return Agreement(group.process_group, group.global_rank(0), group.rank)
+    shared: Any = group
+    return Agreement(shared.process_group, shared.global_rank(0), shared.rank)
 
 
 def _is_group(group: Any) -> bool:

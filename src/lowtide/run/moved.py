@@ -278,7 +278,8 @@ def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
         tier = stores.tier(then.tier, then.path, device)
         lower, upper, size = by_tier.setdefault(tier, ([], [], []))
         while len(size) < number:  # places of moves that go elsewhere
-            lower.append(0), upper.append(0), size.append(0)
+            for places in (lower, upper, size):
+                places.append(0)
         lower.append(move.born)
         upper.append(max(move.gone, move.born + 1))
         parts = 2 if isinstance(first, Compress) else 1  # a codec's parts begin at whole pages, too

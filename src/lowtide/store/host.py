@@ -37,7 +37,9 @@ class Host(Tier):
             memory = mmap.mmap(-1, end - begin)
             tensor = torch.frombuffer(memory, dtype=torch.uint8)
             if self.device.type == "cuda":
-                code = torch.cuda.cudart().cudaHostRegister(tensor.data_ptr(), tensor.numel(), 0)
+                code = torch.cuda.cudart().cudaHostRegister(  # pyright: ignore[reportOptionalMemberAccess]
+                    tensor.data_ptr(), tensor.numel(), 0
+                )
                 if int(code) != 0:
                     raise MemoryError(f"pinning failed with code {int(code)}")
         except (OSError, ValueError, MemoryError, OverflowError) as error:
@@ -116,7 +118,7 @@ class Host(Tier):
             self._stream.synchronize()
         for _, _, tensor in self._slabs:
             if self.device.type == "cuda":
-                torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())
+                torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # pyright: ignore[reportOptionalMemberAccess]
         self._slabs.clear()
 
     def _explain(self, what: str, error: BaseException) -> StoreError:

@@ -103,10 +103,10 @@ def measure_tier(tier: Tier, device: torch.device, total_bytes: int = 96 << 20) 
     speeds = []
     busy = time.process_time()
     whole = time.perf_counter()
-    for move in (tier.write, tier.read):
-        move(*((data, slots[0]) if move == tier.write else (slots[0], data))).wait()
+    for writes in (True, False):
+        (tier.write(data, slots[0]) if writes else tier.read(slots[0], data)).wait()
         begin = time.perf_counter()
-        waiting = [move(*((data, slot) if move == tier.write else (slot, data))) for slot in slots]
+        waiting = [tier.write(data, slot) if writes else tier.read(slot, data) for slot in slots]
         for transfer in waiting:
             transfer.wait()
         if device.type != "cpu":
