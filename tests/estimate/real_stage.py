@@ -89,5 +89,5 @@ def measured_and_simulated(config: Config, stage: int, group: Any, simulated: in
 
 def added(config: Config, stage: int) -> int:
     """What a simulation says that the step adds at most."""
-    timeline = simulate(config, stages=[stage], fresh_gradients=True, scratch=config.dtype != "fp32").stages[0].timeline
+    timeline = simulate(config, stages=[stage], fresh_gradients=True, scratch=True).stages[0].timeline
     return timeline.peak_bytes - timeline.parameter_bytes - timeline.buffer_bytes - timeline.input_bytes
