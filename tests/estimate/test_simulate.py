@@ -19,7 +19,7 @@ from lowtide.estimate import Config, EstimateError, configure
 from lowtide.estimate.simulation import simulate
 from lowtide.meter import available
 
-GPT: dict[str, Any] = dict(layers=8, hidden=128, heads=4, vocab=512, seq=128, micro_batch=2, dtype="fp32")
+GPT: dict[str, Any] = dict(layers=4, hidden=128, heads=4, vocab=512, seq=128, micro_batch=2, dtype="fp32")
 LLAMA: dict[str, Any] = GPT | dict(kv_heads=2, ffn=256, mlp="swiglu", norm="rmsnorm", positions="rotary", bias=False, tied=False)
 ONE_PROCESS: list[tuple[dict[str, Any], int]] = [
     (GPT, 0),
@@ -34,8 +34,8 @@ ONE_PROCESS: list[tuple[dict[str, Any], int]] = [
     (GPT | dict(pp=4, global_batch=16), 0),
     (GPT | dict(pp=4, global_batch=16), 2),
     (GPT | dict(pp=4, global_batch=16, keep_output_tensors=True), 1),
-    (GPT | dict(pp=4, interleave=2, global_batch=16, recompute="selective"), 0),
-    (GPT | dict(pp=4, interleave=2, global_batch=16), 3),
+    (GPT | dict(pp=4, interleave=2, layers=8, global_batch=16, recompute="selective"), 0),
+    (GPT | dict(pp=4, interleave=2, layers=8, global_batch=16), 3),
     (LLAMA, 0),
     (LLAMA | dict(attention="unfused", recompute="selective"), 0),
     (LLAMA | dict(recompute="full", pp=2, global_batch=8), 0),

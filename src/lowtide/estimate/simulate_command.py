@@ -61,6 +61,9 @@ def simulate_command(
         str | None, typer.Option(help="Whose speed the plans for a budget weigh. [default: a100]", show_default=False)
     ] = None,
     fresh_gradients: Annotated[bool, typer.Option("--fresh-gradients", help="The first backward makes the gradients.")] = False,
+    scratch: Annotated[
+        bool, typer.Option("--scratch", help="Run each operation once here, and count what it allocates meanwhile (small shapes).")
+    ] = False,
     transformers: Annotated[
         bool, typer.Option("--transformers", help="A Hugging Face configuration as transformers builds it (--tp 1 --pp 1).")
     ] = False,
@@ -91,7 +94,7 @@ def simulate_command(
     with ExitStack() as stack:
         result = simulate(
             found, stages=stages, policy=policy, budget=budget, device=find_device(device) if device else None, fresh_gradients=fresh_gradients,
-            build=build, progress=None if json_out else _bar(stack),
+            scratch=scratch, build=build, progress=None if json_out else _bar(stack),
         )  # fmt: skip
     if plot is not None:
         from lowtide.estimate.simulation.render import plot_timeline

@@ -160,7 +160,7 @@ _NAMES = (
     (r"mlp:silu", "silu(gate)"),
     (r"mlp:mul", "input of the MLP's last layer"),
     (r"^(head|):(_log_softmax|mm|_to_copy|exp|sub|addmm)", "logits in float32"),
-    (r"^:empty|^dropout:native_dropout:0|^tokens:|^:add|^embed|^:embedding", "residual stream"),
+    (r"^:(empty|zeros)|^dropout:native_dropout:0|^tokens:|^:add|^embed|^:embedding", "residual stream"),
 )
 
 _MERGED = {

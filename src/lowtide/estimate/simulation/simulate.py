@@ -22,6 +22,8 @@ from lowtide.estimate.total import stage_estimate
 from lowtide.graph import StepGraph
 from lowtide.plan import policies
 from lowtide.plan.simulate import Simulation, Simulator
+from lowtide.trace.costs import OpCost
+from lowtide.trace.describe import Signature
 
 Pair = tuple[Traced, Traced | None]
 """A chunk's trace with gradients there, and the one that makes them."""
@@ -114,7 +116,7 @@ def simulate(
         budget: most bytes on a device at any moment (``"40GiB"``); plans are searched for that keep the stage below it.
         device: gives operations their seconds by a roofline, which plans for a budget weigh; an A100 where ``None`` and a budget is given.
         fresh_gradients: the first backward makes the gradients (``zero_grad(set_to_none=True)``); else they stand from the beginning.
-        scratch: measure what operations allocate while they run, on this machine. Only for small shapes.
+        scratch: count what operations allocate while they run, too, by running each once on this machine. Only for small shapes.
         build: makes the whole model (tokens, targets -> loss) where it is not the project's own; for one stage.
         progress: told about each trace.
 
@@ -142,6 +144,7 @@ def simulate(
     kinds = list(dict.fromkeys(kind for stage in wanted for kind in _kinds(config, stage)))
     traces: dict[tuple[bool, bool], Pair] = {}
     ways = (True, False) if fresh_gradients else (True,)
+    known: dict[Signature, OpCost] = {}
     done = 0
     with pretended_group(config.tp) as group:
         for first, last in kinds:
@@ -157,7 +160,8 @@ def simulate(
                         with_gradients=with_gradients,
                         group=group,
                         device=device,
-                        scratch=scratch,
+                        scratch=known if scratch else None,
+                        whole_layers=policy is None and limit is None and config.recompute in ("full", "sqrt"),
                         build=build,
                     )
                 )

@@ -19,13 +19,20 @@ from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
 from lowtide.estimate.speed import EFFICIENCY
 from lowtide.graph import StepGraph
-from lowtide.trace.costs import Roofline, flops, measure_costs
+from lowtide.plan import policies
+from lowtide.run.agree import with_collectives
+from lowtide.trace.costs import OpCost, Roofline, flops, measure_costs, runnable
 from lowtide.trace.describe import Signature
 from lowtide.trace.eager import Tracer
-from lowtide.trace.step import with_costs
 
 CALL_SECONDS = 5e-6
 """What launching one operation takes at least."""
+
+SCRATCH_SECONDS = 0.2
+"""How long a round of running operations for what they allocate takes; there are as many as needed."""
+
+SCRATCH_BYTES = 1 << 30
+"""The most that one of them may need then."""
 
 
 @dataclass(frozen=True)
@@ -43,6 +50,17 @@ class Traced:
     parameter_bytes: int
     buffer_bytes: int
     gradient_bytes: int
+
+
+class ScopedTracer(Tracer):
+    """A trace of layers that are recomputed each as a whole, as a checkpointing scope around each would do it: what a layer made and saves
+    comes back with the recomputation, so parallel layers save a gathered input rather than the shard that they would gather again."""
+
+    def gives_up(self, tensor: Tensor) -> bool:
+        """Whether the recomputation of a layer brings the tensor back."""
+        number = self._known.get(private.storage_key(tensor))
+        producer = None if number is None else self.storages[number]["producer"]
+        return producer is not None and bool(policies.block_of(self.operations[producer]["module"]))
 
 
 @contextmanager
@@ -102,7 +120,8 @@ def trace_chunk(
     with_gradients: bool,
     group: Any = None,
     device: Device | None = None,
-    scratch: bool = False,
+    scratch: dict[Signature, OpCost] | None = None,
+    whole_layers: bool = False,
     build: Callable[[], nn.Module] | None = None,
 ) -> Traced:
     """Trace one micro-batch of one chunk on one rank. No memory is used for tensors.
@@ -113,7 +132,8 @@ def trace_chunk(
         with_gradients: the parameters have gradients from a micro-batch before.
         group: the (pretended) tensor-parallel ranks.
         device: gives operations their seconds, by a roofline; without it they take none.
-        scratch: measure what operations allocate while they run, on this machine, instead.
+        scratch: run each operation once on this machine and count what it allocates meanwhile; what is known already, extended in place.
+        whole_layers: every layer is to be recomputed as a whole.
         build: makes the chunk; the project's own models where ``None``.
     """
     mode = private.fake_mode()
@@ -128,7 +148,7 @@ def trace_chunk(
         with private.without_fake_mode():
             tokens = torch.zeros(config.micro_batch, config.seq, dtype=torch.long) if first else None
             targets = torch.zeros(config.micro_batch, config.seq, dtype=torch.long) if last else None
-        tracer = Tracer(piece, fake=True)
+        tracer = (ScopedTracer if whole_layers else Tracer)(piece, fake=True)
         try:
             with tracer.recording(), torch.enable_grad():
                 split = _one_micro_batch(piece, config, tracer, tokens, targets)
@@ -143,18 +163,18 @@ def trace_chunk(
             kinds[kind] = sum({private.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
         if with_gradients:
             kinds["gradient"] = sum(p.grad.untyped_storage().nbytes() for p in piece.parameters() if p.grad is not None)
-        graph = _collectives_replay(tracer.graph(device="cpu", source="fake"))
-    if scratch:
-        graph = with_costs(graph, tracer, measure_costs(tracer.specs, cache={}))
-    elif device is not None:
+        graph = with_collectives(tracer.graph(device="cpu", source="fake"))
+    if device is not None:
         graph = _with_roofline(graph, tracer, device)
+    if scratch is not None:
+        graph = _with_scratch(graph, tracer, scratch)
     return Traced(graph, split, kinds["parameter"], kinds["buffer"], kinds["gradient"])
 
 
 def _one_micro_batch(piece: nn.Module, config: Config, tracer: Tracer, tokens: Tensor | None, targets: Tensor | None) -> int:
     """Forward and backward with the buffers that are received and sent; returns the number of the forward's events."""
     wide = DTYPES[config.dtype]
-    source = tokens if tokens is not None else torch.empty(hidden_shape(config), dtype=wide).requires_grad_()
+    source = tokens if tokens is not None else torch.zeros(hidden_shape(config), dtype=wide).requires_grad_()
     edge, out = run_forward(piece, config, source, targets)
     assert out is not None
     kept = out if config.keep_output_tensors else None
@@ -169,15 +189,6 @@ def _one_micro_batch(piece: nn.Module, config: Config, tracer: Tracer, tokens: T
     return split
 
 
-def _collectives_replay(graph: StepGraph) -> StepGraph:
-    """The graph when functional collectives may be recomputed: all ranks of a tensor-parallel group run the same plan."""
-    operations = tuple(
-        replace(op, replayable=True, reason="") if op.name.startswith("_c10d_functional.") and not op.replayable else op
-        for op in graph.operations
-    )
-    return replace(graph, operations=operations)
-
-
 def _with_roofline(graph: StepGraph, tracer: Tracer, device: Device) -> StepGraph:
     """The graph with seconds by a roofline of the device."""
     roof = Roofline(device.flops * EFFICIENCY, device.memory_bandwidth, CALL_SECONDS)
@@ -186,3 +197,28 @@ def _with_roofline(graph: StepGraph, tracer: Tracer, device: Device) -> StepGrap
         seconds[signature] = roof.seconds(flops(spec), spec.input_bytes() + spec.output_bytes)
     operations = tuple(replace(op, seconds=seconds[signature]) for op, signature in zip(graph.operations, tracer.signatures, strict=True))
     return replace(graph, operations=operations, plain_seconds=sum(op.seconds for op in operations))
+
+
+def _with_scratch(graph: StepGraph, tracer: Tracer, known: dict[Signature, OpCost]) -> StepGraph:
+    """The graph with what operations allocate beyond their outputs while they run here.
+
+    Raises:
+        EstimateError: some cannot be run here.
+    """
+    here = Roofline(1e11, 1e10, CALL_SECONDS)  # orders them only
+    todo = {key: spec for key, spec in tracer.specs.items() if key not in known and runnable(spec.func)}
+    while todo:
+        costs = measure_costs(todo, time_budget=SCRATCH_SECONDS, memory_limit_bytes=SCRATCH_BYTES, roofline=here)
+        found = {key: cost for key, cost in costs.items() if cost.source == "measured"}
+        if not found:
+            raise EstimateError(
+                f"simulate --scratch runs every operation once on this machine, and {len(todo)} of {len(tracer.specs)} cannot be run "
+                f"({next(iter(todo.values())).func} is one; {SCRATCH_BYTES >> 30} GiB are allowed): leave it out, or give a smaller shape"
+            )
+        known.update(found)
+        todo = {key: spec for key, spec in todo.items() if key not in found}
+    operations = tuple(
+        replace(op, scratch_bytes=known[signature].scratch_bytes if signature in known else 0)
+        for op, signature in zip(graph.operations, tracer.signatures, strict=True)
+    )
+    return replace(graph, operations=operations)
