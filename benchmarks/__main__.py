@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-NAMES = ("planning_time", "versus_checkpoint", "accuracy", "op_sweep", "report")
+NAMES = ("planning_time", "versus_checkpoint", "accuracy", "op_sweep", "parallel_memory", "report")
 
 
 def main(names: list[str]) -> int:

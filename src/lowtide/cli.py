@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -225,6 +226,17 @@ def _write_text(path: Path, text: str) -> None:
 
 def main() -> None:
     """The command line; exits with 2 for what the user can mend, 130 when interrupted."""
+    try:
+        _main()
+    except Exception:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # leaving in order would wait for the other processes
+
+
+def _main() -> None:
     try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning

@@ -6,7 +6,8 @@ Parameters keep the names that they have in the whole model.
 from __future__ import annotations
 
 import copy
-from contextlib import nullcontext
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -31,6 +32,7 @@ class ModelStage(nn.Module):
     Attributes:
         model: what this stage holds of the model, under the whole model's names.
         whole: whether the next forward keeps everything for backward; else each layer keeps its input and is recomputed.
+        context: makes a context for forward and loss, autocast for instance.
 
     >>> from lowtide.models import preset
     >>> model = GPT(preset("gpt-nano", layers=2))
@@ -46,6 +48,7 @@ class ModelStage(nn.Module):
         self.first = layers.start == 0
         self.last = layers.stop == model.config.layers
         self.whole = True
+        self.context: Callable[[], AbstractContextManager[object]] = nullcontext
         held: Any = copy.copy(model)
         held._modules = dict(model._modules)
         held.blocks = nn.ModuleDict({str(layer): model.blocks[layer] for layer in layers})
@@ -55,14 +58,16 @@ class ModelStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         """One micro-batch."""
-        if self.first:
-            x = self.model.embed(x)
-        x = self.model.run_blocks(x, nullcontext if self.whole else checkpointing)
-        return self.model.norm(x) if self.last else x.contiguous()
+        with self.context():
+            if self.first:
+                x = self.model.embed(x)
+            x = self.model.run_blocks(x, nullcontext if self.whole else checkpointing)
+            return self.model.norm(x) if self.last else x.contiguous()
 
     def loss(self, output: Tensor, targets: Tensor) -> Tensor:
         """The mean loss of a micro-batch, in the last stage."""
-        return self.model.loss(output, targets)
+        with self.context():
+            return self.model.loss(output, targets)
 
 
 def layers_of_stage(stage: int, stages: int, layers: int) -> range:

@@ -1,15 +1,13 @@
 """Pipeline parallelism on ``torch.distributed.pipelining``, in the memory of arXiv 2205.05198, appendices B and C.
 
-Each rank holds a stage, or several, and a step runs its micro-batches through them by a schedule. A rank early in the pipeline holds many
-micro-batches at once, a late one few, so the early ones run out of memory first. `Window` spends what a rank has: as many of the
-micro-batches in flight as fit are kept whole, the rest keep each layer's input and are recomputed; as backward frees a place, the next
-micro-batch takes it (appendix C).
+Each rank holds a stage, or several, and a step runs its micro-batches through them by a schedule. What was sent is not held
+(appendix B), and `lowtide.parallel.window` decides which micro-batches are kept whole (appendix C).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,6 +19,7 @@ from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.gradients import note_added
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.pipelining import MemoryStage, most_in_flight
+from lowtide.parallel.window import Window
 
 
 @dataclass(frozen=True)
@@ -56,46 +55,6 @@ def stages_of(rank: int, ranks: int, kind: ScheduleKind) -> list[int]:
     if kind.v_shaped:
         return [rank, 2 * ranks - 1 - rank]
     return [rank + turn * ranks for turn in range(kind.stages)]
-
-
-@dataclass
-class Window:
-    """How many micro-batches in flight a rank keeps whole.
-
-    Attributes:
-        capacity: at most so many at once, all its stages together; ``None`` is all of them.
-        whole: (stage, micro-batch) that are kept whole now.
-        most_whole: the most there were at once.
-        kept, recomputed: how many there were in all.
-    """
-
-    capacity: int | None = None
-    whole: set[tuple[int, int]] = field(default_factory=set)
-    most_whole: int = 0
-    kept: int = 0
-    recomputed: int = 0
-
-    def enter(self, stage: int, micro_batch: int) -> bool:
-        """Whether a micro-batch that begins its forward is kept whole.
-
-        >>> window = Window(capacity=1)
-        >>> window.enter(0, 0), window.enter(0, 1)
-        (True, False)
-        >>> window.leave(0, 0)
-        >>> window.enter(0, 2)
-        True
-        """
-        if self.capacity is not None and len(self.whole) >= self.capacity:
-            self.recomputed += 1
-            return False
-        self.whole.add((stage, micro_batch))
-        self.kept += 1
-        self.most_whole = max(self.most_whole, len(self.whole))
-        return True
-
-    def leave(self, stage: int, micro_batch: int) -> None:
-        """A micro-batch has ended its backward."""
-        self.whole.discard((stage, micro_batch))
 
 
 class Pipeline:

@@ -38,20 +38,20 @@ class Alive:
         store: where the ranks met; a connection of its own is made to it.
         rank, size: of this process.
         end: what ends the process when the main thread does not; it gets the message.
-        silent_seconds: how long a rank may say nothing.
+        silent_seconds: how long a rank may say nothing; ``None`` is `SILENT_SECONDS`.
 
     Attributes:
         doing: what this rank is doing, for the others' messages.
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, *, end: Callable[[str], None] | None = None, silent_seconds: float = SILENT_SECONDS
+        self, store: Any, rank: int, size: int, *, end: Callable[[str], None] | None = None, silent_seconds: float | None = None
     ) -> None:
         self.doing = "the start"
         self._store = store.clone()
         self._rank, self._size = rank, size
         self._end = end or _end
-        self._silent_seconds = silent_seconds
+        self._silent_seconds = SILENT_SECONDS if silent_seconds is None else silent_seconds
         self._found = threading.Event()
         self._stop = threading.Event()
         self._lock = threading.Lock()

@@ -75,7 +75,7 @@ class Part(ABC):
         """Measure the plain and the planned step side by side."""
         raise NotImplementedError
 
-    def release(self) -> None:
+    def release(self) -> None:  # noqa: B027  (a part without a handle has nothing to do)
         """Take the budget out of force."""
 
     def about(self) -> dict[str, Any]:

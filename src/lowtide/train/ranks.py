@@ -129,10 +129,8 @@ def ranks_for(options: TrainOptions) -> Iterator[Ranks]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     prefixed = dist.PrefixStore("group", store)
     dist.init_process_group(backend, store=prefixed, rank=launched[0] if launched else 0, world_size=started, timeout=TIMEOUT)
-    try:
-        yield _layout(options, device, store)
-    finally:
-        dist.destroy_process_group()
+    yield _layout(options, device, store)
+    dist.destroy_process_group()  # not after an error, when it would wait for the others
 
 
 def _launched() -> tuple[int, int] | None:
