@@ -15,8 +15,26 @@ from torch import Tensor, nn
 from torch.distributed import pipelining
 from torch.distributed.pipelining import PipelineStage
 
-USED = ("args_recv_info", "grad_recv_info", "fwd_cache", "get_fwd_recv_ops", "get_bwd_recv_ops", "get_fwd_send_ops", "forward_one_chunk",
-        "backward_one_chunk", "backward_weight_one_chunk", "_setup_forward_recv_info", "_create_grad_recv_info", "clear_runtime_states")  # fmt: skip
+from lowtide.private import storage_use_count
+
+_SENT_ONLY = 2  # the tensor that was sent, and the Python object that looks at its storage
+USED = (
+    "args_recv_info",
+    "grad_recv_info",
+    "fwd_cache",
+    "device",
+    "has_backward",
+    "is_last",
+    "get_fwd_recv_ops",
+    "get_bwd_recv_ops",
+    "get_fwd_send_ops",
+    "forward_one_chunk",
+    "backward_one_chunk",
+    "backward_weight_one_chunk",
+    "clear_runtime_states",
+    "_prepare_forward_infra",
+    "_prepare_backward_infra",
+)
 """Attributes and methods of a stage that are used or overridden here."""
 
 
@@ -52,20 +70,28 @@ class MemoryStage(PipelineStage):
         self._sends_finish_late = sends_finish_late
         self._before_forward, self._after_backward = before_forward, after_backward
         self._sent: dict[int, list[Tensor]] = {}
+        self._shapes: dict[int, tuple[torch.Size, torch.dtype]] = {}
 
     # ---- buffers of what is received ---------------------------------------------------------------------------------------------
 
-    def _setup_forward_recv_info(self, *args: Any, **kwargs: Any) -> None:
+    def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with _Device(self, "meta"):
-            super()._setup_forward_recv_info(*args, **kwargs)
-        for infos in self.args_recv_info.values():
-            _drop(infos)
+            result = super()._prepare_forward_infra(*args, **kwargs)
+        self._note_shapes(self.args_recv_info.values())
+        return result
 
-    def _create_grad_recv_info(self, *args: Any, **kwargs: Any) -> Any:
+    def _prepare_backward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with _Device(self, "meta"):
-            infos = super()._create_grad_recv_info(*args, **kwargs)
-        _drop(infos)
-        return infos
+            result = super()._prepare_backward_infra(*args, **kwargs)
+        self._note_shapes(self.grad_recv_info.values())
+        return result
+
+    def _note_shapes(self, received: Any) -> None:
+        """Remember what PyTorch's buffers, which were made without memory, look like."""
+        for infos in received:
+            for info in _received(infos):
+                self._shapes[id(info)] = (info.buffer.shape, info.buffer.dtype)
+            _drop(infos)
 
     def get_fwd_recv_ops(self, fwd_chunk_id: int) -> Any:
         """Make the buffers, then what PyTorch does."""
@@ -79,9 +105,9 @@ class MemoryStage(PipelineStage):
         return super().get_bwd_recv_ops(bwd_chunk_id)
 
     def _make(self, infos: Any) -> None:
-        for info in infos:
-            if not info.is_root_arg and info.buffer is None:
-                info.buffer = torch.empty(info.tensor_meta.shape, dtype=info.tensor_meta.dtype, device=self.device)
+        for info in _received(infos):
+            shape, dtype = self._shapes[id(info)]
+            info.buffer = torch.empty(shape, dtype=dtype, device=self.device)
 
     # ---- what was sent -----------------------------------------------------------------------------------------------------------
 
@@ -108,7 +134,9 @@ class MemoryStage(PipelineStage):
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Backward of one micro-batch, or the part of it that gives the input's gradient."""
         for tensor in self._sent.pop(bwd_chunk_id, ()):
-            tensor.untyped_storage().resize_(0)
+            storage = tensor.untyped_storage()
+            if storage_use_count(storage) <= _SENT_ONLY:  # else backward needs the bytes: an operation saved what it gave
+                storage.resize_(0)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _drop(self.args_recv_info[bwd_chunk_id])
         _drop(self.grad_recv_info.get(bwd_chunk_id, ()))
@@ -142,10 +170,14 @@ class _Device:
         self._stage.device, self._device = self._device, self._stage.device
 
 
+def _received(infos: Any) -> list[Any]:
+    """Of the inputs of a stage those that another stage sends."""
+    return [info for info in infos if not getattr(info, "is_root_arg", False) and getattr(info, "buffer", None) is not None]
+
+
 def _drop(infos: Any) -> None:
-    for info in infos:
-        if not info.is_root_arg:
-            info.buffer = None
+    for info in _received(infos):
+        info.buffer = torch.empty(0)
 
 
 def most_in_flight(schedule: Any, rank: int, ranks: int, micro_batches: int) -> int:
@@ -156,7 +188,7 @@ def most_in_flight(schedule: Any, rank: int, ranks: int, micro_batches: int) -> 
         return min(micro_batches, ranks - rank)
     most = now = 0
     for action in schedule.pipeline_order[rank]:
-        for part in () if action is None else (action.sub_actions or (action,)):
+        for part in () if action is None else (getattr(action, "sub_actions", None) or (action,)):
             kind = part.computation_type.name
             now += (kind == "FORWARD") - (kind in ("FULL_BACKWARD", "BACKWARD_WEIGHT"))
             most = max(most, now)

@@ -218,7 +218,9 @@ def bring_back(value: LiveValue) -> torch.Tensor:
             continue
         if wanted.here() is not None:
             if wanted.cached is not None:
-                transient[id(wanted)] = wanted.cached  # a count used up by an earlier replay would drop it before this call has done with it
+                transient[id(wanted)] = (
+                    wanted.cached
+                )  # a count used up by an earlier replay would drop it before this call has done with it
             continue
         seen.add(id(node))
         order.append(node)

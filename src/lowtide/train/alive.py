@@ -49,6 +49,7 @@ class Alive:
     ) -> None:
         self.doing = "the start"
         self._store = store.clone()
+        self._prefix = f"lowtide/alive/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun's store outlives an attempt
         self._rank, self._size = rank, size
         self._end = end or _end
         self._silent_seconds = SILENT_SECONDS if silent_seconds is None else silent_seconds
@@ -85,7 +86,7 @@ class Alive:
         self._beat += 1
         about = {"beat": self._beat, "pid": os.getpid(), "machine": _machine(), "host": socket.gethostname(), "doing": self.doing, **more}
         with self._lock:
-            self._store.set(f"lowtide/alive/{self._rank}", json.dumps(about))
+            self._store.set(f"{self._prefix}/{self._rank}", json.dumps(about))
 
     def _watch(self) -> None:
         while not self._stop.wait(BEAT_SECONDS):
@@ -139,7 +140,7 @@ class Alive:
         return ""
 
     def _read(self, rank: int) -> dict[str, Any] | None:
-        key = f"lowtide/alive/{rank}"
+        key = f"{self._prefix}/{rank}"
         with self._lock:
             return json.loads(self._store.get(key)) if self._store.check([key]) else None
 

@@ -127,7 +127,7 @@ def ranks_for(options: TrainOptions) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     store = _store(started)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    prefixed = dist.PrefixStore("group", store)
+    prefixed = dist.PrefixStore(f"group/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     dist.init_process_group(backend, store=prefixed, rank=launched[0] if launched else 0, world_size=started, timeout=TIMEOUT)
     yield _layout(options, device, store)
     dist.destroy_process_group()  # not after an error, when it would wait for the others
