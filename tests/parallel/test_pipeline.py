@@ -221,13 +221,13 @@ def run(text: Path, changes: list[dict[str, Any]]) -> list[tuple[list[float], li
 
 
 def test_the_trainer_has_the_losses_of_one_process(text: Path) -> None:
-    alone = {model: trail(train(options(text, model=model, compare=False))) for model in ("gpt-nano", "llama-nano")}
-    layouts = [
-        {"tp": 2, "pp": 2},
-        {"tp": 2, "pp": 2, "sequence_parallel": True, "policy": "full"},
-        {"dp": 2, "pp": 2, "budget": "80%", "policy": None},
+    runs: list[dict[str, Any]] = [
+        {"model": "gpt-nano", "tp": 2, "pp": 2},
+        {"model": "llama-nano", "tp": 2, "pp": 2, "sequence_parallel": True, "policy": "full"},
+        {"model": "gpt-tiny", "dp": 2, "pp": 2, "budget": "90%", "policy": None, "seq": 64, "unfused_attention": True},
     ]
-    runs = [{"model": model, **layout} for model in alone for layout in layouts]
+    single = {case["model"]: {key: case[key] for key in ("seq", "unfused_attention") if key in case} for case in runs}
+    alone = {model: trail(train(options(text, model=model, compare=False, **changes))) for model, changes in single.items()}
     for found in on_ranks(4, run, text, runs):
         for case, (losses, ranks) in zip(runs, found, strict=True):
             assert losses == pytest.approx(alone[case["model"]], rel=3e-5), case
@@ -235,7 +235,9 @@ def test_the_trainer_has_the_losses_of_one_process(text: Path) -> None:
                 for rank in ranks:
                     assert max(rank["step_peak_bytes"][1:]) <= rank["budget_bytes"], rank
                     assert rank["predicted_peak_bytes"] <= rank["budget_bytes"]
-            if case["policy"] == "full":
+                assert ranks[0]["recomputed"] > 0 and ranks[0]["window"] < ranks[0]["in_flight"] == 2, ranks[0]
+                assert ranks[-1]["recomputed"] == 0
+            if case.get("policy") == "full":
                 assert all(rank["most_whole"] == 0 for rank in ranks)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import os
+import signal
 import warnings
 from pathlib import Path
 from typing import Any
@@ -16,6 +18,7 @@ import lowtide
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.options import OptionError, TrainOptions
+from lowtide.train.part import WholeModel
 from lowtide.train.trainer import TrainResult, train
 
 pytestmark = needs_gloo
@@ -172,3 +175,25 @@ def too_many(text: Path) -> str:
 def test_processes_without_work_are_refused(text: Path) -> None:
     for message in on_ranks(2, too_many, text):
         assert "layout of 1 processes, and 2 were started" in message and "--dp 2" in message
+
+
+def interrupted(text: Path, folder: Path) -> tuple[int, bool]:
+    """One rank is asked to stop in its second step."""
+    step, count = WholeModel.step, iter(range(100))
+
+    def asked_to_stop(self: Any, *args: Any) -> float:
+        if torch.distributed.get_rank() == 1 and next(count) == 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+        return step(self, *args)
+
+    WholeModel.step = asked_to_stop  # type: ignore[method-assign]
+    try:
+        result = train(options(text, checkpoint_dir=folder, tp=2, steps=4))
+    finally:
+        WholeModel.step = step  # type: ignore[method-assign]
+    return result.last_step, result.stopped
+
+
+def test_a_request_to_stop_stops_all_after_the_same_step(text: Path, tmp_path: Path) -> None:
+    assert on_ranks(2, interrupted, text, tmp_path) == [(2, True), (2, True)]
+    assert checkpoint.steps(tmp_path) == [2]

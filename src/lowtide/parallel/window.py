@@ -99,8 +99,13 @@ class StageMemory:
         )
         return kept * self.whole.held_bytes + (self.in_flight - kept) * self.recomputed.held_bytes + passing
 
+    @property
+    def least_bytes(self) -> int:
+        """The least that they can take. Recomputing has a price in passing, too, so it need not be that of keeping none."""
+        return min(self.peak_bytes(kept) for kept in range(self.in_flight + 1))
+
     def capacity(self, room_bytes: int) -> int | None:
-        """How many can be kept whole within so many bytes, ``None`` where not even recomputing all of them does."""
+        """How many can be kept whole within so many bytes, ``None`` where no number fits."""
         fitting = [kept for kept in range(self.in_flight + 1) if self.peak_bytes(kept) <= room_bytes]
         return max(fitting, default=None)
 

@@ -25,6 +25,7 @@ from lowtide.errors import LowtideError
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 30.0
 GRACE_SECONDS = 4.0
+_AFTER = "after "
 
 
 class RankError(LowtideError):
@@ -39,15 +40,12 @@ class Alive:
         rank, size: of this process.
         end: what ends the process when the main thread does not; it gets the message.
         silent_seconds: how long a rank may say nothing; ``None`` is `SILENT_SECONDS`.
-
-    Attributes:
-        doing: what this rank is doing, for the others' messages.
     """
 
     def __init__(
         self, store: Any, rank: int, size: int, *, end: Callable[[str], None] | None = None, silent_seconds: float | None = None
     ) -> None:
-        self.doing = "the start"
+        self._doing = "the start"
         self._store = store.clone()
         self._prefix = f"lowtide/alive/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun's store outlives an attempt
         self._rank, self._size = rank, size
@@ -60,9 +58,16 @@ class Alive:
         self._peers: dict[int, dict[str, Any]] = {}
         self._heard: dict[int, tuple[int, float]] = {}
         self._beat = 0
-        self._say({})
+        self._last: dict[str, Any] = {}
+        self._say()
         self._thread = threading.Thread(target=self._watch, name="lowtide-alive", daemon=True)
         self._thread.start()
+
+    def doing(self, what: str) -> None:
+        """Say what this rank does from now on, for the others' messages."""
+        self._doing = what
+        with contextlib.suppress(RuntimeError):  # a store that is gone is the thread's to tell
+            self._say()
 
     def cause(self, wait_seconds: float = 3 * BEAT_SECONDS + 2) -> str:
         """What happened to another rank; empty when nothing was found within the time."""
@@ -73,23 +78,26 @@ class Alive:
         """Tell the others that this rank ends with an error, and stop listening."""
         self._stop.set()
         with contextlib.suppress(RuntimeError):
-            self._say({"failed": message})
+            self._last = {"failed": message}
+            self._say()
 
     def close(self) -> None:
         """Tell the others that this rank has done its work, and stop listening."""
         self._stop.set()
         with contextlib.suppress(RuntimeError):
-            self._say({"done": True})
+            self._last = {"done": True}
+            self._say()
         self._thread.join(timeout=5)
 
-    def _say(self, more: dict[str, Any]) -> None:
-        self._beat += 1
-        about = {"beat": self._beat, "pid": os.getpid(), "machine": _machine(), "host": socket.gethostname(), "doing": self.doing, **more}
+    def _say(self) -> None:
         with self._lock:
+            self._beat += 1
+            about = {"beat": self._beat, "pid": os.getpid(), "machine": _machine(), "host": socket.gethostname(), "doing": self._doing}
+            about.update(self._last)
             self._store.set(f"{self._prefix}/{self._rank}", json.dumps(about))
 
     def _watch(self) -> None:
-        while not self._stop.wait(BEAT_SECONDS):
+        while not self._stop.wait(BEAT_SECONDS if len(self._peers) == self._size - 1 else BEAT_SECONDS / 10):
             cause = self._look()
             if cause and not self._stop.is_set():
                 self._cause = cause
@@ -104,11 +112,12 @@ class Alive:
             if not about.get("done") and about["machine"] == _machine() and not _lives(about["pid"]):
                 if told := self._last_words(rank):
                     return told
-                if self._peers[rank].get("done"):
+                about = self._peers[rank]
+                if about.get("done"):
                     continue
                 return f"rank {rank} (process {about['pid']} on {about['host']}) died during {about['doing']}"
         try:
-            self._say({})
+            self._say()
             now = time.monotonic()
             for rank in range(self._size):
                 if rank != self._rank and (cause := self._hear(rank, now)):
@@ -124,8 +133,8 @@ class Alive:
             beat, since = self._heard.setdefault(rank, (0, now))
         else:
             self._peers[rank] = about
-            if about.get("failed"):
-                return f"rank {rank} failed during {about['doing']}: {about['failed']}"
+            if told := _error_of(rank, about):
+                return told
             beat, since = self._heard.get(rank, (0, now))
             if about["beat"] != beat or about.get("done"):
                 self._heard[rank] = (about["beat"], now)
@@ -150,8 +159,7 @@ class Alive:
             about = self._read(rank)
             if about is not None:
                 self._peers[rank] = about
-                if about.get("failed"):
-                    return f"rank {rank} failed during {about['doing']}: {about['failed']}"
+                return _error_of(rank, about)
         return ""
 
 
@@ -175,9 +183,17 @@ def guarded(alive: Alive | None) -> Iterator[None]:
         if not cause:
             alive.failed(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
             raise
-        alive.failed(f"after {cause}")
+        alive.failed(_AFTER + cause)
         raise RankError(cause) from error
     alive.close()
+
+
+def _error_of(rank: int, about: dict[str, Any]) -> str:
+    """The error that a rank ended with, or empty; where it ended because of another rank, that one's."""
+    failed: str = about.get("failed", "")
+    if failed.startswith(_AFTER):
+        return failed.removeprefix(_AFTER)
+    return f"rank {rank} failed during {about['doing']}: {failed}" if failed else ""
 
 
 def _machine() -> str:

@@ -81,6 +81,7 @@ class Stages(Part):
         self.pipeline = Pipeline(self.stages, schedule, options.grad_accum, self.example, ranks.pipeline, ranks.device)
         self.memory: StageMemory | None = None
         self._limit_bytes: int | None = None
+        self._standing_bytes = 0
         self._predicted_bytes: int | None = None
         self._tie: Any = self._tie_group() if spec.config is not None and spec.config.tied and not kind.v_shaped else None
         self._layers = [layers_of_stage(stage, count, spec.config.layers) for stage in mine] if spec.config is not None else []
@@ -130,10 +131,13 @@ class Stages(Part):
         if problems:
             text, smallest = max(problems, key=lambda found: found[1] or 0)
             raise BudgetError(text, smallest)
+        assert self.memory is not None
+        capacity = self.pipeline.window.capacity = self._agreed(self.pipeline.window.capacity or 0)
+        self._predicted_bytes = self._standing_bytes + self.memory.peak_bytes(capacity)
 
     def _choose(self, optimizer: torch.optim.Optimizer) -> None:
         device = self.ranks.device
-        if device.type != "cuda" and not meter.available():
+        if self.ranks.any(device.type != "cuda" and not meter.available()):
             raise BudgetError(
                 "a --budget with --pp needs the counting allocator, and this machine has no C++ compiler: pass --policy full or keep_all"
             )
@@ -147,22 +151,20 @@ class Stages(Part):
         standing = meter.resident_bytes(self.modules[0], optimizer, device) + need.state_bytes + need.missing_gradient_bytes
         plain = standing + self.memory.peak_bytes(self.memory.in_flight)
         assert self.options.budget is not None
-        limit = budgets.parse(self.options.budget, plain)
-        least = standing + max(self.memory.peak_bytes(0), need.step_bytes)
-        if self.options.policy == "keep_all":
-            least = plain
-        capacity = self.memory.capacity(limit - standing)
-        if capacity is None or least > limit:
+        limit = budgets.parse(self.options.budget, max(self.ranks.gather(plain)))  # devices are alike: a percentage is of the fullest one
+        fixed = {"keep_all": self.memory.in_flight, "full": 0}.get(self.options.policy or "")
+        needed = self.memory.least_bytes if fixed is None else self.memory.peak_bytes(fixed)
+        least = standing + max(needed, need.step_bytes)
+        if least > limit:
             raise BudgetError(
                 f"no window fits in {budgets.format_bytes(limit)}: with {self.memory.in_flight} micro-batches in flight the smallest budget is "
                 f"{budgets.format_bytes(least)} ({least} bytes), of which parameters, gradients and optimizer state are {budgets.format_bytes(standing)}",
                 least,
             )
-        if self.options.policy == "full":
-            capacity = 0
-        self.pipeline.window.capacity = self._agreed(capacity)
-        self._limit_bytes = limit
-        self._predicted_bytes = standing + self.memory.peak_bytes(capacity)
+        capacity = self.memory.capacity(limit - standing) if fixed is None else fixed
+        assert capacity is not None
+        self._limit_bytes, self._standing_bytes = limit, standing
+        self.pipeline.window.capacity = capacity
 
     def _agreed(self, capacity: int) -> int:
         """The smallest of the tensor-parallel ranks', since what is recomputed holds collectives that all of them issue."""

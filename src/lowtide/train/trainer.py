@@ -132,7 +132,7 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
 
     def doing(what: str) -> None:
         if alive is not None:
-            alive.doing = what
+            alive.doing(what)
 
     with RunMeter(device) as memory, stop_signals() as stop:
         torch.manual_seed(options.seed)
