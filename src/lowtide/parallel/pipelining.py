@@ -47,8 +47,8 @@ class MemoryStage(PipelineStage):
         device: where it computes.
         example_input, example_output: tensors on the meta device, of the shapes that travel.
         group: the process group of the pipeline.
-        sends_finish_late: whether the schedule holds on to its sends until the step ends; an output's bytes are then dropped when its
-            gradient has come back, which shows that it arrived.
+        sends_finish_late: whether the schedule waits for its sends when the step ends only; an output's bytes are then dropped when its
+            gradient has come back, which shows that it arrived. The others have waited for all of them before any backward.
         before_forward, after_backward: told the number of each micro-batch.
     """
 
@@ -117,8 +117,7 @@ class MemoryStage(PipelineStage):
         outputs, _ = self.fwd_cache[fwd_chunk_id]
         for operation in operations:
             operation.tensor = operation.tensor.detach()
-        if self._sends_finish_late:
-            self._sent[fwd_chunk_id] = [operation.tensor for operation in operations]
+        self._sent[fwd_chunk_id] = [operation.tensor for operation in operations]
         if operations:
             for output in outputs:
                 output.data = torch.empty(1, dtype=output.dtype, device=output.device).expand(output.shape)
@@ -133,10 +132,11 @@ class MemoryStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Backward of one micro-batch, or the part of it that gives the input's gradient."""
-        for tensor in self._sent.pop(bwd_chunk_id, ()):
-            storage = tensor.untyped_storage()
-            if storage_use_count(storage) <= _SENT_ONLY:  # else backward needs the bytes: an operation saved what it gave
-                storage.resize_(0)
+        for chunk in [bwd_chunk_id] if self._sends_finish_late else list(self._sent):
+            for tensor in self._sent.pop(chunk, ()):  # schedules and their work hold on to these
+                storage = tensor.untyped_storage()
+                if storage_use_count(storage) <= _SENT_ONLY:  # else backward needs the bytes: an operation saved what it gave
+                    storage.resize_(0)
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _drop(self.args_recv_info[bwd_chunk_id])
         _drop(self.grad_recv_info.get(bwd_chunk_id, ()))
