@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from ranks import needs_gloo, on_ranks
 from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
 
 import lowtide
 from lowtide import meter
@@ -120,18 +121,18 @@ def in_flight(capacity: int | None) -> tuple[int, int, int, int]:
     built = pipeline(model, "1f1b", micro_batches, Window(capacity))
     tokens, targets = data(micro_batches)
     built.step(tokens, targets)  # gradients are there from now on
-    stage = built.schedule._stage
     seen: list[int] = []
-    backward = stage.backward_one_chunk
+    backward = PipelineStage.backward_one_chunk
 
-    def watch(chunk: int, *args: Any, **kwargs: Any) -> None:
+    def watch(self: Any, chunk: int, **kwargs: Any) -> None:
         if not seen:
             seen.append(peak.live_bytes)
-        backward(chunk, *args, **kwargs)
+        backward(self, chunk, **kwargs)
 
-    stage.backward_one_chunk = watch
+    PipelineStage.backward_one_chunk = watch  # type: ignore[method-assign]
     with meter.peak("cpu") as peak:
         built.step(tokens, targets)
+    PipelineStage.backward_one_chunk = backward  # type: ignore[method-assign]
     held = list(built.modules[0].model.blocks.children())
     each = layer_bytes(64, 4, BATCH, SEQUENCE, 4) * len(held)
     stub = BATCH * SEQUENCE * 64 * 4

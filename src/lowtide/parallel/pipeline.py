@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
@@ -29,20 +29,22 @@ class ScheduleKind:
     Attributes:
         make: PyTorch's class.
         stages: per rank.
+        sends_end: by when it has waited for a send, see `MemoryStage`.
         v_shaped: the second half of the stages runs backwards through the ranks, so that the first rank holds the last stage.
     """
 
     make: Any
     stages: int
+    sends_end: Literal["next", "backward", "gradient"]
     v_shaped: bool = False
 
 
 SCHEDULES = {
-    "1f1b": ScheduleKind(pipelining.Schedule1F1B, 1),
-    "gpipe": ScheduleKind(pipelining.ScheduleGPipe, 1),
-    "interleaved": ScheduleKind(pipelining.ScheduleInterleaved1F1B, 2),
-    "zero-bubble": ScheduleKind(pipelining.ScheduleInterleavedZeroBubble, 2),
-    "zbv": ScheduleKind(pipelining.ScheduleZBVZeroBubble, 2, v_shaped=True),
+    "1f1b": ScheduleKind(pipelining.Schedule1F1B, 1, "next"),
+    "gpipe": ScheduleKind(pipelining.ScheduleGPipe, 1, "backward"),
+    "interleaved": ScheduleKind(pipelining.ScheduleInterleaved1F1B, 2, "gradient"),
+    "zero-bubble": ScheduleKind(pipelining.ScheduleInterleavedZeroBubble, 2, "gradient"),
+    "zbv": ScheduleKind(pipelining.ScheduleZBVZeroBubble, 2, "gradient", v_shaped=True),
 }
 
 
@@ -123,7 +125,7 @@ class Pipeline:
             example_input=tokens if index == 0 else example.detach().requires_grad_(),
             example_output=example.detach().requires_grad_(),
             group=self.group.process_group,
-            sends_finish_late=self.kind.stages > 1,
+            sends_end=self.kind.sends_end,
             before_forward=before,
             after_backward=lambda micro_batch: self.window.leave(index, micro_batch),
         )

@@ -8,7 +8,7 @@ send (arXiv 2205.05198, appendix B). `tests/parallel/test_pipelining_private.py`
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -47,8 +47,8 @@ class MemoryStage(PipelineStage):
         device: where it computes.
         example_input, example_output: tensors on the meta device, of the shapes that travel.
         group: the process group of the pipeline.
-        sends_finish_late: whether the schedule waits for its sends when the step ends only; an output's bytes are then dropped when its
-            gradient has come back, which shows that it arrived. The others have waited for all of them before any backward.
+        sends_end: by when the schedule has waited for a send, after which an output's bytes are dropped whoever still looks at them: the
+            ``next`` send, any ``backward``, or (those that wait at the end of the step) when the ``gradient`` of that output has come back.
         before_forward, after_backward: told the number of each micro-batch.
     """
 
@@ -62,12 +62,12 @@ class MemoryStage(PipelineStage):
         example_input: Tensor,
         example_output: Tensor,
         group: Any,
-        sends_finish_late: bool = False,
+        sends_end: Literal["next", "backward", "gradient"] = "gradient",
         before_forward: Callable[[int], None] = lambda chunk: None,
         after_backward: Callable[[int], None] = lambda chunk: None,
     ) -> None:
         super().__init__(module, index, count, device, input_args=example_input, output_args=example_output, group=group)
-        self._sends_finish_late = sends_finish_late
+        self._sends_end = sends_end
         self._before_forward, self._after_backward = before_forward, after_backward
         self._sent: dict[int, list[Tensor]] = {}
         self._shapes: dict[int, tuple[torch.Size, torch.dtype]] = {}
@@ -113,6 +113,8 @@ class MemoryStage(PipelineStage):
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
         """As PyTorch's; the bytes then belong to the send, and the output keeps its shape and its history only."""
+        if self._sends_end == "next":
+            self._release(list(self._sent))
         operations = super().get_fwd_send_ops(fwd_chunk_id)
         outputs, _ = self.fwd_cache[fwd_chunk_id]
         for operation in operations:
@@ -123,6 +125,14 @@ class MemoryStage(PipelineStage):
                 output.data = torch.empty(1, dtype=output.dtype, device=output.device).expand(output.shape)
         return operations
 
+    def _release(self, chunks: list[int]) -> None:
+        """Drop the bytes of outputs that have been sent; schedules and their work hold on to the tensors."""
+        for chunk in chunks:
+            for tensor in self._sent.pop(chunk, ()):
+                storage = tensor.untyped_storage()
+                if storage_use_count(storage) <= _SENT_ONLY:  # else backward needs the bytes: an operation saved what it gave
+                    storage.resize_(0)
+
     # ---- micro-batches -----------------------------------------------------------------------------------------------------------
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
@@ -132,11 +142,7 @@ class MemoryStage(PipelineStage):
 
     def backward_one_chunk(self, bwd_chunk_id: int, *args: Any, **kwargs: Any) -> None:
         """Backward of one micro-batch, or the part of it that gives the input's gradient."""
-        for chunk in [bwd_chunk_id] if self._sends_finish_late else list(self._sent):
-            for tensor in self._sent.pop(chunk, ()):  # schedules and their work hold on to these
-                storage = tensor.untyped_storage()
-                if storage_use_count(storage) <= _SENT_ONLY:  # else backward needs the bytes: an operation saved what it gave
-                    storage.resize_(0)
+        self._release([bwd_chunk_id] if self._sends_end == "gradient" else list(self._sent))
         super().backward_one_chunk(bwd_chunk_id, *args, **kwargs)
         _drop(self.args_recv_info[bwd_chunk_id])
         _drop(self.grad_recv_info.get(bwd_chunk_id, ()))

@@ -49,6 +49,7 @@ class Alive:
         self._store = store.clone()
         self._prefix = f"lowtide/alive/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun's store outlives an attempt
         self._rank, self._size = rank, size
+        self._hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._end = end or _end
         self._silent_seconds = SILENT_SECONDS if silent_seconds is None else silent_seconds
         self._found = threading.Event()
@@ -80,6 +81,8 @@ class Alive:
         with contextlib.suppress(RuntimeError):
             self._last = {"failed": message}
             self._say()
+            if self._hosts:
+                self._linger()
 
     def close(self) -> None:
         """Tell the others that this rank has done its work, and stop listening."""
@@ -88,6 +91,15 @@ class Alive:
             self._last = {"done": True}
             self._say()
         self._thread.join(timeout=5)
+
+    def _linger(self) -> None:
+        """Stay until the others have read what happened: the store ends with this process."""
+        until = time.monotonic() + GRACE_SECONDS + 2 * BEAT_SECONDS
+        while time.monotonic() < until:
+            peers = [self._read(rank) for rank in range(self._size) if rank != self._rank]
+            if all(about is None or about.get("failed") or about.get("done") or _gone(about) for about in peers):
+                return
+            time.sleep(BEAT_SECONDS / 10)
 
     def _say(self) -> None:
         with self._lock:
@@ -103,18 +115,21 @@ class Alive:
                 self._cause = cause
                 self._found.set()
                 if not self._stop.wait(GRACE_SECONDS):
+                    self.failed(_AFTER + cause)
                     self._end(cause)
                 return
 
     def _look(self) -> str:
         """What happened to another rank, or empty."""
-        for rank, about in self._peers.items():  # first without the store, which may be gone with its owner
-            if not about.get("done") and about["machine"] == _machine() and not _lives(about["pid"]):
-                if told := self._last_words(rank):
-                    return told
-                about = self._peers[rank]
-                if about.get("done"):
-                    continue
+        gone = [  # known without the store, which may be gone with its owner
+            rank for rank, about in self._peers.items() if not about.get("done") and _gone(about)
+        ]
+        told = [words for rank in gone if (words := self._last_words(rank))]
+        if told:
+            return told[0]
+        for rank in gone:
+            about = self._peers[rank]
+            if not about.get("done"):
                 return f"rank {rank} (process {about['pid']} on {about['host']}) died during {about['doing']}"
         try:
             self._say()
@@ -186,6 +201,11 @@ def guarded(alive: Alive | None) -> Iterator[None]:
         alive.failed(_AFTER + cause)
         raise RankError(cause) from error
     alive.close()
+
+
+def _gone(about: dict[str, Any]) -> bool:
+    """Whether a rank's process is known to have ended."""
+    return about["machine"] == _machine() and not _lives(about["pid"])
 
 
 def _error_of(rank: int, about: dict[str, Any]) -> str:

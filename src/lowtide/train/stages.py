@@ -184,7 +184,7 @@ class Stages(Part):
     def _travelling_bytes(self) -> int:
         """What is on its way at once at most: an output, a gradient out and one that comes in; outputs of all in flight where sends end late."""
         each = self.example.numel() * self.example.element_size()
-        late = 1 if (self.options.schedule or DEFAULT_SCHEDULE) == "1f1b" else self.pipeline.in_flight
+        late = 1 if self.pipeline.kind.sends_end == "next" else self.pipeline.in_flight
         return each * (2 + late)
 
     # ---- a step ------------------------------------------------------------------------------------------------------------------
