@@ -28,7 +28,7 @@ from lowtide.models.stage import cut, stage_input
 from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
 from lowtide.parallel.window import Window
 
-LAYERS, WIDTH, HEADS, BATCH, SEQUENCE, VOCABULARY = 4, 256, 8, 2, 256, 1024
+LAYERS, WIDTH, HEADS, BATCH, SEQUENCE, VOCABULARY = 4, 128, 4, 2, 128, 512
 ELEMENT = 4  # float32
 ROWS: list[tuple[str, Callable[[int, float], float], bool, str]] = [
     # name, formula in units of tokens x width bytes at 2 bytes an element, sequence parallel, what is recomputed
@@ -125,7 +125,7 @@ def pipeline_rows() -> list[dict[str, Any]]:
     """In-flight activations and peak of this rank's stage, 1F1B with twice as many micro-batches as ranks, for some windows."""
     ranks, rank = dist.get_world_size(), dist.get_rank()
     found = []
-    for capacity in (None, *range(ranks)):
+    for capacity in (None, ranks // 2, 0):
         torch.manual_seed(0)
         shape = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "hidden_width": 4 * WIDTH, "key_value_heads": HEADS}
         model = GPT(preset("gpt-nano", **shape, vocabulary=VOCABULARY, positions=SEQUENCE, dropout=0.1, fused_attention=False, tied=False))
@@ -215,6 +215,7 @@ def main() -> None:
     for size in (1, 2, 4):
         for ranks in zip(*on_ranks(size, layer_rows), strict=True):
             rows.append(max(ranks, key=lambda row: row["layer_bytes"]))
+            print(rows[-1], flush=True)
     stages = [row for size in (2, 4) for rank in on_ranks(size, pipeline_rows) for row in rank]
     save("parallel_memory", rows, pipeline=stages)
     Path(RESULTS / "parallel_memory.md").write_text(table(rows, stages, machine()))
