@@ -271,6 +271,7 @@ def test_torchrun(text: Path, tmp_path: Path) -> None:
     assert found["losses"] == pytest.approx(alone.losses, rel=2e-5)
 
 
+@pytest.mark.slow
 def test_torchrun_with_a_rank_that_dies(text: Path, tmp_path: Path) -> None:
     began = time.monotonic()
     done = torchrun(tmp_path, text, DIE="1")

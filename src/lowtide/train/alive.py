@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import signal
 import socket
 import sys
 import threading
@@ -194,6 +195,8 @@ def guarded(alive: Alive | None) -> Iterator[None]:
         alive.failed(str(error))
         raise
     except (Exception, KeyboardInterrupt) as error:
+        with contextlib.suppress(ValueError):  # torchrun asks to terminate as soon as one is dead: first the name, in a few seconds
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
         cause = alive.cause() if isinstance(error, RuntimeError) else ""
         if not cause:
             alive.failed(f"{type(error).__name__}: {next(iter(str(error).splitlines()), '')}")
