@@ -86,7 +86,7 @@ def layers_of_stage(stage: int, stages: int, layers: int) -> range:
 
 def cut(model: nn.Module, stages: int, mine: list[int]) -> list[ModelStage]:
     """This process's stages of a model."""
-    layers = model.config.layers  # type: ignore[union-attr]
+    layers: Any = model.config.layers  # type: ignore[union-attr]
     return [ModelStage(model, layers_of_stage(stage, stages, layers)) for stage in mine]
 
 

@@ -127,7 +127,7 @@ def ranks_for(options: TrainOptions) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     store = _store(started)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    prefixed = dist.PrefixStore(f"group/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
+    prefixed = dist.PrefixStore(f"group/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # pyright: ignore
     dist.init_process_group(backend, store=prefixed, rank=launched[0] if launched else 0, world_size=started, timeout=TIMEOUT)
     yield _layout(options, device, store)
     dist.destroy_process_group()  # not after an error, when it would wait for the others
@@ -152,12 +152,12 @@ def _device(options: TrainOptions) -> torch.device:
     return torch.device("cuda", local)
 
 
-def _store(size: int) -> dist.TCPStore:
+def _store(size: int) -> Any:
     """The store under which the processes meet: that of `torchrun`, which outlives them all, or the first rank's."""
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     first = int(os.environ["RANK"]) == 0
-    return dist.TCPStore(host, port, size, is_master=first and not hosted, timeout=timedelta(minutes=2), wait_for_workers=False)
+    return dist.TCPStore(host, port, size, is_master=first and not hosted, timeout=timedelta(minutes=2), wait_for_workers=False)  # pyright: ignore
 
 
 def _layout(options: TrainOptions, device: torch.device, store: Any) -> Ranks:

@@ -171,7 +171,7 @@ def _pieces(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, whol
         }
 
 
-def _targets(modules: Sequence[nn.Module]) -> Iterator[tuple[str, tuple[Tensor, Partition | None]]]:
+def _targets(modules: Sequence[nn.Module]) -> Iterator[tuple[str, tuple[Any, Partition | None]]]:
     """Parameters and saved buffers by their name in the whole model, with where they lie in the whole."""
     for module in modules:
         cuts = partitions_of(module)
