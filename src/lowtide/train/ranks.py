@@ -86,8 +86,10 @@ class Ranks:
         return found
 
     def seed(self, seed: int, step: int) -> None:
-        """Seed this step's random numbers. They depend on the seed, the step and the place in batch and pipeline, so that nothing needs to be
-        saved for a resumed run, and ranks that share layers have the same ones. A process alone goes on with its generator instead.
+        """Seed this step's random numbers, which depend on the seed, the step and the place in batch and pipeline.
+
+        Nothing needs to be saved for a resumed run, and ranks that share layers have the same ones. A process alone goes on with its generator
+        instead.
         """
         if not self.alone:
             torch.manual_seed(((seed * 1_000_003 + step) * 4_099 + self.data.rank) * 4_099 + self.pipeline.rank)
@@ -113,8 +115,8 @@ def ranks_for(options: TrainOptions) -> Iterator[Ranks]:
     started = dist.get_world_size() if dist.is_initialized() else launched[1] if launched else 1
     if started != wanted:
         raise OptionError(
-            f"{options.layout} is a layout of {wanted} processes, and {started} were started: pass --dp {max(1, started // max(1, wanted // options.dp))} "
-            f"or start {wanted} (torchrun --nproc-per-node {wanted})"
+            f"{options.layout} is a layout of {wanted} processes, and {started} were started: "
+            f"pass --dp {max(1, started // max(1, wanted // options.dp))} or start {wanted} (torchrun --nproc-per-node {wanted})"
         )
     device = _device(options)
     if wanted == 1:
@@ -157,7 +159,8 @@ def _store(size: int) -> Any:
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     first = int(os.environ["RANK"]) == 0
-    return dist.TCPStore(host, port, size, is_master=first and not hosted, timeout=timedelta(minutes=2), wait_for_workers=False)  # pyright: ignore
+    two_minutes = timedelta(minutes=2)
+    return dist.TCPStore(host, port, size, first and not hosted, two_minutes, wait_for_workers=False)  # pyright: ignore
 
 
 def _layout(options: TrainOptions, device: torch.device, store: Any) -> Ranks:

@@ -156,9 +156,10 @@ class Stages(Part):
         needed = self.memory.least_bytes if fixed is None else self.memory.peak_bytes(fixed)
         least = standing + max(needed, need.step_bytes)
         if least > limit:
+            text = budgets.format_bytes
             raise BudgetError(
-                f"no window fits in {budgets.format_bytes(limit)}: with {self.memory.in_flight} micro-batches in flight the smallest budget is "
-                f"{budgets.format_bytes(least)} ({least} bytes), of which parameters, gradients and optimizer state are {budgets.format_bytes(standing)}",
+                f"no window fits in {text(limit)}: with {self.memory.in_flight} micro-batches in flight the smallest budget is {text(least)} "
+                f"({least} bytes), of which parameters, gradients and optimizer state are {text(standing)}",
                 least,
             )
         capacity = self.memory.capacity(limit - standing) if fixed is None else fixed
@@ -182,7 +183,7 @@ class Stages(Part):
         return measure_micro_batch(stage, first if stage.first else later, tokens if stage.last else None, whole, device)
 
     def _travelling_bytes(self) -> int:
-        """What is on its way at once at most: an output, a gradient out and one that comes in; outputs of all in flight where sends end late."""
+        """What is on its way at once at most: an output (of all in flight where sends end late), a gradient out, and one that comes in."""
         each = self.example.numel() * self.example.element_size()
         late = 1 if self.pipeline.kind.sends_end == "next" else self.pipeline.in_flight
         return each * (2 + late)
