@@ -210,15 +210,16 @@ def table(rows: list[dict[str, Any]], stages: list[dict[str, Any]], about: dict[
 
 
 def main() -> None:
-    """Run and write benchmarks/results/parallel_memory.json and .md."""
+    """Run and write benchmarks/results/parallel_memory.json and .md, after each number of processes anew."""
     rows: list[dict[str, Any]] = []
+    stages: list[dict[str, Any]] = []
     for size in (1, 2, 4):
         for ranks in zip(*on_ranks(size, layer_rows), strict=True):
             rows.append(max(ranks, key=lambda row: row["layer_bytes"]))
-            print(rows[-1], flush=True)
-    stages = [row for size in (2, 4) for rank in on_ranks(size, pipeline_rows) for row in rank]
-    save("parallel_memory", rows, pipeline=stages)
-    Path(RESULTS / "parallel_memory.md").write_text(table(rows, stages, machine()))
+        if size > 1:
+            stages += [row for rank in on_ranks(size, pipeline_rows) for row in rank]
+        save("parallel_memory", rows, pipeline=stages)
+        Path(RESULTS / "parallel_memory.md").write_text(table(rows, stages, machine()))
 
 
 if __name__ == "__main__":
