@@ -16,6 +16,7 @@ NAMES = (
     "layout",
     "codecs",
     "disk_tier",
+    "parallel_memory",
     "report",
 )
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
+import traceback
 import warnings
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -100,7 +102,19 @@ def train(
     stop_after: Annotated[
         int | None, typer.Option(help="Stop at this step; --resume goes on. The learning rate still follows --steps.")
     ] = None,
-    compare: Annotated[bool, typer.Option(help="Measure the plain and the planned step side by side at the end.")] = True,
+    compare: Annotated[
+        bool | None,
+        typer.Option(
+            "--compare/--no-compare", help="Measure the plain and the planned step side by side at the end. [default: without --pp]"
+        ),
+    ] = None,
+    tp: Annotated[int, typer.Option(help="Processes that share every layer (tensor parallel); start them with torchrun.")] = 1,
+    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="The --tp processes share the sequence, too.")] = False,
+    dp: Annotated[int, typer.Option(help="Processes that share each micro-batch (data parallel).")] = 1,
+    pp: Annotated[int, typer.Option(help="Processes that hold the model's stages (pipeline); --grad-accum is their micro-batches.")] = 1,
+    schedule: Annotated[
+        str | None, typer.Option(help="Of the pipeline: 1f1b, gpipe, interleaved, zero-bubble, zbv. [default: 1f1b]")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
     plot: Annotated[
         Path | None, typer.Option(help="Draw live memory over one step into this file (.png, .pdf or .svg; needs matplotlib).")
@@ -142,18 +156,25 @@ def train(
         resume=resume,
         stop_after=stop_after,
         compare=compare,
+        tp=tp,
+        sequence_parallel=sequence_parallel,
+        dp=dp,
+        pp=pp,
+        schedule=schedule,
         json=json_file,
         plot=plot,
     )
-    console = Console(quiet=quiet)
+    first = os.environ.get("RANK", "0") == "0"  # the others' results are in its
+    console = Console(quiet=quiet or not first)
     progress = Silent() if quiet else ConsoleProgress(console)
     try:
         result = run(options, progress)
     finally:
         progress.finish()
-    if json_file is not None:
+    if first and json_file is not None:
         _write_json(json_file, result.to_json())
-    save_plot(result)
+    if first:
+        save_plot(result)
     show(result, console)
     if result.stopped:
         raise typer.Exit(130)
@@ -231,6 +252,17 @@ def _write_text(path: Path, text: str) -> None:
 def main() -> None:
     """The command line; exits with 2 for what the user can mend, 130 when interrupted."""
     try:
+        _main()
+    except Exception:
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            raise
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)  # leaving in order would wait for the other processes
+
+
+def _main() -> None:
+    try:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             app()
@@ -258,5 +290,9 @@ def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, *
 
 
 def _fail(message: str) -> None:
-    print(f"lowtide: {message}", file=sys.stderr)
+    """One line, and the end; a process among several says which it is, and does not wait for the others to leave their group."""
+    rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
+    print(f"lowtide: {message}" if size == "1" else f"lowtide, rank {rank}: {message}", file=sys.stderr, flush=True)
+    if size != "1":
+        os._exit(2)
     sys.exit(2)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -98,16 +100,28 @@ class GPT(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> CausalOutput:
         """Logits of every next token, or the loss against ``targets`` (the tokens one place later)."""
-        check_tokens(tokens, self.config.positions)
-        places = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.dropout(self.tokens(tokens) + self.sharing.piece(self.positions(places)))
-        for block in self.blocks:
-            x = block(x)
-        x = self.norm(x)
+        x = self.norm(self.run_blocks(self.embed(tokens)))
         vocabulary = self.config.vocabulary
         if targets is None:
             return CausalOutput(None, self.sharing.logits(self.head(x), vocabulary))
-        return CausalOutput(self.sharing.loss(x, self.head, targets, vocabulary, self.config.loss_chunks), None)
+        return CausalOutput(self.loss(x, targets), None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the first layer sees of tokens."""
+        check_tokens(tokens, self.config.positions)
+        places = torch.arange(tokens.shape[1], device=tokens.device)
+        return self.dropout(self.tokens(tokens) + self.sharing.piece(self.positions(places)))
+
+    def run_blocks(self, x: Tensor, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> Tensor:
+        """The layers that this module holds, each in a context that ``around`` makes."""
+        for block in self.blocks.children():
+            with around():
+                x = block(x)
+        return x
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy of what the final norm gave."""
+        return self.sharing.loss(x, self.head, targets, self.config.vocabulary, self.config.loss_chunks)
 
 
 def _initialize(module: nn.Module) -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -117,13 +119,26 @@ class Llama(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> CausalOutput:
         """Logits of every next token, or the loss against ``targets`` (the tokens one place later)."""
-        check_tokens(tokens, self.config.positions)
-        cos, sin = self.cos[: tokens.shape[1]], self.sin[: tokens.shape[1]]
-        x = self.tokens(tokens)
-        for block in self.blocks:
-            x = block(x, cos, sin)
-        x = self.norm(x)
+        x = self.norm(self.run_blocks(self.embed(tokens)))
         vocabulary = self.config.vocabulary
         if targets is None:
             return CausalOutput(None, self.sharing.logits(self.head(x), vocabulary))
-        return CausalOutput(self.sharing.loss(x, self.head, targets, vocabulary, self.config.loss_chunks), None)
+        return CausalOutput(self.loss(x, targets), None)
+
+    def embed(self, tokens: Tensor) -> Tensor:
+        """What the first layer sees of tokens."""
+        check_tokens(tokens, self.config.positions)
+        return self.tokens(tokens)
+
+    def run_blocks(self, x: Tensor, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> Tensor:
+        """The layers that this module holds, each in a context that ``around`` makes."""
+        sequence = x.shape[1] * (self.sharing.size if self.sharing.sequence_parallel else 1)
+        cos, sin = self.cos[:sequence], self.sin[:sequence]
+        for block in self.blocks.children():
+            with around():
+                x = block(x, cos, sin)
+        return x
+
+    def loss(self, x: Tensor, targets: Tensor) -> Tensor:
+        """The mean cross entropy of what the final norm gave."""
+        return self.sharing.loss(x, self.head, targets, self.config.vocabulary, self.config.loss_chunks)

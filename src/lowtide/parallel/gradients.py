@@ -20,7 +20,7 @@ from lowtide.parallel.collectives import all_reduce
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.groups import TensorGroup, tensor_group
 
-_BUFFER_BYTES = 32 * 2**20
+BUFFER_BYTES = 32 * 2**20
 
 
 class _Mark:
@@ -155,7 +155,15 @@ def partial_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
     return [parameter for parameter in parameters if _mark_of(parameter) is not None]
 
 
-def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer | torch.nn.Module, *, buffer_bytes: int = _BUFFER_BYTES) -> int:
+def note_added(parameters: Iterable[Tensor]) -> None:
+    """Say that a backward has added to the marked gradients among these, where it wrote them behind autograd's hooks (zero-bubble schedules)."""
+    for parameter in partial_gradients(parameters):
+        mark = _mark_of(parameter)
+        if mark is not None and parameter.grad is not None and not mark.partial:
+            mark.added(parameter)
+
+
+def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer | torch.nn.Module, *, buffer_bytes: int = BUFFER_BYTES) -> int:
     """Sum the marked gradients over their ranks. Call it once a step: after the last backward, before clipping and ``optimizer.step()``.
 
     Args:
@@ -186,7 +194,7 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer | tor
         gradients = [flat_gradient(parameter) for parameter in parameters]
         length = max(1, min(buffer_bytes // dtype.itemsize, sum(g.numel() for g in gradients)))
         buffer = torch.empty(length, dtype=dtype, device=device)
-        for pieces in _filled(gradients, length):
+        for pieces in filled(gradients, length):
             _sum_pieces(pieces, buffer, group)
         for parameter in parameters:
             mark = _mark_of(parameter)
@@ -218,7 +226,7 @@ def _sum_pieces(pieces: list[tuple[Tensor, int, int]], buffer: Tensor, group: Te
         at += stop - start
 
 
-def _filled(gradients: list[Tensor], length: int) -> Iterator[list[tuple[Tensor, int, int]]]:
+def filled(gradients: list[Tensor], length: int) -> Iterator[list[tuple[Tensor, int, int]]]:
     """Flat gradients as (gradient, start, stop), in lists that fill a buffer of ``length`` elements each."""
     batch: list[tuple[Tensor, int, int]] = []
     room = length

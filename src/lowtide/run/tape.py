@@ -217,18 +217,24 @@ def bring_back(value: LiveValue) -> torch.Tensor:
         return base
     order: list[Node | Fetch] = []
     seen: set[int] = set()
+    # Values that this call makes; those whose count says that somebody will come for them stay cached afterwards.
+    transient: dict[int, torch.Tensor] = {}
     stack = [value]
     while stack:
         wanted = stack.pop()
         node = wanted.node
-        if node is None or id(node) in seen or wanted.here() is not None:
+        if node is None or id(node) in seen:
+            continue
+        if wanted.here() is not None:
+            if wanted.cached is not None:
+                transient[id(wanted)] = (
+                    wanted.cached
+                )  # a count used up by an earlier replay would drop it before this call has done with it
             continue
         seen.add(id(node))
         order.append(node)
         stack.extend(node.inputs())
     order.sort(key=lambda node: node.order)
-    # Values that this call makes; those whose count says that somebody will come for them stay cached afterwards.
-    transient: dict[int, torch.Tensor] = {}
     uses: dict[int, int] = {}
     for node in order:
         for source in node.inputs():

@@ -57,20 +57,24 @@ def save(folder: Path, step: int, state: dict[str, Any], run: dict[str, Any]) ->
     try:
         folder.mkdir(parents=True, exist_ok=True)
         _remove_leftovers(folder)
-        digest, temporary = _write(folder, lambda file: torch.save(state, file))
+        digest, temporary = write(folder, lambda file: torch.save(state, file))
         data = folder / f"step-{step:08d}-{digest[:12]}.pt"
-        _rename(temporary, data)
-        about = {"format": _FORMAT, "step": step, "file": data.name, "sha256": digest, "run": run}
-        _, temporary = _write(folder, lambda file: file.write(json.dumps(about, indent=1).encode()))
-        _rename(temporary, _manifest(folder, step))
-        found = steps(folder)
-        earlier = [old for old in found if old < step]
-        for old in earlier[: -(KEPT - 1)] + [later for later in found if later > step]:  # later ones were damaged, or load had taken them
-            _manifest(folder, old).unlink(missing_ok=True)
-        _remove_leftovers(folder)
+        rename(temporary, data)
+        finish(folder, step, {"format": _FORMAT, "step": step, "file": data.name, "sha256": digest, "run": run})
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
         raise CheckpointError(f"cannot write a checkpoint to {str(folder)!r}: {getattr(error, 'strerror', None) or error}") from error
     return data
+
+
+def finish(folder: Path, step: int, about: dict[str, Any]) -> None:
+    """Write the manifest, with which a checkpoint exists, and delete all but the newest `KEPT`."""
+    _, temporary = write(folder, lambda file: file.write(json.dumps(about, indent=1).encode()))
+    rename(temporary, manifest(folder, step))
+    found = steps(folder)
+    earlier = [old for old in found if old < step]
+    for old in earlier[: -(KEPT - 1)] + [later for later in found if later > step]:  # later ones were damaged, or load had taken them
+        manifest(folder, old).unlink(missing_ok=True)
+    _remove_leftovers(folder)
 
 
 def steps(folder: Path) -> list[int]:
@@ -106,17 +110,18 @@ class _Damaged(Exception):
     """A checkpoint's content is not what was written."""
 
 
-def _manifest(folder: Path, step: int) -> Path:
+def manifest(folder: Path, step: int) -> Path:
+    """The JSON file of a checkpoint."""
     return folder / f"step-{step:08d}.json"
 
 
 def _read(folder: Path, step: int) -> Checkpoint:
-    name = _manifest(folder, step).name
+    name = manifest(folder, step).name
     try:
-        about = json.loads(_manifest(folder, step).read_text(encoding="utf-8"))
+        about = json.loads(manifest(folder, step).read_text(encoding="utf-8"))
         version = about["format"]
         if version != _FORMAT:
-            raise CheckpointError(f"checkpoint {name} has format {version!r}; this version of lowtide reads format {_FORMAT}")
+            raise CheckpointError(f"checkpoint {name} has format {version!r}; a run of one process reads format {_FORMAT}")
         run, digest, data = about["run"], about["sha256"], folder / Path(about["file"]).name
         with data.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
@@ -144,13 +149,13 @@ class _Hashing:
         self._file.flush()
 
 
-def _write(folder: Path, write: Callable[[Any], object]) -> tuple[str, Path]:
+def write(folder: Path, fill: Callable[[Any], object], name: str = "") -> tuple[str, Path]:
     """Write a temporary file down to the disk; returns the SHA-256 of its content, and its name."""
-    temporary = folder / f"step-{os.getpid()}.tmp"
+    temporary = folder / (name or f"step-{os.getpid()}.tmp")
     try:
         with temporary.open("wb") as file:
             hashing = _Hashing(file)
-            write(hashing)
+            fill(hashing)
             file.flush()
             os.fsync(file.fileno())
     except BaseException:
@@ -159,7 +164,8 @@ def _write(folder: Path, write: Callable[[Any], object]) -> tuple[str, Path]:
     return hashing.sha256.hexdigest(), temporary
 
 
-def _rename(temporary: Path, path: Path) -> None:
+def rename(temporary: Path, path: Path) -> None:
+    """Give a finished file its name, durably."""
     os.replace(temporary, path)
     _sync_folder(path.parent)
 
@@ -179,7 +185,8 @@ def _remove_leftovers(folder: Path) -> None:
     named = set()
     for step in steps(folder):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-            named.add(json.loads(_manifest(folder, step).read_text(encoding="utf-8"))["file"])
+            about = json.loads(manifest(folder, step).read_text(encoding="utf-8"))
+            named.update(about["files"] if "files" in about else [about["file"]])
     for file in (*folder.glob("step-*.tmp"), *folder.glob("step-*.pt")):
         if file.name not in named:
             file.unlink(missing_ok=True)

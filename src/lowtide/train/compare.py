@@ -89,6 +89,7 @@ def compare(
     loss_of: Callable[[], Tensor],
     device: torch.device,
     pairs: int = PAIRS,
+    agree: Callable[[bool], bool] = bool,
 ) -> Comparison:
     """Run forward and backward in turn with and without the plan, each from the same weights, random state and empty gradients.
 
@@ -99,6 +100,7 @@ def compare(
         loss_of: runs the forward and returns the loss.
         device: whose memory counts.
         pairs: how often, or fewer for steps of many seconds; one uncounted pair warms up, and its loss and gradients are compared.
+        agree: whether something holds for any of the ranks that share the model, which have to run the same steps.
     """
     random = _random_state(device)
 
@@ -121,7 +123,7 @@ def compare(
     planned_digests = _digests(model, first.value)
     plan: Plan = handle.plan
     room = free_bytes(device)
-    if room is not None and plan.plain_peak_bytes - standing > 0.9 * room:
+    if agree(room is not None and plan.plain_peak_bytes - standing > 0.9 * room):
         optimizer.zero_grad(set_to_none=True)
         runs = [run(planned=True)[0] for _ in range(pairs)]
         return Comparison(plan, _measured("planned", runs, standing), None, None, None)
@@ -129,7 +131,7 @@ def compare(
     plain_runs, planned_runs = [], []
     began = time.perf_counter()
     for pair in range(pairs):
-        if pair >= 2 and time.perf_counter() - began > ENOUGH_SECONDS:
+        if pair >= 2 and agree(time.perf_counter() - began > ENOUGH_SECONDS):
             break
         order = (False, True) if pair % 2 == 0 else (True, False)
         for planned in order:

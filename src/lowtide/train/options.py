@@ -48,7 +48,10 @@ class TrainOptions:
         checkpoint_dir, checkpoint_every: where and how often to write checkpoints; the last step is always written.
         resume: go on from the newest checkpoint.
         stop_after: stop at this step as if interrupted; the learning rate still follows ``steps``.
-        compare: measure a plain and a planned step side by side at the end.
+        compare: measure a plain and a planned step side by side at the end; ``None`` does so where it can be done (without a pipeline).
+        tp, dp, pp: processes that share every layer, the batch, and the stages of the model.
+        sequence_parallel: the ``tp`` processes share the sequence, too.
+        schedule: of the pipeline's micro-batches, one of `lowtide.parallel.pipeline.SCHEDULES`.
         json, plot: files for the results and for the picture of memory.
     """
 
@@ -77,12 +80,17 @@ class TrainOptions:
     checkpoint_every: int = 0
     resume: bool = False
     stop_after: int | None = None
-    compare: bool = True
+    compare: bool | None = None
+    tp: int = 1
+    dp: int = 1
+    pp: int = 1
+    sequence_parallel: bool = False
+    schedule: str | None = None
     json: Path | None = None
     plot: Path | None = None
 
     def __post_init__(self) -> None:
-        for name in ("steps", "batch", "seq", "grad_accum", "eval_batches"):
+        for name in ("steps", "batch", "seq", "grad_accum", "eval_batches", "tp", "dp", "pp"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
         for name in ("warmup", "weight_decay", "clip", "eval_every", "checkpoint_every", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "it cannot be negative")
@@ -98,13 +106,48 @@ class TrainOptions:
         if self.stop_after is not None:
             require(0 < self.stop_after <= self.steps, "stop-after", self.stop_after, f"choose a step from 1 to --steps {self.steps}")
         if self.plot is not None:
-            require(self.compare, "plot", self.plot, "the picture is of the comparison: leave out --no-compare")
+            require(self.compares, "plot", self.plot, "the picture is of the comparison: leave out --no-compare")
             require(self.plot.suffix in PICTURE_SUFFIXES, "plot", self.plot, f"choose a name that ends in {', '.join(PICTURE_SUFFIXES)}")
             if importlib.util.find_spec("matplotlib") is None:
                 raise OptionError("--plot needs matplotlib: pip install 'lowtide[pictures]'")
         for name, file in (("json", self.json), ("plot", self.plot)):
             check_file(name, file)
         check_device(self.device)
+        self._check_layout()
+
+    def _check_layout(self) -> None:
+        """Refuse layouts that cannot be, before any process waits for another."""
+        require(
+            not (self.sequence_parallel and self.tp == 1),
+            "sequence-parallel",
+            "",
+            "it shares the sequence among --tp processes: pass --tp 2 or more",
+        )
+        require(self.batch % self.dp == 0, "batch", self.batch, f"a micro-batch is shared among --dp {self.dp}, which must divide it")
+        if self.sequence_parallel:
+            require(self.seq % self.tp == 0, "seq", self.seq, f"--sequence-parallel shares it among --tp {self.tp}, which must divide it")
+        if self.pp == 1:
+            require(self.schedule is None, "schedule", self.schedule, "it is a pipeline's: pass --pp 2 or more")
+            return
+        from lowtide.train.stages import check_pipeline
+
+        check_pipeline(self)
+
+    @property
+    def ranks(self) -> int:
+        """How many processes the run needs."""
+        return self.tp * self.dp * self.pp
+
+    @property
+    def layout(self) -> str:
+        """How the processes are arranged, as the flags that say so."""
+        flags = [f"--{name} {count}" for name, count in (("tp", self.tp), ("dp", self.dp), ("pp", self.pp)) if count > 1]
+        return " ".join(flags + ["--sequence-parallel"] * self.sequence_parallel) or "--tp 1 --dp 1 --pp 1"
+
+    @property
+    def compares(self) -> bool:
+        """Whether the run ends with a comparison."""
+        return self.pp == 1 if self.compare is None else self.compare
 
     def spec(self) -> ModelSpec:
         """The model, with the changes that the options ask for, checked against sequence and text."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 from rich.console import Console
 from rich.table import Table
 
@@ -17,6 +19,8 @@ def show(result: TrainResult, console: Console) -> None:
     """Print everything that a run found."""
     console.print()
     console.print(_losses(result), highlight=False, soft_wrap=True)
+    for rank in result.ranks:
+        console.print(_rank(rank), highlight=False, soft_wrap=True)
     comparison = result.comparison
     if comparison is not None:
         console.print(_table(result, comparison))
@@ -58,6 +62,18 @@ def _losses(result: TrainResult) -> str:
     if result.stopped:
         words.append(f"stopped after step {result.last_step}")
     return ", ".join(words)
+
+
+def _rank(rank: dict[str, Any]) -> str:
+    """One of several processes: what it took, under which budget, and its window of micro-batches."""
+    peaks = rank["step_peak_bytes"][1:] or rank["step_peak_bytes"]
+    words = [f"most live memory {format_bytes(max(peaks))}" if peaks else "memory not counted"]
+    if rank.get("budget_bytes") is not None:
+        words.append(f"budget {format_bytes(rank['budget_bytes'])}")
+    if "in_flight" in rank:
+        whole = "all" if rank["window"] is None else min(rank["window"], rank["in_flight"])
+        words.append(f"{whole} of {rank['in_flight']} micro-batches in flight kept whole")
+    return f"{rank['name']}: {', '.join(words)}"
 
 
 def _table(result: TrainResult, comparison: Comparison) -> Table:

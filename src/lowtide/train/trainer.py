@@ -6,26 +6,28 @@ import math
 import platform
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
-import lowtide
 from lowtide.budget import format_bytes
 from lowtide.errors import LowtideError
-from lowtide.models import ModelSpec, build_model
+from lowtide.models import ModelSpec
 from lowtide.optim import HostOptimizer
-from lowtide.train import checkpoint
-from lowtide.train.compare import Comparison, compare
+from lowtide.train import checkpoint, shards
+from lowtide.train.alive import Alive, guarded
+from lowtide.train.compare import Comparison
 from lowtide.train.data import Batches, Corpus, load_corpus
 from lowtide.train.memory import RunMeter, free_bytes, training_bytes
-from lowtide.train.options import DTYPES, OptionError, TrainOptions
+from lowtide.train.options import OptionError, TrainOptions
+from lowtide.train.part import make_part
 from lowtide.train.progress import Progress, Silent
+from lowtide.train.ranks import Ranks, ranks_for
 from lowtide.train.schedule import learning_rate
 
 
@@ -47,7 +49,8 @@ class TrainResult:
         gradient_norms: before clipping, of every step.
         step_seconds: wall time of every step.
         step_peak_bytes: most live bytes within every step, from its first forward to the end of its optimizer step, evaluation and
-            checkpoint included; empty where they cannot be counted. The first step plans.
+            checkpoint included; empty where they cannot be counted. The first step plans. Of this process.
+        ranks: what every process did that is its own: its name, its peaks, what its plans were; empty for a process alone.
         plans: how many plans were made (one for each shape of step).
         comparison: the plain and the planned step side by side, unless turned off.
         stopped: whether the run was interrupted before its last step.
@@ -67,6 +70,7 @@ class TrainResult:
     comparison: Comparison | None = None
     stopped: bool = False
     seconds: float = 0.0
+    ranks: list[dict[str, Any]] = field(default_factory=list)
 
     @property
     def last_step(self) -> int:
@@ -90,6 +94,7 @@ class TrainResult:
             "plans": self.plans,
             "comparison": None if self.comparison is None else self.comparison.to_json(),
             "stopped": self.stopped,
+            "ranks": self.ranks,
             "seconds": self.seconds,
             "machine": {
                 "torch": torch.__version__,
@@ -110,44 +115,49 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
     Raises:
         LowtideError: the options do not go together, the data or a checkpoint is no good, the budget cannot be met, or the loss diverged.
     """
-    progress = progress or Silent()
+    with ranks_for(options) as ranks:
+        alive = Alive(ranks.store, ranks.rank, ranks.size) if ranks.store is not None else None
+        with guarded(alive):
+            return _train(options, ranks, progress if progress is not None and ranks.rank == 0 else Silent(), alive)
+
+
+def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive | None) -> TrainResult:
     began = time.perf_counter()
-    device = torch.device(options.device)
+    device = ranks.device
     spec = options.spec()
-    check_room(spec, device, options.optimizer_host_fraction)
+    check_room(spec, device, options.tp * options.pp, options.optimizer_host_fraction)
     corpus = load_corpus(options.data)
     batches = Batches(corpus.train, options.batch, options.seq, options.seed)
     validation = Batches(corpus.validation, options.batch, options.seq, options.seed, "validation")
-    resumed = find_checkpoint(options, corpus)
+    resumed = find_checkpoint(options, corpus, ranks)
+
+    def doing(what: str) -> None:
+        if alive is not None:
+            alive.doing(what)
 
     with RunMeter(device) as memory, stop_signals() as stop:
         torch.manual_seed(options.seed)
-        model = build_model(spec).to(device)
-        optimizer = make_optimizer(model, options)
-        handle = lowtide.limit_memory(model, budget=options.budget, policy=options.policy, optimizer=optimizer)
-        result = TrainResult(options, str(corpus), sum(p.numel() for p in model.parameters()), first_step=0)
+        part = make_part(spec, options, ranks)
+        optimizer = make_optimizer(part.modules, options)
+        part.limit(optimizer)
+        result = TrainResult(options, str(corpus), part.parameters, first_step=0)
         if resumed is not None:
-            restore(resumed, model, optimizer, device)
+            restore(options, resumed, part.modules, optimizer, device)
             result.first_step = resumed.step
         progress.start(result.first_step, options.steps, f"{options.model}, {result.parameters / 1e6:.1f} M parameters, {corpus}")
-
-        def loss_of(tokens: Tensor, targets: Tensor) -> Tensor:
-            with torch.autocast(device.type, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
-                return model(tokens.to(device), targets.to(device)).loss
 
         for step in range(result.first_step, options.stop_after or options.steps):
             done = step + 1
             last = done == options.steps
+            doing(f"step {done}")
             with memory.block() as peak:
                 step_began = time.perf_counter()
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, options.steps, options.lr, options.warmup)
-                loss = 0.0
-                for micro in range(options.grad_accum):
-                    part = loss_of(*batches.draw(step * options.grad_accum + micro)) / options.grad_accum
-                    part.backward()
-                    loss += part.item()
-                norm = nn.utils.clip_grad_norm_(model.parameters(), options.clip or math.inf).item()
+                ranks.seed(options.seed, step)
+                loss = part.step([batches.draw(step * options.grad_accum + micro) for micro in range(options.grad_accum)], optimizer)
+                norm = part.clip(options.clip or math.inf)
+                loss, asked = ranks.sum(loss / ranks.size, float(bool(stop)))
                 if not math.isfinite(loss) or not math.isfinite(norm):
                     raise TrainError(f"the loss became {loss} (gradient norm {norm}) at step {done}: lower --lr or raise --warmup")
                 optimizer.step()
@@ -155,10 +165,13 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
                 seconds = time.perf_counter() - step_began
 
                 if last or due(done, options.eval_every):
-                    result.validation.append((done, evaluate(model, validation, options, loss_of)))
-                stopping = bool(stop)
+                    doing(f"the evaluation after step {done}")
+                    (mean,) = ranks.sum(part.evaluate(list(validation.spread(options.eval_batches))) / ranks.size)
+                    result.validation.append((done, mean))
+                stopping = bool(asked) if not ranks.alone else bool(stop)
                 if options.checkpoint_dir and (last or stopping or done == options.stop_after or due(done, options.checkpoint_every)):
-                    save(options, corpus, done, model, optimizer, device)
+                    doing(f"the checkpoint after step {done}")
+                    save(options, corpus, done, part.modules, optimizer, ranks)
             result.losses.append(loss)
             result.gradient_norms.append(norm)
             result.step_seconds.append(seconds)
@@ -172,23 +185,29 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
                 break
         progress.finish()
 
-        if options.compare and not result.stopped:
+        if options.compares and not result.stopped:
+            doing("the comparison")
             progress.comparing()
-            tokens, targets = batches.draw(0)
-            result.comparison = compare(model, handle, optimizer, lambda: loss_of(tokens, targets), device)
-        result.plans = len(handle.plans)
-        handle.remove()
+            result.comparison = part.compare(batches.draw(0), optimizer)
+        result.plans = part.plans
+        part.release()
     result.seconds = time.perf_counter() - began
+    if not ranks.alone:
+        doing("the end")
+        mine = {"name": ranks.name, "step_peak_bytes": result.step_peak_bytes, "plans": result.plans, **part.about()}
+        mine["comparison"] = None if result.comparison is None else result.comparison.to_json()
+        result.ranks = ranks.gather(mine)
     return result
 
 
-def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optimizer:
+def make_optimizer(modules: Sequence[nn.Module], options: TrainOptions) -> torch.optim.Optimizer:
     """AdamW with weight decay on matrices only (not on biases and norms), fused: fastest, and without temporaries of its own.
 
     Where options say so, a share of its state lies on the host; the numbers stay the same.
     """
-    matrices = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim >= 2]
-    others = [parameter for parameter in model.parameters() if parameter.requires_grad and parameter.ndim < 2]
+    parameters = {id(parameter): parameter for module in modules for parameter in module.parameters() if parameter.requires_grad}
+    matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
+    others = [parameter for parameter in parameters.values() if parameter.ndim < 2]
     groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
     groups = [group for group in groups if group["params"]]
     if options.optimizer_host_fraction is None:
@@ -197,22 +216,13 @@ def make_optimizer(model: nn.Module, options: TrainOptions) -> torch.optim.Optim
     return HostOptimizer(torch.optim.AdamW, groups, host_fraction=share, lr=options.lr, betas=(0.9, 0.95))
 
 
-@torch.no_grad()
-def evaluate(model: nn.Module, validation: Batches, options: TrainOptions, loss_of: Any) -> float:
-    """The mean loss over validation batches that are the same every time."""
-    model.eval()
-    losses = [loss_of(*batch).item() for batch in validation.spread(options.eval_batches)]
-    model.train()
-    return sum(losses) / len(losses)
-
-
-def check_room(spec: ModelSpec, device: torch.device, host_fraction: float | Literal["auto"] | None = None) -> None:
+def check_room(spec: ModelSpec, device: torch.device, shared_by: int = 1, host_fraction: float | Literal["auto"] | None = None) -> None:
     """Refuse a model whose weights, gradients and optimizer state on the device alone do not fit, before anything is allocated.
 
     Raises:
         OptionError: they do not.
     """
-    needed, free = training_bytes(spec), free_bytes(device)
+    needed, free = training_bytes(spec) // shared_by, free_bytes(device)
     moved = 1.0 if host_fraction == "auto" else host_fraction or 0.0
     needed -= int(needed * moved / 2)  # AdamW's moments are half of it
     if free is not None and needed > free:
@@ -228,7 +238,7 @@ def due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def find_checkpoint(options: TrainOptions, corpus: Corpus) -> checkpoint.Checkpoint | None:
+def find_checkpoint(options: TrainOptions, corpus: Corpus, ranks: Ranks) -> checkpoint.Checkpoint | shards.Manifest | None:
     """The checkpoint to go on from, checked against the options; ``None`` for a fresh start.
 
     Raises:
@@ -244,7 +254,8 @@ def find_checkpoint(options: TrainOptions, corpus: Corpus) -> checkpoint.Checkpo
                 f"--checkpoint-dir {folder} holds a run at step {found[-1]}: pass --resume to go on with it, or another folder"
             )
         return None
-    loaded = checkpoint.load(folder)
+    shared = not ranks.alone or shards.format_of(folder) == shards.FORMAT
+    loaded = shards.newest(folder, ranks) if shared else checkpoint.load(folder)
     now = options.trajectory(corpus.digest)
     for name, value in loaded.run.items():
         if now.get(name) != value and name == "data":
@@ -262,21 +273,39 @@ def find_checkpoint(options: TrainOptions, corpus: Corpus) -> checkpoint.Checkpo
 
 
 def save(
-    options: TrainOptions, corpus: Corpus, step: int, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device
+    options: TrainOptions, corpus: Corpus, step: int, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ranks: Ranks
 ) -> None:
-    """Write a checkpoint of everything that the rest of the run depends on. Batches depend on the step alone, the learning rate too."""
+    """Write a checkpoint of everything that the rest of the run depends on. Batches depend on the step alone, the learning rate too; with
+    several processes so do random numbers.
+    """
+    assert options.checkpoint_dir is not None
+    run = options.trajectory(corpus.digest)
+    if not ranks.alone:
+        shards.save(options.checkpoint_dir, step, modules, optimizer, run, ranks)
+        return
+    (model,) = modules
     state = {
         "model": model.state_dict(),
         "optimizer": optimizer.state_dict(),
         "random": torch.get_rng_state(),
-        "random_cuda": torch.cuda.get_rng_state(device) if device.type == "cuda" else None,
+        "random_cuda": torch.cuda.get_rng_state(ranks.device) if ranks.device.type == "cuda" else None,
     }
-    assert options.checkpoint_dir is not None
-    checkpoint.save(options.checkpoint_dir, step, state, options.trajectory(corpus.digest))
+    checkpoint.save(options.checkpoint_dir, step, state, run)
 
 
-def restore(loaded: checkpoint.Checkpoint, model: nn.Module, optimizer: torch.optim.Optimizer, device: torch.device) -> None:
+def restore(
+    options: TrainOptions,
+    loaded: checkpoint.Checkpoint | shards.Manifest,
+    modules: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    device: torch.device,
+) -> None:
     """Put back what `save` wrote."""
+    if isinstance(loaded, shards.Manifest):
+        assert options.checkpoint_dir is not None
+        shards.load(options.checkpoint_dir, loaded, modules, optimizer)
+        return
+    (model,) = modules
     model.load_state_dict(loaded.state["model"])
     optimizer.load_state_dict(loaded.state["optimizer"])
     torch.set_rng_state(loaded.state["random"])

@@ -1,0 +1,226 @@
+"""Saved bytes and peak per rank at t = 1, 2, 4 on Gloo processes, against table 2 of arXiv 2205.05198; and pipelines with their window.
+
+python -m benchmarks parallel_memory
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import socket
+from collections.abc import Callable
+from contextlib import nullcontext
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+from torch import Tensor, nn
+
+import lowtide
+from benchmarks.common import RESULTS, machine, save
+from lowtide import meter
+from lowtide.models import preset
+from lowtide.models.gpt import GPT
+from lowtide.models.stage import cut, stage_input
+from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
+from lowtide.parallel.window import Window
+
+LAYERS, WIDTH, HEADS, BATCH, SEQUENCE, VOCABULARY = 4, 128, 4, 2, 128, 512
+ELEMENT = 4  # float32
+ROWS: list[tuple[str, Callable[[int, float], float], bool, str]] = [
+    # name, formula in units of tokens x width bytes at 2 bytes an element, sequence parallel, what is recomputed
+    ("tensor parallel", lambda t, core: 10 + 24 / t + core / t, False, ""),
+    ("tensor + sequence parallel", lambda t, core: 34 / t + core / t, True, ""),
+    ("tensor parallel, selective", lambda t, core: 10 + 24 / t, False, "selective"),
+    ("tensor + sequence parallel, selective", lambda t, core: 34 / t, True, "selective"),
+    ("tensor + sequence parallel, full", lambda t, core: 2 / t, True, "full"),
+]
+
+
+def formula_bytes(t: int, sequence_parallel: bool, recompute: str) -> int:
+    """Table 2 for one layer, for elements of four bytes and masks of one, with the statistics of its two norms."""
+    tokens = SEQUENCE * BATCH
+    shared = t if sequence_parallel else 1
+    if recompute == "full":
+        return tokens * WIDTH * ELEMENT // shared
+    # outside the shared regions: the inputs of two norms and of two linear layers' regions, and two masks; inside: the rest
+    outside = tokens * WIDTH * (4 * ELEMENT + 2) // shared
+    inside = tokens * WIDTH * 12 * ELEMENT // t
+    core = 0 if recompute == "selective" else HEADS * SEQUENCE * SEQUENCE * BATCH * (2 * ELEMENT + 1) // t
+    statistics = 2 * 2 * (tokens // shared) * ELEMENT
+    return outside + inside + core + statistics
+
+
+def build(sequence_parallel: bool, recompute: str) -> GPT:
+    """The model on the whole world."""
+    torch.manual_seed(0)
+    shape = {
+        "layers": LAYERS,
+        "width": WIDTH,
+        "heads": HEADS,
+        "hidden_width": 4 * WIDTH,
+        "key_value_heads": HEADS,
+        "vocabulary": VOCABULARY,
+    }
+    config = preset("gpt-nano", **shape, positions=SEQUENCE, dropout=0.1, fused_attention=False)
+    group = dist.group.WORLD if dist.get_world_size() > 1 else None
+    model = GPT(config, group, sequence_parallel and group is not None)
+    for block in model.blocks:
+        if recompute == "selective":
+            block.attention.core.forward = _scoped(block.attention.core.forward)  # type: ignore[union-attr, assignment]
+        elif recompute == "full":
+            block.forward = _scoped(block.forward)  # type: ignore[method-assign]
+    return model
+
+
+def _scoped(function: Callable[..., Any]) -> Callable[..., Any]:
+    def call(*args: Any) -> Any:
+        with lowtide.checkpointing(check=False):
+            return function(*args)
+
+    return call
+
+
+def tokens(batch: int = BATCH) -> Tensor:
+    """A batch, the same on every rank."""
+    return torch.randint(VOCABULARY, (batch, SEQUENCE), generator=torch.Generator().manual_seed(1))
+
+
+def layer_row(sequence_parallel: bool, recompute: str) -> dict[str, int]:
+    """Bytes that the layers hold between forward and backward, and the peak of the whole step."""
+    model = build(sequence_parallel, recompute)
+    x, targets = tokens(), tokens().roll(-1, 1)
+    model(x, targets).loss.backward()  # gradients are there from now on
+    dist.barrier()
+    with meter.peak("cpu") as seen:
+        hidden = model.embed(x)
+        before = seen.live_bytes
+        for block in model.blocks:
+            hidden = block(hidden)
+        # each layer's output is the next one's input, so the layers' inputs are counted and the last output is not
+        held = seen.live_bytes - before
+        del hidden
+    dist.barrier()
+    with meter.peak("cpu") as step:
+        model(x, targets).loss.backward()
+    return {"layer_bytes": held // LAYERS, "step_peak_bytes": step.peak_bytes, "standing_bytes": meter.resident_bytes(model)}
+
+
+def layer_rows() -> list[dict[str, Any]]:
+    """All rows at this number of ranks."""
+    t = dist.get_world_size()
+    found = []
+    for name, _, sequence_parallel, recompute in ROWS:
+        if t == 1 and "sequence" in name and recompute != "full":
+            continue
+        counted = formula_bytes(t, sequence_parallel, recompute)
+        found.append({"t": t, "row": name, "formula_bytes": counted, **layer_row(sequence_parallel, recompute)})
+    return found
+
+
+def pipeline_rows() -> list[dict[str, Any]]:
+    """In-flight activations and peak of this rank's stage, 1F1B with twice as many micro-batches as ranks, for some windows."""
+    ranks, rank = dist.get_world_size(), dist.get_rank()
+    found = []
+    for capacity in (None, ranks // 2, 0):
+        torch.manual_seed(0)
+        shape = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "hidden_width": 4 * WIDTH, "key_value_heads": HEADS}
+        model = GPT(preset("gpt-nano", **shape, vocabulary=VOCABULARY, positions=SEQUENCE, dropout=0.1, fused_attention=False, tied=False))
+        stages: list[nn.Module] = list(cut(model, ranks, stages_of(rank, ranks, schedule_kind("1f1b"))))
+        window = Window(capacity)
+        built = Pipeline(stages, "1f1b", 2 * ranks, stage_input(model, BATCH, SEQUENCE), None, "cpu", window)
+        x = tokens(2 * ranks * BATCH)
+        built.step(x, x.roll(-1, 1))
+        dist.barrier()
+        with meter.peak("cpu") as seen:
+            built.step(x, x.roll(-1, 1))
+        window_text = "all" if capacity is None else capacity
+        found.append({"p": ranks, "rank": rank, "window": window_text, "in_flight": built.in_flight, "step_peak_bytes": seen.peak_bytes})
+    return found
+
+
+def on_ranks(size: int, body: Callable[[], list[dict[str, Any]]]) -> list[list[dict[str, Any]]]:
+    """Run ``body`` on processes that share a Gloo group; what each returned, by rank."""
+    context = mp.get_context("spawn")
+    results: Any = context.Queue()
+    with TemporaryDirectory() as folder:
+        processes = [context.Process(target=_start, args=(rank, size, body, folder, results)) for rank in range(size)]
+        for process in processes:
+            process.start()
+        found: dict[int, list[dict[str, Any]]] = {}
+        while len(found) < size:
+            try:
+                rank, rows = results.get(timeout=1)
+                found[rank] = rows
+            except queue.Empty:
+                if any(process.exitcode for process in processes):
+                    raise SystemExit("a process of the benchmark failed") from None
+        for process in processes:
+            process.join()
+    return [found[rank] for rank in range(size)]
+
+
+def _start(rank: int, size: int, body: Callable[[], list[dict[str, Any]]], folder: str, results: Any) -> None:
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if "lo" in [name for _, name in socket.if_nameindex()] else "")
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
+    with meter.peak("cpu") if meter.available() else nullcontext():  # so that frees of what was there are seen
+        results.put((rank, body()))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def table(rows: list[dict[str, Any]], stages: list[dict[str, Any]], about: dict[str, Any]) -> str:
+    """The results as text."""
+    lines = [
+        "# Memory per rank on Gloo processes",
+        "",
+        f"GPT, {LAYERS} layers of width {WIDTH}, {HEADS} heads, {BATCH} x {SEQUENCE} tokens, float32, dropout 0.1, unfused attention. "
+        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, Python {about['python']}, {about['date']}; "
+        "`python -m benchmarks parallel_memory`.",
+        "",
+        "Bytes that a layer holds for backward, on the rank that holds most, against table 2 of arXiv 2205.05198 (four bytes an element, one a "
+        "mask, with the statistics of the norms), and the peak that a whole step adds to what stands.",
+        "",
+        "| layers | t | layer, formula | layer, measured | error | step's peak | standing |",
+        "|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        error = row["layer_bytes"] / row["formula_bytes"] - 1
+        lines.append(
+            f"| {row['row']} | {row['t']} | {row['formula_bytes']:,} | {row['layer_bytes']:,} | {100 * error:+.3f} % | "
+            f"{row['step_peak_bytes'] / 2**20:.2f} MiB | {row['standing_bytes'] / 2**20:.2f} MiB |"
+        )
+    lines += [
+        "",
+        "Pipelines, 1F1B with twice as many micro-batches as ranks: the peak that a step adds, for windows of micro-batches that are kept whole "
+        "(appendix C); the others are recomputed.",
+        "",
+        "| p | rank | in flight | window | step's peak |",
+        "|---|---|---|---|---|",
+    ]
+    lines += [
+        f"| {row['p']} | {row['rank']} | {row['in_flight']} | {row['window']} | {row['step_peak_bytes'] / 2**20:.2f} MiB |"
+        for row in stages
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def main() -> None:
+    """Run and write benchmarks/results/parallel_memory.json and .md, after each number of processes anew."""
+    rows: list[dict[str, Any]] = []
+    stages: list[dict[str, Any]] = []
+    for size in (1, 2, 4):
+        for ranks in zip(*on_ranks(size, layer_rows), strict=True):
+            rows.append(max(ranks, key=lambda row: row["layer_bytes"]))
+        if size > 1:
+            stages += [row for rank in on_ranks(size, pipeline_rows) for row in rank]
+        save("parallel_memory", rows, pipeline=stages)
+        Path(RESULTS / "parallel_memory.md").write_text(table(rows, stages, machine()))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,218 @@
+"""Checkpoints of runs with several ranks: a file from each rank that holds something of its own, and one manifest that makes them count.
+
+Each file holds pieces of whole parameters and of their optimizer state, with where they lie, so a run can go on at another number of ranks.
+They are written as `lowtide.train.checkpoint` writes: a temporary name, flushed, renamed; the manifest comes last and from one rank, when
+every file is down. A rank that dies on the way leaves files that no manifest names, and the checkpoint before stays the newest.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import pickle
+import warnings
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from lowtide.parallel.checkpoint import partitions_of
+from lowtide.parallel.partition import Partition
+from lowtide.run.limit import LowtideWarning
+from lowtide.train import checkpoint
+from lowtide.train.checkpoint import CheckpointError
+from lowtide.train.ranks import Ranks
+
+FORMAT = 2
+_WEIGHT = "weight"
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """A checkpoint in a folder.
+
+    Attributes:
+        step: optimizer steps done.
+        run: what `save` was told about the run.
+        files: its files, with their SHA-256.
+    """
+
+    step: int
+    run: dict[str, Any]
+    files: dict[str, str]
+
+
+def save(
+    folder: Path, step: int, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, run: dict[str, Any], ranks: Ranks
+) -> None:
+    """Write this rank's part, and with all parts there the manifest. A collective: every rank calls it.
+
+    Raises:
+        CheckpointError: a rank could not write; on every rank. What was there stays valid.
+    """
+    mine: tuple[str, str] | str | None = None
+    if ranks.data.rank == 0:
+        name = f"step-{step:08d}-{ranks.rank:05d}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            content = list(_pieces(modules, optimizer, whole_too=ranks.tensor.rank == 0))
+            digest, temporary = checkpoint.write(folder, lambda file: torch.save(content, file), f"{name}-{os.getpid()}.tmp")
+            data = folder / f"{name}-{digest[:12]}.pt"
+            checkpoint.rename(temporary, data)
+            mine = data.name, digest
+        except (OSError, RuntimeError) as error:
+            mine = str(getattr(error, "strerror", None) or error)
+    found = ranks.gather(mine)
+    _raise_any(folder, found)
+    problem = ""
+    if ranks.rank == 0:
+        about = {"format": FORMAT, "step": step, "files": dict(item for item in found if item is not None), "run": run}
+        try:
+            checkpoint.finish(folder, step, about)
+        except (OSError, RuntimeError) as error:
+            problem = str(getattr(error, "strerror", None) or error)
+    _raise_any(folder, ranks.gather(problem))
+
+
+def newest(folder: Path, ranks: Ranks) -> Manifest:
+    """The newest undamaged checkpoint in a folder; a damaged one is passed over with a warning. A collective.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    found = checkpoint.steps(folder)
+    if not found:
+        raise CheckpointError(f"no checkpoint in {str(folder)!r}: check --checkpoint-dir, or leave out --resume to start anew")
+    damage: list[str] = []
+    for step in reversed(found):
+        manifest, problem = _read(folder, step, ranks)
+        problems = [text for text in ranks.gather(problem) if text]
+        if problems or manifest is None:
+            damage.append(problems[0])
+            continue
+        for text in damage if ranks.rank == 0 else ():
+            warnings.warn(f"{text}; resuming from step {step} instead", LowtideWarning, stacklevel=2)
+        return manifest
+    raise CheckpointError(f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): leave out --resume to start anew")
+
+
+def format_of(folder: Path) -> int | None:
+    """The format of the newest checkpoint whose manifest can be read, ``None`` without one."""
+    for step in reversed(checkpoint.steps(folder)):
+        try:
+            return int(json.loads(checkpoint.manifest(folder, step).read_text(encoding="utf-8"))["format"])
+        except (OSError, ValueError, KeyError, TypeError):
+            continue
+    return None
+
+
+@torch.no_grad()
+def load(folder: Path, manifest: Manifest, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
+    """Fill this rank's parts of the parameters and of their optimizer state from whatever ranks wrote the files.
+
+    Raises:
+        CheckpointError: the files hold another model.
+    """
+    wanted = dict(_targets(modules))
+    found: dict[str, list[dict[str, Any]]] = {name: [] for name in wanted}
+    for file in manifest.files:
+        try:
+            content = torch.load(folder / file, map_location="cpu", weights_only=True, mmap=True)  # read when a parameter is put together
+        except (pickle.UnpicklingError, RuntimeError, OSError) as error:
+            raise CheckpointError(f"{file} holds something else than tensors and plain values") from error
+        for piece in content:
+            if piece["name"] in found:
+                found[piece["name"]].append(piece)
+    for name, (tensor, where) in wanted.items():
+        if not found[name]:
+            raise CheckpointError(f"the checkpoint does not hold {name}: it is of another model")
+        _fill(name, tensor, where, _whole(found.pop(name)), optimizer)
+
+
+def _whole(pieces: list[dict[str, Any]]) -> dict[str, Tensor]:
+    """A whole parameter and its optimizer state from the pieces that ranks wrote."""
+    entries: dict[str, Tensor] = {}
+    for piece in pieces:
+        dimension = piece["dimension"]
+        for key, tensor in piece["tensors"].items():
+            if dimension is None or tensor.ndim == 0:
+                entries[key] = tensor
+                continue
+            target = entries.setdefault(key, tensor.new_zeros(piece["shape"]))
+            at = 0
+            for start, stop in piece["slices"]:
+                target.narrow(dimension, start, stop - start).copy_(tensor.narrow(dimension, at, stop - start))
+                at += stop - start
+    return entries
+
+
+def _pieces(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, whole_too: bool) -> Iterator[dict[str, Any]]:
+    """What this rank holds of each parameter and buffer; of what every tensor-parallel rank holds only where ``whole_too``."""
+    for name, (tensor, where) in _targets(modules):
+        cut = where is not None and where.dimension is not None
+        if not cut and not whole_too:
+            continue
+        tensors = {_WEIGHT: tensor.detach()}
+        tensors.update({key: item for key, item in optimizer.state.get(tensor, {}).items() if isinstance(item, Tensor)})
+        if not cut or where is None or where.dimension is None:
+            yield {"name": name, "shape": tuple(tensor.shape), "dimension": None, "slices": [], "tensors": tensors}
+            continue
+        dimension = where.dimension
+        yield {
+            "name": name,
+            "shape": where.shape,
+            "dimension": dimension,
+            "slices": where.slices(),
+            "tensors": {key: item if item.ndim == 0 else item.narrow(dimension, 0, where.valid).clone() for key, item in tensors.items()},
+        }
+
+
+def _targets(modules: Sequence[nn.Module]) -> Iterator[tuple[str, tuple[Any, Partition | None]]]:
+    """Parameters and saved buffers by their name in the whole model, with where they lie in the whole."""
+    for module in modules:
+        cuts = partitions_of(module)
+        parameters = dict(module.named_parameters(remove_duplicate=False))
+        for name, tensor in module.state_dict(keep_vars=True).items():
+            yield name, (parameters.get(name, tensor), cuts.get(name))
+
+
+def _fill(name: str, tensor: Tensor, where: Partition | None, entries: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+    expected = tuple(tensor.shape) if where is None else where.shape
+    if tuple(entries[_WEIGHT].shape) != tuple(expected):
+        raise CheckpointError(f"{name} has the shape {tuple(entries[_WEIGHT].shape)} in the checkpoint and {tuple(expected)} in the model")
+
+    def part(item: Tensor) -> Tensor:
+        own = item if where is None or item.ndim == 0 else where.take(item)
+        return own.to(tensor.device, copy=True)
+
+    tensor.copy_(part(entries.pop(_WEIGHT)))
+    if entries:
+        optimizer.state[tensor] = {key: part(item) for key, item in entries.items()}
+
+
+def _read(folder: Path, step: int, ranks: Ranks) -> tuple[Manifest | None, str]:
+    """A manifest whose files are as they were written, each checked by one rank; or what is wrong."""
+    name = checkpoint.manifest(folder, step).name
+    try:
+        about = json.loads(checkpoint.manifest(folder, step).read_text(encoding="utf-8"))
+        if about["format"] != FORMAT:
+            return None, f"checkpoint {name} was written by a run of one process: resume it with one"
+        files = {Path(file).name: str(digest) for file, digest in about["files"].items()}
+        for number, (file, digest) in enumerate(files.items()):
+            if number % ranks.size == ranks.rank:
+                with (folder / file).open("rb") as opened:
+                    if hashlib.file_digest(opened, "sha256").hexdigest() != digest:
+                        return None, f"checkpoint {name} is damaged: {file} is not what was written"
+        return Manifest(int(about["step"]), dict(about["run"]), files), ""
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return None, f"checkpoint {name} is damaged ({type(error).__name__}: {error})"
+
+
+def _raise_any(folder: Path, found: Sequence[Any]) -> None:
+    for rank, item in enumerate(found):
+        if isinstance(item, str) and item:
+            raise CheckpointError(f"rank {rank} cannot write a checkpoint to {str(folder)!r}: {item}")

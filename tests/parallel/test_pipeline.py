@@ -1,0 +1,287 @@
+"""Pipelines on real processes: losses and gradients of one process, memory of what is in flight, the window of appendix C."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import needs_gloo, on_ranks
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+
+import lowtide
+from lowtide import meter
+from lowtide.models import ModelError, preset
+from lowtide.models.gpt import GPT
+from lowtide.models.llama import Llama
+from lowtide.models.stage import ModelStage, cut, layers_of_stage, stage_input
+from lowtide.parallel import ParallelError
+from lowtide.parallel.pipeline import SCHEDULES, Pipeline, schedule_kind, stages_of
+from lowtide.parallel.window import MicroBatch, StageMemory, Window, measure_micro_batch
+from lowtide.train.options import OptionError, TrainOptions
+from lowtide.train.trainer import TrainResult, train
+
+pytestmark = needs_gloo
+BATCH, SEQUENCE, VOCABULARY = 2, 16, 64
+
+
+def make(family: str, group: Any = None, sequence_parallel: bool = False, **changes: Any) -> nn.Module:
+    torch.manual_seed(0)
+    changes = {"vocabulary": VOCABULARY, "layers": 8, "width": 32, "heads": 2, "hidden_width": 64, "tied": False, **changes}
+    changes.setdefault("key_value_heads", changes["heads"])
+    return (GPT if family == "gpt" else Llama)(preset(f"{family}-nano", **changes), group, sequence_parallel)
+
+
+def data(micro_batches: int) -> tuple[Tensor, Tensor]:
+    tokens = torch.randint(VOCABULARY, (micro_batches * BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    return tokens, tokens.roll(-1, 1)
+
+
+def pipeline(model: nn.Module, schedule: str, micro_batches: int, window: Window | None = None, group: Any = None) -> Pipeline:
+    kind = schedule_kind(schedule)
+    ranks = dist.get_world_size() if group is None else group.size()
+    rank = dist.get_rank() if group is None else group.rank()
+    mine = stages_of(rank, ranks, kind)
+    stages = cut(model, ranks * kind.stages, mine)
+    return Pipeline(stages, schedule, micro_batches, stage_input(model, BATCH, SEQUENCE), group, "cpu", window)
+
+
+@cache
+def expected(family: str, micro_batches: int) -> tuple[float, dict[str, Tensor]]:
+    """The loss and gradients of one process."""
+    model = make(family)
+    tokens, targets = data(micro_batches)
+    total = 0.0
+    for one, other in zip(tokens.chunk(micro_batches), targets.chunk(micro_batches), strict=True):
+        loss = model(one, other).loss / micro_batches
+        loss.backward()
+        total += loss.item()
+    return total, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+def schedules(cases: list[tuple[str, str, int, int | None]]) -> list[str]:
+    """Two steps of each schedule, the second from the same weights: loss and gradients against one process."""
+    faults = []
+    for family, schedule, micro_batches, capacity in cases:
+        label = f"{family} {schedule} {micro_batches} window={capacity}"
+        loss, gradients = expected(family, micro_batches)
+        built = pipeline(make(family), schedule, micro_batches, Window(capacity))
+        for turn in range(2):
+            for module in built.modules:
+                module.zero_grad()
+            found = torch.tensor(built.step(*data(micro_batches)))
+            dist.all_reduce(found)
+            if abs(float(found) - loss) > 1e-5 * loss:
+                faults.append(f"{label}: loss {float(found)} for {loss}, step {turn}")
+            for module in built.modules:
+                for name, parameter in module.model.named_parameters():
+                    if parameter.grad is None or not torch.allclose(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6):
+                        faults.append(f"{label}: gradient of {name}, step {turn}")
+        if built.window.whole:
+            faults.append(f"{label}: micro-batches left in the window")
+    return faults
+
+
+def cases(ranks: int) -> list[tuple[str, str, int, int | None]]:
+    """(family, schedule, micro-batches, window)."""
+    if ranks == 4:
+        return [("gpt", "1f1b", 8, 1), ("gpt", "interleaved", 8, None), ("llama", "zero-bubble", 4, 1), ("gpt", "zbv", 8, 2)]
+    found: list[tuple[str, str, int, int | None]] = [("gpt", schedule, 4, None) for schedule in SCHEDULES]
+    return found + [("llama", schedule, 4, 1) for schedule in SCHEDULES]
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_schedules_give_the_losses_and_gradients_of_one_process(ranks: int) -> None:
+    for faults in on_ranks(ranks, schedules, cases(ranks)):
+        assert not faults, "\n".join(faults[:20])
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------------------------
+
+SHAPE = {"layers": 4, "width": 64, "heads": 4, "hidden_width": 256, "dropout": 0.1, "fused_attention": False, "positions": 64}
+
+
+def layer_bytes(width: int, heads: int, batch: int, sequence: int, element: int) -> int:
+    """Table 2 without parallelism, sbh (34 + 5as/h) at two bytes an element, for elements of any size; with the statistics of two norms."""
+    tokens = sequence * batch
+    core = heads * sequence * sequence * batch * (2 * element + 1)
+    return tokens * width * (16 * element + 2) + core + 2 * 2 * tokens * element
+
+
+def in_flight(capacity: int | None) -> tuple[int, int, int, int]:
+    """Live bytes of the first stage when its first backward begins, above the standing ones: (measured, counted, in flight, one output)."""
+    model = make("gpt", **SHAPE)
+    micro_batches = 2 * dist.get_world_size()
+    built = pipeline(model, "1f1b", micro_batches, Window(capacity))
+    tokens, targets = data(micro_batches)
+    built.step(tokens, targets)  # gradients are there from now on
+    seen: list[int] = []
+    backward = PipelineStage.backward_one_chunk
+
+    def watch(self: Any, chunk: int, **kwargs: Any) -> None:
+        if not seen:
+            seen.append(peak.live_bytes)
+        backward(self, chunk, **kwargs)
+
+    PipelineStage.backward_one_chunk = watch  # type: ignore[method-assign]
+    with meter.peak("cpu") as peak:
+        built.step(tokens, targets)
+    PipelineStage.backward_one_chunk = backward  # type: ignore[method-assign]
+    held = list(built.modules[0].model.blocks.children())
+    each = layer_bytes(64, 4, BATCH, SEQUENCE, 4) * len(held)
+    stub = BATCH * SEQUENCE * 64 * 4
+    return seen[0], each, built.in_flight, stub
+
+
+def all_in_flight() -> list[tuple[int, int, int, int]]:
+    return [in_flight(capacity) for capacity in (None, 2, 0)]
+
+
+@pytest.fixture(scope="module")
+def first_stage() -> list[tuple[int, int, int, int]]:
+    """What `in_flight` finds in the first of four stages, for windows of all, two and none."""
+    return on_ranks(4, all_in_flight)[0]
+
+
+def test_the_first_stage_holds_what_table_2_says_for_its_layers_and_micro_batches(first_stage: Any) -> None:
+    measured, each, count, output = first_stage[0]
+    assert count == 4
+    # its layers, for every micro-batch in flight; the embedding's dropout mask; the gradient that has just come in.
+    # Appendix B: an output more for each micro-batch in flight would be 5 % of it
+    counted = count * (each + output // 4) + output
+    assert measured == pytest.approx(counted, rel=2e-3), f"{measured} bytes in flight, {counted} by the formula"
+
+
+def test_the_window_keeps_some_whole_and_recomputes_the_rest(first_stage: Any) -> None:
+    (everything, each, _, output), (two, *_), (none, *_) = first_stage
+    # a micro-batch that is recomputed keeps the input of its layer only
+    assert everything - two == pytest.approx(2 * (each - output), rel=5e-3)
+    assert two - none == pytest.approx(2 * (each - output), rel=5e-3)
+
+
+def windows() -> list[Any]:
+    """What each rank's window did in a step of eight micro-batches with a window of two."""
+    built = pipeline(make("gpt"), "1f1b", 8, Window(2))
+    built.step(*data(8))
+    window = built.window
+    return [built.in_flight, window.most_whole, window.kept, window.recomputed]
+
+
+def test_the_next_micro_batch_takes_a_place_that_backward_frees() -> None:
+    found = on_ranks(4, windows)
+    assert [each[0] for each in found] == [4, 3, 2, 1]
+    assert [each[1] for each in found] == [2, 2, 2, 1]
+    # the last two stages never hold more than two, and recompute nothing; the first keeps the newest as places become free
+    assert [each[3] for each in found][2:] == [0, 0]
+    assert all(each[2] + each[3] == 8 for each in found)
+    assert found[0][3] > 0 and found[0][2] > 2
+
+
+def test_the_measured_micro_batch_is_the_formula() -> None:
+    model = make("gpt", **SHAPE)
+    (stage,) = cut(model, 2, [0])
+    tokens, _ = data(1)
+    stage(tokens).sum().backward()
+    whole, recomputed = (measure_micro_batch(stage, lambda: tokens, None, flag, torch.device("cpu")) for flag in (True, False))
+    each, output = 2 * layer_bytes(64, 4, BATCH, SEQUENCE, 4), BATCH * SEQUENCE * 64 * 4
+    assert whole.held_bytes == pytest.approx(each + output // 4, rel=2e-3)
+    assert recomputed.held_bytes == pytest.approx(2 * output + output // 4, rel=0.05)
+    memory = StageMemory(whole, recomputed, 4)
+    for room in range(memory.peak_bytes(0), memory.peak_bytes(4) + 5000, 5000):
+        capacity = memory.capacity(room)
+        assert capacity is not None and memory.peak_bytes(capacity) <= room
+        assert capacity == 4 or memory.peak_bytes(capacity + 1) > room or memory.peak_bytes(capacity) == memory.peak_bytes(capacity + 1)
+    assert memory.capacity(memory.peak_bytes(0) - 1) is None
+
+
+# ---- the trainer -------------------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
+    return file
+
+
+def options(text: Path, **changes: Any) -> TrainOptions:
+    small = {"model": "gpt-nano", "data": text, "steps": 3, "batch": 4, "seq": 32, "warmup": 1, "eval_every": 2, "eval_batches": 3}
+    return TrainOptions(**{**small, "grad_accum": 4, "budget": None, "policy": "keep_all", "compare": None, **changes})
+
+
+def trail(result: TrainResult) -> list[float]:
+    return [*result.losses, *result.gradient_norms, *(loss for _, loss in result.validation)]
+
+
+def run(text: Path, changes: list[dict[str, Any]]) -> list[tuple[list[float], list[dict[str, Any]]]]:
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    results = [train(options(text, **each)) for each in changes]
+    return [(trail(result), result.ranks) for result in results]
+
+
+def test_the_trainer_has_the_losses_of_one_process(text: Path) -> None:
+    runs: list[dict[str, Any]] = [
+        {"model": "gpt-nano", "tp": 2, "pp": 2},
+        {"model": "llama-nano", "tp": 2, "pp": 2, "sequence_parallel": True, "policy": "full"},
+        {"model": "gpt-tiny", "dp": 2, "pp": 2, "budget": "90%", "policy": None, "seq": 64, "unfused_attention": True},
+    ]
+    single = {case["model"]: {key: case[key] for key in ("seq", "unfused_attention") if key in case} for case in runs}
+    alone = {model: trail(train(options(text, model=model, compare=False, **changes))) for model, changes in single.items()}
+    for found in on_ranks(4, run, text, runs):
+        for case, (losses, ranks) in zip(runs, found, strict=True):
+            assert losses == pytest.approx(alone[case["model"]], rel=3e-5), case
+            if case.get("budget"):
+                for rank in ranks:
+                    assert max(rank["step_peak_bytes"][1:]) <= rank["budget_bytes"], rank
+                    assert rank["predicted_peak_bytes"] <= rank["budget_bytes"]
+                assert ranks[0]["recomputed"] > 0 and ranks[0]["window"] < ranks[0]["in_flight"] == 2, ranks[0]
+                assert ranks[-1]["recomputed"] == 0
+            if case.get("policy") == "full":
+                assert all(rank["most_whole"] == 0 for rank in ranks)
+
+
+def resume(text: Path, folder: Path) -> tuple[list[float], list[float]]:
+    parts = options(text, steps=4, checkpoint_dir=folder, tp=2, pp=2)
+    whole = train(dataclasses.replace(parts, checkpoint_dir=None))
+    first = train(dataclasses.replace(parts, stop_after=2))
+    second = train(dataclasses.replace(parts, tp=1, dp=4, pp=1, resume=True, compare=False))
+    return whole.losses, first.losses + second.losses
+
+
+def test_a_run_in_stages_goes_on_without(text: Path, tmp_path: Path) -> None:
+    for whole, parts in on_ranks(4, resume, text, tmp_path):
+        assert parts == pytest.approx(whole, rel=3e-5)
+
+
+def test_what_cannot_be_says_what_to_do(text: Path) -> None:
+    for changes, expected_text in [
+        ({"schedule": "nonsense"}, "schedule='nonsense': choose 1f1b"),
+        ({"grad_accum": 1}, "--grad-accum 1: it is the pipeline's micro-batches, which fill --pp 2 from 2"),
+        ({"policy": "sqrt"}, "--policy sqrt: under a pipeline"),
+        ({"compare": True}, "--compare: "),
+        ({"pp": 64, "grad_accum": 64}, "layers, which do not fill 64 stages"),
+    ]:
+        with pytest.raises(OptionError, match=expected_text):
+            options(text, **{"pp": 2, **changes})
+    with pytest.raises(ModelError, match="cannot be cut into stages"):
+        ModelStage(nn.Linear(1, 1), range(1))
+    with pytest.raises(ModelError, match="2 layers do not fill 3 stages"):
+        layers_of_stage(0, 3, 2)
+    assert MicroBatch(1, 2).held_bytes == 1
+
+
+def too_few() -> str:
+    with pytest.raises(ParallelError) as error:
+        pipeline(make("gpt"), "interleaved", 3)
+    return str(error.value)
+
+
+def test_micro_batches_that_do_not_fill_a_schedule() -> None:
+    for message in on_ranks(2, too_few):
+        assert "3 micro-batches do not fill the schedule 'interleaved' on 2 ranks: use a multiple of 2" in message

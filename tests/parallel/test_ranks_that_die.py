@@ -1,0 +1,279 @@
+"""A rank that dies, fails or falls silent ends the run on all others within a minute, by name, and leaves the last checkpoint whole."""
+
+from __future__ import annotations
+
+import json
+import multiprocessing
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from ranks import needs_gloo
+
+from lowtide.errors import LowtideError
+from lowtide.train import alive, checkpoint
+from lowtide.train.options import TrainOptions
+from lowtide.train.part import WholeModel
+from lowtide.train.ranks import Ranks
+from lowtide.train.trainer import train
+
+pytestmark = [needs_gloo, pytest.mark.skipif(sys.platform == "win32", reason="needs signals")]
+MINUTE = 60.0
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(1000)))
+    return file
+
+
+def options(text: Path, **changes: Any) -> TrainOptions:
+    small = {"model": "gpt-nano", "data": text, "steps": 4, "batch": 6, "seq": 16, "warmup": 1, "eval_every": 0, "eval_batches": 1}
+    return TrainOptions(**{**small, "budget": None, "policy": "keep_all", "compare": False, "dp": 3, **changes})
+
+
+def free_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def body(rank: int, size: int, port: int, asked: TrainOptions, harm: Callable[[int], None], folder: Path) -> None:
+    """One process of a run, as torchrun would start it."""
+    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
+    torch.set_num_threads(1)
+    sys.stderr = open(folder / f"stderr{rank}", "w", buffering=1)  # noqa: SIM115  (for the life of this process)
+    harm(rank)
+    try:
+        train(asked)
+        message, code = "", 0
+    except LowtideError as error:
+        message, code = f"{type(error).__name__}: {error}", 2
+    except BaseException as error:
+        message, code = f"unnamed {type(error).__name__}: {error}", 3
+    (folder / f"message{rank}").write_text(message)
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def run(
+    asked: TrainOptions, harm: Callable[[int], None], folder: Path, stays: int | None = None
+) -> tuple[dict[int, str], dict[int, int | None], float]:
+    """What each of three ranks said at last, its exit code, and how long it all took; ``stays`` is one that is not waited for."""
+    size = 3
+    folder.mkdir(exist_ok=True)
+    context = multiprocessing.get_context("fork")
+    port = free_port()
+    processes = [context.Process(target=body, args=(rank, size, port, asked, harm, folder)) for rank in range(size)]
+    began = time.monotonic()
+    for process in processes:
+        process.start()
+    for rank, process in enumerate(processes):
+        if rank != stays:
+            process.join(max(0.0, began + MINUTE - time.monotonic()))
+    seconds = time.monotonic() - began
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    codes = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in hanging}
+    said = {}
+    for rank in range(size):
+        words = [file.read_text() for name in ("message", "stderr") if (file := folder / f"{name}{rank}").exists()]
+        said[rank] = "\n".join(words)
+    return said, codes, seconds
+
+
+def die() -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def in_a_step(rank: int) -> None:
+    """Rank 1 dies in the forward of its second step."""
+    step, count = WholeModel.step, iter(range(100))
+
+    def dies(self: Any, *args: Any) -> Any:
+        if rank == 1 and next(count) == 1:
+            die()
+        return step(self, *args)
+
+    WholeModel.step = dies
+
+
+def in_a_collective(rank: int) -> None:
+    """Rank 1 is killed while it waits for the others in a collective."""
+    total, count = Ranks.sum, iter(range(100))
+
+    def waits(self: Any, *numbers: float) -> Any:
+        if next(count) == 1:
+            if rank == 1:
+                threading.Timer(0.5, die).start()
+            else:
+                time.sleep(1.5)
+        return total(self, *numbers)
+
+    Ranks.sum = waits
+
+
+def first_in_a_step(rank: int) -> None:
+    """Rank 0, which holds the store, dies."""
+    step, count = WholeModel.step, iter(range(100))
+
+    def dies(self: Any, *args: Any) -> Any:
+        if rank == 0 and next(count) == 1:
+            die()
+        return step(self, *args)
+
+    WholeModel.step = dies
+
+
+def in_a_checkpoint(rank: int) -> None:
+    """Rank 0 (which writes for its data-parallel peers) dies with half of the second checkpoint's file written."""
+    write, count = checkpoint.write, iter(range(100))
+
+    def dies(folder: Path, fill: Any, name: str = "") -> Any:
+        if next(count) == 2:  # a file and a manifest a checkpoint
+            (folder / f"step-{os.getpid()}.tmp").write_bytes(b"half of it")
+            die()
+        return write(folder, fill, name)
+
+    checkpoint.write = dies
+
+
+def with_an_error(rank: int) -> None:
+    """Rank 2 fails on its own."""
+    step, count = WholeModel.step, iter(range(100))
+
+    def fails(self: Any, *args: Any) -> Any:
+        if rank == 2 and next(count) == 1:
+            raise ValueError("something of its own")
+        return step(self, *args)
+
+    WholeModel.step = fails
+
+
+def silently(rank: int) -> None:
+    """Rank 1 is stopped; it is there and says nothing."""
+    alive.SILENT_SECONDS = 4.0
+    step, count = WholeModel.step, iter(range(100))
+
+    def stops(self: Any, *args: Any) -> Any:
+        if rank == 1 and next(count) == 1:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return step(self, *args)
+
+    WholeModel.step = stops
+
+
+@pytest.mark.parametrize(
+    ("harm", "victim", "words"),
+    [
+        (in_a_step, 1, "rank 1 (process"),
+        (in_a_collective, 1, "rank 1 (process"),
+        (first_in_a_step, 0, "rank 0"),
+        (with_an_error, 2, "rank 2 failed during step 2: ValueError: something of its own"),
+    ],
+    ids=lambda item: getattr(item, "__name__", None),
+)
+def test_the_others_end_and_name_it(text: Path, tmp_path: Path, harm: Any, victim: int, words: str) -> None:
+    said, codes, seconds = run(options(text), harm, tmp_path / "run")
+    assert len(codes) == 3 and seconds < MINUTE, f"ranks hang: {codes}, {said}"
+    for rank in {0, 1, 2} - {victim}:
+        assert words in said[rank], said
+        assert codes[rank] in (1, 2)
+    if harm in (in_a_step, in_a_collective):
+        assert all("died during step 2" in said[rank] for rank in {0, 1, 2} - {victim}), said
+
+
+def test_one_that_falls_silent_is_named(text: Path, tmp_path: Path) -> None:
+    said, codes, _ = run(options(text), silently, tmp_path / "run", stays=1)
+    assert set(codes) >= {0, 2} and 1 not in codes  # it is still there, stopped
+    for rank in (0, 2):
+        assert "rank 1 (process" in said[rank] and "silent for" in said[rank], said
+
+
+def test_a_checkpoint_that_is_not_finished_does_not_count(text: Path, tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoints"
+    asked = options(text, checkpoint_dir=folder, checkpoint_every=1)
+    said, codes, seconds = run(asked, in_a_checkpoint, tmp_path / "run")
+    assert len(codes) == 3 and seconds < MINUTE, said
+    for rank in (1, 2):
+        assert "rank 0 (process" in said[rank] or "rank 0 or torchrun" in said[rank], said
+    assert checkpoint.steps(folder) == [1]
+    from dataclasses import replace
+
+    said, codes, _ = run(replace(asked, resume=True), lambda rank: None, tmp_path / "again")
+    assert list(codes.values()) == [0, 0, 0], said
+    assert checkpoint.steps(folder) == [3, 4] and not list(folder.glob("*.tmp"))
+
+
+# ---- torchrun itself -------------------------------------------------------------------------------------------------------------------
+
+SCRIPT = """
+import os, signal, sys
+from lowtide import cli
+from lowtide.train.part import WholeModel
+step, count = WholeModel.step, iter(range(100))
+def dies(self, *args):
+    if os.environ["RANK"] == "1" and next(count) == 1 and os.environ.get("DIE"):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args)
+WholeModel.step = dies
+cli.main()
+"""
+
+
+def torchrun(folder: Path, text: Path, **environment: str) -> subprocess.CompletedProcess[str]:
+    script = folder / "script.py"
+    script.write_text(SCRIPT)
+    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), str(script), "train"]
+    line += [
+        "--model",
+        "gpt-nano",
+        "--batch",
+        "4",
+        "--seq",
+        "32",
+        "--steps",
+        "3",
+        "--tp",
+        "2",
+        "--sequence-parallel",
+        "--policy",
+        "keep_all",
+        "--no-compare",
+    ]
+    line += ["--json", str(folder / "results.json"), "--data", str(text)]
+    environment = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1", **environment}
+    return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=environment)
+
+
+def test_torchrun(text: Path, tmp_path: Path) -> None:
+    done = torchrun(tmp_path, text)
+    assert done.returncode == 0, done.stderr
+    found = json.loads((tmp_path / "results.json").read_text())
+    assert len(found["losses"]) == 3 and [rank["name"] for rank in found["ranks"]] == ["rank 0 (tensor 0)", "rank 1 (tensor 1)"]
+    assert done.stdout.count("validation loss") >= 1
+    alone = train(options(text, batch=4, seq=32, steps=3, dp=1, warmup=3))
+    assert found["losses"] == pytest.approx(alone.losses, rel=2e-5)
+
+
+@pytest.mark.slow
+def test_torchrun_with_a_rank_that_dies(text: Path, tmp_path: Path) -> None:
+    began = time.monotonic()
+    done = torchrun(tmp_path, text, DIE="1")
+    assert done.returncode != 0 and time.monotonic() - began < MINUTE
+    assert "rank 1 (process" in done.stderr and "died during step 2" in done.stderr, done.stderr[-3000:]
