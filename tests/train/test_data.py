@@ -61,6 +61,7 @@ def test_of_many_files_every_twentieth_is_for_validation(tmp_path: Path) -> None
         ("text".encode("utf-16"), "is binary"),
         (bytes(range(1, 32)), "is binary"),
     ],
+    ids=["empty", "gzip", "utf-16", "control characters"],
 )
 def test_a_file_without_text_is_refused(tmp_path: Path, content: bytes, message: str) -> None:
     (tmp_path / "data").write_bytes(content)
