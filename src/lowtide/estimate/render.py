@@ -174,7 +174,9 @@ def _ticks(places: Sequence[int]) -> list[int]:
 
 def title(config: Config) -> str:
     """One line that says what was estimated."""
-    parts = [f"{config.model.parameters() / 1e9:.3g} B parameters", f"s={config.seq}", f"b={config.micro_batch}", f"t={config.tp}"]
+    count = config.model.parameters()
+    size = f"{count / 1e9:.4g} B" if count >= 1e9 else f"{count / 1e6:.3g} M"
+    parts = [f"{size} parameters", f"s={config.seq}", f"b={config.micro_batch}", f"t={config.tp}"]
     if config.sequence_parallel:
         parts.append("sequence parallel")
     if config.pp > 1:

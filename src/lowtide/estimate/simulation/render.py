@@ -12,6 +12,7 @@ from rich.text import Text
 from lowtide.budget import format_bytes
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.render import title as config_title
+from lowtide.estimate.simulation.compose import FINE_TURNS
 from lowtide.estimate.simulation.simulate import StageSimulation, StepSimulation
 
 
@@ -28,7 +29,7 @@ def _table(name: str, columns: tuple[str, ...], left: tuple[str, ...] = ()) -> T
 
 def stage_table(found: StepSimulation) -> Table:
     """One row a stage: what the trace found, with the closed form's figure behind it."""
-    columns = ("stage", "weights", "gradients", "kept", "by formula", "kept + temporary", "by formula", "peak without optimizer")
+    columns = ("stage", "weights", "gradients", "kept", "by\nformula", "kept and\ntemporary", "by\nformula", "peak without\noptimizer")
     table = _table("GiB on one rank of each stage: traced, and by the closed form", columns)
     for stage in found.stages:
         timeline, closed = stage.timeline, stage.closed
@@ -91,8 +92,10 @@ def plot_timeline(found: StepSimulation, path: Path) -> None:
         standing = (timeline.parameter_bytes + timeline.buffer_bytes + timeline.input_bytes + timeline.gradient_bytes) / 2**30
         axes.axhline(standing + stage.closed.activation_peak_bytes / 2**30, color=line.get_color(), linestyle=":", linewidth=1)
     unit = "seconds since the stage began, by the roofline" if found.stages[0].timeline.timed else "forwards and backwards of the stage"
+    if any(len(stage.timeline.turn_peaks) > FINE_TURNS for stage in found.stages):
+        unit += f" (the first {FINE_TURNS} turns)"
     axes.set(xlabel=unit, ylabel="GiB live on one rank", title=config_title(found.config), ylim=(0, None))
-    axes.legend(loc="lower right", fontsize="small", title="dotted: closed form", title_fontsize="small")
+    figure.legend(loc="outside lower center", ncols=4, fontsize="small", title="dotted: closed form", title_fontsize="small")
     axes.grid(alpha=0.3)
     try:
         figure.savefig(path, dpi=150)
