@@ -24,6 +24,7 @@ from lowtide.run.key import StepKey, step_key
 from lowtide.run.moved import Mover, prepare
 from lowtide.run.planning import LossMemory, Planned, Planner, Policy
 from lowtide.run.record import Recorder, Verify
+from lowtide.run.timed import TimedRecorder
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
 from lowtide.trace.describe import tensors_inside
@@ -158,7 +159,8 @@ class Limiter:
             prepare(plan, self.stores, torch.device(plan.device))
             planned.prepared = plan
         mover = Mover(plan, self.stores, verifying) if plan.moves else None
-        recorder = Recorder(
+        kind = TimedRecorder if watch is not None and planned.timed is watch else Recorder
+        recorder = kind(
             director,
             verify=verifying,
             check=self.verify == "always",

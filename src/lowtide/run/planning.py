@@ -73,7 +73,7 @@ class Planned:
         departed: operations of the latest step that the plan did not know.
         again: why it is to be made again before the next step, or empty.
         timed: watches the time of the latest step.
-        seconds: of each step that has been timed under the plan as it is, and of the replays in it where the host knows them.
+        seconds: of each step that has been timed under the plan as it is, and of recording and replaying in it where the host knows.
         prepared: the plan that the stores have room for.
     """
 
@@ -97,14 +97,14 @@ class Planned:
         return len(self.seconds) < _PACE_STEPS
 
     def paced(self) -> Plan:
-        """The plan with the times of the steps that were timed: of whole steps, and of what brought values back in them."""
+        """The plan with the times of the steps that were timed: of whole steps, and of recording and replaying in them."""
         predicted = self.plan.plain_seconds + self.plan.predicted_extra_seconds
         if len(self.seconds) < _PACE_STEPS_AT_LEAST or not predicted:
             return self.plan
         whole = statistics.median(seconds for seconds, _ in self.seconds)
         replays = [again for _, again in self.seconds if again is not None]
         if replays:
-            extra = min(whole, statistics.median(replays) + self.graph.overhead_seconds)
+            extra = min(whole, statistics.median(replays))
         else:
             extra = self.plan.predicted_extra_seconds * whole / predicted
         return self.plan.at_pace(whole - extra, extra)
@@ -190,7 +190,7 @@ class Planner:
         watch, planned.timed = planned.timed, None
         seconds = watch.seconds() if watch is not None else None
         if watch is not None and seconds is not None:
-            planned.seconds.append((seconds, watch.replay_seconds if watch.device.type == "cpu" else None))
+            planned.seconds.append((seconds, watch.replay_seconds + watch.recording_seconds if watch.device.type == "cpu" else None))
 
     def _timing_room(self, graph: StepGraph) -> TimingRoom:
         """What the budget leaves for timing operations while only the model stands in memory.

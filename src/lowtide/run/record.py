@@ -196,7 +196,7 @@ class Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         info = op_info(func)
         if info.is_view or info.waits or private.in_backward() or is_unrecorded():
-            return private.call(func, args, kwargs)
+            return self._call(func, args, kwargs)
         for kind in types:
             if kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented
@@ -204,13 +204,16 @@ class Recorder(TorchDispatchMode):
             return self._passing(func, info, args, kwargs)
         return self._operation(func, info, args, kwargs)
 
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return private.call(func, args, kwargs)
+
     def _passing(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation that is not recorded and overwrites nothing that a replay may rest on."""
         statistics = [args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor)]
         if statistics:
             self._copy_on_write(statistics)
             self._forget(statistics, info)
-        result = private.call(func, args, kwargs)
+        result = self._call(func, args, kwargs)
         if isinstance(result, torch.Tensor):
             fresh = has_plain_storage(result) and private.storage_key(result) not in _plain_keys(args, kwargs)
         else:
@@ -246,7 +249,7 @@ class Recorder(TorchDispatchMode):
         touched = [*written, *(args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor))]
         if touched:
             self._copy_on_write(touched)
-        result = private.call(func, args, kwargs)
+        result = self._call(func, args, kwargs)
         flat = flat_results(result)
         if info.collective and node is not None:
             flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be looked at below

@@ -27,7 +27,8 @@ class StepWatch:
         loss_peak_bytes, loss_live_bytes: most and last live bytes between forward and backward, above those at the forward's end; ``None``
             where they cannot be measured.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where it cannot be measured.
-        replay_seconds: time that bringing values back took; it says nothing on a GPU, where the host runs ahead.
+        replay_seconds, recording_seconds: time that bringing values back and recording took; they say nothing on a GPU, where the host runs
+            ahead.
     """
 
     def __init__(self, on_backward: Callable[[], None], on_end: Callable[[], None], device: torch.device, *, memory: bool = True) -> None:
@@ -45,6 +46,7 @@ class StepWatch:
         self.loss_live_bytes: int | None = None
         self.peak_bytes: int | None = None
         self.replay_seconds = 0.0
+        self.recording_seconds = 0.0
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The forward returned ``outputs``."""

@@ -94,6 +94,12 @@ class TrainOptions:
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
         for name in ("warmup", "weight_decay", "clip", "eval_every", "checkpoint_every", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "it cannot be negative")
+        require(
+            self.optimizer_host_fraction is None or self.tp * self.dp * self.pp == 1,
+            "optimizer-host-fraction",
+            self.optimizer_host_fraction,
+            "it works with one process: leave out --tp, --dp and --pp, or this",
+        )
         if self.optimizer_host_fraction not in (None, "auto"):
             share = self.optimizer_host_fraction
             require(isinstance(share, int | float) and 0 <= share <= 1, "optimizer-host-fraction", share, "choose auto, or 0 to 1")
