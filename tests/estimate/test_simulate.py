@@ -73,7 +73,7 @@ def _on_rank(cases: list[tuple[Config, int, int]]) -> list[tuple[int, int]]:
 
 @needs_meter
 @needs_gloo
-@pytest.mark.parametrize("size", [2, 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shared_among_processes(size: int) -> None:
     """Real Gloo processes that share every layer, with and without sequence parallelism, under every recomputation."""
     configs = [(configure(tp=size, **(given | (dict(kv_heads=size) if given.get("mlp") else {}))), stage) for given, stage in SHARED]
@@ -122,7 +122,9 @@ def test_peaks_agree_with_the_closed_form() -> None:
         assert stage.timeline.activation_peak_bytes == pytest.approx(stage.closed.activation_peak_bytes, rel=0.04), changes
 
 
+@pytest.mark.slow
 def test_budget() -> None:
+    """Bisection over plans, each of which is solved for."""
     config = configure(**GPT, pp=2, global_batch=8)
     plain = simulate(config, stages=[0]).stages[0].timeline.peak_bytes
     full = simulate(configure(**GPT, pp=2, global_batch=8, recompute="full"), stages=[0]).stages[0].timeline.peak_bytes
