@@ -98,7 +98,7 @@ def paired(steps: Sequence[Callable[[], None]], rounds: int, warmup: int = 1) ->
     return seconds
 
 
-def rounds_within(steps: Sequence[Callable[[], None]], seconds: float, least: int = 9, most: int = 41) -> int:
+def rounds_within(steps: Sequence[Callable[[], None]], seconds: float, least: int = 11, most: int = 41) -> int:
     """How many rounds of these steps fit in so many seconds, by one warm round."""
     begin = time.perf_counter()
     for step in steps:
