@@ -298,14 +298,17 @@ class Planner:
     def _plan_within(self, planned: Planned, graph: StepGraph, limit: int | None) -> Plan:
         """A plan for the limit, less what was seen to come on top and what is left for what a trace does not show."""
         real = graph.source == "real"
-        target = _within(limit, _REAL_SHARE if real else 1.0) - planned.margin_bytes if limit is not None else None
+        target = limit
+        if limit is not None:
+            enough = plain(graph).peak_bytes + planned.margin_bytes <= limit  # then nothing has to be given up
+            target = (limit if enough else _within(limit, _REAL_SHARE if real else 1.0)) - planned.margin_bytes
         try:
             return make(graph, budget=None if target is None else max(1, target), policy=self.policy)
         except BudgetError as error:
             least = error.smallest_bytes
             if least is None or limit is None:
                 raise
-            if least > _within(limit, _REAL_SHARE_AT_LEAST if real else 1.0) and not (planned.margin_bytes and least <= limit):
+            if least > (_within(limit, _REAL_SHARE_AT_LEAST) if real else limit) and not (planned.margin_bytes and least <= limit):
                 raise _beyond(error, limit, real) from error
             return make(graph, budget=least, policy=self.policy)
 
