@@ -203,13 +203,6 @@ def test_the_measured_micro_batch_is_the_formula() -> None:
 # ---- the trainer -------------------------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
-    return file
-
-
 def options(text: Path, **changes: Any) -> TrainOptions:
     small = {"model": "gpt-nano", "data": text, "steps": 3, "batch": 4, "seq": 32, "warmup": 1, "eval_every": 2, "eval_batches": 3}
     return TrainOptions(**{**small, "grad_accum": 4, "budget": None, "policy": "keep_all", "compare": None, **changes})

@@ -30,13 +30,6 @@ pytestmark = [needs_gloo, pytest.mark.skipif(sys.platform == "win32", reason="ne
 MINUTE = 60.0
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(1000)))
-    return file
-
-
 def options(text: Path, **changes: Any) -> TrainOptions:
     small = {"model": "gpt-nano", "data": text, "steps": 4, "batch": 6, "seq": 16, "warmup": 1, "eval_every": 0, "eval_batches": 1}
     return TrainOptions(**{**small, "budget": None, "policy": "keep_all", "compare": False, "dp": 3, **changes})

@@ -29,13 +29,6 @@ LAYOUTS = [
 ]
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
-    return file
-
-
 def options(text: Path, **changes: Any) -> TrainOptions:
     small = {"model": "gpt-nano", "data": text, "steps": 3, "batch": 4, "seq": 32, "warmup": 1, "eval_every": 2, "eval_batches": 1}
     return TrainOptions(**{**small, "grad_accum": 2, "budget": None, "policy": "keep_all", "compare": False, **changes})

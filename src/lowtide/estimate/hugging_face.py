@@ -40,13 +40,10 @@ def _gpt2(data: Mapping[str, Any], source: str) -> Preset:
     return Preset(shape, {"attention": "fused", "dropout": dropout})
 
 
-def _llama(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
-    activation = _get(data, source, "hidden_act", "hidden_activation", default="silu")
-    if activation not in ("silu", "swish"):
-        raise EstimateError(f"{source}: a {data['model_type']!r} model with the activation {activation!r} is not understood; 'silu' is")
+def _decoder(data: Mapping[str, Any], source: str) -> dict[str, Any]:
+    """What Llama's config and those after it have in common."""
     heads = _get(data, source, "num_attention_heads")
-    bias = bool(_get(data, source, "mlp_bias", default=False))
-    given: dict[str, Any] = dict(
+    return dict(
         layers=_get(data, source, "num_hidden_layers"),
         hidden=_get(data, source, "hidden_size"),
         heads=heads,
@@ -55,13 +52,18 @@ def _llama(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
         ffn=_get(data, source, "intermediate_size"),
         vocab=_get(data, source, "vocab_size"),
         sequence=_get(data, source, "max_position_embeddings"),
-        mlp="swiglu",
-        norm="rmsnorm",
         positions="rotary",
-        bias=bias,
+        bias=bool(_get(data, source, "mlp_bias", default=False)),
         qkv_bias=bool(_get(data, source, "attention_bias", default=False)),
         tied=bool(_get(data, source, "tie_word_embeddings", default=False)),
     )
+
+
+def _llama(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
+    activation = _get(data, source, "hidden_act", "hidden_activation", default="silu")
+    if activation not in ("silu", "swish"):
+        raise EstimateError(f"{source}: a {data['model_type']!r} model with the activation {activation!r} is not understood; 'silu' is")
+    given = _decoder(data, source) | dict(mlp="swiglu", norm="rmsnorm")
     usual = dict(MODERN, dropout=float(_get(data, source, "attention_dropout", default=0.0)))
     return Preset(Shape(**given | style), usual)
 
@@ -69,22 +71,7 @@ def _llama(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
 def _nemotron(data: Mapping[str, Any], source: str) -> Preset:
     if _get(data, source, "hidden_act", default="relu2") != "relu2":
         raise EstimateError(f"{source}: a 'nemotron' model with the activation {data['hidden_act']!r} is not understood; 'relu2' is")
-    heads = _get(data, source, "num_attention_heads")
-    shape = Shape(
-        layers=_get(data, source, "num_hidden_layers"),
-        hidden=_get(data, source, "hidden_size"),
-        heads=heads,
-        kv_heads=_get(data, source, "num_key_value_heads", default=heads),
-        head_width=_get(data, source, "head_dim", default=0),
-        ffn=_get(data, source, "intermediate_size"),
-        vocab=_get(data, source, "vocab_size"),
-        sequence=_get(data, source, "max_position_embeddings"),
-        mlp="squared-relu",
-        positions="rotary",
-        bias=bool(_get(data, source, "mlp_bias", default=False)),
-        qkv_bias=bool(_get(data, source, "attention_bias", default=False)),
-        tied=bool(_get(data, source, "tie_word_embeddings", default=False)),
-    )
+    shape = Shape(**_decoder(data, source), mlp="squared-relu")
     return Preset(shape, dict(MODERN))
 
 

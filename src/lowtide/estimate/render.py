@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import csv
 import io
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console, Group, RenderableType
@@ -134,8 +136,9 @@ def to_csv(found: Estimate) -> str:
     return text.getvalue()
 
 
-def plot(found: Estimate, path: Path) -> None:
-    """Draw the stages as stacked bars; the file's ending says which format.
+@contextmanager
+def drawing(path: Path) -> Iterator[tuple[Any, Any]]:
+    """A figure and its axes, saved to ``path`` when the block ends.
 
     Raises:
         EstimateError: matplotlib is not installed, or the file cannot be written.
@@ -147,24 +150,33 @@ def plot(found: Estimate, path: Path) -> None:
         raise EstimateError("--plot needs matplotlib: pip install 'lowtide[pictures]'") from error
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    places = [stage.index for stage in found.stages]
-    bottom = [0.0] * len(places)
-    for kind, colour in zip(KINDS, ("tab:blue", "tab:cyan", "tab:purple", "tab:green", "tab:olive"), strict=True):
-        heights = [stage.bytes(kind) / 2**30 for stage in found.stages]
-        axes.bar(places, heights, bottom=bottom, label=kind, color=colour, width=0.8 if len(places) > 1 else 0.3)
-        bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
-    if found.config.memory_bytes is not None:
-        axes.axhline(found.config.memory_bytes / 2**30, color="tab:red", linestyle="--", label="memory of a device")
-    axes.set(xlabel="pipeline stage", ylabel="GiB on one device", title=title(found.config))
-    axes.set_xticks(_ticks(places))
-    axes.set_xlim(-1, len(places))
-    axes.set_ylim(0, 1.15 * max([*bottom, (found.config.memory_bytes or 0) / 2**30]))
-    axes.legend(ncols=3, loc="upper right", fontsize="small")
+    yield figure, figure.add_subplot()
     try:
         figure.savefig(path, dpi=150)
     except (OSError, ValueError) as error:
         raise EstimateError(f"cannot write --plot={str(path)!r}: {error}") from error
+
+
+def plot(found: Estimate, path: Path) -> None:
+    """Draw the stages as stacked bars; the file's ending says which format.
+
+    Raises:
+        EstimateError: matplotlib is not installed, or the file cannot be written.
+    """
+    with drawing(path) as (_, axes):
+        places = [stage.index for stage in found.stages]
+        bottom = [0.0] * len(places)
+        for kind, colour in zip(KINDS, ("tab:blue", "tab:cyan", "tab:purple", "tab:green", "tab:olive"), strict=True):
+            heights = [stage.bytes(kind) / 2**30 for stage in found.stages]
+            axes.bar(places, heights, bottom=bottom, label=kind, color=colour, width=0.8 if len(places) > 1 else 0.3)
+            bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
+        if found.config.memory_bytes is not None:
+            axes.axhline(found.config.memory_bytes / 2**30, color="tab:red", linestyle="--", label="memory of a device")
+        axes.set(xlabel="pipeline stage", ylabel="GiB on one device", title=title(found.config))
+        axes.set_xticks(_ticks(places))
+        axes.set_xlim(-1, len(places))
+        axes.set_ylim(0, 1.15 * max([*bottom, (found.config.memory_bytes or 0) / 2**30]))
+        axes.legend(ncols=3, loc="upper right", fontsize="small")
 
 
 def _ticks(places: Sequence[int]) -> list[int]:

@@ -6,6 +6,7 @@ allocator's own statistics. See `measure`, `peak`, `resident_bytes`.
 
 from .allocator import CountingAllocator, available, counting_allocator
 from .errors import MeterError
+from .machine import free_main_memory
 from .measure import Measurement, Peak, measure, peak
 from .resident import resident_bytes, resident_tensors, storages
 
@@ -16,6 +17,7 @@ __all__ = [
     "Peak",
     "available",
     "counting_allocator",
+    "free_main_memory",
     "measure",
     "peak",
     "resident_bytes",

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from lowtide.budget import format_bytes
+from lowtide.meter import free_main_memory
 from lowtide.optim.errors import OptimError
 
 Spec = tuple[int, torch.dtype]
@@ -80,7 +81,7 @@ class MemoryTier(Tier):
         self._pin = pin
 
     def _zeros(self, specs: Sequence[Spec], need: int) -> list[Tensor]:
-        free = _available_bytes()
+        free = free_main_memory()
         if free is not None and need > free:
             raise OptimError(
                 f"the optimizer's host part needs {format_bytes(need)} of main memory and {format_bytes(free)} are free: lower host_fraction, or "
@@ -144,17 +145,6 @@ class DiskTier(Tier):
                 if mapped is not None and start <= address < start + size:
                     begin = (address - start) // _PAGE * _PAGE
                     mapped.madvise(mmap.MADV_WILLNEED, begin, min(size - begin, tensor.nbytes + _PAGE))
-
-
-def _available_bytes() -> int | None:
-    """Main memory that can still be had, where the system says."""
-    try:
-        for line in Path("/proc/meminfo").read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError, IndexError):
-        pass
-    return None
 
 
 def _locked(count: int, dtype: torch.dtype) -> Tensor:

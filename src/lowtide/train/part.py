@@ -20,7 +20,7 @@ from lowtide.parallel.data import average_gradients, gradient_norm, scale_gradie
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients
 from lowtide.parallel.parallelize import parallelize
 from lowtide.train.compare import Comparison, compare
-from lowtide.train.options import DTYPES, TrainOptions
+from lowtide.train.options import DTYPES, OptionError, TrainOptions
 from lowtide.train.ranks import Ranks
 
 Batch = tuple[Tensor, Tensor]
@@ -72,8 +72,12 @@ class Part(ABC):
         return ()
 
     def compare(self, batch: Batch, optimizer: torch.optim.Optimizer) -> Comparison:
-        """Measure the plain and the planned step side by side."""
-        raise NotImplementedError
+        """Measure the plain and the planned step side by side.
+
+        Raises:
+            OptionError: this part is no step of its own.
+        """
+        raise OptionError("--compare: the comparison is of one process's step: leave it out with --pp")
 
     def release(self) -> None:  # noqa: B027  (a part without a handle has nothing to do)
         """Take the budget out of force."""

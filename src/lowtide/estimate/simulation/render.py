@@ -10,7 +10,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.budget import format_bytes
-from lowtide.estimate.errors import EstimateError
+from lowtide.estimate.render import drawing
 from lowtide.estimate.render import title as config_title
 from lowtide.estimate.simulation.compose import FINE_TURNS
 from lowtide.estimate.simulation.simulate import StageSimulation, StepSimulation
@@ -77,27 +77,16 @@ def plot_timeline(found: StepSimulation, path: Path) -> None:
     Raises:
         EstimateError: matplotlib is not installed, or the file cannot be written.
     """
-    try:
-        from matplotlib.backends.backend_agg import FigureCanvasAgg
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise EstimateError("--plot needs matplotlib: pip install 'lowtide[pictures]'") from error
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    for stage in found.stages:
-        timeline = stage.timeline
-        label = f"stage {timeline.stage}: peak {format_bytes(timeline.peak_bytes)}"
-        (line,) = axes.step(timeline.seconds, timeline.live_bytes / 2**30, where="post", linewidth=0.9, label=label)
-        standing = (timeline.parameter_bytes + timeline.buffer_bytes + timeline.input_bytes + timeline.gradient_bytes) / 2**30
-        axes.axhline(standing + stage.closed.activation_peak_bytes / 2**30, color=line.get_color(), linestyle=":", linewidth=1)
-    unit = "seconds since the stage began, by the roofline" if found.stages[0].timeline.timed else "forwards and backwards of the stage"
-    if any(len(stage.timeline.turn_peaks) > FINE_TURNS for stage in found.stages):
-        unit += f" (the first {FINE_TURNS} turns)"
-    axes.set(xlabel=unit, ylabel="GiB live on one rank", title=config_title(found.config), ylim=(0, None))
-    figure.legend(loc="outside lower center", ncols=4, fontsize="small", title="dotted: closed form", title_fontsize="small")
-    axes.grid(alpha=0.3)
-    try:
-        figure.savefig(path, dpi=150)
-    except (OSError, ValueError) as error:
-        raise EstimateError(f"cannot write --plot={str(path)!r}: {error}") from error
+    with drawing(path) as (figure, axes):
+        for stage in found.stages:
+            timeline = stage.timeline
+            label = f"stage {timeline.stage}: peak {format_bytes(timeline.peak_bytes)}"
+            (line,) = axes.step(timeline.seconds, timeline.live_bytes / 2**30, where="post", linewidth=0.9, label=label)
+            standing = (timeline.parameter_bytes + timeline.buffer_bytes + timeline.input_bytes + timeline.gradient_bytes) / 2**30
+            axes.axhline(standing + stage.closed.activation_peak_bytes / 2**30, color=line.get_color(), linestyle=":", linewidth=1)
+        unit = "seconds since the stage began, by the roofline" if found.stages[0].timeline.timed else "forwards and backwards of the stage"
+        if any(len(stage.timeline.turn_peaks) > FINE_TURNS for stage in found.stages):
+            unit += f" (the first {FINE_TURNS} turns)"
+        axes.set(xlabel=unit, ylabel="GiB live on one rank", title=config_title(found.config), ylim=(0, None))
+        figure.legend(loc="outside lower center", ncols=4, fontsize="small", title="dotted: closed form", title_fontsize="small")
+        axes.grid(alpha=0.3)
