@@ -44,7 +44,7 @@ SHARED: list[tuple[dict[str, Any], int]] = [
     (dict(sequence_parallel=sp, recompute=recompute) | shape, stage)
     for sp in (False, True)
     for recompute in ("none", "selective", "full")
-    for shape, stage in ((GPT, 0), (GPT | dict(pp=4, global_batch=16), 0))
+    for shape, stage in ((GPT, 0), (GPT | dict(pp=4, global_batch=12), 0))
 ] + [
     (LLAMA | dict(sequence_parallel=True), 0),
     (LLAMA | dict(sequence_parallel=True, recompute="full", pp=2, interleave=2, global_batch=8), 1),
@@ -73,7 +73,7 @@ def _on_rank(cases: list[tuple[Config, int, int]]) -> list[tuple[int, int]]:
 
 @needs_meter
 @needs_gloo
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, 4])
 def test_shared_among_processes(size: int) -> None:
     """Real Gloo processes that share every layer, with and without sequence parallelism, under every recomputation."""
     configs = [(configure(tp=size, **(given | (dict(kv_heads=size) if given.get("mlp") else {}))), stage) for given, stage in SHARED]

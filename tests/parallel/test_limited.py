@@ -28,7 +28,7 @@ def make(family: str, sequence_parallel: bool, **changes: Any) -> nn.Module:
 
 
 def tokens() -> Tensor:
-    return torch.randint(64, (2, 32), generator=torch.Generator().manual_seed(1))
+    return torch.randint(64, (16, 32), generator=torch.Generator().manual_seed(1))
 
 
 def train(model: nn.Module, steps: int = 4) -> tuple[list[Tensor], list[list[str]]]:
@@ -70,8 +70,6 @@ def limited(family: str, sequence_parallel: bool, budgets: list[Any]) -> list[tu
     return found
 
 
-@pytest.mark.slow
-@pytest.mark.xfail(reason="shared models are still traced for real, and percentages this low are then refused", strict=False)
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 @pytest.mark.parametrize("sequence_parallel", [False, True])
 def test_one_plan_and_the_same_bits(family: str, sequence_parallel: bool) -> None:

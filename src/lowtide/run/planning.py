@@ -151,6 +151,7 @@ class Planner:
         self.kept: dict[str, str] = {}
         self.moved_bytes = 0  # of the optimizer's state, to the host
         self.agreement: Agreement | None = None
+        self._neighbours: Agreement | None = None  # ranks that share layers and run other programs: each plans alone
         self._asked = False  # whether other ranks share the model: a copy of a model is not whole yet when this is made
 
     def first(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
@@ -176,14 +177,26 @@ class Planner:
             traced = self._agreed(_with_overhead(self._whole(traced)))
             unknown = LOSS_OUTSIDE in traced.notes
             planned = Planned(traced, traced, _nothing(traced), loss_unknown=unknown)
-            if unknown and self.policy == "optimal" and self.budget is not None:
-                planned.graph = self._without_kept(traced.holding_outputs())
-                notice.say("planning for the least memory")
-                planned.plan = self._make(planned.graph, lambda _: self._least(planned.graph), self.limit(planned.graph))
-            else:
-                notice.say(f"planning {len(traced.operations):,} operations")
-                self.solve(planned)
+            refusal: BudgetError | None = None
+            try:
+                self._solve_first(planned, notice)
+            except BudgetError as error:
+                refusal = error
+            if self._neighbours is not None:  # a rank that refuses alone would leave the others waiting in a collective
+                refusal = self._neighbours.refusal(refusal)
+            if refusal is not None:
+                raise refusal
             return planned
+
+    def _solve_first(self, planned: Planned, notice: Notice) -> None:
+        graph = planned.traced
+        if planned.loss_unknown and self.policy == "optimal" and self.budget is not None:
+            planned.graph = self._without_kept(graph.holding_outputs())
+            notice.say("planning for the least memory")
+            planned.plan = self._make(planned.graph, lambda _: self._least(planned.graph), self.limit(planned.graph))
+        else:
+            notice.say(f"planning {len(graph.operations):,} operations")
+            self.solve(planned)
 
     def note_pace(self, planned: Planned) -> None:
         """Take down how long the latest step took, if that was watched."""
@@ -207,11 +220,12 @@ class Planner:
 
     def _agreed(self, traced: StepGraph) -> StepGraph:
         """The step, with collectives that may run again where the ranks that share the model agree on it."""
+        self._neighbours = None
         if self.agreement is None:
             return traced
         if self.agreement.same_program(traced):
             return with_collectives(traced)
-        self.agreement = None  # on every rank alike
+        self.agreement, self._neighbours = None, self.agreement  # on every rank alike
         return traced
 
     def confer(self, planned: Planned) -> None:

@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..meter import available, counting_allocator, peak, storages
+from .staging import staging_bytes
 
 K = TypeVar("K", bound=Hashable)
 
@@ -103,7 +104,7 @@ class OpCost:
 
     Attributes:
         seconds: time of one run, the Python call included.
-        scratch_bytes: the most it allocates beyond its outputs while it runs; 0 when estimated.
+        scratch_bytes: the most it allocates beyond its outputs while it runs; where estimated, only what a collective moves through.
         source: whether it was run or estimated.
     """
 
@@ -358,7 +359,7 @@ def calibrate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.flo
 
 
 def estimate(spec: OpSpec, roofline: Roofline | None = None) -> OpCost:
-    """An operation's time by a roofline, without running it. Scratch is not known: 0.
+    """An operation's time by a roofline, without running it. Its scratch is not known (0), but for what a collective moves through.
 
     Args:
         spec: the operation.
@@ -370,7 +371,7 @@ def estimate(spec: OpSpec, roofline: Roofline | None = None) -> OpCost:
         roofline = calibrate(_device_of(spec), dtype)
     moved = sum(leaf.bytes for leaf in leaves)
     written = spec.output_bytes or (max((leaf.bytes for leaf in leaves), default=0))
-    return OpCost(roofline.seconds(flops(spec), moved + written), 0, "estimated")
+    return OpCost(roofline.seconds(flops(spec), moved + written), staging_bytes(spec), "estimated")
 
 
 def measure_costs(

@@ -47,6 +47,9 @@ class Faker:
         if real.is_leaf and real.grad is not None and fake.grad is None:
             fake.grad = self.tensor(real.grad)
         self._made[id(real)] = (real, fake)
+        for name, item in vars(real).items():  # marks that a model sets on its parameters and asks for in forward
+            if name not in vars(fake):
+                setattr(fake, name, _swap_attribute(self, item))
         return fake
 
     def tree(self, items: Any) -> Any:

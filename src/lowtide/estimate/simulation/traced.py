@@ -24,6 +24,7 @@ from lowtide.run.agree import with_collectives
 from lowtide.trace.costs import OpCost, Roofline, flops, measure_costs, runnable
 from lowtide.trace.describe import Signature
 from lowtide.trace.eager import Tracer
+from lowtide.trace.staging import staging_bytes
 
 CALL_SECONDS = 5e-6
 """What launching one operation takes at least."""
@@ -200,7 +201,7 @@ def _with_roofline(graph: StepGraph, tracer: Tracer, device: Device) -> StepGrap
 
 
 def _with_scratch(graph: StepGraph, tracer: Tracer, known: dict[Signature, OpCost]) -> StepGraph:
-    """The graph with what operations allocate beyond their outputs while they run here.
+    """The graph with what operations allocate beyond their outputs while they run here, and collectives over Gloo.
 
     Raises:
         EstimateError: some cannot be run here.
@@ -218,7 +219,7 @@ def _with_scratch(graph: StepGraph, tracer: Tracer, known: dict[Signature, OpCos
         known.update(found)
         todo = {key: spec for key, spec in todo.items() if key not in found}
     operations = tuple(
-        replace(op, scratch_bytes=known[signature].scratch_bytes if signature in known else 0)
+        replace(op, scratch_bytes=known[signature].scratch_bytes if signature in known else staging_bytes(tracer.specs[signature]))
         for op, signature in zip(graph.operations, tracer.signatures, strict=True)
     )
     return replace(graph, operations=operations)
