@@ -71,7 +71,8 @@ class Value:
         producer: index of the operation that wrote this version, or ``None`` when it stood before the step.
         storable: whether holding a reference to the storage keeps this value: false for a version that is overwritten later in the step,
             and for storages whose bytes the program frees or resizes itself.
-        must_store: whether every plan has to keep it where a replay reads it (for example, it enters another FSDP unit).
+        must_store: whether every plan has to keep it where a replay reads it (running statistics made in
+            the step, say, which a batch norm updates without a word).
     """
 
     id: int

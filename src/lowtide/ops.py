@@ -35,6 +35,7 @@ _UNREDUCED = {  # where a loss's reduction stands
     "aten.binary_cross_entropy.default": 3,
 }
 _REAL_ONLY = {"aten.mkldnn_rnn_layer.default"}  # on fake tensors its workspace is empty
+_VIEWS = {"aten._unsafe_view.default"}  # whatever its schema says
 _LOOSE = {  # a workspace or table, parts of which are never written and never read
     "aten.mkldnn_rnn_layer.default": (3,),
     "aten._ctc_loss.default": (1,),
@@ -108,7 +109,9 @@ def op_info(func: torch._ops.OpOverload) -> OpInfo:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     returns = [r for r in schema.returns if "Tensor" in str(r.type)]
-    is_view = bool(returns) and not written and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    is_view = name in _VIEWS or (
+        bool(returns) and not written and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+    )
     base = name.split(".")[1] if name.startswith("aten.") else ""
     out_variant = any(isinstance(w, str) for w in written)
     reason = _UNREPLAYABLE.get(name, "")

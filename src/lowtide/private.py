@@ -164,6 +164,23 @@ def dispatch_modes() -> list[TorchDispatchMode]:
     return _get_current_dispatch_mode_stack()
 
 
+def modes_deep() -> int:
+    """How many dispatch modes are active on this thread."""
+    return torch._C._len_torch_dispatch_stack()
+
+
+def top_mode() -> TorchDispatchMode | None:
+    """The innermost dispatch mode of this thread."""
+    count = torch._C._len_torch_dispatch_stack()
+    return torch._C._get_dispatch_stack_at(count - 1) if count else None  # type: ignore[return-value]
+
+
+def leave_top() -> int:
+    """Take the innermost dispatch mode off the stack; returns how many are left."""
+    _pop_mode()
+    return torch._C._len_torch_dispatch_stack()
+
+
 def leave_mode(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
     """Take ``mode`` and everything above it off the stack; returns what was taken, for `enter_modes`."""
     taken: list[TorchDispatchMode] = []

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,7 @@ from lowtide.plan.build import make_plan
 from lowtide.plan.plan import Plan
 
 torch.set_num_threads(1)
+sys.path.insert(0, str(Path(__file__).parent))  # the helpers of this folder
 
 Step = Callable[[torch.nn.Module], torch.Tensor]
 

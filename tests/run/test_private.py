@@ -243,13 +243,17 @@ def test_modes_can_be_left_and_entered_again() -> None:
     outer, middle, inner = Counts(), Counts(), Counts()
     with outer, middle, inner:
         assert private.dispatch_modes() == [outer, middle, inner]
+        assert private.top_mode() is inner and private.modes_deep() == 3
+        assert private.leave_top() == 2
+        assert private.dispatch_modes() == [outer, middle]
+        private.enter_modes([inner])
         taken = private.leave_mode(middle)
         assert private.dispatch_modes() == [outer]
         torch.ones(1)
         private.enter_modes(taken)
         assert private.dispatch_modes() == [outer, middle, inner]
         torch.ones(2)
-    assert private.dispatch_modes() == []
+    assert private.dispatch_modes() == [] and private.top_mode() is None
     assert len(outer.names) == 2 * len(inner.names) == 2 * len(middle.names)
 
 

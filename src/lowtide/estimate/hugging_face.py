@@ -63,9 +63,9 @@ def _llama(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
     activation = _get(data, source, "hidden_act", "hidden_activation", default="silu")
     if activation not in ("silu", "swish"):
         raise EstimateError(f"{source}: a {data['model_type']!r} model with the activation {activation!r} is not understood; 'silu' is")
-    given = _decoder(data, source) | dict(mlp="swiglu", norm="rmsnorm")
+    given: dict[str, Any] = {**_decoder(data, source), "mlp": "swiglu", "norm": "rmsnorm", **style}
     usual = dict(MODERN, dropout=float(_get(data, source, "attention_dropout", default=0.0)))
-    return Preset(Shape(**given | style), usual)
+    return Preset(Shape(**given), usual)
 
 
 def _nemotron(data: Mapping[str, Any], source: str) -> Preset:

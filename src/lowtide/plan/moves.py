@@ -28,17 +28,12 @@ def dtypes_of(sim: Simulator) -> dict[int, str]:
     return found
 
 
-def statistics(sim: Simulator) -> set[int]:
-    """Values that a batch norm reads beside its input: it updates running statistics in place without saying so."""
-    return {u for op in sim.graph.operations if "batch_norm" in op.name and op.phase == "forward" for u in op.reads[1:]}
-
-
 def movable(sim: Simulator, min_bytes: int = 1) -> list[int]:
     """The saved values that may move, in the order of the forward: made in the forward, not overwritten later, not below ``min_bytes``."""
-    graph, found, updated = sim.graph, [], statistics(sim)
+    graph, found = sim.graph, []
     for value in sim.droppable:
         v = graph.values[value]
-        if value in updated or v.producer is None or not v.storable or v.must_store or sim.value_bytes[value] < max(1, min_bytes):
+        if v.producer is None or not v.storable or v.must_store or sim.value_bytes[value] < max(1, min_bytes):
             continue
         if graph.operations[v.producer].phase == "forward" and not any(graph.saved[t].forced for t in sim.saved_of[value]):
             found.append(value)
@@ -51,14 +46,13 @@ def refuse_moves(sim: Simulator, moves: Iterable[int]) -> None:
     Raises:
         PlanError: one may not.
     """
-    updated = statistics(sim)
     for value in moves:
         if not 0 <= value < len(sim.graph.values):
             raise PlanError(f"there is no value {value} to move: this step has {len(sim.graph.values)}")
         v = sim.graph.values[value]
         if v.producer is None:
             raise PlanError(f"value {value} ({sim.describe(value)}) stood before the step: parameters, buffers and inputs never move")
-        if value in updated or not v.storable or sim.graph.operations[v.producer].phase != "forward":
+        if v.must_store or not v.storable or sim.graph.operations[v.producer].phase != "forward":
             raise PlanError(f"value {value} cannot move: {sim.describe(value)} is overwritten later in the step, or made in backward")
 
 

@@ -2,10 +2,32 @@
 
 from __future__ import annotations
 
+from typing import Protocol
+
 from lowtide.ops import OpInfo
 from lowtide.plan.plan import Plan
 
 _LOOK_AHEAD = 400
+
+
+class Director(Protocol):
+    """Decides, operation by operation, what the recorder does."""
+
+    def passes(self, info: OpInfo) -> bool:
+        """Whether the next operation, if it is ``info``, certainly is not recorded, so that it may pass with the least ado."""
+        ...
+
+    def skip(self, count: int) -> None:
+        """So many operations have passed."""
+        ...
+
+    def wants(self, info: OpInfo) -> bool:
+        """Whether the next operation, if it is ``info``, is to be recorded: asked before it runs, so that nothing is prepared in vain."""
+        ...
+
+    def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
+        """The operation has run: whether to record it, and which of the ``writes`` values that it wrote stay (missing ones do not)."""
+        ...
 
 
 class RegionDirector:
@@ -15,7 +37,7 @@ class RegionDirector:
         """Never."""
         return False
 
-    def passed(self) -> None:
+    def skip(self, count: int) -> None:
         """Nothing to do."""
 
     def wants(self, info: OpInfo) -> bool:
@@ -34,7 +56,7 @@ class IdleDirector:
         """Always."""
         return True
 
-    def passed(self) -> None:
+    def skip(self, count: int) -> None:
         """Nothing to do."""
 
     def wants(self, info: OpInfo) -> bool:
@@ -53,18 +75,19 @@ class PlanDirector:
     the plan does not know is recorded and given up, which is always safe; but not a collective, which other ranks may know.
 
     Attributes:
+        at: the place in the program.
         departed: how many operations the plan did not know.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._program = plan.program
-        self._at = 0
+        self.at = 0
         self.departed = 0
         self.moves: tuple[int, ...] = ()
         """for each value that the latest operation wrote, its place among the plan's moves, or -1"""
 
     def _find(self, info: OpInfo) -> int | None:
-        program, at = self._program, self._at
+        program, at = self._program, self.at
         if at < len(program) and program[at].name == info.name:
             return at
         for ahead in range(at, min(at + _LOOK_AHEAD, len(program))):
@@ -74,15 +97,15 @@ class PlanDirector:
 
     def passes(self, info: OpInfo) -> bool:
         """Whether the operation is the one that the program has next, does not run again, and moves nothing."""
-        program, at = self._program, self._at
+        program, at = self._program, self.at
         if at < len(program):
             step = program[at]
             return not step.replayed and not step.moves and step.name == info.name
         return False
 
-    def passed(self) -> None:
-        """On to the next operation of the program."""
-        self._at += 1
+    def skip(self, count: int) -> None:
+        """On by so many operations of the program."""
+        self.at += count
 
     def wants(self, info: OpInfo) -> bool:
         """Whether the plan runs this operation again."""
@@ -96,8 +119,8 @@ class PlanDirector:
         if at is None:
             self.departed += 1
             return not info.collective, ()
-        self.departed += at - self._at
-        self._at = at + 1
+        self.departed += at - self.at
+        self.at = at + 1
         step = self._program[at]
         if len(step.stored) != writes:
             self.departed += 1

@@ -24,7 +24,8 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor, watch: StepWatch | None = None, mover: Mover | None = None) -> None:
         self.mover = mover
-        self.tensor = private.unseen_alias(tensor)
+        # what a node made itself, it must not hold: autograd would never let go of either
+        self.tensor = tensor if tensor.grad_fn is None else private.unseen_alias(tensor)
         self.version = self.tensor._version
         self.watch = watch
 

@@ -23,7 +23,9 @@ from lowtide.run.direct import PlanDirector
 from lowtide.run.key import StepKey, step_key
 from lowtide.run.moved import Mover, prepare
 from lowtide.run.planning import LossMemory, Planned, Planner, Policy
+from lowtide.run.quiet import quiet
 from lowtide.run.record import Recorder, Verify
+from lowtide.run.rehearse import Listener
 from lowtide.run.timed import TimedRecorder
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
@@ -153,8 +155,10 @@ class Limiter:
         self.planner.note_pace(planned)
         director = PlanDirector(planned.plan)
         verifying = self.verify != "never" and not planned.verified
-        watch = self._watch(planned, verifying)
         plan = planned.plan
+        script = planned.script if planned.script is not None and planned.script.plan is plan else None
+        listener = Listener(plan) if script is None and not verifying and self.verify != "always" else None
+        watch = self._watch(planned, verifying, listener is not None)
         if plan.moves and planned.prepared is not plan:
             prepare(plan, self.stores, torch.device(plan.device))
             planned.prepared = plan
@@ -167,11 +171,19 @@ class Limiter:
             watch=watch,
             room=planned.room() if verifying else None,
             mover=mover,
+            script=script,
+            listener=listener,
         )
         with ExitStack() as stack:
             stack.enter_context(recorder.recording())
             stack.enter_context(left_alone(self.model))
+            if script is not None:
+                stack.enter_context(quiet(script, recorder))
+            elif listener is not None:
+                stack.enter_context(listener.listening(self.model))
             result = self.forward(*args, **kwargs)
+        if listener is not None and not director.departed:
+            planned.script = listener.script()
         planned.steps += 1
         planned.departed = director.departed
         if mover is not None and mover.notes and planned.steps == 1:
@@ -233,11 +245,11 @@ class Limiter:
             warnings.warn(f"lowtide keeps the results of {name}: {reason}", LowtideWarning, stacklevel=6)
         self.planner.settle(planned, "operations do not reproduce")
 
-    def _watch(self, planned: Planned, verifying: bool) -> StepWatch | None:
-        """What to learn from the coming step, if anything is left to learn."""
+    def _watch(self, planned: Planned, verifying: bool, listening: bool) -> StepWatch | None:
+        """What to learn from the coming step, if anything is left to learn; one that is verified or listened to takes longer than others."""
         learning = planned.loss_unknown or (not planned.held and bool(planned.traced.outputs) and planned.steps == 0)
         measuring = not verifying and planned.steps <= 2 and planned.plan.budget_bytes is not None
-        timing = not verifying and planned.wants_pace()
+        timing = not verifying and not listening and planned.wants_pace()
         if not (learning or measuring or timing):
             return None
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))

@@ -15,6 +15,8 @@ from torch.nn import functional
 from lowtide import private
 from lowtide.run.direct import IdleDirector, RegionDirector
 from lowtide.run.record import Recorder
+from lowtide.run.timed import TimedRecorder
+from lowtide.run.watch import StepWatch
 
 _LAYERS = 12
 _OPERATIONS_OF_A_LAYER = 6
@@ -28,10 +30,12 @@ class Overhead:
     Attributes:
         passing_seconds: for each operation of the forward, its views and saved tensors included.
         replayed_seconds: beyond that, for each operation that is recorded and runs again.
+        unseen_seconds: for each dispatch, what `lowtide.run.timed` does not see: the way into Python and back, the saved tensors' hooks.
     """
 
     passing_seconds: float
     replayed_seconds: float
+    unseen_seconds: float = 0.0
 
 
 @lru_cache(maxsize=8)
@@ -62,13 +66,18 @@ def executor_overhead(device: str = "cpu") -> Overhead:
             return middle - begin, time.perf_counter() - middle
 
         plain, passing, replaying, kernels = [], [], [], []
+        seen: list[tuple[float, int]] = []
         for _ in range(_ROUNDS):
             kernel, backward = seconds(nullcontext())
             kernels.append(kernel)
             plain.append(kernel + backward)
             passing.append(sum(seconds(Recorder(IdleDirector()).recording())))
             replaying.append(sum(seconds(Recorder(RegionDirector()).recording())))
+            watch = StepWatch(lambda: None, lambda: None, torch.device("cpu"), memory=False)
+            seconds(TimedRecorder(IdleDirector(), watch=watch).recording())
+            seen.append((watch.recording_seconds, watch.dispatches))
     count = _LAYERS * _OPERATIONS_OF_A_LAYER
     base, idle = statistics.median(plain), statistics.median(passing)
     again = statistics.median(replaying) - idle - statistics.median(kernels)
-    return Overhead(max(0.0, idle - base) / count, max(0.0, again) / count)
+    unseen = max(0.0, idle - base - statistics.median(seconds for seconds, _ in seen)) / max(1, seen[0][1])
+    return Overhead(max(0.0, idle - base) / count, max(0.0, again) / count, unseen)

@@ -22,6 +22,7 @@ from lowtide.plan.simulate import plain, simulate
 from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, with_collectives
 from lowtide.run.notice import Notice
 from lowtide.run.overhead import executor_overhead
+from lowtide.run.rehearse import Script
 from lowtide.run.resident import OptimizerNeed, optimizer_need
 from lowtide.run.scope import small_executor
 from lowtide.run.watch import StepWatch
@@ -75,6 +76,7 @@ class Planned:
         timed: watches the time of the latest step.
         seconds: of each step that has been timed under the plan as it is, and of recording and replaying in it where the host knows.
         prepared: the plan that the stores have room for.
+        script: what a step under the plan taught of the next ones.
     """
 
     traced: StepGraph
@@ -110,6 +112,7 @@ class Planned:
         return self.plan.at_pace(whole - extra, extra)
 
     prepared: Plan | None = None
+    script: Script | None = None
 
     def room(self) -> Callable[[int], int]:
         """From a forward operation's position to the bytes that the budget leaves beside it."""
@@ -203,7 +206,9 @@ class Planner:
         watch, planned.timed = planned.timed, None
         seconds = watch.seconds() if watch is not None else None
         if watch is not None and seconds is not None:
-            planned.seconds.append((seconds, watch.replay_seconds + watch.recording_seconds if watch.device.type == "cpu" else None))
+            unseen = executor_overhead(watch.device.type).unseen_seconds * watch.dispatches
+            extra = watch.replay_seconds + watch.recording_seconds + unseen
+            planned.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
 
     def _timing_room(self, graph: StepGraph) -> TimingRoom:
         """What the budget leaves for timing operations while only the model stands in memory.

@@ -10,7 +10,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -27,8 +27,9 @@ from lowtide.ops import (
     tensors_of,
     written_tensors,
 )
-from lowtide.run.direct import PlanDirector
+from lowtide.run.direct import Director, PlanDirector
 from lowtide.run.handles import GivenUp, Kept, Wrapped, unpack
+from lowtide.run.rehearse import ASK, PASS, WRITE, Listener, Script, tensors_around
 from lowtide.run.tape import (
     LiveValue,
     Node,
@@ -39,36 +40,15 @@ from lowtide.run.tape import (
     is_unrecorded,
     make_ref,
     reach,
-    run_again,
-    same_bytes,
     unrecorded,
 )
+from lowtide.run.verify import why_not_reproduced
 from lowtide.run.watch import StepWatch
 
 if TYPE_CHECKING:
     from lowtide.run.moved import Fetch, Mover
 
 Verify = Literal["first", "always", "never"]
-
-
-class Director(Protocol):
-    """Decides, operation by operation, what the recorder does."""
-
-    def passes(self, info: OpInfo) -> bool:
-        """Whether the next operation, if it is ``info``, certainly is not recorded, so that it may pass with the least ado."""
-        ...
-
-    def passed(self) -> None:
-        """It has passed."""
-        ...
-
-    def wants(self, info: OpInfo) -> bool:
-        """Whether the next operation, if it is ``info``, is to be recorded: asked before it runs, so that nothing is prepared in vain."""
-        ...
-
-    def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
-        """The operation has run: whether to record it, and which of the ``writes`` values that it wrote stay (missing ones do not)."""
-        ...
 
 
 @dataclass
@@ -98,6 +78,8 @@ class Recorder(TorchDispatchMode):
         room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its position in the forward; what
             does not fit is not run twice but checked by digest in backward.
         mover: carries out the plan's moves.
+        script: what an earlier step under the same plan learned.
+        listener: hears what this step learns.
     """
 
     def __init__(
@@ -109,6 +91,8 @@ class Recorder(TorchDispatchMode):
         watch: StepWatch | None = None,
         room: Callable[[int], int] | None = None,
         mover: Mover | None = None,
+        script: Script | None = None,
+        listener: Listener | None = None,
     ) -> None:
         super().__init__()
         private.keep_dynamo_out()
@@ -118,6 +102,10 @@ class Recorder(TorchDispatchMode):
         self.watch = watch
         self.room = room
         self.mover = mover
+        self.listener = listener
+        self._script = script.entries if script is not None else ()
+        self._line = 0
+        self._following = script is not None
         self._seen = 0
         self.findings = Findings()
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
@@ -194,6 +182,23 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
+        line = self._line
+        if line < len(self._script):
+            known, kind, advance = self._script[line]
+            if known is func:
+                self._line = line + 1
+                if kind == PASS:
+                    result = self._call(func, args, kwargs, plain=True)
+                    if advance:
+                        self.skip(advance)
+                    return result
+                if kind == WRITE:
+                    return self._writing(func, args, kwargs, advance)
+            else:
+                self.depart()
+        return self._dispatch(func, types, args, kwargs) if self.listener is None else self._heard(func, types, args, kwargs)
+
+    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         info = op_info(func)
         if info.is_view or info.waits or private.in_backward() or is_unrecorded():
             return self._call(func, args, kwargs)
@@ -204,8 +209,47 @@ class Recorder(TorchDispatchMode):
             return self._passing(func, info, args, kwargs)
         return self._operation(func, info, args, kwargs)
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return private.call(func, args, kwargs)
+    def _heard(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A dispatch, with what there is to learn from it."""
+        assert self.listener is not None
+        info, seen, kind, untouched = op_info(func), self._seen, ASK, True
+        if info.is_view or info.waits or private.in_backward() or is_unrecorded():
+            kind = PASS
+        elif self.director.passes(info) and not hidden_statistics(info, args):
+            kind = WRITE if info.written else PASS
+            keys = {private.storage_key(t) for t in written_tensors(info, args, kwargs) if has_plain_storage(t)}
+            untouched = not any(keys & known.keys() for known in (self._given, self._held))
+        result = self._dispatch(func, types, args, kwargs)
+        self.listener.heard(func, kind, self._seen - seen, untouched, tensors_around(args, kwargs, result))
+        return result
+
+    def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advance: int) -> Any:
+        """An operation that is not recorded and writes to tensors that were there before."""
+        info = op_info(func)
+        written = written_tensors(info, args, kwargs)
+        if self._held:
+            self._copy_on_write(written)
+        result = self._call(func, args, kwargs, plain=True)
+        self._forget(written, info)
+        self.skip(advance)
+        return result
+
+    @property
+    def follows(self) -> bool:
+        """Whether the step has followed its script so far."""
+        return self._following
+
+    def depart(self) -> None:
+        """From here on this step is another than its script says."""
+        self._script, self._following = (), False
+
+    def skip(self, count: int) -> None:
+        """So many operations of the program have run without being recorded."""
+        self.director.skip(count)
+        self._seen += count
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool = False) -> Any:
+        return func(*args, **kwargs) if plain else private.call(func, args, kwargs)
 
     def _passing(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation that is not recorded and overwrites nothing that a replay may rest on."""
@@ -222,8 +266,7 @@ class Recorder(TorchDispatchMode):
                 isinstance(t, torch.Tensor) and has_plain_storage(t) and private.storage_key(t) not in keys for t in flat_results(result)
             )
         if fresh:
-            self.director.passed()
-            self._seen += 1
+            self.skip(1)
         return result
 
     def _forget(self, touched: list[torch.Tensor], info: OpInfo) -> None:
@@ -276,7 +319,7 @@ class Recorder(TorchDispatchMode):
             return result
         if self.verify and not info.collective:
             fits = len(before) == len(written) and self._fits(sum(flat[at].untyped_storage().nbytes() for at in fresh.values()), ran=1)
-            reason = self._rerun(node, info, args, kwargs, flat, before) if fits else ""
+            reason = why_not_reproduced(node, info, args, kwargs, flat, before) if fits else ""
             if reason:
                 self._not_reproduced(info.name, reason)
                 return result
@@ -447,33 +490,6 @@ class Recorder(TorchDispatchMode):
         """Whether the budget leaves room for ``extra_bytes`` beside the operation at hand."""
         return self.room is None or extra_bytes <= self.room(self._seen - ran)
 
-    def _rerun(
-        self,
-        node: Node,
-        info: OpInfo,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        flat: list[Any],
-        before: list[tuple[torch.Tensor, torch.Tensor]],
-    ) -> str:
-        """Why the operation does not reproduce, or nothing."""
-        fresh = {id(tensor): copy for tensor, copy in before}
-        for position in node.statistics:
-            if isinstance(args[position], torch.Tensor) and id(args[position]) not in fresh:
-                fresh[id(args[position])] = args[position].clone()
-
-        try:
-            again = flat_results(run_again(node, [_swap(item, fresh) for item in args], {k: _swap(v, fresh) for k, v in kwargs.items()}))
-        except RuntimeError as error:
-            return f"its second run raised {type(error).__name__}: {error}"
-        both = enumerate(zip(flat, again, strict=True))
-        pairs = [(a, b) for position, (a, b) in both if isinstance(a, torch.Tensor) and position not in info.loose]
-        pairs += [(tensor, copy) for tensor, copy in before]
-        for first, second in pairs:
-            if has_plain_storage(first) and not same_bytes(first, second):
-                return "a second run with equal inputs gave other bytes"
-        return ""
-
     def _not_reproduced(self, name: str, reason: str) -> None:
         self.findings.kept.setdefault(name, reason)
 
@@ -485,15 +501,15 @@ class Recorder(TorchDispatchMode):
             return Wrapped(tensor, self.pack)
         if not has_plain_storage(tensor):
             return Kept(tensor, self.watch)
-        with unrecorded():
-            return self._pack_plain(tensor)
-
-    def _pack_plain(self, tensor: torch.Tensor) -> Kept | GivenUp:
-        entry = self._given.get(private.storage_key(tensor))
+        storage = tensor.untyped_storage()
+        entry = self._given.get(storage._cdata)
         if entry is None:
-            self.findings.kept_bytes += tensor.untyped_storage().nbytes()
+            self.findings.kept_bytes += storage.nbytes()
             return Kept(tensor, self.watch, self.mover)
-        value = entry[0]
+        with unrecorded():
+            return self._give_up(entry[0], tensor)
+
+    def _give_up(self, value: LiveValue, tensor: torch.Tensor) -> Kept | GivenUp:
         if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
             self._written_behind(value, tensor)
             return Kept(tensor, self.watch)
@@ -512,14 +528,6 @@ class Recorder(TorchDispatchMode):
 
 def _plain_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     return {private.storage_key(t) for t in (*tensors_of(args), *tensors_of(kwargs)) if has_plain_storage(t)}
-
-
-def _swap(item: Any, fresh: dict[int, torch.Tensor]) -> Any:
-    if isinstance(item, torch.Tensor):
-        return fresh.get(id(item), item)
-    if isinstance(item, (tuple, list)):
-        return [_swap(part, fresh) for part in item]
-    return item
 
 
 class _Unrecordable(Exception):

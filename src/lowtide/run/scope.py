@@ -12,8 +12,8 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.run.compiled import left_alone
-from lowtide.run.direct import IdleDirector, RegionDirector
-from lowtide.run.record import Director, Recorder, unpack
+from lowtide.run.direct import Director, IdleDirector, RegionDirector
+from lowtide.run.record import Recorder, unpack
 
 RegionPolicy = str | Callable[[str], bool] | None
 

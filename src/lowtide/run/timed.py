@@ -23,16 +23,17 @@ class TimedRecorder(Recorder):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         assert self.watch is not None
+        self.watch.dispatches += 1
         begin, kernels = time.perf_counter(), self._kernels
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
         finally:
             self.watch.recording_seconds += time.perf_counter() - begin - (self._kernels - kernels)
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool = False) -> Any:
         begin = time.perf_counter()
         try:
-            return super()._call(func, args, kwargs)
+            return super()._call(func, args, kwargs, plain)
         finally:
             self._kernels += time.perf_counter() - begin
 

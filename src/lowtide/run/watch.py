@@ -29,6 +29,7 @@ class StepWatch:
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where it cannot be measured.
         replay_seconds, recording_seconds: time that bringing values back and recording took; they say nothing on a GPU, where the host runs
             ahead.
+        dispatches: how many the recorder saw.
     """
 
     def __init__(self, on_backward: Callable[[], None], on_end: Callable[[], None], device: torch.device, *, memory: bool = True) -> None:
@@ -47,6 +48,7 @@ class StepWatch:
         self.peak_bytes: int | None = None
         self.replay_seconds = 0.0
         self.recording_seconds = 0.0
+        self.dispatches = 0
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The forward returned ``outputs``."""

@@ -98,6 +98,7 @@ class Tracer(TorchDispatchMode):
         self._names: dict[int, tuple[StorageKind, str]] = {}
         self._module_names: dict[int, str] = {}
         self._uninitialized: set[int] = set()
+        self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
         self._outputs: set[int] = set()
         self._scopes: list[tuple[int, Any]] = []
         self._infos: list[OpInfo] = []
@@ -216,10 +217,13 @@ class Tracer(TorchDispatchMode):
         if self.fake and written and torch.is_grad_enabled():
             self._refuse_written_views(written, inputs)
         keys = {private.storage_key(t) for t in inputs}
-        ignored = {id(args[position]) for position in hidden_statistics(info, args)}
+        statistics = [args[position] for position in hidden_statistics(info, args)]
+        ignored = {id(t) for t in statistics}
         if info.fills:
             ignored |= {id(t) for t in written if has_plain_storage(t) and covers_storage(t)}
         reads = list(dict.fromkeys(self.value_of(t) for t in inputs if id(t) not in ignored))
+        behind = [self.value_of(t) for t in statistics if isinstance(t, torch.Tensor) and has_plain_storage(t)]
+        self._updated.update(value for value in behind if self.values[value]["producer"] is not None)
         signature, spec = signature_of(func, args, kwargs)
         if self.fake and stays_real(info, inputs, args, kwargs):
             with private.without_fake_mode():
@@ -439,9 +443,7 @@ class Tracer(TorchDispatchMode):
             ]
         self.events = events
 
-    def graph(
-        self, *, device: str, source: Any, extra_resident_bytes: int = 0, must_store: set[int] | None = None, notes: tuple[str, ...] = ()
-    ) -> StepGraph:
+    def graph(self, *, device: str, source: Any, extra_resident_bytes: int = 0, notes: tuple[str, ...] = ()) -> StepGraph:
         """What was recorded, as data, without times; ends the trace."""
         self.closed = True
         self._settle()
@@ -454,7 +456,7 @@ class Tracer(TorchDispatchMode):
             Value(
                 **value,
                 storable=newest.get(value["storage"]) == value["id"] or self.storages[value["storage"]]["kind"] == "backward",
-                must_store=value["id"] in (must_store or ()),
+                must_store=value["id"] in self._updated,
             )
             for value in self.values
         )

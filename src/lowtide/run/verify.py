@@ -1,0 +1,53 @@
+"""Run an operation a second time, at once, and compare."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.ops import OpInfo, has_plain_storage
+from lowtide.run.tape import Node, flat_results, run_again, same_bytes
+
+
+def why_not_reproduced(
+    node: Node,
+    info: OpInfo,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    flat: list[Any],
+    before: list[tuple[torch.Tensor, torch.Tensor]],
+) -> str:
+    """Why a second run of an operation gives something else than the first did, or nothing.
+
+    Args:
+        node: the operation as it is recorded.
+        info: what is known of it.
+        args, kwargs: what it was called with.
+        flat: what it returned.
+        before: for each tensor that it overwrote, a copy of what was there.
+    """
+    fresh = {id(tensor): copy for tensor, copy in before}
+    for position in node.statistics:
+        if isinstance(args[position], torch.Tensor) and id(args[position]) not in fresh:
+            fresh[id(args[position])] = args[position].clone()
+
+    try:
+        again = flat_results(run_again(node, [_swap(item, fresh) for item in args], {k: _swap(v, fresh) for k, v in kwargs.items()}))
+    except RuntimeError as error:
+        return f"its second run raised {type(error).__name__}: {error}"
+    both = enumerate(zip(flat, again, strict=True))
+    pairs = [(a, b) for position, (a, b) in both if isinstance(a, torch.Tensor) and position not in info.loose]
+    pairs += [(tensor, copy) for tensor, copy in before]
+    for first, second in pairs:
+        if has_plain_storage(first) and not same_bytes(first, second):
+            return "a second run with equal inputs gave other bytes"
+    return ""
+
+
+def _swap(item: Any, fresh: dict[int, torch.Tensor]) -> Any:
+    if isinstance(item, torch.Tensor):
+        return fresh.get(id(item), item)
+    if isinstance(item, (tuple, list)):
+        return [_swap(part, fresh) for part in item]
+    return item

@@ -1,0 +1,158 @@
+"""`limit_memory`: several models, nested ones, and threads."""
+
+from __future__ import annotations
+
+import copy
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from small_model import N, batch, small
+from torch import nn
+
+import lowtide
+
+
+def test_two_models_interleaved(twins: Any) -> None:
+    class Both(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.a, self.b = small(), small(layers=2)
+
+    plain, limited = Both(), Both()
+    lowtide.limit_memory(limited.a, policy="full")
+    lowtide.limit_memory(limited.b, "85%")
+    for seed in range(3):
+        grads = []
+        for pair in (plain, limited):
+            pair.zero_grad()
+            torch.manual_seed(seed)
+            first, second, third = pair.a(batch()), pair.b(batch(110)), pair.a(batch())
+            second.backward()
+            (first * third).backward()
+            grads.append([p.grad.clone() for p in pair.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert limited.a.__dict__["forward"].plans is not limited.b.__dict__["forward"].plans
+
+
+@pytest.mark.parametrize("outer", ["full", None])
+def test_a_limited_model_inside_a_limited_model(outer: str | None, everything: Any) -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = small()
+            self.linear = nn.Linear(N, N)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.inner(torch.tanh(self.linear(x)).exp())
+
+    torch.manual_seed(0)
+    plain = Outer()
+    limited = copy.deepcopy(plain)
+    lowtide.limit_memory(limited.inner, policy="full")
+    if outer is not None:
+        lowtide.limit_memory(limited, policy=everything)
+    for seed in range(3):
+        grads = []
+        for model in (plain, limited):
+            model.zero_grad()
+            torch.manual_seed(seed)
+            model(batch()).backward()
+            grads.append([p.grad.clone() for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+
+
+def test_threads_train_two_limited_models() -> None:
+    results: dict[int, list[torch.Tensor]] = {}
+    errors: list[BaseException] = []
+    plain = []
+    for k in range(2):
+        model = small(dropout=0.0, layers=2 + k)
+        for step in range(4):
+            model.zero_grad()
+            model(batch(6 + step % 2)).backward()
+        plain.append([p.grad.clone() for p in model.parameters()])
+
+    def work(k: int) -> None:
+        try:
+            torch.set_num_threads(1)
+            model = models[k]
+            barrier.wait()
+            for step in range(4):
+                model.zero_grad()
+                model(batch(6 + step % 2)).backward()
+            results[k] = [p.grad.clone() for p in model.parameters()]
+        except BaseException as error:
+            errors.append(error)
+
+    models = [small(dropout=0.0, layers=2 + k) for k in range(2)]
+    for model in models:
+        lowtide.limit_memory(model, policy="full")
+    barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert errors == []
+    for k in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(plain[k], results[k], strict=True))
+
+
+def test_one_limited_model_in_two_threads() -> None:
+    """As DataParallel's replicas or an asynchronous trainer would: forwards at the same time, each with its own backward."""
+    model = small(dropout=0.0)
+    lowtide.limit_memory(model, policy="full")
+    plain = small(dropout=0.0)
+    expected = [torch.autograd.grad(plain(batch(6 + k)), list(plain.parameters())) for k in range(2)]
+    parameters = list(model.parameters())  # while one thread plans, the model shows others fake ones
+    found: dict[int, Any] = {}
+    errors: list[BaseException] = []
+
+    def work(k: int) -> None:
+        try:
+            barrier.wait()
+            for _ in range(3):
+                found[k] = torch.autograd.grad(model(batch(6 + k)), parameters)
+        except BaseException as error:
+            errors.append(error)
+
+    barrier = threading.Barrier(2)
+    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert errors == []
+    for k in range(2):
+        assert all(torch.equal(a, b) for a, b in zip(expected[k], found[k], strict=True))
+
+
+def test_planning_in_one_thread_does_not_disturb_another() -> None:
+    """While one thread traces on fake parameters, another uses its own model."""
+    model, other = small(layers=6), small()
+    errors: list[BaseException] = []
+    stop = threading.Event()
+
+    def work() -> None:
+        try:
+            while not stop.is_set():
+                other.zero_grad()
+                other(batch()).backward()
+                assert all(type(p.grad) is torch.Tensor for p in other.parameters())
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    try:
+        lowtide.limit_memory(model, policy="full")
+        model(batch()).backward()
+    finally:
+        stop.set()
+        thread.join()
+    assert errors == []

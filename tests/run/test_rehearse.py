@@ -1,0 +1,195 @@
+"""Steps that follow the script of an earlier one: fewer dispatches, the same bits, and nothing left behind when a step is another."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from lowtide import private
+from lowtide.graph import StepGraph
+from lowtide.plan.build import make_plan
+from lowtide.plan.plan import Plan
+from lowtide.plan.simulate import Simulator
+
+N = 16
+
+
+def give_up_gelu(graph: StepGraph, budget: int | None = None) -> Plan:
+    """Keep all but what GELU wrote."""
+    made = [graph.operations[v.producer].name if v.producer is not None else "" for v in graph.values]
+    stored = [v for v in Simulator(graph).droppable if "gelu" not in made[v]]
+    return make_plan(graph, stored=stored, policy="give_up_gelu", budget=budget, bound=False)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(N)
+        self.up = nn.Linear(N, 2 * N)
+        self.act = nn.GELU()
+        self.middle = nn.Sequential(nn.Linear(2 * N, 2 * N), nn.ReLU(inplace=True), nn.Linear(2 * N, 2 * N))
+        self.dropout = nn.Dropout(0.2)
+        self.down = nn.Linear(2 * N, N)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.act(self.up(self.norm(x)))
+        return x + self.down(self.dropout(self.middle(h)))
+
+
+class Net(nn.Module):
+    def __init__(self, layers: int = 3) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block() for _ in range(layers))
+        self.around: Any = lambda k, call: call()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k, block in enumerate(self.blocks):
+            x = self.around(k, lambda block=block, x=x: block(x))
+        return x.square().sum()
+
+
+class Counts(TorchDispatchMode):
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def batch() -> torch.Tensor:
+    return torch.randn(8, N, generator=torch.Generator().manual_seed(3))
+
+
+def script_of(model: nn.Module) -> Any:
+    return model.__dict__["forward"].latest.script
+
+
+def heard(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The dispatches of one step that go through the recorder."""
+    model.zero_grad(set_to_none=True)
+    from lowtide.run.record import Recorder
+
+    names: list[str] = []
+    dispatch = Recorder.__torch_dispatch__
+
+    def counting(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        names.append(str(func))
+        return dispatch(self, func, types, args, kwargs)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Recorder, "__torch_dispatch__", counting)
+        model(batch()).backward()
+    return names
+
+
+def untouched(model: nn.Module) -> bool:
+    return private.dispatch_modes() == [] and not any("forward" in m.__dict__ for m in model.modules() if m is not model)
+
+
+def test_later_steps_hear_less_and_give_the_same_bits(twins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    pair = twins(Net(), policy=give_up_gelu)
+    for seed in range(5):
+        pair.step(lambda m: m(batch()), seed)
+    script = script_of(pair.limited)
+    assert script is not None and script.marks
+    with Counts() as all_of_them:
+        pair.plain(batch())
+    names = heard(pair.limited, monkeypatch)
+    assert names == [str(func) for func, _, _ in script.entries]
+    assert 0 < names.count("aten.gelu.default") == 3
+    assert len(names) < len(all_of_them.names) / 2
+    assert names.count("aten.native_layer_norm.default") <= 1  # of three: the first stretch is too short to leave for
+    assert "aten.relu_.default" not in names
+    assert untouched(pair.limited)
+
+
+def test_a_plan_made_again_is_listened_to_again(twins: Any) -> None:
+    torch.manual_seed(0)
+    pair = twins(Net(), policy=give_up_gelu)
+    for seed in range(3):
+        pair.step(lambda m: m(batch()), seed)
+    limiter = pair.limited.__dict__["forward"]
+    first = script_of(pair.limited)
+    limiter.latest.again = "the test wants it"
+    for seed in range(3):
+        pair.step(lambda m: m(batch()), seed)
+    second = script_of(pair.limited)
+    assert second is not first and second.plan is limiter.latest.plan
+
+
+@pytest.mark.parametrize("change", ["skip", "twice", "other order"])
+def test_a_step_that_departs(twins: Any, change: str) -> None:
+    """Modules that do not run, run twice or in another order: the recorder is back, and bits are the same."""
+    torch.manual_seed(0)
+    pair = twins(Net(), policy=give_up_gelu)
+    for seed in range(4):
+        pair.step(lambda m: m(batch()), seed)
+
+    def forward(m: Any) -> torch.Tensor:
+        blocks = list(m.blocks)
+        chosen = {"skip": blocks[1:], "twice": [blocks[0], *blocks], "other order": blocks[::-1]}[change]
+        order = iter(chosen)
+        m.around = lambda k, call: call()
+        m.blocks, before = nn.ModuleList(order), m.blocks
+        try:
+            return m(batch())
+        finally:
+            m.blocks = before
+
+    for seed in range(2):
+        pair.step(forward, seed)
+        assert untouched(pair.limited)
+    pair.step(lambda m: m(batch()), 9)
+
+
+def test_a_mode_of_the_models_own_around_a_block(twins: Any) -> None:
+    """The recorder neither leaves from under another mode nor comes back above it."""
+    torch.manual_seed(0)
+    pair = twins(Net(), policy=give_up_gelu)
+    for seed in range(4):
+        pair.step(lambda m: m(batch()), seed)
+    found = []
+
+    def counted(k: int, call: Any) -> Any:
+        if k != 1:
+            return call()
+        with Counts() as counts:
+            result = call()
+        found.append(counts.names)
+        return result
+
+    for model in (pair.plain, pair.limited):
+        model.around = counted
+    for seed in range(2):
+        pair.step(lambda m: m(batch()), seed)
+        assert untouched(pair.limited)
+    plain, limited = (
+        [name for name in names if not name.startswith(("aten.detach", "aten.empty", "aten.as_strided"))] for names in found[:2]
+    )
+    assert set(plain) <= set(limited)
+
+
+def test_an_exception_in_a_quiet_stretch(twins: Any) -> None:
+    torch.manual_seed(0)
+    pair = twins(Net(), policy=give_up_gelu)
+    for seed in range(4):
+        pair.step(lambda m: m(batch()), seed)
+    middle = pair.limited.blocks[1].middle[1]
+
+    def fail(*_: Any) -> None:
+        raise KeyError("on demand")
+
+    hook = middle.register_forward_hook(fail)
+    with pytest.raises(KeyError, match="on demand"):
+        pair.limited(batch())
+    assert untouched(pair.limited)
+    hook.remove()
+    for seed in range(2):
+        pair.step(lambda m: m(batch()), seed)
