@@ -44,8 +44,10 @@ SHARED: list[tuple[dict[str, Any], int]] = [
     (dict(sequence_parallel=sp, recompute=recompute) | shape, stage)
     for sp in (False, True)
     for recompute in ("none", "selective", "full")
-    for shape, stage in ((GPT, 0), (GPT | dict(pp=4, global_batch=12), 0))
+    for shape, stage in ((GPT, 0),)
 ] + [
+    (GPT | dict(pp=4, global_batch=12, recompute="selective"), 0),
+    (GPT | dict(pp=4, global_batch=12, sequence_parallel=True), 0),
     (LLAMA | dict(sequence_parallel=True), 0),
     (LLAMA | dict(sequence_parallel=True, recompute="full", pp=2, interleave=2, global_batch=8), 1),
 ]
@@ -76,11 +78,12 @@ def _on_rank(cases: list[tuple[Config, int, int]]) -> list[tuple[int, int]]:
 @pytest.mark.parametrize("size", [2, 4])
 def test_shared_among_processes(size: int) -> None:
     """Real Gloo processes that share every layer, with and without sequence parallelism, under every recomputation."""
-    configs = [(configure(tp=size, **(given | (dict(kv_heads=size) if given.get("mlp") else {}))), stage) for given, stage in SHARED]
+    chosen = SHARED if size == 2 else SHARED[3:]  # not all of plain tensor parallelism again
+    configs = [(configure(tp=size, **(given | (dict(kv_heads=size) if given.get("mlp") else {}))), stage) for given, stage in chosen]
     cases = [(config, stage, added(config, stage)) for config, stage in configs]
     wrong = []
     for rank, results in enumerate(on_ranks(size, _on_rank, cases)):
-        for case, (real, simulated) in zip(SHARED, results, strict=True):
+        for case, (real, simulated) in zip(chosen, results, strict=True):
             if abs(simulated / real - 1) > 0.01:
                 wrong.append(f"rank {rank} {words(case)}: {real} measured, {simulated} simulated ({100 * (simulated / real - 1):+.2f} %)")
     assert not wrong, "\n".join(wrong)

@@ -143,13 +143,13 @@ def test_within_a_budget(name: str) -> None:
     check_within(FAMILIES[name], "70%")
 
 
-@pytest.mark.parametrize("name", ["gpt2", "lstm", "clip", "convolutions"])
+@pytest.mark.parametrize("name", ["gpt2", "lstm"])
 def test_within_the_smallest_budget(name: str) -> None:
     check_within(FAMILIES[name], "smallest")
 
 
 @pytest.mark.slow  # minutes
-@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"gpt2", "lstm", "clip", "convolutions"}))
+@pytest.mark.parametrize("name", sorted(set(FAMILIES) - {"gpt2", "lstm"}))
 def test_within_the_smallest_budget_in_other_families(name: str) -> None:
     check_within(FAMILIES[name], "smallest")
 

@@ -79,11 +79,11 @@ def check(outcomes: list[Any]) -> None:
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("variant", sweep.VARIANTS)
 def test_a_part_of_the_database(variant: Any) -> None:
-    names = set(PART)
+    names = set(PART if variant == "float" else PART[::3])
     ops = [op for op in sweep.operations() if op.name in names]
-    assert len({op.name for op in ops}) > 150
+    assert len({op.name for op in ops}) > 50
     outcomes = [o for o in (sweep.check_operation(op, variant, SAMPLES.get(variant, 1)) for op in ops) if o is not None]
-    assert len(outcomes) > 40
+    assert len(outcomes) > 12
     check(outcomes)
 
 

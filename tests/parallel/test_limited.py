@@ -70,8 +70,10 @@ def limited(family: str, sequence_parallel: bool, budgets: list[Any]) -> list[tu
     return found
 
 
-@pytest.mark.parametrize("family", ["gpt", "llama"])
-@pytest.mark.parametrize("sequence_parallel", [False, True])
+@pytest.mark.parametrize(
+    ("family", "sequence_parallel"),
+    [("gpt", True), ("llama", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt", False), ("llama", True)))],
+)
 def test_one_plan_and_the_same_bits(family: str, sequence_parallel: bool) -> None:
     budgets = ["full", "70%", ("90%", "65%")]
     results = on_ranks(2, limited, family, sequence_parallel, budgets)

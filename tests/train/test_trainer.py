@@ -65,7 +65,13 @@ def test_training_under_a_budget_is_bitwise_training_without_one(text: Path, tmp
         assert torch.equal(tensor, weights(tmp_path / "planned")[name])
 
 
-@pytest.mark.parametrize("changes", [{}, {"model": "llama-nano", "dtype": "bf16", "grad_accum": 3, "dropout": 0.2}])
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"dropout": 0.2, "grad_accum": 2},
+        pytest.param({"model": "llama-nano", "dtype": "bf16", "grad_accum": 3, "dropout": 0.2}, marks=pytest.mark.slow),
+    ],
+)
 def test_a_resumed_run_goes_the_same_way(text: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
     whole = options(text, checkpoint_dir=tmp_path / "whole", **changes)
     parts = options(text, checkpoint_dir=tmp_path / "parts", **changes)
@@ -144,7 +150,7 @@ def test_a_model_larger_than_the_machine_is_refused_before_anything_is_allocated
 
 def command(text: Path, folder: Path, *more: str) -> list[str]:
     line = [sys.executable, "-m", "lowtide", "train", "--model", "gpt-nano", "--data", str(text), "--batch", "8", "--seq", "128"]
-    line += ["--steps", "40", "--checkpoint-dir", str(folder), "--checkpoint-every", "1", "--no-compare"]
+    line += ["--steps", "24", "--checkpoint-dir", str(folder), "--checkpoint-every", "1", "--no-compare"]
     return [*line, "--json", str(folder / "results.json"), *more]
 
 
@@ -152,7 +158,7 @@ def command(text: Path, folder: Path, *more: str) -> list[str]:
 def test_a_run_killed_with_9_resumes_and_ends_where_an_unharmed_one_does(text: Path, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
-    expected = train(options(text, steps=40, warmup=20, checkpoint_dir=whole, budget="60%"))
+    expected = train(options(text, steps=24, warmup=12, checkpoint_dir=whole, budget="60%"))
     process = subprocess.Popen(command(text, killed), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     limit = time.monotonic() + 120
     while len(checkpoint.steps(killed)) < 2 and process.poll() is None and time.monotonic() < limit:
@@ -161,7 +167,7 @@ def test_a_run_killed_with_9_resumes_and_ends_where_an_unharmed_one_does(text: P
     _, errors = process.communicate()
     assert process.returncode == -signal.SIGKILL, errors.decode()
     before = checkpoint.load(killed).step
-    assert 1 <= before < 40
+    assert 1 <= before < 24
     done = subprocess.run([*command(text, killed), "--resume"], capture_output=True, text=True, timeout=300, check=False)
     assert done.returncode == 0, done.stderr
     results = json.loads((killed / "results.json").read_text())
