@@ -9,6 +9,7 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import lowtide
 from lowtide import private
 from lowtide.graph import StepGraph
 from lowtide.plan.build import make_plan
@@ -193,3 +194,26 @@ def test_an_exception_in_a_quiet_stretch(twins: Any) -> None:
     hook.remove()
     for seed in range(2):
         pair.step(lambda m: m(batch()), seed)
+
+
+@pytest.mark.parametrize("inside", ["scope", "limited model"])
+def test_what_looks_for_the_recorder_finds_it(twins: Any, inside: str) -> None:
+    """A scope and a limited model inside follow the plan outside, so no script may leave the recorder."""
+    torch.manual_seed(0)
+    pair = twins(Net(), policy=give_up_gelu)
+    if inside == "limited model":
+        lowtide.limit_memory(pair.limited.blocks[1], policy="full")
+    else:
+
+        def scoped(k: int, call: Any) -> Any:
+            with lowtide.checkpointing():
+                return call()
+
+        for model in (pair.plain, pair.limited):
+            model.around = scoped
+    for seed in range(5):
+        pair.step(lambda m: m(batch()), seed)
+    script = script_of(pair.limited)
+    assert script is not None and script.entries and script.marks == ()
+    if inside == "limited model":
+        assert pair.limited.blocks[1].__dict__["forward"].latest is None

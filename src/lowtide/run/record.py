@@ -145,6 +145,8 @@ class Recorder(TorchDispatchMode):
         A plan has its own decisions for the scope's operations, made when the step was traced; a scope's own recorder starts a region.
         """
         if isinstance(self.director, PlanDirector):
+            if self.listener is not None:
+                self.listener.stay = True
             yield
             return
         before = self.director
