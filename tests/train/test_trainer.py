@@ -158,7 +158,7 @@ def command(text: Path, folder: Path, *more: str) -> list[str]:
 def test_a_run_killed_with_9_resumes_and_ends_where_an_unharmed_one_does(text: Path, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
-    expected = train(options(text, steps=24, warmup=12, checkpoint_dir=whole, budget="60%"))
+    expected = train(options(text, steps=24, warmup=20, checkpoint_dir=whole, budget="60%"))
     process = subprocess.Popen(command(text, killed), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     limit = time.monotonic() + 120
     while len(checkpoint.steps(killed)) < 2 and process.poll() is None and time.monotonic() < limit:
