@@ -15,6 +15,7 @@ from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import Event, Operation, StepGraph, Storage, Value
 from lowtide.meter import resident_bytes
+from lowtide.ops import FUNCTIONAL_COLLECTIVES
 from lowtide.plan import make
 from lowtide.plan.moves import simulate_plan
 from lowtide.plan.plan import Plan
@@ -179,7 +180,7 @@ class Planner:
             )
             traced = self._agreed(_with_overhead(self._whole(traced)))
             unknown = LOSS_OUTSIDE in traced.notes
-            planned = Planned(traced, traced, _nothing(traced), loss_unknown=unknown)
+            planned = Planned(traced, traced, _nothing(traced), loss_unknown=unknown, margin_bytes=overlapped_bytes(traced))
             refusal: BudgetError | None = None
             try:
                 self._solve_first(planned, notice)
@@ -439,6 +440,18 @@ def with_loss(graph: StepGraph, measured: LossMemory) -> StepGraph:
         values=(*graph.values, Value(value, storage, 0, index)),
         events=tuple(events),
     )
+
+
+def overlapped_bytes(graph: StepGraph) -> int:
+    """What collectives under way may hold beside the operations that they overlap: a gather and a reduce-scatter at a time.
+
+    A trace shows it where they start; how long it stays is up to the other ranks.
+    """
+    found: dict[str, int] = {}
+    for operation in graph.operations:
+        if operation.name in FUNCTIONAL_COLLECTIVES:
+            found[operation.name] = max(found.get(operation.name, 0), operation.scratch_bytes)
+    return sum(found.values())
 
 
 def _with_overhead(graph: StepGraph) -> StepGraph:
