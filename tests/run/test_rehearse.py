@@ -74,17 +74,17 @@ def script_of(model: nn.Module) -> Any:
 def heard(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The dispatches of one step that go through the recorder."""
     model.zero_grad(set_to_none=True)
-    from lowtide.run.record import Recorder
+    from lowtide.run.follow import Follower
 
     names: list[str] = []
-    dispatch = Recorder.__torch_dispatch__
+    dispatch = Follower.__torch_dispatch__
 
     def counting(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         names.append(str(func))
         return dispatch(self, func, types, args, kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Recorder, "__torch_dispatch__", counting)
+        patch.setattr(Follower, "__torch_dispatch__", counting)
         model(batch()).backward()
     return names
 

@@ -20,6 +20,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan.plan import Plan
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector
+from lowtide.run.follow import Follower
 from lowtide.run.key import StepKey, step_key
 from lowtide.run.moved import Mover, prepare
 from lowtide.run.planning import LossMemory, Planned, Planner, Policy
@@ -163,7 +164,7 @@ class Limiter:
             prepare(plan, self.stores, torch.device(plan.device))
             planned.prepared = plan
         mover = Mover(plan, self.stores, verifying) if plan.moves else None
-        kind = TimedRecorder if watch is not None and planned.timed is watch else Recorder
+        kind = TimedRecorder if watch is not None and planned.timed is watch else Follower
         recorder = kind(
             director,
             verify=verifying,

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowtide import private
-from lowtide.run.record import Recorder
+from lowtide.run.follow import Follower
 from lowtide.run.rehearse import Mark, Script, Staged, wrapped
 
 
@@ -21,7 +21,7 @@ class Switch:
         marks: where.
     """
 
-    def __init__(self, recorder: Recorder, marks: tuple[Mark, ...]) -> None:
+    def __init__(self, recorder: Follower, marks: tuple[Mark, ...]) -> None:
         self._recorder = recorder
         self._marks = marks
         self._next = 0
@@ -57,7 +57,7 @@ class Switch:
 
 
 @contextmanager
-def quiet(script: Script, recorder: Recorder) -> Iterator[None]:
+def quiet(script: Script, recorder: Follower) -> Iterator[None]:
     """For the length of the block, ``recorder`` is off where the script says so."""
     switch = Switch(recorder, script.marks)
 

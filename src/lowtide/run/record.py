@@ -29,7 +29,6 @@ from lowtide.ops import (
 )
 from lowtide.run.direct import Director, PlanDirector
 from lowtide.run.handles import GivenUp, Kept, Wrapped, unpack
-from lowtide.run.rehearse import ASK, PASS, WRITE, Listener, Script, tensors_around
 from lowtide.run.tape import (
     LiveValue,
     Node,
@@ -78,8 +77,6 @@ class Recorder(TorchDispatchMode):
         room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its position in the forward; what
             does not fit is not run twice but checked by digest in backward.
         mover: carries out the plan's moves.
-        script: what an earlier step under the same plan learned.
-        listener: hears what this step learns.
     """
 
     def __init__(
@@ -91,8 +88,6 @@ class Recorder(TorchDispatchMode):
         watch: StepWatch | None = None,
         room: Callable[[int], int] | None = None,
         mover: Mover | None = None,
-        script: Script | None = None,
-        listener: Listener | None = None,
     ) -> None:
         super().__init__()
         private.keep_dynamo_out()
@@ -102,10 +97,6 @@ class Recorder(TorchDispatchMode):
         self.watch = watch
         self.room = room
         self.mover = mover
-        self.listener = listener
-        self._script = script.entries if script is not None else ()
-        self._line = 0
-        self._following = script is not None
         self._seen = 0
         self.findings = Findings()
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
@@ -145,8 +136,6 @@ class Recorder(TorchDispatchMode):
         A plan has its own decisions for the scope's operations, made when the step was traced; a scope's own recorder starts a region.
         """
         if isinstance(self.director, PlanDirector):
-            if self.listener is not None:
-                self.listener.stay = True
             yield
             return
         before = self.director
@@ -184,23 +173,6 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        line = self._line
-        if line < len(self._script):
-            known, kind, advance = self._script[line]
-            if known is func:
-                self._line = line + 1
-                if kind == PASS:
-                    result = self._call(func, args, kwargs, plain=True)
-                    if advance:
-                        self.skip(advance)
-                    return result
-                if kind == WRITE:
-                    return self._writing(func, args, kwargs, advance)
-            else:
-                self.depart()
-        return self._dispatch(func, types, args, kwargs) if self.listener is None else self._heard(func, types, args, kwargs)
-
-    def _dispatch(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         info = op_info(func)
         if info.is_view or info.waits or private.in_backward() or is_unrecorded():
             return self._call(func, args, kwargs)
@@ -210,40 +182,6 @@ class Recorder(TorchDispatchMode):
         if not info.written and not info.uninitialized and self.director.passes(info):
             return self._passing(func, info, args, kwargs)
         return self._operation(func, info, args, kwargs)
-
-    def _heard(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """A dispatch, with what there is to learn from it."""
-        assert self.listener is not None
-        info, seen, kind, untouched = op_info(func), self._seen, ASK, True
-        if info.is_view or info.waits or private.in_backward() or is_unrecorded():
-            kind = PASS
-        elif self.director.passes(info) and not hidden_statistics(info, args):
-            kind = WRITE if info.written else PASS
-            keys = {private.storage_key(t) for t in written_tensors(info, args, kwargs) if has_plain_storage(t)}
-            untouched = not any(keys & known.keys() for known in (self._given, self._held))
-        result = self._dispatch(func, types, args, kwargs)
-        self.listener.heard(func, kind, self._seen - seen, untouched, tensors_around(args, kwargs, result))
-        return result
-
-    def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advance: int) -> Any:
-        """An operation that is not recorded and writes to tensors that were there before."""
-        info = op_info(func)
-        written = written_tensors(info, args, kwargs)
-        if self._held:
-            self._copy_on_write(written)
-        result = self._call(func, args, kwargs, plain=True)
-        self._forget(written, info)
-        self.skip(advance)
-        return result
-
-    @property
-    def follows(self) -> bool:
-        """Whether the step has followed its script so far."""
-        return self._following
-
-    def depart(self) -> None:
-        """From here on this step is another than its script says."""
-        self._script, self._following = (), False
 
     def skip(self, count: int) -> None:
         """So many operations of the program have run without being recorded."""

@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-from lowtide.run.record import Recorder
+from lowtide.run.follow import Follower
 
 
-class TimedRecorder(Recorder):
+class TimedRecorder(Follower):
     """Adds what recording takes, the operations themselves apart, to its watch's ``recording_seconds``.
 
     Between the operations of a real step the interpreter finds the processor's caches full of other things, so this is more than what a tiny

@@ -1,0 +1,94 @@
+"""The recorder of a step under a plan: it follows the script of an earlier step, or is listened to for one."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from lowtide import private
+from lowtide.ops import has_plain_storage, hidden_statistics, op_info, written_tensors
+from lowtide.run.direct import Director, PlanDirector
+from lowtide.run.record import Recorder
+from lowtide.run.rehearse import ASK, PASS, WRITE, Listener, Script, tensors_around
+from lowtide.run.tape import is_unrecorded
+
+
+class Follower(Recorder):
+    """A recorder that asks only where its script does not say what there is to do.
+
+    Args:
+        director: decides what is recorded and what stays.
+        script: what an earlier step under the same plan learned.
+        listener: hears what this step learns.
+        options: as of `lowtide.run.record.Recorder`.
+    """
+
+    def __init__(self, director: Director, *, script: Script | None = None, listener: Listener | None = None, **options: Any) -> None:
+        super().__init__(director, **options)
+        self.listener = listener
+        self._script = script.entries if script is not None else ()
+        self._line = 0
+        self._following = script is not None
+
+    @contextmanager
+    def region(self, director: Director) -> Iterator[None]:
+        """A scope inside what this recorder records looks for the recorder, so no script may leave it."""
+        if self.listener is not None and isinstance(self.director, PlanDirector):
+            self.listener.stay = True
+        with super().region(director):
+            yield
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        kwargs = kwargs or {}
+        line = self._line
+        if line < len(self._script):
+            known, kind, advance = self._script[line]
+            if known is func:
+                self._line = line + 1
+                if kind == PASS:
+                    result = self._call(func, args, kwargs, plain=True)
+                    if advance:
+                        self.skip(advance)
+                    return result
+                if kind == WRITE:
+                    return self._writing(func, args, kwargs, advance)
+            else:
+                self.depart()
+        if self.listener is not None:
+            return self._heard(func, types, args, kwargs)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+    def _heard(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """A dispatch, with what there is to learn from it."""
+        assert self.listener is not None
+        info, seen, kind, untouched = op_info(func), self._seen, ASK, True
+        if info.is_view or info.waits or private.in_backward() or is_unrecorded():
+            kind = PASS
+        elif self.director.passes(info) and not hidden_statistics(info, args):
+            kind = WRITE if info.written else PASS
+            keys = {private.storage_key(t) for t in written_tensors(info, args, kwargs) if has_plain_storage(t)}
+            untouched = not any(keys & known.keys() for known in (self._given, self._held))
+        result = super().__torch_dispatch__(func, types, args, kwargs)
+        self.listener.heard(func, kind, self._seen - seen, untouched, tensors_around(args, kwargs, result))
+        return result
+
+    def _writing(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], advance: int) -> Any:
+        """An operation that is not recorded and writes to tensors that were there before."""
+        info = op_info(func)
+        written = written_tensors(info, args, kwargs)
+        if self._held:
+            self._copy_on_write(written)
+        result = self._call(func, args, kwargs, plain=True)
+        self._forget(written, info)
+        self.skip(advance)
+        return result
+
+    @property
+    def follows(self) -> bool:
+        """Whether the step has followed its script so far."""
+        return self._following
+
+    def depart(self) -> None:
+        """From here on this step is another than its script says."""
+        self._script, self._following = (), False
