@@ -15,6 +15,7 @@ NAMES = (
     "host_optimizer",
     "layout",
     "codecs",
+    "mixes",
     "disk_tier",
     "parallel_memory",
     "report",

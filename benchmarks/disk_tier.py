@@ -19,8 +19,7 @@ import lowtide
 from benchmarks.cases import gpt
 from benchmarks.common import machine, save, step_of, total_peak
 from lowtide import policies
-from lowtide.plan.mix import measure_link
-from lowtide.plan.plan import Offload, stages
+from lowtide.plan.plan import stages
 
 ROUNDS = 2
 
@@ -33,8 +32,8 @@ def main() -> None:
     step = step_of(model, batch)
     plain_peak = total_peak(model, batch, step)
     budget = plain_peak // 2
-    link = measure_link(Offload("disk"), "cpu")
-    links = {"disk": link}
+    links = lowtide.measure_links("disk", "auto")
+    link = links["disk"]
     print(f"plain peak {plain_peak / 2**30:.2f} GiB, budget {budget / 2**30:.2f} GiB, {link}", flush=True)
     contenders: dict[str, Any] = {
         "plain": None,

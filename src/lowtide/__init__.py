@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from lowtide.plan import policies
     from lowtide.plan.layout import layout
     from lowtide.plan.plan import Chain, Compress, Keep, Offload, Plan, Recompute, Shard
+    from lowtide.plan.ways import measure_links
     from lowtide.run.apply import apply
     from lowtide.run.limit import Handle, LowtideWarning, limit_memory
     from lowtide.run.scope import checkpointing
@@ -46,6 +47,7 @@ _HOMES = {
     "layout": "lowtide.plan.layout",
     "limit_memory": "lowtide.run.limit",
     "measure": "lowtide.meter",
+    "measure_links": "lowtide.plan.ways",
     "policies": "lowtide.plan.policies",
 }
 
@@ -72,6 +74,7 @@ __all__ = [
     "layout",
     "limit_memory",
     "measure",
+    "measure_links",
     "plan",
     "policies",
     "trace",

@@ -41,7 +41,12 @@ Budget = Annotated[
         help="Most live bytes at any moment: 600MiB, 6GiB, or 60% of the plain step's peak. [default: 60%, none under a --policy]"
     ),
 ]
-Policy = Annotated[str | None, typer.Option(help="How to meet the budget: optimal (the default), or keep_all, full, sqrt, selective.")]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        help="How to meet the budget: optimal (the default), mixed (moves values, too), or keep_all, full, sqrt, selective, offload, compress."
+    ),
+]
 Batch = Annotated[int, typer.Option(help="Sequences in a micro-batch.")]
 Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 by autocast over float32 weights.")]
@@ -225,7 +230,7 @@ app.command("suggest")(suggest_command)
 
 def _budget(budget: str | None, policy: str | None) -> str | None:
     """The budget asked for; 60 % of the plain peak where neither a budget nor a policy says what is wanted."""
-    return "60%" if budget is None and policy in (None, "optimal") else budget
+    return "60%" if budget is None and policy in (None, "optimal", "mixed") else budget
 
 
 def _share(text: str | None) -> float | Literal["auto"] | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import socket
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ import lowtide
 from lowtide import meter, policies
 from lowtide.errors import PlanError
 from lowtide.plan.plan import Shard, stages
+from lowtide.plan.traffic import Link
 
 if not dist.is_available():
     pytest.skip("no torch.distributed", allow_module_level=True)
@@ -92,6 +94,38 @@ def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, 
     }
 
 
+def mixed_case(group: dist.ProcessGroup, share: float, link: Link | None) -> dict[str, Any]:
+    """The planner chooses between recomputing, shards and the disk; with a shard's speed given or measured."""
+    torch.manual_seed(0)
+    plain, limited = Net(), Net()
+    limited.load_state_dict(plain.state_dict())
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    ways = (Shard("tp", 2), lowtide.Offload("disk"))
+    stores = lowtide.Stores(groups={"tp": group})
+    links = lowtide.measure_links(*ways, stores=stores)
+    used = {"tp": link or links["tp"], "disk": Link(1e3, 1e3)}
+    mixed = policies.mixed(*ways, links=used, min_bytes=1)
+
+    def policy(graph: lowtide.StepGraph, budget: int | None = None) -> lowtide.Plan:
+        """Operations are dear, so that nothing rests on timings."""
+        return mixed(replace(graph, operations=tuple(replace(op, seconds=0.1) for op in graph.operations)), budget)
+
+    handle = lowtide.limit_memory(limited, budget=f"{share:.0%}", policy=policy, stores=stores)
+    same = True
+    for seed in range(3):
+        same &= all(torch.equal(a, b) for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True))
+    plan = handle.plan
+    assert plan is not None
+    return {
+        "same": same,
+        "speed": links["tp"].read_bytes_per_second,
+        "kinds": [m.decision.kind for m in plan.moves],
+        "values": [m.value for m in plan.moves],
+        "within": plan.predicted_peak_bytes <= (plan.budget_bytes or 0),
+        "bound": plan.bound_extra_seconds <= plan.predicted_extra_seconds,
+    }
+
+
 def refused(group: dist.ProcessGroup, rank: int) -> str:
     """What each rank has is its own: a sequence-parallel input."""
     torch.manual_seed(0)
@@ -118,6 +152,10 @@ def work(rank: int, port: int, folder: str) -> None:
             if rank < 2:
                 found[f"2 {values} {name}"] = run_case(pair, 2, then, values)
             found[f"4 {values} {name}"] = run_case(four, 4, then, values)
+    if rank < 2:
+        found["mixed fast"] = mixed_case(pair, 0.98, Link(1e15, 1e15))
+        found["mixed slow"] = mixed_case(pair, 0.98, Link(1e2, 1e2))
+        found["mixed measured"] = mixed_case(pair, 0.98, None)
     found["refused"] = refused(four, rank)
     Path(folder, f"{rank}.json").write_text(json.dumps(found))
     dist.barrier()
@@ -149,6 +187,21 @@ def test_each_rank_keeps_its_part(found: list[dict[str, Any]], size: int, then: 
         late = (size + 1) * max(case["part"]) + 4 * size * len(case["whole"])
         assert case["predicted"] - 2 * late <= case["peak"] <= case["predicted"] + late
         assert not any(case["left"])
+
+
+def test_the_planner_shards_where_the_group_is_fast(found: list[dict[str, Any]]) -> None:
+    one, other = (({k: row[f"mixed {k}"] for k in ("fast", "slow", "measured")}) for row in found[:2])
+    for case in (one, other):
+        assert all(row["same"] and row["within"] and row["bound"] for row in case.values())
+    assert "shard" in one["fast"]["kinds"] and "shard" not in one["slow"]["kinds"]
+    for name, row in one.items():  # one plan for the ranks that share the values, and one speed
+        assert row["values"] == other[name]["values"] and row["speed"] == other[name]["speed"] > 0
+
+
+def test_a_groups_speed_is_asked_for() -> None:
+    graph = lowtide.trace(lambda: Net()(torch.randn(ROWS, WIDTH)))
+    with pytest.raises(PlanError, match="measure_links"):
+        policies.mixed(Shard("tp", 2))(graph)
 
 
 def test_what_is_sharded_already_is_refused_with_the_reason(found: list[dict[str, Any]]) -> None:

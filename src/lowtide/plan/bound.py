@@ -24,6 +24,7 @@ integers it is Checkmate's program, arXiv 1910.02653, equations 1 and 7). `Relax
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -99,12 +100,12 @@ class Program:
             return int(answer.status), 0.0, np.zeros(shape[1])
         return 0, float(answer.fun) * scale, np.asarray(answer.x)
 
-    def solve_integral(self, integral: int, nodes: int, gap: float) -> tuple[int, float, Floats | None]:
-        """As `solve` with the first ``integral`` columns whole numbers: status, lower bound on the objective, and the best point found."""
+    def solve_integral(self, integral: Sequence[int], nodes: int, gap: float) -> tuple[int, float, Floats | None]:
+        """As `solve` with the columns ``integral`` whole numbers: status, lower bound on the objective, and the best point found."""
         count = len(self.cost)
         scale = max(max(self.cost, default=0.0), 1e-12)
         whole = np.zeros(count)
-        whole[:integral] = 1
+        whole[list(integral)] = 1
         limits: Any = np.array(self.right)
         upper: Any = np.array(self.upper)
         lower: Any = np.zeros(count)
@@ -165,10 +166,18 @@ class Relaxation:
         return self.op_column.get(self.sim.producer[value])
 
     def available(self, value: int) -> list[tuple[int, float]]:
-        """Entries that are -1 when an operation can read ``value``: it is stored or replayed."""
+        """Entries that are -1 when an operation can read ``value``: it is stored, replayed, or waits elsewhere."""
         entries = [(self.column[value], -1.0)] if self.sim.graph.values[value].storable else []
         replay = self.replay_column(value)
-        return entries if replay is None else [*entries, (replay, -1.0)]
+        return [*entries, *([] if replay is None else [(replay, -1.0)]), *self.moves_of(value, replayed_from=True)]
+
+    def moves_of(self, value: int, replayed_from: bool = False) -> list[tuple[int, float]]:
+        """Entries that are -1 when ``value`` waits elsewhere (so that a replay may read it): none, nothing moves here."""
+        return []
+
+    def whole_columns(self) -> Sequence[int]:
+        """The columns that are decisions."""
+        return range(len(self.values) + len(self.operations))
 
     def _moments(self) -> None:
         """Per value, the events between which a stored copy is surely extra; per event, what is there in any case."""
@@ -248,7 +257,7 @@ class Relaxation:
             program.column(self.seconds_of(i))
         for v in self.demanded:
             replay = self.replay_column(v)
-            program.row([(self.column[v], -1.0), *([] if replay is None else [(replay, -1.0)])], -1.0)
+            program.row([(self.column[v], -1.0), *([] if replay is None else [(replay, -1.0)]), *self.moves_of(v)], -1.0)
         for i in self.operations:
             for u in graph.operations[i].reads:
                 if not self.sim.base_flags[u]:
@@ -328,18 +337,21 @@ class Relaxation:
                 break
             best = max(best, objective)
             point = answer
-        return best, point[: count + len(self.operations)]
+        return best, self.keep_answer(point)
+
+    def keep_answer(self, point: Floats) -> Floats:
+        """Of an answer, the decisions to store and to run again."""
+        return point[: len(self.values) + len(self.operations)]
 
     def solve_whole(self, budget: int, nodes: int, gap: float) -> tuple[float, Floats | None]:
         """After `solve`: a sharper bound from decisions that are whole, and such decisions (they may exceed the budget a little)."""
-        whole = len(self.values) + len(self.operations)
         best, point = 0.0, None
         for _ in range(3):
-            status, bound, answer = self.program.solve_integral(whole, nodes, gap)
+            status, bound, answer = self.program.solve_integral(self.whole_columns(), nodes, gap)
             best = max(best, bound)
             if status == 2 or answer is None:
                 break
-            point = answer[:whole]
+            point = self.keep_answer(answer)
             if not self._tighten(answer, budget):
                 break
         return best, point

@@ -257,11 +257,8 @@ def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload
 
         sim = Simulator(graph)
         stored = close(graph, full_stored(graph, sim) if values == "checkpoints" else sim.droppable, sim)
-        chosen = [
-            v
-            for v in sorted(stored)
-            if sim.value_bytes[v] >= min_bytes and graph.values[v].storable and v in _whole_blocks(sim, stored, values)
-        ]
+        may = entering_blocks(sim) if values == "checkpoints" else set(movable(sim))
+        chosen = [v for v in sorted(stored & may) if sim.value_bytes[v] >= min_bytes and graph.values[v].storable]
         moves: dict[int, Moving] = {v: Chain(decision, then) if then is not None else decision for v in chosen}
         if not moves:
             raise BudgetError(
@@ -273,11 +270,13 @@ def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload
     return partition
 
 
-def _whole_blocks(sim: Simulator, stored: frozenset[int], values: str) -> set[int]:
-    """Of the stored values, those that move: for ``checkpoints`` what enters blocks and is not read outside them alone."""
-    if values == "all":
-        return set(movable(sim)) & stored
+def entering_blocks(sim: Simulator) -> frozenset[int]:
+    """The values that enter a block: made outside it, read in it."""
     from lowtide.plan.policies import default_blocks, regions_of
 
     region = regions_of(sim.graph, default_blocks(sim.graph))
-    return {v for v in stored if any(region.get(i, -1) >= 0 and region.get(sim.producer[v], -2) != region[i] for i in sim.readers[v])}
+    return frozenset(
+        v.id
+        for v in sim.graph.values
+        if any(region.get(i, -1) >= 0 and region.get(sim.producer[v.id], -2) != region[i] for i in sim.readers[v.id])
+    )

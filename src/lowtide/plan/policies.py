@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Protocol
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.build import make_plan
-from lowtide.plan.plan import Offload, Plan, Shard
+from lowtide.plan.plan import Moving, Offload, Plan, Shard
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.traffic import Links
 
@@ -149,17 +149,31 @@ def partition(group: str, size: int, *, values: str = "checkpoints", min_bytes: 
 
 
 def mixed(
-    tier: str = "disk", path: str = "", *, links: Links | None = None, min_bytes: int = 1 << 16, window_bytes: int | None = None
+    *ways: str | Moving,
+    links: Links | None = None,
+    min_bytes: int = 1 << 16,
+    window_bytes: int | None = None,
+    codecs: Sequence[Codec] = (),
 ) -> Policy:
-    """Recompute and offload chosen together within a budget: the cheapest mix found, see `lowtide.plan.mix`.
+    """Keep, recompute, offload, compress and shard chosen together within a budget: the least extra time found, and how far it is from the least
+    that any schedule with these ways can have. See `lowtide.plan.mix`.
 
     Args:
-        tier, path, min_bytes, window_bytes: as for `offload`.
-        links: speeds of the tiers; measured now where they are not given.
+        ways: how values may move: ``"host"``, ``"disk"``, a codec's name, ``"auto"`` for codecs that lose nothing, or decisions (`Offload` with a path,
+            `Compress`, `Shard` for what enters blocks, `Chain`). By default the next tier down (the disk on a CPU, the host on a GPU) and ``"auto"``.
+        links: speeds of tiers, codecs and groups by name; tiers and codecs are measured where they are not given, a group's speed has to be
+            (`lowtide.measure_links`).
+        min_bytes: smaller values do not move.
+        window_bytes: the most that is under way at one time in each direction; chosen where it is not given.
+        codecs: codecs of your own that ``ways`` name.
+
+    Example:
+        >>> from lowtide.plan import policies
+        >>> policy = policies.mixed("host", "disk", "auto")
     """
     from lowtide.plan.mix import mixed_policy
 
-    return mixed_policy(Offload(tier, path), links, min_bytes, window_bytes)
+    return mixed_policy(ways, links, min_bytes, window_bytes, codecs)
 
 
 def _policy(name: str, choose: Callable[[StepGraph, Simulator], frozenset[int]]) -> Policy:

@@ -92,7 +92,8 @@ class Window:
                     continue
                 if u in mine:
                     for g in range(count + 1):
-                        program.row([(again[i][g], 1.0), *self._stored(u, -1.0), (again[sim.producer[u]][g], -1.0)], 0.0)
+                        there = [*self._stored(u, -1.0), *rel.moves_of(u, replayed_from=True)]
+                        program.row([(again[i][g], 1.0), *there, (again[sim.producer[u]][g], -1.0)], 0.0)
                 else:
                     program.row([(again[i][count], 1.0), *rel.available(u)], 0.0)
         memory: list[list[tuple[int, float]]] = [[(c, b / scale) for c, b in rel.held_at(moment, mine)] for moment, _ in self.granules]
@@ -119,7 +120,7 @@ class Window:
         readers = [i for i in sim.readers[v] if i in again]
         for g, (moment, demanded) in enumerate(self.granules, start=1):
             if v in demanded:
-                program.row([*((c, -x) for c, x in own), (again[p][g], -1.0)], -1.0)
+                program.row([*((c, -x) for c, x in own), (again[p][g], -1.0), *rel.moves_of(v)], -1.0)
             if any(a <= moment < b for a, b in rel.handed[v]):
                 continue
             if moment < last:

@@ -1,14 +1,15 @@
 """Ranks that share collectives share a plan, so that a recomputed collective is issued by all of them or by none.
 
 The ranks of one tensor-parallel group tell each other what they know before a plan is made: the room that their budgets leave, and what was
-learned from the last step. The first of them solves for the tightest and sends the plan to the others. Collectives are recomputed only
+learned from the last step. The first of them solves for the tightest and sends the plan to the others. So do the ranks of a group that `Stores` was
+given to shard over: each keeps a part of the same values. Collectives are recomputed only
 where all ranks trace the same program; else each plans alone and keeps what collectives return. Data-parallel ranks and pipeline stages
 share no layer, and never wait for one another here.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -95,6 +96,16 @@ def agreement_of(model: torch.nn.Module) -> Agreement | None:
     (group,) = groups
     shared: Any = group
     return Agreement(shared.process_group, shared.global_rank(0), shared.rank)
+
+
+def agreement_over(groups: Mapping[str, Any]) -> Agreement | None:
+    """The ranks that hold the same values, over whose group a plan may shard them: where there is one such group, of more than one rank."""
+    if len(groups) != 1:
+        return None
+    (group,) = groups.values()
+    if torch.distributed.get_world_size(group) == 1:
+        return None
+    return Agreement(group, torch.distributed.get_global_rank(group, 0), torch.distributed.get_rank(group))
 
 
 def _is_group(group: Any) -> bool:

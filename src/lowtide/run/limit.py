@@ -68,7 +68,7 @@ class Limiter:
         self._fresh(optimizer)
 
     def _fresh(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self.planner = Planner(self.model, self.budget, self.policy, self.loss_fn, optimizer)
+        self.planner = Planner(self.model, self.budget, self.policy, self.loss_fn, optimizer, lambda: self.stores.groups)
         self.plans: dict[StepKey, Planned] = {}
         self.latest: Planned | None = None
         self.lock = threading.RLock()

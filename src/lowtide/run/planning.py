@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -20,7 +20,7 @@ from lowtide.plan import make
 from lowtide.plan.moves import simulate_plan
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import plain, simulate
-from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, with_collectives
+from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over, with_collectives
 from lowtide.run.notice import Notice
 from lowtide.run.overhead import executor_overhead
 from lowtide.run.rehearse import Script
@@ -136,6 +136,7 @@ class Planner:
         policy: a policy or its name.
         loss_fn: from output to loss, or ``None``.
         optimizer: counts against the budget, or ``None``.
+        groups: over which plans may shard, by name.
     """
 
     def __init__(
@@ -145,12 +146,14 @@ class Planner:
         policy: Policy,
         loss_fn: Callable[[Any], torch.Tensor] | None,
         optimizer: torch.optim.Optimizer | None,
+        groups: Callable[[], Mapping[str, Any]] = dict,
     ) -> None:
         self.model = model
         self.budget = budget
         self.policy = policy
         self.loss_fn = loss_fn
         self.optimizer = optimizer
+        self.groups = groups
         self.costs: dict[Any, OpCost] = {}
         self.kept: dict[str, str] = {}
         self.moved_bytes = 0  # of the optimizer's state, to the host
@@ -165,7 +168,7 @@ class Planner:
             BudgetError: no plan fits.
         """
         if not self._asked:
-            self._asked, self.agreement = True, agreement_of(self.model)
+            self._asked, self.agreement = True, agreement_of(self.model) or agreement_over(self.groups())
         with Notice("lowtide") as notice:
             notice.say("tracing one step and timing its operations")
             traced = trace_model(

@@ -37,6 +37,11 @@ class Stores:
         self.fault = fault
         self.tiers: dict[tuple[str, str, str], Tier] = {}
 
+    @property
+    def groups(self) -> Mapping[str, Any]:
+        """The process groups that were given, by name."""
+        return self._given
+
     def fresh(self) -> Stores:
         """Others with the same groups and codecs."""
         return Stores(groups=self._given, codecs=self.codecs, fault=self.fault)
