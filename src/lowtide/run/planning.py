@@ -13,22 +13,21 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
-from lowtide.graph import Event, Operation, StepGraph, Storage, Value
+from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
-from lowtide.ops import FUNCTIONAL_COLLECTIVES
 from lowtide.plan import make
 from lowtide.plan.moves import simulate_plan
 from lowtide.plan.plan import Plan
-from lowtide.plan.simulate import plain, simulate
+from lowtide.plan.simulate import plain
 from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, with_collectives
 from lowtide.run.notice import Notice
 from lowtide.run.overhead import executor_overhead
 from lowtide.run.rehearse import Script
 from lowtide.run.resident import OptimizerNeed, optimizer_need
 from lowtide.run.scope import small_executor
+from lowtide.run.unseen import LossMemory, overlapped_bytes, with_loss, with_overhead
 from lowtide.run.watch import StepWatch
 from lowtide.trace.costs import OpCost
-from lowtide.trace.eager import OUTSIDE
 from lowtide.trace.limited import LOSS_OUTSIDE, TimingRoom, trace_model
 
 Policy = str | Callable[..., Plan]
@@ -40,21 +39,6 @@ _SLACK_SHARE = 1e-3  # of the budget, at most `_SLACK_BYTES`, for the few bytes 
 _SLACK_BYTES = 1 << 16
 _TIMING_FLOOR = 0.6  # of what the plain step adds: a single operation takes less, and where it does not fit no plan does
 _TIMING_SHARE = 0.85  # of what the budget leaves; the rest is for what an operation allocates on the way
-
-
-@dataclass(frozen=True)
-class LossMemory:
-    """What a loss outside the model takes, above what is live at the forward's end.
-
-    Attributes:
-        peak_bytes: at most, between forward and backward.
-        live_bytes: when backward reaches the model.
-        stored: the stored values of the plan under which it was measured.
-    """
-
-    peak_bytes: int
-    live_bytes: int
-    stored: frozenset[int]
 
 
 @dataclass
@@ -94,6 +78,8 @@ class Planned:
     again: str = ""
     timed: StepWatch | None = None
     seconds: list[tuple[float, float | None]] = field(default_factory=list)
+    prepared: Plan | None = None
+    script: Script | None = None
 
     def wants_pace(self) -> bool:
         """Whether more steps are to be timed."""
@@ -111,9 +97,6 @@ class Planned:
         else:
             extra = self.plan.predicted_extra_seconds * whole / predicted
         return self.plan.at_pace(whole - extra, extra)
-
-    prepared: Plan | None = None
-    script: Script | None = None
 
     def room(self) -> Callable[[int], int]:
         """From a forward operation's position to the bytes that the budget leaves beside it."""
@@ -178,7 +161,7 @@ class Planner:
                 small=small_executor,
                 timing_room=self._timing_room,
             )
-            traced = self._agreed(_with_overhead(self._whole(traced)))
+            traced = self._agreed(with_overhead(self._whole(traced)))
             unknown = LOSS_OUTSIDE in traced.notes
             planned = Planned(traced, traced, _nothing(traced), loss_unknown=unknown, margin_bytes=overlapped_bytes(traced))
             refusal: BudgetError | None = None
@@ -402,63 +385,6 @@ def _beyond(error: BudgetError, limit: int, real: bool) -> BudgetError:
     if real:
         detail += " A tenth of it is for what a trace of real tensors does not show (fake ones could not follow this model)."
     return BudgetError(f"no plan fits in {limit:,} bytes: the smallest that can be met is {smallest:,} bytes.", smallest, detail)
-
-
-def with_loss(graph: StepGraph, measured: LossMemory) -> StepGraph:
-    """The graph with a loss between forward and backward that takes what was measured.
-
-    What it leaves (the gradients of the outputs) is taken to live until the first of the model's saved tensors is released.
-    """
-    operations = graph.operations
-    last = max(
-        at
-        for at, event in enumerate(graph.events)
-        if event.kind == "op" and operations[event.index].phase == "forward" and operations[event.index].reason != OUTSIDE
-    )
-    place = next((at for at in range(last + 1, len(graph.events)) if graph.events[at].kind == "unpack"), last + 1)
-    live = simulate(graph, measured.stored).live_bytes
-    left = max(0, measured.live_bytes - int(live[place - 1] - live[last]))
-    index, storage, value = len(graph.operations), len(graph.storages), len(graph.values)
-    operation = Operation(
-        index=index,
-        name="the loss outside the model",
-        reads=(),
-        writes=(value,),
-        phase="backward",
-        replayable=False,
-        reason="it lies outside the model",
-        scratch_bytes=max(0, measured.peak_bytes - measured.live_bytes),
-    )
-    events = list(graph.events)
-    after = next((at for at in range(place, len(events)) if events[at].kind == "release"), len(events) - 1)
-    events.insert(after + 1, Event("free", storage))
-    events.insert(place, Event("op", index))
-    return replace(
-        graph,
-        operations=(*graph.operations, operation),
-        storages=(*graph.storages, Storage(storage, left, "backward", index)),
-        values=(*graph.values, Value(value, storage, 0, index)),
-        events=tuple(events),
-    )
-
-
-def overlapped_bytes(graph: StepGraph) -> int:
-    """What collectives under way may hold beside the operations that they overlap: a gather and a reduce-scatter at a time.
-
-    A trace shows it where they start; how long it stays is up to the other ranks.
-    """
-    found: dict[str, int] = {}
-    for operation in graph.operations:
-        if operation.name in FUNCTIONAL_COLLECTIVES:
-            found[operation.name] = max(found.get(operation.name, 0), operation.scratch_bytes)
-    return sum(found.values())
-
-
-def _with_overhead(graph: StepGraph) -> StepGraph:
-    """The graph with what this executor adds to its operations here."""
-    overhead = executor_overhead(torch.device(graph.device).type)
-    forward = sum(1 for operation in graph.operations if operation.phase == "forward")
-    return replace(graph, overhead_seconds=overhead.passing_seconds * forward, replay_overhead_seconds=overhead.replayed_seconds)
 
 
 def _nothing(graph: StepGraph) -> Plan:
