@@ -137,6 +137,7 @@ class Planner:
         self.costs: dict[Any, OpCost] = {}
         self.kept: dict[str, str] = {}
         self.moved_bytes = 0  # of the optimizer's state, to the host
+        self._state_bytes = 0  # of the optimizer, on the device and moved, when the latest first plan was made
         self.agreement: Agreement | None = None
         self._neighbours: Agreement | None = None  # ranks that share layers and run other programs: each plans alone
         self._asked = False  # whether other ranks share the model: a copy of a model is not whole yet when this is made
@@ -149,6 +150,7 @@ class Planner:
         """
         if not self._asked:
             self._asked, self.agreement = True, agreement_of(self.model)
+        self._state_bytes = self._optimizer_need().state_bytes + self.moved_bytes if self.optimizer is not None else 0
         with Notice("lowtide") as notice:
             notice.say("tracing one step and timing its operations")
             traced = trace_model(
@@ -347,8 +349,7 @@ class Planner:
         """Count everything of the model's and the optimizer's, used by this step or not."""
         own = resident_bytes(self.model)
         seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
-        state = self._optimizer_need().state_bytes + self.moved_bytes if self.optimizer is not None else 0
-        return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - seen) + state)
+        return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - seen) + self._state_bytes)
 
     def _optimizer_need(self) -> OptimizerNeed:
         assert self.optimizer is not None
