@@ -70,7 +70,7 @@ def test_a_small_run_shows_the_whole_story(tmp_path: Path) -> None:
 
 
 def test_quiet_says_nothing(tmp_path: Path) -> None:
-    done = run("train", *SMALL, "--steps", "1", "--no-compare", "--quiet", folder=tmp_path)
+    done = run("train", *SMALL, "--steps", "1", "--policy", "keep_all", "--no-compare", "--quiet", folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
 
 
