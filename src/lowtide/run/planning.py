@@ -255,7 +255,23 @@ class Planner:
         if self.agreement is not None:
             refusal = self.agreement.refusal(refusal)
         if refusal is not None:
-            raise refusal
+            raise refusal if self.agreement is not None else self._larger(refusal, planned, limit)
+        self._solve_held(planned, limit)
+        planned.verified = False
+        planned.again = ""
+        planned.timed = None
+        planned.seconds.clear()
+
+    def _larger(self, refusal: BudgetError, planned: Planned, limit: int | None) -> BudgetError:
+        """The refusal, or that of the plan where it needs more still: the smallest budget that is named has to do."""
+        try:
+            self._solve_held(planned, limit)
+        except BudgetError as error:
+            return max(refusal, error, key=lambda one: one.smallest_bytes or 0)
+        return refusal
+
+    def _solve_held(self, planned: Planned, limit: int | None) -> None:
+        """Plan for a caller that may hold the outputs, or where that does not fit, for one that lets them go."""
         try:
             self._solve(planned, limit)
         except BudgetError:
@@ -263,10 +279,6 @@ class Planner:
                 raise
             planned.holding = False
             self._solve(planned, limit)
-        planned.verified = False
-        planned.again = ""
-        planned.timed = None
-        planned.seconds.clear()
 
     def _balance(self, planned: Planned, limit: int | None) -> None:
         """Where the optimizer leaves its share of the host open: move as much of its state as takes less time than recomputing would."""
@@ -364,10 +376,11 @@ class Planner:
         least = standing + need.step_bytes
         if least <= limit:
             return None
+        update = f" and its update {budgets.format_bytes(need.step_bytes)} more (less with fused=True)" if need.step_bytes else ""
         return BudgetError(
             f"the budget of {budgets.format_bytes(limit)} does not hold optimizer.step(): parameters, gradients and the state of "
-            f"{type(self.optimizer).__name__} take {budgets.format_bytes(standing)} and its update {budgets.format_bytes(need.step_bytes)} "
-            f"more. The smallest budget is {budgets.format_bytes(least)} ({least} bytes); an optimizer made with fused=True needs less",
+            f"{type(self.optimizer).__name__} take {budgets.format_bytes(standing)}{update}. "
+            f"The smallest budget is {budgets.format_bytes(least)} ({least} bytes)",
             least,
         )
 
