@@ -267,7 +267,8 @@ class Planner:
         try:
             self._solve_held(planned, limit)
         except BudgetError as error:
-            return max(refusal, error, key=lambda one: one.smallest_bytes or 0)
+            if error.smallest_bytes is not None and error.smallest_bytes > (refusal.smallest_bytes or 0):
+                return BudgetError(f"{error} Nor does the budget hold optimizer.step().", error.smallest_bytes)
         return refusal
 
     def _solve_held(self, planned: Planned, limit: int | None) -> None:
