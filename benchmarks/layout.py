@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import importlib.util
 import statistics
+import sys
 import time
 from pathlib import Path
 from typing import Any
@@ -30,8 +31,6 @@ def _load(path: str, name: str) -> Any:
     spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / path)
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
-    import sys
-
     sys.modules[name] = module
     spec.loader.exec_module(module)
     return module

@@ -1,8 +1,9 @@
-"""The marker of what takes minutes, and one thread for each of the processes that share the machine."""
+"""The marker of what takes minutes, one thread for each of the processes that share the machine, and silence around transformers."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 
 import pytest
 
@@ -22,3 +23,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: run with -m slow"))
+
+
+@pytest.fixture(scope="module")
+def quiet_transformers() -> Iterator[None]:
+    """transformers' models on one thread, without what they say while they are built."""
+    import torch
+    from transformers.utils import logging
+
+    before, threads = logging.get_verbosity(), torch.get_num_threads()
+    logging.set_verbosity_error()
+    torch.set_num_threads(1)
+    yield
+    logging.set_verbosity(before)
+    torch.set_num_threads(threads)

@@ -10,9 +10,8 @@ from typing import Any
 from unittest.mock import patch
 
 import torch
-from torch import nn
+from recomputed import Recomputed
 
-import lowtide
 from lowtide.estimate import Config
 from lowtide.estimate.schedule import turns
 from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
@@ -27,18 +26,6 @@ TIDY_SECONDS = 0.001
 
 READINGS = 6
 """How often a step is read at most."""
-
-
-class Recomputed(nn.Module):
-    """A module in a scope: only what enters it stays."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any) -> Any:
-        with lowtide.checkpointing(check=False):
-            return self.inner(*args)
 
 
 def recomputing(piece: Piece, how: object) -> Piece:

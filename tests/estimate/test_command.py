@@ -133,6 +133,8 @@ def test_plot(tmp_path: Path) -> None:
         (["--model", "22b", "--iteration-time", "1"], "--peak-tflops"),
         (["--model", "22b", "--device", "a1000"], "did you mean 'a100'"),
         (["--model", "22b", "--memory", "80 giraffes"], "giraffes"),
+        (["--model", "22b", "--memory", "80"], "--memory 80: .* with their unit"),
+        (["--model", "22b", "--memory", "50%"], "--memory 50%"),
     ],
 )
 def test_refusals(flags: list[str], says: str) -> None:

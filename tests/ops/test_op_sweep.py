@@ -1,16 +1,15 @@
-"""PyTorch's operator database under a recorder that gives everything up: a part of it here, all of it in `benchmarks/op_sweep.py`."""
+"""PyTorch's operator database under a recorder that gives everything up: a part of it here, all of it in `python -m benchmarks op_sweep`."""
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from benchmarks import op_check, op_sweep
 
 from lowtide.run.direct import RegionDirector
 from lowtide.run.record import Recorder
@@ -45,19 +44,6 @@ PART = (
 )  # fmt: skip
 
 
-def _sweep() -> Any:
-    name = "lowtide_op_sweep"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / "op_sweep.py")
-        assert spec is not None and spec.loader is not None
-        sys.modules[name] = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(sys.modules[name])
-    return sys.modules[name]
-
-
-sweep = _sweep()
-
-
 @pytest.fixture(autouse=True, scope="module")
 def _one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
@@ -69,7 +55,7 @@ def _one_thread() -> Iterator[None]:
 def check(outcomes: list[Any]) -> None:
     wrong = {f"{o.name} ({o.variant})": o.notes for o in outcomes if o.wrong}
     assert not wrong
-    total = sweep.total(outcomes)
+    total = op_sweep.total(outcomes)
     assert total["dropped_percent"] >= 95
     for outcome in outcomes:  # what stayed is named, or could not be reached by the dispatcher's strided tensors
         if outcome.dropped_bytes < outcome.droppable_bytes:
@@ -77,12 +63,12 @@ def check(outcomes: list[Any]) -> None:
 
 
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("variant", sweep.VARIANTS)
+@pytest.mark.parametrize("variant", op_check.VARIANTS)
 def test_a_part_of_the_database(variant: Any) -> None:
     names = set(PART if variant == "float" else PART[::3])
-    ops = [op for op in sweep.operations() if op.name in names]
+    ops = [op for op in op_check.operations() if op.name in names]
     assert len({op.name for op in ops}) > 50
-    outcomes = [o for o in (sweep.check_operation(op, variant, SAMPLES.get(variant, 1)) for op in ops) if o is not None]
+    outcomes = [o for o in (op_check.check_operation(op, variant, SAMPLES.get(variant, 1)) for op in ops) if o is not None]
     assert len(outcomes) > 12
     check(outcomes)
 
@@ -90,7 +76,7 @@ def test_a_part_of_the_database(variant: Any) -> None:
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
 def test_the_whole_database() -> None:
-    check(sweep.sweep(quiet=True))
+    check(op_sweep.sweep(quiet=True))
 
 
 def test_the_committed_report_says_so() -> None:
@@ -99,7 +85,7 @@ def test_the_committed_report_says_so() -> None:
     for row in data["operations"]:
         assert not row["samples"].get("different") and not row["samples"].get("error"), row["name"]
     assert data["all"]["dropped_percent"] >= 95
-    assert (ROOT / "benchmarks" / "results" / "op_sweep.md").read_text() == sweep.markdown(data)
+    assert (ROOT / "benchmarks" / "results" / "op_sweep.md").read_text() == op_sweep.markdown(data)
 
 
 # What the sweep and the families found, each as small as it gets.

@@ -10,10 +10,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from recomputed import Recomputed
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-import lowtide
 from lowtide.models.gpt import Block
 from lowtide.models.presets import ModelConfig
 from lowtide.models.shared import Sharing
@@ -51,18 +51,6 @@ ROWS = [
     Row("tensor + sequence parallel + selective recompute", lambda t, core: 34 / t, sequence_parallel=True, recompute="selective"),
     Row("full activation recomputation", lambda t, core: 2, recompute="full"),
 ]
-
-
-class Recomputed(nn.Module):
-    """A module in a scope: only what enters it stays."""
-
-    def __init__(self, inner: nn.Module) -> None:
-        super().__init__()
-        self.inner = inner
-
-    def forward(self, *args: Any) -> Any:
-        with lowtide.checkpointing(check=False):
-            return self.inner(*args)
 
 
 class Storages(TorchDispatchMode):

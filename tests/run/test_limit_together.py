@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import threading
 import warnings
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -64,39 +65,43 @@ def test_a_limited_model_inside_a_limited_model(outer: str | None, everything: A
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
 
 
-def test_threads_train_two_limited_models() -> None:
-    results: dict[int, list[torch.Tensor]] = {}
+def in_two_threads(work: Callable[[int], None]) -> None:
+    """Call ``work(0)`` and ``work(1)`` at the same time; neither raises."""
+    barrier = threading.Barrier(2)
     errors: list[BaseException] = []
-    plain = []
-    for k in range(2):
-        model = small(dropout=0.0, layers=2 + k)
-        for step in range(4):
-            model.zero_grad()
-            model(batch(6 + step % 2)).backward()
-        plain.append([p.grad.clone() for p in model.parameters()])
 
-    def work(k: int) -> None:
+    def run(k: int) -> None:
         try:
-            torch.set_num_threads(1)
-            model = models[k]
             barrier.wait()
-            for step in range(4):
-                model.zero_grad()
-                model(batch(6 + step % 2)).backward()
-            results[k] = [p.grad.clone() for p in model.parameters()]
+            work(k)
         except BaseException as error:
             errors.append(error)
 
-    models = [small(dropout=0.0, layers=2 + k) for k in range(2)]
-    for model in models:
-        lowtide.limit_memory(model, policy="full")
-    barrier = threading.Barrier(2)
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(2)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
     assert errors == []
+
+
+def test_threads_train_two_limited_models() -> None:
+    def trained(model: torch.nn.Module) -> list[torch.Tensor]:
+        for step in range(4):
+            model.zero_grad()
+            model(batch(6 + step % 2)).backward()
+        return [p.grad.clone() for p in model.parameters()]
+
+    def work(k: int) -> None:
+        torch.set_num_threads(1)
+        results[k] = trained(models[k])
+
+    results: dict[int, list[torch.Tensor]] = {}
+    plain = [trained(small(dropout=0.0, layers=2 + k)) for k in range(2)]
+    models = [small(dropout=0.0, layers=2 + k) for k in range(2)]
+    for model in models:
+        lowtide.limit_memory(model, policy="full")
+    in_two_threads(work)
     for k in range(2):
         assert all(torch.equal(a, b) for a, b in zip(plain[k], results[k], strict=True))
 
@@ -109,25 +114,14 @@ def test_one_limited_model_in_two_threads() -> None:
     expected = [torch.autograd.grad(plain(batch(6 + k)), list(plain.parameters())) for k in range(2)]
     parameters = list(model.parameters())  # while one thread plans, the model shows others fake ones
     found: dict[int, Any] = {}
-    errors: list[BaseException] = []
 
     def work(k: int) -> None:
-        try:
-            barrier.wait()
-            for _ in range(3):
-                found[k] = torch.autograd.grad(model(batch(6 + k)), parameters)
-        except BaseException as error:
-            errors.append(error)
+        for _ in range(3):
+            found[k] = torch.autograd.grad(model(batch(6 + k)), parameters)
 
-    barrier = threading.Barrier(2)
-    threads = [threading.Thread(target=work, args=(k,)) for k in range(2)]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    assert errors == []
+        in_two_threads(work)
     for k in range(2):
         assert all(torch.equal(a, b) for a, b in zip(expected[k], found[k], strict=True))
 

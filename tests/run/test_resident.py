@@ -7,8 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from small_model import batch, small
 from torch import nn
 
+import lowtide
 from lowtide.meter import available, measure
 from lowtide.run.resident import optimizer_need
 
@@ -52,3 +54,20 @@ def test_need_is_what_the_meter_reads(name: str) -> None:
     assert abs(need.step_bytes - (measured.peak_bytes - measured.end_bytes)) <= 64  # numbers on the way
     assert abs(before.step_bytes - need.step_bytes) <= 64
     assert need.missing_gradient_bytes == 0
+
+
+def test_the_smallest_budget_beside_an_optimizer_will_do() -> None:
+    """Where neither the optimizer's state nor any plan fits, what is named holds both."""
+    given = []
+    for budget in (1, None):
+        model = small()
+        optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+        handle = lowtide.limit_memory(model, budget or given[0], optimizer=optimizer)
+        if budget:
+            with pytest.raises(lowtide.BudgetError) as caught:
+                model(batch())
+            given.append(caught.value.smallest_bytes)
+        else:
+            model(batch()).backward()
+            optimizer.step()
+            assert handle.plan is not None and handle.plan.predicted_peak_bytes <= given[0]

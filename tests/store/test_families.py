@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import copy
-import importlib.util
-import sys
 import warnings
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
+import zoo
 
 import lowtide
 from lowtide import policies
@@ -21,32 +17,9 @@ from lowtide.plan.plan import Compress, Moving, Offload, Plan
 from lowtide.plan.simulate import Simulator
 
 pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
-
-def _zoo() -> Any:
-    name = "lowtide_families_zoo"
-    if name not in sys.modules:
-        spec = importlib.util.spec_from_file_location(name, Path(__file__).parents[1] / "families" / "zoo.py")
-        assert spec is not None and spec.loader is not None
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        spec.loader.exec_module(module)
-    return sys.modules[name]
-
-
-FAMILIES = {family.name: family for family in _zoo().FAMILIES}
-
-
-@pytest.fixture(autouse=True, scope="module")
-def _quiet() -> Iterator[None]:
-    from transformers.utils import logging
-
-    before, threads = logging.get_verbosity(), torch.get_num_threads()
-    logging.set_verbosity_error()
-    torch.set_num_threads(1)
-    yield
-    logging.set_verbosity(before)
-    torch.set_num_threads(threads)
+FAMILIES = {family.name: family for family in zoo.FAMILIES}
 
 
 def quarters(graph: StepGraph, budget: int | None = None) -> Plan:

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import json
-import os
-import socket
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import needs_gloo, on_ranks
 from torch import nn
 
 import lowtide
@@ -21,9 +17,7 @@ from lowtide.errors import PlanError
 from lowtide.plan.plan import Shard, stages
 from lowtide.plan.traffic import Link
 
-if not dist.is_available():
-    pytest.skip("no torch.distributed", allow_module_level=True)
-
+pytestmark = needs_gloo
 ROWS, WIDTH, LAYERS = 33, 21, 3  # 693 elements: neither two nor four divide them
 
 
@@ -139,10 +133,8 @@ def refused(group: dist.ProcessGroup, rank: int) -> str:
     return ""
 
 
-def work(rank: int, port: int, folder: str) -> None:
-    os.environ.update(MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=rank, world_size=4)
+def work() -> dict[str, Any]:
+    rank = dist.get_rank()
     pair = dist.new_group([0, 1])
     four = dist.new_group([0, 1, 2, 3])
     assert pair is not None and four is not None
@@ -156,20 +148,12 @@ def work(rank: int, port: int, folder: str) -> None:
         found["mixed fast"] = mixed_case(pair, 0.98, Link(1e15, 1e15))
         found["mixed slow"] = mixed_case(pair, 0.98, Link(1e2, 1e2))
         found["mixed measured"] = mixed_case(pair, 0.98, None)
-    found["refused"] = refused(four, rank)
-    Path(folder, f"{rank}.json").write_text(json.dumps(found))
-    dist.barrier()
-    dist.destroy_process_group()
+    return {**found, "refused": refused(four, rank)}
 
 
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    folder = tmp_path_factory.mktemp("ranks")
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
-    mp.spawn(work, args=(port, str(folder)), nprocs=4)
-    return [json.loads((folder / f"{rank}.json").read_text()) for rank in range(4)]
+def found() -> list[dict[str, Any]]:
+    return on_ranks(4, work)
 
 
 @pytest.mark.parametrize("values", ["checkpoints", "all"])

@@ -70,7 +70,7 @@ def test_a_small_run_shows_the_whole_story(tmp_path: Path) -> None:
 
 
 def test_quiet_says_nothing(tmp_path: Path) -> None:
-    done = run("train", *SMALL, "--steps", "1", "--no-compare", "--quiet", folder=tmp_path)
+    done = run("train", *SMALL, "--steps", "1", "--policy", "keep_all", "--no-compare", "--quiet", folder=tmp_path)
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -88,14 +88,16 @@ def test_a_plan_is_printed_and_saved_without_training(tmp_path: Path) -> None:
     [
         (["train", "--model", "gpt-namo"], "did you mean 'gpt-nano'"),
         (["train", "--budget", "lots"], "'lots' is not understood"),
-        (["train", "--policy", "magic", "--steps", "1", *SMALL], "magic"),
+        (["train", "--policy", "magic", "--steps", "1", *SMALL], "--policy magic: choose optimal, keep_all, "),
+        (["plan", "--policy", "magic", *SMALL], "--policy magic: choose optimal, keep_all, "),
+        (["train", "--checkpoint-dir", __file__], "that is a file, and a folder is needed"),
         (["train", "--steps", "0"], "--steps 0: at least 1 is needed"),
         (["train", "--data", "missing.txt"], "there is no file or folder 'missing.txt'"),
         (["train", "--data", "."], "holds no text file"),
         (["train", "--resume"], "it needs --checkpoint-dir"),
         (["train", "--json", "no/such/folder/r.json"], "cannot write a file there"),
         (["train", "--model", "gpt3-175b"], "choose a smaller model"),
-        (["train", "--budget", "1MiB", *SMALL], "smallest budget"),
+        (["train", "--budget", "1MiB", *SMALL], "the smallest that can be met is "),
         (["plan", "--budget", "1MiB", *SMALL], "smallest"),
         (["plan", "--seq", "5000"], "has 1024 positions"),
     ],

@@ -35,6 +35,11 @@ def options(text: Path, **changes: Any) -> TrainOptions:
     return TrainOptions(**{**small, "budget": "75%", "compare": False, **changes})
 
 
+def unplanned(text: Path, **changes: Any) -> TrainOptions:
+    """Where it does not matter what is kept."""
+    return options(text, budget=None, policy="keep_all", **changes)
+
+
 def trail(result: TrainResult) -> list[tuple[float, float]]:
     return list(zip(result.losses, result.gradient_norms, strict=True))
 
@@ -76,9 +81,9 @@ def test_a_resumed_run_goes_the_same_way(text: Path, tmp_path: Path, changes: di
     whole = options(text, checkpoint_dir=tmp_path / "whole", **changes)
     parts = options(text, checkpoint_dir=tmp_path / "parts", **changes)
     expected = train(whole)
-    first = train(dataclasses.replace(parts, stop_after=3))
+    first = train(dataclasses.replace(parts, stop_after=3, budget=None, policy="full"))
     second = train(dataclasses.replace(parts, resume=True, stop_after=5, budget="90%"))
-    third = train(dataclasses.replace(parts, resume=True))
+    third = train(dataclasses.replace(parts, resume=True, budget=None, policy="sqrt"))
     assert (second.first_step, third.first_step) == (3, 5)
     assert trail(first) + trail(second) + trail(third) == trail(expected)
     assert third.validation[-1] == expected.validation[-1]
@@ -106,16 +111,24 @@ def test_the_comparison_holds_the_budget_and_finds_equal_bits(text: Path, tmp_pa
 
 def test_a_run_leaves_no_signal_handler_behind(text: Path) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
-    train(options(text, steps=1, warmup=0))
+    train(unplanned(text, steps=1, warmup=0))
     assert (signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)) == before
 
 
 def test_a_folder_with_a_run_is_not_overwritten(text: Path, tmp_path: Path) -> None:
-    train(options(text, steps=2, checkpoint_dir=tmp_path))
+    train(unplanned(text, steps=2, checkpoint_dir=tmp_path))
     with pytest.raises(OptionError, match="holds a run at step 2: pass --resume"):
-        train(options(text, steps=2, checkpoint_dir=tmp_path))
+        train(unplanned(text, steps=2, checkpoint_dir=tmp_path))
     with pytest.raises(OptionError, match="is at step 2 already"):
-        train(options(text, steps=2, checkpoint_dir=tmp_path, resume=True))
+        train(unplanned(text, steps=2, checkpoint_dir=tmp_path, resume=True))
+
+
+@pytest.fixture(scope="module")
+def begun(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder of a run that stopped after its first step."""
+    folder = tmp_path_factory.mktemp("begun")
+    train(unplanned(text, stop_after=1, checkpoint_dir=folder))
+    return folder
 
 
 @pytest.mark.parametrize(
@@ -127,10 +140,9 @@ def test_a_folder_with_a_run_is_not_overwritten(text: Path, tmp_path: Path) -> N
         ({"data": None}, "trained on other text"),
     ],
 )
-def test_a_run_is_not_resumed_as_another_one(text: Path, tmp_path: Path, changes: dict[str, Any], message: str) -> None:
-    train(options(text, stop_after=1, checkpoint_dir=tmp_path))
+def test_a_run_is_not_resumed_as_another_one(text: Path, begun: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
-        train(options(text, checkpoint_dir=tmp_path, resume=True, **changes))
+        train(unplanned(text, checkpoint_dir=begun, resume=True, **changes))
 
 
 def test_there_is_nothing_to_resume_in_an_empty_folder(text: Path, tmp_path: Path) -> None:
@@ -140,7 +152,7 @@ def test_there_is_nothing_to_resume_in_an_empty_folder(text: Path, tmp_path: Pat
 
 def test_a_diverging_run_stops_and_says_what_to_lower(text: Path) -> None:
     with pytest.raises(TrainError, match="lower --lr"):
-        train(options(text, steps=50, lr=1e30, warmup=0, clip=0.0))
+        train(unplanned(text, steps=50, lr=1e30, warmup=0, clip=0.0))
 
 
 def test_a_model_larger_than_the_machine_is_refused_before_anything_is_allocated(text: Path) -> None:
@@ -150,7 +162,7 @@ def test_a_model_larger_than_the_machine_is_refused_before_anything_is_allocated
 
 def command(text: Path, folder: Path, *more: str) -> list[str]:
     line = [sys.executable, "-m", "lowtide", "train", "--model", "gpt-nano", "--data", str(text), "--batch", "8", "--seq", "128"]
-    line += ["--steps", "24", "--checkpoint-dir", str(folder), "--checkpoint-every", "1", "--no-compare"]
+    line += ["--policy", "full", "--steps", "24", "--checkpoint-dir", str(folder), "--checkpoint-every", "1", "--no-compare"]
     return [*line, "--json", str(folder / "results.json"), *more]
 
 
@@ -158,7 +170,7 @@ def command(text: Path, folder: Path, *more: str) -> list[str]:
 def test_a_run_killed_with_9_resumes_and_ends_where_an_unharmed_one_does(text: Path, tmp_path: Path) -> None:
     killed, whole = tmp_path / "killed", tmp_path / "whole"
     killed.mkdir()
-    expected = train(options(text, steps=24, warmup=20, checkpoint_dir=whole, budget="60%"))
+    expected = train(options(text, steps=24, warmup=20, checkpoint_dir=whole, budget=None, policy="full"))
     process = subprocess.Popen(command(text, killed), stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
     limit = time.monotonic() + 120
     while len(checkpoint.steps(killed)) < 2 and process.poll() is None and time.monotonic() < limit:

@@ -9,10 +9,12 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lowtide.budget import parse
+from lowtide.errors import BudgetError
 from lowtide.estimate.errors import EstimateError
 
 Mlp = Literal["gelu", "swiglu", "squared-relu"]
 Switch = bool | None
+_SMALLEST_MEMORY = 1 << 20
 MODEL_HELP = "22b, 175b, 530b, 1t (arXiv 2205.05198), gpt2*, llama*, mistral-7b, qwen*, nemotron-15b, or a Hugging Face config.json."
 
 
@@ -81,6 +83,21 @@ Brief = Annotated[bool, typer.Option("--brief", help="Without the table of lines
 def parse_recompute(text: str | None) -> Any:
     """A recomputation choice as `Config` takes it: a name, or a number of layers."""
     return int(text) if text is not None and text.lstrip("-").isdigit() else text
+
+
+def parse_memory(text: str) -> int:
+    """The memory of a device in bytes.
+
+    Raises:
+        EstimateError: it is no size, or too small for any device: a number without its unit.
+    """
+    try:
+        found = parse(text)
+    except BudgetError:
+        found = 0
+    if found < _SMALLEST_MEMORY:
+        raise EstimateError(f"--memory {text}: give the bytes of a device's memory with their unit, such as 80GB or 40GiB")
+    return found
 
 
 def estimate_command(
@@ -183,7 +200,7 @@ def make(
     given["recompute"] = parse_recompute(recompute)
     given["iteration_seconds"] = iteration_time
     given["peak_flops"] = peak_tflops * 1e12 if peak_tflops is not None else known.flops if known else None
-    given["memory_bytes"] = parse(memory) if memory is not None else known.memory_bytes if known else None
+    given["memory_bytes"] = parse_memory(memory) if memory is not None else known.memory_bytes if known else None
     if iteration_time is not None and given["peak_flops"] is None:
         raise EstimateError("--iteration-time without a peak rate: give --peak-tflops or --device too")
     if as_published:

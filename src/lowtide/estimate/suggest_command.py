@@ -7,9 +7,9 @@ from typing import Annotated, Any
 
 import typer
 
-from lowtide.budget import format_bytes, parse
+from lowtide.budget import format_bytes
 from lowtide.estimate import command as options
-from lowtide.estimate.command import parse_recompute
+from lowtide.estimate.command import parse_memory, parse_recompute
 
 
 def suggest_command(
@@ -63,7 +63,7 @@ def suggest_command(
     if node is not None:
         changes["node"] = node
     kind = find_device(device, **changes)
-    memory_bytes = parse(memory) if memory is not None else kind.memory_bytes
+    memory_bytes = parse_memory(memory) if memory is not None else kind.memory_bytes
     given["recompute"] = parse_recompute(recompute)
     found = suggest(model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve, count=count, **given)
     if json_out:

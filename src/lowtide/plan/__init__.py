@@ -47,6 +47,10 @@ _HOMES = {
 }
 
 
+POLICIES = ("optimal", "keep_all", "full", "sqrt", "selective", "offload", "mixed", "compress")
+"""Those that are known by name."""
+
+
 def resolve(policy: str | Policy) -> Policy:
     """The policy of that name, or the function itself.
 
@@ -58,22 +62,9 @@ def resolve(policy: str | Policy) -> Policy:
 
     if callable(policy):
         return policy
-    known = {
-        f.__name__: f
-        for f in (
-            policies.keep_all,
-            policies.full,
-            policies.sqrt,
-            policies.selective,
-            policies.optimal,
-            policies.offload,
-            policies.compress,
-            policies.mixed,
-        )
-    }
-    if policy not in known:
-        raise PlanError(f"there is no policy {policy!r}: give one of {', '.join(sorted(known))}, or a function of (graph, budget)")
-    return known[policy]()
+    if policy not in POLICIES:
+        raise PlanError(f"there is no policy {policy!r}: give one of {', '.join(sorted(POLICIES))}, or a function of (graph, budget)")
+    return getattr(policies, policy)()
 
 
 def make(graph: StepGraph, budget: str | int | None = None, policy: str | Policy = "optimal") -> Plan:

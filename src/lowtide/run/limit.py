@@ -23,11 +23,12 @@ from lowtide.run.direct import PlanDirector
 from lowtide.run.follow import Follower
 from lowtide.run.key import StepKey, step_key
 from lowtide.run.moved import Mover, prepare
-from lowtide.run.planning import LossMemory, Planned, Planner, Policy
+from lowtide.run.planning import Planned, Planner, Policy
 from lowtide.run.quiet import quiet
 from lowtide.run.record import Recorder, Verify
 from lowtide.run.rehearse import Listener
 from lowtide.run.timed import TimedRecorder
+from lowtide.run.unseen import LossMemory
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
 from lowtide.trace.describe import tensors_inside

@@ -13,22 +13,21 @@ import torch
 
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
-from lowtide.graph import Event, Operation, StepGraph, Storage, Value
+from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
-from lowtide.ops import FUNCTIONAL_COLLECTIVES
 from lowtide.plan import make
 from lowtide.plan.moves import simulate_plan
 from lowtide.plan.plan import Plan
-from lowtide.plan.simulate import plain, simulate
+from lowtide.plan.simulate import plain
 from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over, with_collectives
 from lowtide.run.notice import Notice
 from lowtide.run.overhead import executor_overhead
 from lowtide.run.rehearse import Script
 from lowtide.run.resident import OptimizerNeed, optimizer_need
 from lowtide.run.scope import small_executor
+from lowtide.run.unseen import LossMemory, overlapped_bytes, with_loss, with_overhead
 from lowtide.run.watch import StepWatch
 from lowtide.trace.costs import OpCost
-from lowtide.trace.eager import OUTSIDE
 from lowtide.trace.limited import LOSS_OUTSIDE, TimingRoom, trace_model
 
 Policy = str | Callable[..., Plan]
@@ -40,21 +39,6 @@ _SLACK_SHARE = 1e-3  # of the budget, at most `_SLACK_BYTES`, for the few bytes 
 _SLACK_BYTES = 1 << 16
 _TIMING_FLOOR = 0.6  # of what the plain step adds: a single operation takes less, and where it does not fit no plan does
 _TIMING_SHARE = 0.85  # of what the budget leaves; the rest is for what an operation allocates on the way
-
-
-@dataclass(frozen=True)
-class LossMemory:
-    """What a loss outside the model takes, above what is live at the forward's end.
-
-    Attributes:
-        peak_bytes: at most, between forward and backward.
-        live_bytes: when backward reaches the model.
-        stored: the stored values of the plan under which it was measured.
-    """
-
-    peak_bytes: int
-    live_bytes: int
-    stored: frozenset[int]
 
 
 @dataclass
@@ -94,6 +78,8 @@ class Planned:
     again: str = ""
     timed: StepWatch | None = None
     seconds: list[tuple[float, float | None]] = field(default_factory=list)
+    prepared: Plan | None = None
+    script: Script | None = None
 
     def wants_pace(self) -> bool:
         """Whether more steps are to be timed."""
@@ -111,9 +97,6 @@ class Planned:
         else:
             extra = self.plan.predicted_extra_seconds * whole / predicted
         return self.plan.at_pace(whole - extra, extra)
-
-    prepared: Plan | None = None
-    script: Script | None = None
 
     def room(self) -> Callable[[int], int]:
         """From a forward operation's position to the bytes that the budget leaves beside it."""
@@ -157,6 +140,7 @@ class Planner:
         self.costs: dict[Any, OpCost] = {}
         self.kept: dict[str, str] = {}
         self.moved_bytes = 0  # of the optimizer's state, to the host
+        self._state_bytes = 0  # of the optimizer, on the device and moved, when the latest first plan was made
         self.agreement: Agreement | None = None
         self._neighbours: Agreement | None = None  # ranks that share layers and run other programs: each plans alone
         self._asked = False  # whether other ranks share the model: a copy of a model is not whole yet when this is made
@@ -169,6 +153,7 @@ class Planner:
         """
         if not self._asked:
             self._asked, self.agreement = True, agreement_of(self.model) or agreement_over(self.groups())
+        self._state_bytes = self._optimizer_need().state_bytes + self.moved_bytes if self.optimizer is not None else 0
         with Notice("lowtide") as notice:
             notice.say("tracing one step and timing its operations")
             traced = trace_model(
@@ -181,7 +166,7 @@ class Planner:
                 small=small_executor,
                 timing_room=self._timing_room,
             )
-            traced = self._agreed(_with_overhead(self._whole(traced)))
+            traced = self._agreed(with_overhead(self._whole(traced)))
             unknown = LOSS_OUTSIDE in traced.notes
             planned = Planned(traced, traced, _nothing(traced), loss_unknown=unknown, margin_bytes=overlapped_bytes(traced))
             refusal: BudgetError | None = None
@@ -273,7 +258,24 @@ class Planner:
         if self.agreement is not None:
             refusal = self.agreement.refusal(refusal)
         if refusal is not None:
-            raise refusal
+            raise refusal if self.agreement is not None else self._larger(refusal, planned, limit)
+        self._solve_held(planned, limit)
+        planned.verified = False
+        planned.again = ""
+        planned.timed = None
+        planned.seconds.clear()
+
+    def _larger(self, refusal: BudgetError, planned: Planned, limit: int | None) -> BudgetError:
+        """The refusal, or that of the plan where it needs more still: the smallest budget that is named has to do."""
+        try:
+            self._solve_held(planned, limit)
+        except BudgetError as error:
+            if error.smallest_bytes is not None and error.smallest_bytes > (refusal.smallest_bytes or 0):
+                return BudgetError(f"{error} Nor does the budget hold optimizer.step().", error.smallest_bytes)
+        return refusal
+
+    def _solve_held(self, planned: Planned, limit: int | None) -> None:
+        """Plan for a caller that may hold the outputs, or where that does not fit, for one that lets them go."""
         try:
             self._solve(planned, limit)
         except BudgetError:
@@ -281,10 +283,6 @@ class Planner:
                 raise
             planned.holding = False
             self._solve(planned, limit)
-        planned.verified = False
-        planned.again = ""
-        planned.timed = None
-        planned.seconds.clear()
 
     def _balance(self, planned: Planned, limit: int | None) -> None:
         """Where the optimizer leaves its share of the host open: move as much of its state as takes less time than recomputing would."""
@@ -367,8 +365,7 @@ class Planner:
         """Count everything of the model's and the optimizer's, used by this step or not."""
         own = resident_bytes(self.model)
         seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
-        state = self._optimizer_need().state_bytes + self.moved_bytes if self.optimizer is not None else 0
-        return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - seen) + state)
+        return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - seen) + self._state_bytes)
 
     def _optimizer_need(self) -> OptimizerNeed:
         assert self.optimizer is not None
@@ -383,10 +380,11 @@ class Planner:
         least = standing + need.step_bytes
         if least <= limit:
             return None
+        update = f" and its update {budgets.format_bytes(need.step_bytes)} more (less with fused=True)" if need.step_bytes else ""
         return BudgetError(
             f"the budget of {budgets.format_bytes(limit)} does not hold optimizer.step(): parameters, gradients and the state of "
-            f"{type(self.optimizer).__name__} take {budgets.format_bytes(standing)} and its update {budgets.format_bytes(need.step_bytes)} "
-            f"more. The smallest budget is {budgets.format_bytes(least)} ({least} bytes); an optimizer made with fused=True needs less",
+            f"{type(self.optimizer).__name__} take {budgets.format_bytes(standing)}{update}. "
+            f"The smallest budget is {budgets.format_bytes(least)} ({least} bytes)",
             least,
         )
 
@@ -405,63 +403,6 @@ def _beyond(error: BudgetError, limit: int, real: bool) -> BudgetError:
     if real:
         detail += " A tenth of it is for what a trace of real tensors does not show (fake ones could not follow this model)."
     return BudgetError(f"no plan fits in {limit:,} bytes: the smallest that can be met is {smallest:,} bytes.", smallest, detail)
-
-
-def with_loss(graph: StepGraph, measured: LossMemory) -> StepGraph:
-    """The graph with a loss between forward and backward that takes what was measured.
-
-    What it leaves (the gradients of the outputs) is taken to live until the first of the model's saved tensors is released.
-    """
-    operations = graph.operations
-    last = max(
-        at
-        for at, event in enumerate(graph.events)
-        if event.kind == "op" and operations[event.index].phase == "forward" and operations[event.index].reason != OUTSIDE
-    )
-    place = next((at for at in range(last + 1, len(graph.events)) if graph.events[at].kind == "unpack"), last + 1)
-    live = simulate(graph, measured.stored).live_bytes
-    left = max(0, measured.live_bytes - int(live[place - 1] - live[last]))
-    index, storage, value = len(graph.operations), len(graph.storages), len(graph.values)
-    operation = Operation(
-        index=index,
-        name="the loss outside the model",
-        reads=(),
-        writes=(value,),
-        phase="backward",
-        replayable=False,
-        reason="it lies outside the model",
-        scratch_bytes=max(0, measured.peak_bytes - measured.live_bytes),
-    )
-    events = list(graph.events)
-    after = next((at for at in range(place, len(events)) if events[at].kind == "release"), len(events) - 1)
-    events.insert(after + 1, Event("free", storage))
-    events.insert(place, Event("op", index))
-    return replace(
-        graph,
-        operations=(*graph.operations, operation),
-        storages=(*graph.storages, Storage(storage, left, "backward", index)),
-        values=(*graph.values, Value(value, storage, 0, index)),
-        events=tuple(events),
-    )
-
-
-def overlapped_bytes(graph: StepGraph) -> int:
-    """What collectives under way may hold beside the operations that they overlap: a gather and a reduce-scatter at a time.
-
-    A trace shows it where they start; how long it stays is up to the other ranks.
-    """
-    found: dict[str, int] = {}
-    for operation in graph.operations:
-        if operation.name in FUNCTIONAL_COLLECTIVES:
-            found[operation.name] = max(found.get(operation.name, 0), operation.scratch_bytes)
-    return sum(found.values())
-
-
-def _with_overhead(graph: StepGraph) -> StepGraph:
-    """The graph with what this executor adds to its operations here."""
-    overhead = executor_overhead(torch.device(graph.device).type)
-    forward = sum(1 for operation in graph.operations if operation.phase == "forward")
-    return replace(graph, overhead_seconds=overhead.passing_seconds * forward, replay_overhead_seconds=overhead.replayed_seconds)
 
 
 def _nothing(graph: StepGraph) -> Plan:

@@ -103,7 +103,7 @@ def load(folder: Path) -> Checkpoint:
         for text in damage:
             warnings.warn(f"{text}; resuming from step {step} instead", LowtideWarning, stacklevel=2)
         return checkpoint
-    raise CheckpointError(f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): leave out --resume to start anew")
+    raise CheckpointError(f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): start anew in another --checkpoint-dir")
 
 
 class _Damaged(Exception):

@@ -12,6 +12,7 @@ import torch
 
 from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec, model_spec
+from lowtide.plan import POLICIES
 from lowtide.train.data import VOCABULARY
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
@@ -106,7 +107,11 @@ class TrainOptions:
         require(self.lr > 0, "lr", self.lr, "a positive learning rate is needed")
         require(self.warmup <= self.steps, "warmup", self.warmup, f"it is longer than the run of --steps {self.steps}")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")
-        if self.checkpoint_dir is None:
+        check_policy(self.policy)
+        if self.checkpoint_dir is not None:
+            fits = self.checkpoint_dir.is_dir() or not self.checkpoint_dir.exists()
+            require(fits, "checkpoint-dir", self.checkpoint_dir, "that is a file, and a folder is needed")
+        else:
             require(not self.checkpoint_every, "checkpoint-every", self.checkpoint_every, "it needs --checkpoint-dir")
             require(not self.resume, "resume", "", "it needs --checkpoint-dir with the run's checkpoints")
         if self.stop_after is not None:
@@ -210,6 +215,11 @@ def check_file(name: str, file: Path | None) -> None:
     """Raise an `OptionError` unless ``file`` is absent or can be written."""
     if file is not None:
         require(not file.is_dir() and file.parent.is_dir() and os.access(file.parent, os.W_OK), name, file, "cannot write a file there")
+
+
+def check_policy(name: str | None) -> None:
+    """Raise an `OptionError` unless there is a policy of that name."""
+    require(name is None or name in POLICIES, "policy", name, f"choose {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
 
 
 def require(holds: bool, name: str, value: object, message: str) -> None:

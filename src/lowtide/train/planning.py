@@ -13,7 +13,7 @@ from lowtide import budget as budgets
 from lowtide.models import ModelSpec, build_model
 from lowtide.plan import Plan, Simulator, make
 from lowtide.trace.step import trace
-from lowtide.train.options import DTYPES, check_device, check_file, checked_spec, require
+from lowtide.train.options import DTYPES, check_device, check_file, check_policy, checked_spec, require
 
 TIMED_BYTES = 2 << 30
 """Operations on more than this are estimated instead of timed: they would take minutes, and memory that the step itself may not have."""
@@ -39,6 +39,7 @@ class PlanOptions:
         for name in ("batch", "seq"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
         require(self.dtype in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")
+        check_policy(self.policy)
         check_file("json", self.json)
         check_device(self.device)
 

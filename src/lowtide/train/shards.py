@@ -97,7 +97,7 @@ def newest(folder: Path, ranks: Ranks) -> Manifest:
         for text in damage if ranks.rank == 0 else ():
             warnings.warn(f"{text}; resuming from step {step} instead", LowtideWarning, stacklevel=2)
         return manifest
-    raise CheckpointError(f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): leave out --resume to start anew")
+    raise CheckpointError(f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): start anew in another --checkpoint-dir")
 
 
 def format_of(folder: Path) -> int | None:
