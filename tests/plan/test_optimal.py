@@ -17,7 +17,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan import Plan, policies
 from lowtide.plan.bound import lower_bound
 from lowtide.plan.build import close
-from lowtide.plan.optimal import Planner, optimal
+from lowtide.plan.optimal import Planner, optimal, planner_of
 from lowtide.plan.simulate import Simulator
 
 
@@ -162,3 +162,16 @@ def test_closing_adds_only_what_is_needed():
         for value in stored:
             with pytest.raises(PlanError):
                 sim.simulate(stored - {value})
+
+
+def test_a_step_that_is_planned_again_has_the_same_plans() -> None:
+    graph = transformer(layers=2)
+    peak = Simulator(graph).plain_peak
+    budgets = [int(share * peak) for share in (0.9, 0.75)]
+    planner_of.cache_clear()
+    first = [optimal(graph, budget).to_json() for budget in budgets]
+    hits = planner_of.cache_info().hits
+    again = [optimal(graph, budget).to_json() for budget in reversed(budgets)]
+    assert planner_of.cache_info().hits == hits + 2  # the search over stages is done once
+    planner_of.cache_clear()
+    assert again[::-1] == first == [optimal(graph, budget).to_json() for budget in budgets]

@@ -20,7 +20,7 @@ from lowtide.plan.bound import Bound, Floats
 from lowtide.plan.build import close, make_plan, standing
 from lowtide.plan.moves import default_window
 from lowtide.plan.moving import MovingRelaxation
-from lowtide.plan.optimal import Planner
+from lowtide.plan.optimal import Planner, planner_of
 from lowtide.plan.plan import Compress, Moving, Plan, Shard, stages
 from lowtide.plan.simulate import Simulation, Simulator
 from lowtide.plan.traffic import Links, Moved
@@ -330,15 +330,17 @@ def mixed_policy(
     def mixed(graph: StepGraph, budget: int | None = None) -> Plan:
         offered = chosen or default_ways(graph.device)
         speeds = missing_links(offered, links, codecs, graph.device)
-        planner = Planner(graph)
-        mixer = Mixer(planner, ways_of(planner.sim, offered, speeds, min_bytes, codecs), speeds, window_bytes, codecs)
-        limit = budget if budget is not None else planner.sim.plain_peak // 2
-        best, alone = mixer.solve(limit)
+        planner = planner_of(graph)
+        with planner.lock:
+            mixer = Mixer(planner, ways_of(planner.sim, offered, speeds, min_bytes, codecs), speeds, window_bytes, codecs)
+            limit = budget if budget is not None else planner.sim.plain_peak // 2
+            best, alone = mixer.solve(limit)
+            floor = mixer.bound(limit)
         told = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in alone.items())
         notes = (f"of the mixes this adds least: {1000 * best.simulation.extra_seconds:.1f} ms" + (f" ({told})" if told else ""),)
         return make_plan(
             graph, stored=best.stored, policy="mixed", budget=budget, simulator=planner.sim, moves=best.decisions, window_bytes=best.window,
-            links=speeds, notes=notes, codecs=codecs, bound=mixer.bound(limit),
+            links=speeds, notes=notes, codecs=codecs, bound=floor,
         )  # fmt: skip
 
     return mixed

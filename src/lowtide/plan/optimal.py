@@ -7,6 +7,9 @@ In: a step graph and a budget in bytes. Out: a `Plan` whose exactly simulated pe
 
 from __future__ import annotations
 
+import threading
+from functools import lru_cache
+
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound, Relaxation
@@ -35,6 +38,8 @@ class Planner:
 
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
+        self.lock = threading.RLock()
+        """held by whoever solves: equal steps share a planner"""
         self.sim = Simulator(graph)
         self.search = Search(self.sim)
         self.stages = find_stages(self.sim)
@@ -141,13 +146,20 @@ class Planner:
         return min(found, key=lambda c: (c.simulation.peak_bytes, c.simulation.extra_seconds))
 
 
+@lru_cache(maxsize=2)
+def planner_of(graph: StepGraph) -> Planner:
+    """The planner of a step: a budget that cannot be met is often followed by another for the same step."""
+    return Planner(graph)
+
+
 def optimal(graph: StepGraph, budget: int | None = None) -> Plan:
     """The plan with the least extra seconds whose peak is within ``budget`` bytes (``None``: the smallest peak that can be met).
 
     Raises:
         BudgetError: no plan fits; the error carries the smallest budget that can be met.
     """
-    planner = Planner(graph)
-    limit = planner.least(planner.family()).simulation.peak_bytes if budget is None else budget
-    best = planner.solve(limit)
-    return make_plan(graph, stored=best.stored, policy="optimal", budget=budget, simulator=planner.sim, bound=planner.bound(limit))
+    planner = planner_of(graph)
+    with planner.lock:
+        limit = planner.least(planner.family()).simulation.peak_bytes if budget is None else budget
+        best = planner.solve(limit)
+        return make_plan(graph, stored=best.stored, policy="optimal", budget=budget, simulator=planner.sim, bound=planner.bound(limit))
