@@ -112,3 +112,15 @@ def with_collectives(graph: StepGraph) -> StepGraph:
         for operation in graph.operations
     )
     return replace(graph, operations=operations)
+
+
+def overlapped_bytes(graph: StepGraph) -> int:
+    """What collectives under way may hold beside the operations that they overlap: a gather and a reduce-scatter at a time.
+
+    A trace shows it where they start; how long it stays is up to the other ranks.
+    """
+    found: dict[str, int] = {}
+    for operation in graph.operations:
+        if operation.name in FUNCTIONAL_COLLECTIVES:
+            found[operation.name] = max(found.get(operation.name, 0), operation.scratch_bytes)
+    return sum(found.values())
