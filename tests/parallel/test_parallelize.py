@@ -93,11 +93,12 @@ def test_fewer_key_value_heads_than_ranks() -> None:
         assert not faults, "\n".join(faults)
 
 
-def counted(policy: str) -> tuple[dict[str, int], dict[str, int]]:
-    """Collectives that one more layer adds to forward and backward, in the third step, when a plan's script is followed."""
+def counted() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
+    """Collectives that one more layer adds to forward and backward; and those that full recomputation adds to the backward of two layers, in
+    the third step, which follows its plan's script."""
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
     found = []
-    for depth in (1, 2):
+    for depth, policy in ((1, ""), (2, ""), (2, "full")):
         model = lp.parallelize(make("llama", num_hidden_layers=depth, vocab_size=68), dist.group.WORLD, True)
         if policy:
             lowtide.limit_memory(model, policy=policy)
@@ -108,20 +109,21 @@ def counted(policy: str) -> tuple[dict[str, int], dict[str, int]]:
             with Collectives() as backward:
                 loss.backward()
         found.append((forward.seen, backward.seen))
-    one, two = ({kind: b.count(kind) - a.count(kind) for kind in ("AG", "RS", "AR")} for a, b in zip(*found, strict=True))
-    return one, two
 
+    def more(a: list[str], b: list[str]) -> dict[str, int]:
+        return {kind: b.count(kind) - a.count(kind) for kind in ("AG", "RS", "AR")}
 
-def all_counted() -> list[tuple[dict[str, int], dict[str, int]]]:
-    return [counted(""), counted("full")]
+    one, two, full = found
+    return more(one[0], two[0]), more(one[1], two[1]), more(two[1], full[1])
 
 
 def test_one_transfer_a_region() -> None:
     """q, k and v share a gather, and so do gate and up: two gathers and two reduce-scatters a layer, as in a model of our own. Under full
-    recomputation the gather serves the products and their weights' gradients, and the second norm reads the first reduce-scatter."""
-    for plain, full in on_ranks(2, all_counted):
-        assert plain == ({"AG": 2, "RS": 2, "AR": 0}, {"AG": 4, "RS": 2, "AR": 0})
-        assert full == ({"AG": 2, "RS": 2, "AR": 0}, {"AG": 4, "RS": 3, "AR": 0})
+    recomputation a gather serves the products and their weights' gradients; of the reduce-scatters only the first is read again."""
+    for forward, backward, full in on_ranks(2, counted):
+        assert forward == {"AG": 2, "RS": 2, "AR": 0}
+        assert backward == {"AG": 4, "RS": 2, "AR": 0}
+        assert full == {"AG": 0, "RS": 2, "AR": 0}
 
 
 def saved() -> tuple[int, int]:
