@@ -136,9 +136,9 @@ def dropped() -> tuple[float, bool]:
 
 
 def scoped(function: Any) -> Any:
-    def call(*args: Any) -> Any:
+    def call(*args: Any, **options: Any) -> Any:
         with lowtide.checkpointing():
-            return function(*args)
+            return function(*args, **options)
 
     return call
 
