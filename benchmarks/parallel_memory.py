@@ -9,6 +9,7 @@ import json
 import os
 import queue
 import socket
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
 from tempfile import TemporaryDirectory
@@ -43,6 +44,8 @@ ROWS: list[tuple[str, Callable[[int, float], float], bool, str]] = [
 ]
 
 
+SETTLE_SECONDS = 0.1
+"""How long Gloo's threads get to free what the last collective moved through, before bytes that stay are read."""
 PLANS: dict[str, dict[str, Any]] = {
     'policy="full"': {"policy": "full"},
     'budget="80%"': {"budget": "80%"},
@@ -107,10 +110,14 @@ def layer_row(sequence_parallel: bool, recompute: str) -> dict[str, int]:
     dist.barrier()
     with meter.peak("cpu") as seen:
         hidden = model.embed(x)
+        dist.barrier()
+        time.sleep(SETTLE_SECONDS)
         before = seen.live_bytes
         for block in model.blocks:
             hidden = block(hidden)
         # each layer's output is the next one's input, so the layers' inputs are counted and the last output is not
+        dist.barrier()
+        time.sleep(SETTLE_SECONDS)
         held = seen.live_bytes - before
         del hidden
     peak = largest_peak(lambda: model(x, targets).loss.backward())
