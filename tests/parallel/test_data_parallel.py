@@ -113,7 +113,8 @@ def sharded(model: nn.Module, mesh: DeviceMesh) -> nn.Module:
 
     for block in blocks(model):
         fully_shard(block, mesh=mesh["dp"])
-    return fully_shard(model, mesh=mesh["dp"])
+    fully_shard(model, mesh=mesh["dp"])
+    return model
 
 
 def composed(case: Case, mesh: DeviceMesh) -> list[str]:
@@ -125,9 +126,8 @@ def composed(case: Case, mesh: DeviceMesh) -> list[str]:
     for block in blocks(model) if how == "scope" else []:
         block.forward = scoped(block.forward)
     if kind == "fsdp":
-        sharded(model, mesh)
+        outer = sharded(model, mesh)
         lp.mark_partial_gradients(model)
-        outer = model
     else:
         outer = nn.parallel.DistributedDataParallel(model, process_group=mesh["dp"].get_group())
     handles = []
