@@ -5,12 +5,13 @@ python -m benchmarks parallel_memory
 
 from __future__ import annotations
 
+import json
 import os
 import queue
 import socket
+import time
 from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from benchmarks.common import RESULTS, machine, save
@@ -30,6 +32,8 @@ from lowtide.parallel.window import Window
 
 LAYERS, WIDTH, HEADS, BATCH, SEQUENCE, VOCABULARY = 4, 128, 4, 2, 128, 512
 ELEMENT = 4  # float32
+READINGS = 3
+"""How many steps are measured: what the step before left in Gloo's buffers may go during a step, so the largest reading counts."""
 ROWS: list[tuple[str, Callable[[int, float], float], bool, str]] = [
     # name, formula in units of tokens x width bytes at 2 bytes an element, sequence parallel, what is recomputed
     ("tensor parallel", lambda t, core: 10 + 24 / t + core / t, False, ""),
@@ -38,6 +42,15 @@ ROWS: list[tuple[str, Callable[[int, float], float], bool, str]] = [
     ("tensor + sequence parallel, selective", lambda t, core: 34 / t, True, "selective"),
     ("tensor + sequence parallel, full", lambda t, core: 2 / t, True, "full"),
 ]
+
+
+SETTLE_SECONDS = 0.1
+"""How long Gloo's threads get to free what the last collective moved through, before bytes that stay are read."""
+PLANS: dict[str, dict[str, Any]] = {
+    'policy="full"': {"policy": "full"},
+    'budget="80%"': {"budget": "80%"},
+    'budget="65%"': {"budget": "65%"},
+}
 
 
 def formula_bytes(t: int, sequence_parallel: bool, recompute: str) -> int:
@@ -97,16 +110,77 @@ def layer_row(sequence_parallel: bool, recompute: str) -> dict[str, int]:
     dist.barrier()
     with meter.peak("cpu") as seen:
         hidden = model.embed(x)
+        dist.barrier()
+        time.sleep(SETTLE_SECONDS)
         before = seen.live_bytes
         for block in model.blocks:
             hidden = block(hidden)
         # each layer's output is the next one's input, so the layers' inputs are counted and the last output is not
+        dist.barrier()
+        time.sleep(SETTLE_SECONDS)
         held = seen.live_bytes - before
         del hidden
-    dist.barrier()
-    with meter.peak("cpu") as step:
-        model(x, targets).loss.backward()
-    return {"layer_bytes": held // LAYERS, "step_peak_bytes": step.peak_bytes, "standing_bytes": meter.resident_bytes(model)}
+    peak = largest_peak(lambda: model(x, targets).loss.backward())
+    return {"layer_bytes": held // LAYERS, "step_peak_bytes": peak, "standing_bytes": meter.resident_bytes(model)}
+
+
+def largest_peak(step: Callable[[], object]) -> int:
+    """The most bytes that a step adds, over some steps."""
+    found = []
+    for _ in range(READINGS):
+        dist.barrier()
+        with meter.peak("cpu") as seen:
+            step()
+        found.append(seen.peak_bytes)
+    return max(found)
+
+
+class Gathers(TorchDispatchMode):
+    """Counts all-gathers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops._c10d_functional.all_gather_into_tensor.default
+        return func(*args, **(kwargs or {}))
+
+
+def planned_rows() -> list[dict[str, Any]]:
+    """Whole steps under plans: the peak as predicted and as measured, and the gathers of a backward."""
+    x, targets = tokens(), tokens().roll(-1, 1)
+    found = []
+    for name, options in PLANS.items():
+        model = build(True, "")
+        model(x, targets).loss.backward()  # gradients are there from now on
+        loss = model(x, targets).loss
+        with Gathers() as plain:
+            loss.backward()
+        del loss
+        handle = lowtide.limit_memory(model, **options)
+        for _ in range(3):  # one is verified, the next watched and listened to
+            model(x, targets).loss.backward()
+        peak = largest_peak(lambda model=model: model(x, targets).loss.backward())
+        loss = model(x, targets).loss
+        with Gathers() as planned:
+            loss.backward()
+        del loss
+        assert handle.plan is not None and handle.graph is not None
+        found.append(
+            {
+                "t": dist.get_world_size(),
+                "plan": name,
+                "budget_bytes": handle.plan.budget_bytes,
+                "standing_bytes": handle.graph.resident_bytes,
+                "predicted_peak_bytes": handle.plan.predicted_peak_bytes,
+                "measured_peak_bytes": handle.graph.resident_bytes + peak,
+                "replayed_operations": len(handle.plan.replayed),
+                "plain_gathers": plain.count,
+                "planned_gathers": planned.count,
+            }
+        )
+    return found
 
 
 def layer_rows() -> list[dict[str, Any]]:
@@ -134,11 +208,9 @@ def pipeline_rows() -> list[dict[str, Any]]:
         built = Pipeline(stages, "1f1b", 2 * ranks, stage_input(model, BATCH, SEQUENCE), None, "cpu", window)
         x = tokens(2 * ranks * BATCH)
         built.step(x, x.roll(-1, 1))
-        dist.barrier()
-        with meter.peak("cpu") as seen:
-            built.step(x, x.roll(-1, 1))
+        peak = largest_peak(lambda built=built, x=x: built.step(x, x.roll(-1, 1)))
         window_text = "all" if capacity is None else capacity
-        found.append({"p": ranks, "rank": rank, "window": window_text, "in_flight": built.in_flight, "step_peak_bytes": seen.peak_bytes})
+        found.append({"p": ranks, "rank": rank, "window": window_text, "in_flight": built.in_flight, "step_peak_bytes": peak})
     return found
 
 
@@ -173,17 +245,11 @@ def _start(rank: int, size: int, body: Callable[[], list[dict[str, Any]]], folde
     dist.destroy_process_group()
 
 
-def table(rows: list[dict[str, Any]], stages: list[dict[str, Any]], about: dict[str, Any]) -> str:
-    """The results as text."""
+def layer_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Layers and whole steps at each number of ranks."""
     lines = [
-        "# Memory per rank on Gloo processes",
-        "",
-        f"GPT, {LAYERS} layers of width {WIDTH}, {HEADS} heads, {BATCH} x {SEQUENCE} tokens, float32, dropout 0.1, unfused attention. "
-        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, Python {about['python']}, {about['date']}; "
-        "`python -m benchmarks parallel_memory`.",
-        "",
         "Bytes that a layer holds for backward, on the rank that holds most, against table 2 of arXiv 2205.05198 (four bytes an element, one a "
-        "mask, with the statistics of the norms), and the peak that a whole step adds to what stands.",
+        "mask, with the statistics of the norms), and the most that a whole step adds to what stands.",
         "",
         "| layers | t | layer, formula | layer, measured | error | step's peak | standing |",
         "|---|---|---|---|---|---|---|",
@@ -194,32 +260,78 @@ def table(rows: list[dict[str, Any]], stages: list[dict[str, Any]], about: dict[
             f"| {row['row']} | {row['t']} | {row['formula_bytes']:,} | {row['layer_bytes']:,} | {100 * error:+.3f} % | "
             f"{row['step_peak_bytes'] / 2**20:.2f} MiB | {row['standing_bytes'] / 2**20:.2f} MiB |"
         )
-    lines += [
+    return lines
+
+
+def plan_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Whole steps under plans."""
+    lines = [
+        "Tensor and sequence parallel under one plan for all ranks: the peak of the fullest rank, and all-gathers in a backward. A gather that is "
+        "run again for the products behind it serves the weights' gradients, too; where a tight budget has no room for what is gathered until "
+        "then, it is gathered once more.",
         "",
-        "Pipelines, 1F1B with twice as many micro-batches as ranks: the peak that a step adds, for windows of micro-batches that are kept whole "
+        "| plan | t | budget | predicted peak | measured peak | operations run again | gathers, plain | gathers, planned |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for row in rows:
+        budget = "" if row["budget_bytes"] is None else f"{row['budget_bytes']:,}"
+        lines.append(
+            f"| `{row['plan']}` | {row['t']} | {budget} | {row['predicted_peak_bytes']:,} | {row['measured_peak_bytes']:,} | "
+            f"{row['replayed_operations']} | {row['plain_gathers']} | {row['planned_gathers']} |"
+        )
+    return lines
+
+
+def pipeline_table(rows: list[dict[str, Any]]) -> list[str]:
+    """Stages of pipelines."""
+    return [
+        "Pipelines, 1F1B with twice as many micro-batches as ranks: the most that a step adds, for windows of micro-batches that are kept whole "
         "(appendix C); the others are recomputed.",
         "",
         "| p | rank | in flight | window | step's peak |",
         "|---|---|---|---|---|",
+        *(f"| {r['p']} | {r['rank']} | {r['in_flight']} | {r['window']} | {r['step_peak_bytes'] / 2**20:.2f} MiB |" for r in rows),
     ]
-    lines += [
-        f"| {row['p']} | {row['rank']} | {row['in_flight']} | {row['window']} | {row['step_peak_bytes'] / 2**20:.2f} MiB |"
-        for row in stages
+
+
+def table(found: dict[str, Any]) -> str:
+    """The results as text."""
+    about = found["machine"]
+    lines = [
+        "# Memory per rank on Gloo processes",
+        "",
+        f"GPT, {LAYERS} layers of width {WIDTH}, {HEADS} heads, {BATCH} x {SEQUENCE} tokens, float32, dropout 0.1, unfused attention. "
+        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, Python {about['python']}, {about['date']}; "
+        "`python -m benchmarks parallel_memory`.",
+        "",
+        *layer_table(found["rows"]),
+        "",
+        *plan_table(found["plans"]),
+        "",
+        *pipeline_table(found["pipeline"]),
     ]
     return "\n".join(lines) + "\n"
 
 
+def measure(size: int, earlier: dict[str, Any] | None = None) -> None:
+    """Run everything at one number of ranks and write the results, with those of ``earlier``."""
+    found: dict[str, list[dict[str, Any]]] = {key: list((earlier or {}).get(key, ())) for key in ("rows", "plans", "pipeline")}
+    found["rows"] += [max(ranks, key=lambda row: row["layer_bytes"]) for ranks in zip(*on_ranks(size, layer_rows), strict=True)]
+    if size > 1:
+        found["plans"] += [
+            max(ranks, key=lambda row: row["measured_peak_bytes"]) for ranks in zip(*on_ranks(size, planned_rows), strict=True)
+        ]
+        found["pipeline"] += [row for rank in on_ranks(size, pipeline_rows) for row in rank]
+    save("parallel_memory", found["rows"], plans=found["plans"], pipeline=found["pipeline"])
+    (RESULTS / "parallel_memory.md").write_text(table({"machine": machine(), **found}))
+
+
 def main() -> None:
-    """Run and write benchmarks/results/parallel_memory.json and .md, after each number of processes anew."""
-    rows: list[dict[str, Any]] = []
-    stages: list[dict[str, Any]] = []
+    """Write benchmarks/results/parallel_memory.json and .md, after each number of processes anew."""
+    earlier = None
     for size in (1, 2, 4):
-        for ranks in zip(*on_ranks(size, layer_rows), strict=True):
-            rows.append(max(ranks, key=lambda row: row["layer_bytes"]))
-        if size > 1:
-            stages += [row for rank in on_ranks(size, pipeline_rows) for row in rank]
-        save("parallel_memory", rows, pipeline=stages)
-        Path(RESULTS / "parallel_memory.md").write_text(table(rows, stages, machine()))
+        measure(size, earlier)
+        earlier = json.loads((RESULTS / "parallel_memory.json").read_text())
 
 
 if __name__ == "__main__":

@@ -132,6 +132,16 @@ def main() -> None:
     if found:
         text = "From the model to the plan: tracing, timing operations, solving and bounding."
         parts += ["", "## Planning", "", _where(found), "", text, "", planning(found)]
+    found = _load("parallel_memory")
+    if found:
+        most = max(abs(row["layer_bytes"] / row["formula_bytes"] - 1) for row in found["rows"])
+        ranks = ", ".join(str(t) for t in sorted({row["t"] for row in found["rows"]}))
+        stages = ", ".join(str(p) for p in sorted({row["p"] for row in found["pipeline"]}))
+        text = (
+            f"On real processes at t = {ranks} a layer holds what table 2 of arXiv 2205.05198 says, within {100 * most:.3f} %; the whole table, plans "
+            f"for shared models, and pipelines of {stages} stages: [memory per rank](../benchmarks/results/parallel_memory.md)."
+        )
+        parts += ["", "## Memory per rank", "", _where(found), "", text]
     found = _load("op_sweep")
     if found:
         parts += ["", "## Every operation of PyTorch's database", "", "See [the sweep](../benchmarks/results/op_sweep.md)."]

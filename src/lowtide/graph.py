@@ -158,6 +158,7 @@ class StepGraph:
         notes: what should be known about how it was made.
         outputs: ids of the storages that the step's caller can hold on to (logits beside the loss). The events have them freed where the
             step itself lets go of them; `holding_outputs` is the graph of a caller that does not.
+        claims: indices of the operations that layers were told run again, so that they saved the results and not what these are made from.
     """
 
     operations: tuple[Operation, ...]
@@ -173,6 +174,7 @@ class StepGraph:
     source: Literal["fake", "real"] = "fake"
     notes: tuple[str, ...] = field(default=())
     outputs: tuple[int, ...] = field(default=())
+    claims: tuple[int, ...] = field(default=())
 
     def holding_outputs(self) -> StepGraph:
         """The same step when its caller holds what the forward returned until the step ends."""
@@ -214,9 +216,8 @@ class StepGraph:
         def rows(kind: type, items: list[dict[str, Any]]) -> tuple[Any, ...]:
             return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}) for item in items)
 
-        rest = {
-            k: v for k, v in data.items() if k not in ("format", "operations", "storages", "values", "saved", "events", "notes", "outputs")
-        }
+        parts = ("format", "operations", "storages", "values", "saved", "events", "notes", "outputs", "claims")
+        rest = {k: v for k, v in data.items() if k not in parts}
         return cls(
             operations=rows(Operation, data["operations"]),
             storages=rows(Storage, data["storages"]),
@@ -225,5 +226,6 @@ class StepGraph:
             events=tuple(Event(kind, index) for kind, index in data["events"]),
             notes=tuple(data["notes"]),
             outputs=tuple(data["outputs"]),
+            claims=tuple(data.get("claims", ())),
             **rest,
         )

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import gc
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 import torch
+from ranks import any_rank, collectives_at_once
 from recomputed import Recomputed
 
 from lowtide.estimate import Config
@@ -18,11 +15,6 @@ from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
 from lowtide.estimate.simulation.simulate import simulate
 from lowtide.estimate.simulation.traced import default_dtype, run_backward, run_forward
 from lowtide.meter import peak
-from lowtide.parallel import collectives
-from lowtide.private import wait_for_collective
-
-TIDY_SECONDS = 0.001
-"""How long Gloo's threads get to free what a collective moved through."""
 
 READINGS = 6
 """How often a step is read at most."""
@@ -70,24 +62,6 @@ def run_step(config: Config, stage: int, pieces: list[Piece], tokens: torch.Tens
             del source
 
 
-@contextmanager
-def collectives_at_once() -> Iterator[None]:
-    """Every collective ends, and Gloo's threads let go of its buffers, before the next operation starts.
-
-    How long one takes that runs beside others, and when its thread tidies up, is up to the machine's load.
-    """
-    start = collectives.Pending.__init__
-
-    def started(self: collectives.Pending, result: torch.Tensor, finish: Any = None, running: bool = True) -> None:
-        if running:
-            wait_for_collective(result)
-            time.sleep(TIDY_SECONDS)
-        start(self, result, finish, running)
-
-    with patch.object(collectives.Pending, "__init__", started):
-        yield
-
-
 def measured_and_simulated(config: Config, stage: int, group: Any, simulated: int | None) -> tuple[int, int]:
     """Bytes that the step adds at most to weights and inputs: read by the meter, and simulated.
 
@@ -112,13 +86,6 @@ def measured_and_simulated(config: Config, stage: int, group: Any, simulated: in
             if group is not None and not any_rank(least > expected + 1024, group):
                 break
     return least, expected
-
-
-def any_rank(flag: bool, group: Any) -> bool:
-    """Whether it holds on any rank."""
-    found = torch.tensor(int(flag))
-    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group)
-    return bool(found)
 
 
 def added(config: Config, stage: int) -> int:

@@ -79,17 +79,20 @@ def test_fused_and_unfused_attention_agree(name: str) -> None:
     torch.testing.assert_close(*logits)
 
 
-@pytest.mark.parametrize("chunks", [2, 3, 7])
-def test_a_loss_in_chunks_is_the_same_loss(chunks: int) -> None:
+@pytest.mark.parametrize("chunks", [1, 2, 4, 7])
+@pytest.mark.parametrize("ignored", [[], [3], [0, 5, 6, 7, 8, 19], range(19)])
+def test_a_loss_in_chunks_is_the_same_loss(chunks: int, ignored: list[int]) -> None:
+    """The mean over the targets that count, as PyTorch has it, also where a whole piece is ignored."""
     torch.manual_seed(0)
-    hidden, head = torch.randn(2, 10, 8, requires_grad=True), torch.nn.Linear(8, 50)
+    hidden, head = torch.randn(2, 10, 8, dtype=torch.float64, requires_grad=True), torch.nn.Linear(8, 50, dtype=torch.float64)
     targets = torch.randint(50, (2, 10))
-    whole = next_token_loss(hidden, head, targets)
-    pieces = next_token_loss(hidden, head, targets, chunks)
-    torch.testing.assert_close(pieces, whole)
+    targets.view(-1)[list(ignored)] = -100
+    expected = torch.nn.functional.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), ignore_index=-100)
+    found = next_token_loss(hidden, head, targets, chunks)
+    torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
     inputs = (hidden, head.weight)
-    for one, other in zip(torch.autograd.grad(whole, inputs), torch.autograd.grad(pieces, inputs), strict=True):
-        torch.testing.assert_close(one, other)
+    for one, other in zip(torch.autograd.grad(expected, inputs), torch.autograd.grad(found, inputs), strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 
 
 def test_dropout_keeps_one_byte_an_element_and_its_mean() -> None:

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import os
+import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 
+from lowtide.parallel import collectives
+from lowtide.private import wait_for_collective
+
 needs_gloo = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs Gloo")
+
+TIDY_SECONDS = 0.001
+"""How long Gloo's threads get to free what a collective moved through."""
 
 
 def on_ranks(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
@@ -42,3 +51,28 @@ def _start(rank: int, size: int, body: Callable[..., Any], args: tuple[Any, ...]
     finally:
         if dist.is_initialized():
             dist.destroy_process_group()
+
+
+@contextmanager
+def collectives_at_once() -> Iterator[None]:
+    """Every collective ends, and Gloo's threads let go of its buffers, before the next operation starts.
+
+    How long one takes that runs beside others, and when its thread tidies up, is up to the machine's load.
+    """
+    start = collectives.Pending.__init__
+
+    def started(self: collectives.Pending, result: torch.Tensor, finish: Any = None, running: bool = True) -> None:
+        if running:
+            wait_for_collective(result)
+            time.sleep(TIDY_SECONDS)
+        start(self, result, finish, running)
+
+    with patch.object(collectives.Pending, "__init__", started):
+        yield
+
+
+def any_rank(flag: bool, group: Any) -> bool:
+    """Whether it holds on any rank."""
+    found = torch.tensor(int(flag))
+    torch.distributed.all_reduce(found, torch.distributed.ReduceOp.MAX, group)
+    return bool(found)

@@ -167,18 +167,19 @@ class Sharing:
 
 
 def next_token_loss(hidden: Tensor, head: nn.Module, targets: Tensor, chunks: int = 1) -> Tensor:
-    """The mean cross entropy of ``head(hidden)`` against ``targets``, in float32.
+    """The mean cross entropy of ``head(hidden)`` against the ``targets`` that count (all but -100), in float32 or wider.
 
     With ``chunks`` above 1 the tokens go through the head in that many pieces. The logits of a piece are all that backward needs at a time,
     so a plan that recomputes them lowers the floor that the full logits set (many tokens times a large vocabulary).
     """
     tokens, labels = hidden.flatten(0, -2), targets.flatten()
+    wide = torch.promote_types(hidden.dtype, torch.float32)
     if chunks == 1:
-        return F.cross_entropy(head(tokens).float(), labels)
-    total = hidden.new_zeros((), dtype=torch.float32)
+        return F.cross_entropy(head(tokens).to(wide), labels)
+    total = hidden.new_zeros((), dtype=wide)
     for piece, piece_labels in zip(tokens.chunk(chunks), labels.chunk(chunks), strict=True):
-        total = total + F.cross_entropy(head(piece).float(), piece_labels, reduction="sum")
-    return total / labels.numel()
+        total = total + F.cross_entropy(head(piece).to(wide), piece_labels, reduction="sum")
+    return total / (labels != -100).sum()
 
 
 def fill(module: nn.Module, name: str, init_method: Callable[[Tensor], Any]) -> None:

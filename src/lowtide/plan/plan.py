@@ -10,7 +10,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 
-PLAN_FORMAT = 1
+PLAN_FORMAT = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,12 +170,14 @@ class ProgramStep(NamedTuple):
         replayed: whether it may run again in backward, so that it is recorded.
         stored: for each value that it writes, whether that stays.
         moves: for each value that it writes, its place in `Plan.moves`, or -1; empty when none of them moves.
+        claimed: whether a layer that could save what the result is made from is to save the result, since that comes back anyway.
     """
 
     name: str
     replayed: bool
     stored: tuple[bool, ...]
     moves: tuple[int, ...] = ()
+    claimed: bool = False
 
 
 def program_of(graph: StepGraph, stored: frozenset[int], moves: Sequence[HasValue] = ()) -> tuple[ProgramStep, ...]:
@@ -200,6 +202,7 @@ def program_of(graph: StepGraph, stored: frozenset[int], moves: Sequence[HasValu
             operation.index in again,
             tuple(value in stored for value in operation.writes),
             tuple(number.get(value, -1) for value in operation.writes) if any(value in number for value in operation.writes) else (),
+            operation.index in graph.claims and operation.index in again,
         )
         for operation in graph.operations
         if operation.phase == "forward"
@@ -316,7 +319,7 @@ class Plan:
             data["modules"] = tuple(ModuleRow(**row) for row in data["modules"])
             data["notes"] = tuple(data["notes"])
             data["program"] = tuple(
-                ProgramStep(name, again, tuple(stored), tuple(moves[0]) if moves else ()) for name, again, stored, *moves in data["program"]
+                ProgramStep(name, again, tuple(stored), tuple(moves), claimed) for name, again, stored, moves, claimed in data["program"]
             )
             return cls(**data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -85,6 +85,8 @@ class PlanDirector:
         self.departed = 0
         self.moves: tuple[int, ...] = ()
         """for each value that the latest operation wrote, its place among the plan's moves, or -1"""
+        self.claimed = False
+        """whether layers save what the latest operation wrote"""
 
     def _find(self, info: OpInfo) -> int | None:
         program, at = self._program, self.at
@@ -114,7 +116,7 @@ class PlanDirector:
 
     def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
         """What the plan says of it."""
-        self.moves = ()
+        self.moves, self.claimed = (), False
         at = self._find(info)
         if at is None:
             self.departed += 1
@@ -125,5 +127,5 @@ class PlanDirector:
         if len(step.stored) != writes:
             self.departed += 1
             return step.replayed, ()
-        self.moves = step.moves
+        self.moves, self.claimed = step.moves, step.claimed
         return step.replayed, step.stored

@@ -6,6 +6,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from lowtide import private
 from lowtide.ops import has_plain_storage, hidden_statistics, op_info, written_tensors
 from lowtide.run.direct import Director, PlanDirector
@@ -38,6 +40,13 @@ class Follower(Recorder):
             self.listener.stay = True
         with super().region(director):
             yield
+
+    def gives_up(self, tensor: torch.Tensor) -> bool:
+        """As the recorder says; where a layer goes by it, no script may leave the recorder."""
+        found = super().gives_up(tensor)
+        if found and self.listener is not None:
+            self.listener.asked()
+        return found
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import statistics
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -15,11 +16,12 @@ from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
-from lowtide.plan import make
+from lowtide.plan import make, make_plan
 from lowtide.plan.moves import simulate_plan
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import plain
 from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over, with_collectives
+from lowtide.run.claims import beside, replayed_gathers, same_forward
 from lowtide.run.notice import Notice
 from lowtide.run.overhead import executor_overhead
 from lowtide.run.rehearse import Script
@@ -47,7 +49,8 @@ class Planned:
 
     Attributes:
         traced: the step as it was traced.
-        graph: what the plan was made for: `traced`, with what is known of its caller and its loss.
+        claimed: the same step when layers save what they gathered, as far as a plan gathers it again; see `lowtide.run.claims`.
+        graph: what the plan was made for: one of these, with what is known of its caller and its loss.
         plan: the decisions.
         holding: whether the caller is taken to hold the outputs until the step ends.
         held: whether it was seen to.
@@ -80,6 +83,7 @@ class Planned:
     seconds: list[tuple[float, float | None]] = field(default_factory=list)
     prepared: Plan | None = None
     script: Script | None = None
+    claimed: StepGraph | None = None
 
     def wants_pace(self) -> bool:
         """Whether more steps are to be timed."""
@@ -154,8 +158,8 @@ class Planner:
         if not self._asked:
             self._asked, self.agreement = True, agreement_of(self.model) or agreement_over(self.groups())
         self._state_bytes = self._optimizer_need().state_bytes + self.moved_bytes if self.optimizer is not None else 0
-        with Notice("lowtide") as notice:
-            notice.say("tracing one step and timing its operations")
+
+        def trace(claims: frozenset[int] = frozenset()) -> StepGraph:
             traced = trace_model(
                 self.model,
                 forward,
@@ -165,8 +169,13 @@ class Planner:
                 cost_cache=self.costs,
                 small=small_executor,
                 timing_room=self._timing_room,
+                claims=claims,
             )
-            traced = self._agreed(with_overhead(self._whole(traced)))
+            return with_overhead(self._whole(traced))
+
+        with Notice("lowtide") as notice:
+            notice.say("tracing one step and timing its operations")
+            traced = self._agreed(trace())
             unknown = LOSS_OUTSIDE in traced.notes
             planned = Planned(traced, traced, _nothing(traced), loss_unknown=unknown, margin_bytes=overlapped_bytes(traced))
             refusal: BudgetError | None = None
@@ -178,17 +187,48 @@ class Planner:
                 refusal = self._neighbours.refusal(refusal)
             if refusal is not None:
                 raise refusal
+            self._claim(planned, trace)
             return planned
 
     def _solve_first(self, planned: Planned, notice: Notice) -> None:
-        graph = planned.traced
-        if planned.loss_unknown and self.policy == "optimal" and self.budget is not None:
-            planned.graph = self._without_kept(graph.holding_outputs())
+        if self._least_first(planned):
+            planned.graph = self._without_kept(planned.traced.holding_outputs())
             notice.say("planning for the least memory")
             planned.plan = self._make(planned.graph, lambda _: self._least(planned.graph), self.limit(planned.graph))
         else:
-            notice.say(f"planning {len(graph.operations):,} operations")
+            notice.say(f"planning {len(planned.traced.operations):,} operations")
             self.solve(planned)
+
+    def _least_first(self, planned: Planned) -> bool:
+        """Whether the first step runs in the least memory, for a loss outside the model to be measured beside it."""
+        return planned.loss_unknown and self.policy == "optimal" and self.budget is not None
+
+    def _claim(self, planned: Planned, trace: Callable[[frozenset[int]], StepGraph]) -> None:
+        """Let layers save what the plan gathers again, where the ranks that gather agree on a plan."""
+        claims = replayed_gathers(planned.graph, planned.plan)
+        if self.agreement is None or planned.traced.source == "real" or not claims:
+            return
+        graph = trace(claims)
+        usable = bool(graph.claims) and graph.source == "fake" and same_forward(graph, planned.traced)
+        if not all(self.agreement.share(usable)) or not self.agreement.same_program(graph):
+            return
+        planned.claimed = with_collectives(graph)
+        if not self._least_first(planned):  # else the next plan is made when the loss is known, and chooses then
+            self._prefer_claims(planned, self.limit(self._seen(planned, holding=False, moved_bytes=0)))
+
+    def _prefer_claims(self, planned: Planned, limit: int | None) -> None:
+        """Take a plan with claims where it fits and the step under it takes no longer."""
+        if planned.claimed is None or planned.plan.changes_nothing:
+            return
+        graph = self._seen(planned, planned.holding, traced=planned.claimed)
+        like = planned.plan if self.policy == "optimal" else None
+        try:
+            plan = self._make(graph, lambda budget: self._plan_within(planned, graph, budget, like), limit)
+        except BudgetError:  # on every rank
+            return
+        plan = replace(beside(plan, planned.plan), budget_bytes=limit)
+        if plan.predicted_extra_seconds <= planned.plan.predicted_extra_seconds:
+            planned.graph, planned.plan = graph, plan
 
     def note_pace(self, planned: Planned) -> None:
         """Take down how long the latest step took, if that was watched."""
@@ -311,18 +351,25 @@ class Planner:
         planned.graph = graph = self._seen(planned, planned.holding)
         plan = self._make(graph, lambda budget: self._plan_within(planned, graph, budget), limit)
         planned.plan = replace(plan, budget_bytes=limit)
+        self._prefer_claims(planned, limit)
 
     def _make(self, graph: StepGraph, solve: Callable[[int | None], Plan], limit: int | None) -> Plan:
         """A plan of this rank's own, or one for all ranks that share the model."""
         return solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
 
-    def _plan_within(self, planned: Planned, graph: StepGraph, limit: int | None) -> Plan:
-        """A plan for the limit, less what was seen to come on top and what is left for what a trace does not show."""
+    def _plan_within(self, planned: Planned, graph: StepGraph, limit: int | None, like: Plan | None = None) -> Plan:
+        """A plan for the limit, less what was seen to come on top and what is left for what a trace does not show.
+
+        Where the decisions of ``like`` fit as they are, the plan has those.
+        """
         real = graph.source == "real"
         target = limit
         if limit is not None:
             enough = plain(graph).peak_bytes + planned.margin_bytes <= limit  # then nothing has to be given up
             target = (limit if enough else _within(limit, _REAL_SHARE if real else 1.0)) - planned.margin_bytes
+        if like is not None:
+            with suppress(BudgetError):
+                return make_plan(graph, stored=like.stored, policy=like.policy, budget=target)
         try:
             return make(graph, budget=None if target is None else max(1, target), policy=self.policy)
         except BudgetError as error:
@@ -333,9 +380,10 @@ class Planner:
                 raise _beyond(error, limit, real) from error
             return make(graph, budget=least, policy=self.policy)
 
-    def _seen(self, planned: Planned, holding: bool, moved_bytes: int | None = None) -> StepGraph:
+    def _seen(self, planned: Planned, holding: bool, moved_bytes: int | None = None, traced: StepGraph | None = None) -> StepGraph:
         """The traced step with what is known of its loss, its caller, what does not reproduce, and what was moved to the host."""
-        graph = planned.traced.holding_outputs() if holding else planned.traced
+        traced = planned.traced if traced is None else traced
+        graph = traced.holding_outputs() if holding else traced
         graph = replace(graph, resident_bytes=graph.resident_bytes - (self.moved_bytes if moved_bytes is None else moved_bytes))
         return self._without_kept(graph if planned.loss is None else with_loss(graph, planned.loss))
 

@@ -147,8 +147,11 @@ class Recorder(TorchDispatchMode):
             self.director = before
 
     def gives_up(self, tensor: torch.Tensor) -> bool:
-        """Whether a scope recomputes ``tensor`` for whoever saves it. A plan has decided on what was saved when the step was traced."""
-        return not isinstance(self.director, PlanDirector) and private.storage_key(tensor) in self._given
+        """Whether ``tensor`` comes back for whoever saves it: all that a scope wrote does, and what a plan says that layers save."""
+        entry = self._given.get(private.storage_key(tensor))
+        if entry is None or not isinstance(self.director, PlanDirector):
+            return entry is not None
+        return isinstance(entry[0].node, Node) and entry[0].node.claimed
 
     def close(self) -> None:
         """Forget every value that no saved tensor rests on, and take it out of the counts of what it would have read."""
@@ -263,6 +266,7 @@ class Recorder(TorchDispatchMode):
             if reason:
                 self._not_reproduced(info.name, reason)
                 return result
+        node.claimed = isinstance(self.director, PlanDirector) and self.director.claimed
         self._link(node, fresh, flat, writes, written, stays)
         return result
 

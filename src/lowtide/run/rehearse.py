@@ -67,6 +67,7 @@ class Listener:
         self.plan = plan
         self.stay = False
         self._stretches: list[list[tuple[Entry, bool]]] = [[]]  # dispatches between marks, and whether each can do without the recorder
+        self._asked: set[int] = set()  # stretches in which a layer asked the recorder for something
         self._marks: list[tuple[torch.nn.Module, bool]] = []
 
     def heard(self, func: Any, kind: int, advance: int, untouched: bool, tensors: list[torch.Tensor]) -> None:
@@ -82,6 +83,10 @@ class Listener:
         if not all(has_plain_storage(t) and not (t.is_complex() or t.is_neg()) for t in tensors):
             kind = ASK  # conjugation and negation want `private.call`, other layouts a closer look
         self._stretches[-1].append(((func, kind, advance), kind != ASK and untouched))
+
+    def asked(self) -> None:
+        """A layer asked the recorder what to save, and went by the answer."""
+        self._asked.add(len(self._stretches) - 1)
 
     @contextmanager
     def listening(self, model: torch.nn.Module) -> Iterator[None]:
@@ -99,7 +104,7 @@ class Listener:
 
     def script(self) -> Script:
         """What was heard."""
-        on = [not all(quiet for _, quiet in stretch) for stretch in self._stretches]
+        on = [at in self._asked or not all(quiet for _, quiet in stretch) for at, stretch in enumerate(self._stretches)]
         on[0] = True
         if self.stay:
             on = [True] * len(on)

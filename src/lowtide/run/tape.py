@@ -138,10 +138,11 @@ class Node:
         device: where it ran.
         exact: whether its replay starts from the very bits of the forward.
         grad: whether gradients were on, which some kernels look at.
+        claimed: whether layers that ask are told to save what it writes.
     """
 
     __slots__ = (
-        "__weakref__", "_inputs", "args", "device", "exact", "func", "generator", "grad", "kwargs", "order", "outputs", "random_state",
+        "__weakref__", "_inputs", "args", "claimed", "device", "exact", "func", "generator", "grad", "kwargs", "order", "outputs", "random_state",
         "statistics", "written",
     )  # fmt: skip
 
@@ -158,6 +159,7 @@ class Node:
         self.random_state: bytes | None = None
         self.generator: torch.Generator | None = None
         self.grad = torch.is_grad_enabled()
+        self.claimed = False
         self._inputs: list[LiveValue] | None = None
 
     def inputs(self) -> list[LiveValue]:

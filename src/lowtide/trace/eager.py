@@ -63,6 +63,7 @@ class Tracer(TorchDispatchMode):
         model: names parameters, buffers and modules.
         fake: the step runs on fake tensors, and autograd gets stand-ins instead of tensors to hold.
         inner: pack and unpack of an executor that runs the step for real while it is traced.
+        claims: indices of operations that are taken to run again: layers that ask (`gives_up`) save the results.
     """
 
     def __init__(
@@ -71,12 +72,14 @@ class Tracer(TorchDispatchMode):
         *,
         fake: bool = True,
         inner: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None,
+        claims: frozenset[int] = frozenset(),
     ) -> None:
         super().__init__()
         private.keep_dynamo_out()
         self.model = model
         self.fake = fake
         self.inner = inner
+        self.claims = claims
         self.operations: list[dict[str, Any]] = []
         self.signatures: list[Signature] = []
         self.specs: dict[Signature, OpSpec] = {}
@@ -100,6 +103,7 @@ class Tracer(TorchDispatchMode):
         self._uninitialized: set[int] = set()
         self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
         self._outputs: set[int] = set()
+        self._claimed: set[int] = set()  # operations whose results layers save because they were told to
         self._scopes: list[tuple[int, Any]] = []
         self._infos: list[OpInfo] = []
         if model is not None:
@@ -323,7 +327,7 @@ class Tracer(TorchDispatchMode):
                     "module": self.module,
                     "shape": tuple(tensor.shape),
                     "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "forced": self._is_forced(value),
+                    "forced": self._is_forced(value) or self.values[value]["producer"] in self._claimed,
                 }
             )
             self.event("pack", number)
@@ -362,6 +366,17 @@ class Tracer(TorchDispatchMode):
             yield
         finally:
             self._scopes.pop()
+
+    def gives_up(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` is taken to come back for whoever saves it."""
+        if not self.claims or self.closed or not has_plain_storage(tensor):
+            return False
+        value = self.value_of(tensor)
+        producer = self.values[value]["producer"]
+        if producer not in self.claims or not self.in_region or self._is_exempt(value):
+            return False
+        self._claimed.add(producer)
+        return True
 
     def _scope_of(self, value: int) -> Any:
         """The director of the innermost scope that is open and in which the value was written, and its operation."""
@@ -472,4 +487,5 @@ class Tracer(TorchDispatchMode):
             source=source,
             notes=notes,
             outputs=tuple(sorted(self._outputs)),
+            claims=tuple(sorted(self._claimed)),
         )

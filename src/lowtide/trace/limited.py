@@ -46,6 +46,7 @@ def trace_model(
     cost_cache: dict[Signature, OpCost] | None = None,
     small: Callable[[torch.nn.Module], tuple[Packing, Callable[[], Any]]] | None = None,
     timing_room: Callable[[StepGraph], TimingRoom] | None = None,
+    claims: frozenset[int] = frozenset(),
 ) -> StepGraph:
     """The step graph of ``loss_fn(forward(*args, **kwargs))`` and its backward.
 
@@ -60,6 +61,7 @@ def trace_model(
         cost_cache: costs already known, extended in place.
         small: makes the executor for a real trace.
         timing_room: from the graph, still without costs, to the bytes that timing its operations may take.
+        claims: as of `lowtide.trace.eager.Tracer`; a trace for real takes none.
 
     Raises:
         TraceError: no output requires a gradient.
@@ -86,7 +88,7 @@ def trace_model(
     tracer: Tracer | None = None
     if not compiled:
         try:
-            tracer = _fake(run, model, args, kwargs)
+            tracer = _fake(run, model, args, kwargs, claims)
         except TraceError as error:
             notes.append(f"traced for real: {error}")
     if tracer is None:
@@ -99,7 +101,9 @@ def trace_model(
     return with_costs(graph, tracer, costs)
 
 
-def _fake(run: Callable[..., None], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tracer:
+def _fake(
+    run: Callable[..., None], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], claims: frozenset[int]
+) -> Tracer:
     faker = Faker()
     with ExitStack() as stack:
         stack.enter_context(torch.random.fork_rng(devices=[]))
@@ -107,7 +111,7 @@ def _fake(run: Callable[..., None], model: torch.nn.Module, args: tuple[Any, ...
         stack.enter_context(borrowed([model], faker))
         with faker.mode:
             fake_args, fake_kwargs = faker.tree(args), faker.tree(kwargs)
-            tracer = Tracer(model, fake=True)
+            tracer = Tracer(model, fake=True, claims=claims)
             try:
                 with tracer.recording(), torch.enable_grad():
                     run(tracer, fake_args, fake_kwargs)
