@@ -20,10 +20,10 @@ from lowtide.plan.search import Candidate, Search
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.stages import find_stages
 
-_EFFORT = 9000
+_EFFORT = 5000
 """Evaluations of stage configurations, over all distinct stages."""
 
-_GOOD_GAP = 0.003
+_GOOD_GAP = 0.005
 """Distance to the bound, as a share of the step, at which the search stops."""
 
 _WHOLE_COLUMNS = 3500

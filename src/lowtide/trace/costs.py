@@ -30,7 +30,7 @@ _NEVER_RUN = frozenset({
 _PATTERN_BYTES = 1 << 20
 _HELD_BYTES = 64 << 20
 _MIN_RUNS = 2
-_HEAVY = 5
+_HEAVY = 2
 _MAX_RUNS = 25
 
 
@@ -186,7 +186,7 @@ class Bench:
 
     def time(self, spec: OpSpec, share: float, room: int = _HELD_BYTES) -> OpCost:
         """Run an operation once to warm up, then at least twice, more often while that takes less than ``share`` seconds together;
-        one that takes far more than its share runs once more only.
+        one that takes twice its share runs once more only.
 
         Args:
             spec: the operation.
@@ -378,14 +378,14 @@ def measure_costs(
     specs: Mapping[K, OpSpec],
     *,
     cache: MutableMapping[K, OpCost] | None = None,
-    time_budget: float = 6.0,
+    time_budget: float = 3.5,
     memory_limit_bytes: int | None = None,
     held_limit_bytes: int | None = None,
     roofline: Roofline | None = None,
 ) -> dict[K, OpCost]:
     """Time operations one at a time, on inputs made up to have the same layout, outside autograd and every mode.
 
-    Each is run once to warm up and at least twice more, short ones more often, those that take far more than their share once more.
+    Each is run once to warm up and at least twice more, short ones more often, those that take more than twice their share once more.
     What may not or cannot be run is estimated: other namespaces than ATen's (collectives among them), devices that are not there, inputs
     that the operation rejects, what would not fit, and what is left when twice the time budget is spent. Random state is as before, and no
     memory stays.
