@@ -105,6 +105,68 @@ def planning(found: dict[str, Any]) -> str:
     return _table(head, rows)
 
 
+def disk(found: dict[str, Any]) -> str:
+    """The table of a large step in half of its memory."""
+    rows = [
+        [
+            row["contender"],
+            _mib(row["peak_bytes"]),
+            f"{row['seconds']:.2f}",
+            _percent(row["extra"]),
+            _percent(row["predicted_extra"]),
+            _percent(row["prediction_error"]),
+            f"{_mib(row['written_bytes'])} / {_mib(row['read_bytes'])}",
+            str(row["replayed"]),
+            "yes" if row["holds"] else "**no**",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["", "peak MiB", "s", "extra", "predicted", "off, of the step", "MiB written / read", "replayed", "holds"]
+    return _table(head, rows)
+
+
+def mixes(found: dict[str, Any]) -> str:
+    """The table of mixes over links of every speed."""
+    rows = [
+        [
+            f"{row['share']:.0%}",
+            f"{row['bytes_per_second'] / 1e6:,.0f}",
+            _percent(row["extra"]),
+            _percent(row["extra_by_recomputing"]),
+            f"{100 * row['gap']:.2f} %",
+            str(row["moves"]),
+            str(row["replayed"]),
+            f"{row['planning_seconds']:.1f}",
+            "yes" if row["holds"] else "**no**",
+        ]
+        for row in found["rows"]
+    ]
+    head = ["budget", "link MB/s", "extra", "by recomputing alone", "gap, of the step", "moves", "replayed", "planned in s", "holds"]
+    return _table(head, rows)
+
+
+def stores() -> list[str]:
+    """What is known of moving values."""
+    parts: list[str] = []
+    found = _load("disk_tier")
+    if found:
+        text = (
+            f"A step with a plain peak of {found['rows'][0]['peak_bytes'] / 2**30:.2f} GiB in half of it, with the disk as the next tier "
+            f"({found['link']['write_bytes_per_second'] / 1e6:,.0f} MB/s out, {found['link']['read_bytes_per_second'] / 1e6:,.0f} MB/s in), in turn, medians "
+            "of the differences. It *holds* when the peak is within the budget, the bytes written and read are the plan's, the gradients the "
+            "plain step's bit by bit, and the predicted time of the step within 15 %."
+        )
+        parts += ["", "## A large step in half of its memory", "", _where(found), "", text, "", disk(found)]
+    found = _load("mixes")
+    if found:
+        text = (
+            f"Plans of `policies.mixed` for {found['rows'][0]['model']}, over links of given speeds: predicted extra time and its gap to the bound. "
+            "It *holds* at a gap of at most 1 % of the step."
+        )
+        parts += ["", "## Recompute and move together", "", _where(found), "", text, "", mixes(found)]
+    return parts
+
+
 def main() -> None:
     """Write docs/results.md, and the README's part between its marks."""
     parts = ["# Results", "", "Made by `python -m benchmarks report` from the files in `benchmarks/results`. Misses stand beside hits."]
@@ -132,6 +194,7 @@ def main() -> None:
     if found:
         text = "From the model to the plan: tracing, timing operations, solving and bounding."
         parts += ["", "## Planning", "", _where(found), "", text, "", planning(found)]
+    parts += stores()
     found = _load("parallel_memory")
     if found:
         most = max(abs(row["layer_bytes"] / row["formula_bytes"] - 1) for row in found["rows"])

@@ -136,6 +136,7 @@ def test_a_budget_that_no_mix_meets_is_refused_with_one_that_does() -> None:
     with pytest.raises(BudgetError) as refusal:
         policy(graph, 1)
     smallest = refusal.value.smallest_bytes
+    assert policy(graph).predicted_peak_bytes == smallest  # what it aims at without a budget
     assert smallest is not None and policy(graph, smallest).predicted_peak_bytes <= smallest
     torch.manual_seed(0)
     model = Net(6)

@@ -333,7 +333,7 @@ def mixed_policy(
         planner = planner_of(graph)
         with planner.lock:
             mixer = Mixer(planner, ways_of(planner.sim, offered, speeds, min_bytes, codecs), speeds, window_bytes, codecs)
-            limit = budget if budget is not None else planner.sim.plain_peak // 2
+            limit = budget if budget is not None else mixer.least().simulation.peak_bytes
             best, alone = mixer.solve(limit)
             floor = mixer.bound(limit)
         told = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in alone.items())

@@ -156,7 +156,7 @@ def mixed(
     codecs: Sequence[Codec] = (),
 ) -> Policy:
     """Keep, recompute, offload, compress and shard chosen together within a budget: the least extra time found, and how far it is from the least
-    that any schedule with these ways can have. See `lowtide.plan.mix`.
+    that any schedule with these ways can have. Without a budget: the least memory that is found. See `lowtide.plan.mix`.
 
     Args:
         ways: how values may move: ``"host"``, ``"disk"``, a codec's name, ``"auto"`` for codecs that lose nothing, or decisions (`Offload` with a path,
