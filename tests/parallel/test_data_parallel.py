@@ -39,7 +39,7 @@ REST: list[Case] = [
     (family, kind, how, dtype)
     for family in ("gpt", "llama", "hf")
     for kind in ("ddp", "fsdp")
-    for how in ("", "scope", "full", "95%")
+    for how in ("", "scope", "full", "98%")
     for dtype in (torch.float64, torch.float32)
     if (family, kind, how, dtype) not in FAST
 ]
