@@ -6,6 +6,7 @@ each decision that fits it.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -148,7 +149,13 @@ def _tier_link(stores: Stores, decision: Offload, device: torch.device) -> Link:
     from lowtide.store.stores import measure_tier
 
     write, read, busy = measure_tier(stores.tier(decision.tier, decision.path, device), device)
-    return Link(write, read, _LATENCY_SECONDS, busy=0.5 * busy if device.type == "cpu" and torch.get_num_threads() > 1 else 0.0)
+    return Link(write, read, _LATENCY_SECONDS, busy=busy * _crowding() if device.type == "cpu" else 0.0)
+
+
+def _crowding() -> float:
+    """The share of a transfer's work that the step's own threads wait for: none while a core is left over, all of it on a single core."""
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return 0.0 if torch.get_num_threads() < cores else 1 / cores
 
 
 def _codec_link(codec: Codec, device: torch.device) -> Link:

@@ -31,8 +31,17 @@ class Kept:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, unless it was overwritten."""
-        if self.watch is not None:
-            self.watch.backward_begins()
+        watch = self.watch
+        if watch is None:
+            return self._unpack()
+        watch.backward_begins()
+        begin = time.perf_counter()
+        found = self._unpack()
+        watch.entries += 1
+        watch.recording_seconds += time.perf_counter() - begin
+        return found
+
+    def _unpack(self) -> torch.Tensor:
         if self.mover is not None:
             self.mover.begin()
             self.mover.ahead()
@@ -70,6 +79,7 @@ class GivenUp:
         watch.backward_begins()
         begin = time.perf_counter()
         found = self._unpack()
+        watch.entries += 1
         watch.replay_seconds += time.perf_counter() - begin
         return found
 

@@ -1,7 +1,7 @@
 """What the eager executor adds to a step: measured on a tiny model, where there is little else, with cold caches.
 
 Between the kernels of a real step, which stream through megabytes, Python finds nothing of its own in the caches and takes several times as long as
-it does alone. So something as large is written between the layers here, with and without the executor.
+it does alone. So something as large is written between the operations here, with and without the executor.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from lowtide.run.record import Recorder
 from lowtide.run.timed import TimedRecorder
 from lowtide.run.watch import StepWatch
 
-_LAYERS = 12
+_LAYERS = 6
 _OPERATIONS_OF_A_LAYER = 6
 _ROUNDS = 7
-_STREAMED = 1 << 19  # float32 numbers that are written between two layers
+_STREAMED = 1 << 18  # float32 numbers that are written between two operations
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,8 @@ class Overhead:
     Attributes:
         passing_seconds: for each operation of the forward, its views and saved tensors included.
         replayed_seconds: beyond that, for each operation that is recorded and runs again.
-        unseen_seconds: for each dispatch, what `lowtide.run.timed` does not see: the way into Python and back, the saved tensors' hooks.
+        unseen_seconds: for each time that the recorder or a saved tensor's hook is called, what `lowtide.run.timed` does not see: the way
+            into Python and back.
     """
 
     passing_seconds: float
@@ -60,35 +61,43 @@ def executor_overhead(device: str = "cpu") -> Overhead:
         def stream(_: Any = None) -> None:
             np.add(streamed, 1, out=streamed)
 
+        def cold(made: torch.Tensor) -> torch.Tensor:
+            stream()
+            if made.requires_grad:
+                made.register_hook(stream)
+            return made
+
         def forward() -> torch.Tensor:
-            h = x
+            h = cold(x)
             for weight in weights:
-                stream()
-                if h.requires_grad:
-                    h.register_hook(stream)
-                heads = functional.linear(functional.layer_norm(h, (8,)), weight).view(2, 2, 2, 4).transpose(1, 2)
-                h = h + functional.gelu(heads * 0.5).transpose(1, 2).reshape(2, 2, 8)
+                heads = cold(functional.linear(cold(functional.layer_norm(h, (8,))), weight)).view(2, 2, 2, 4).transpose(1, 2)
+                h = cold(h + cold(cold(functional.gelu(cold(heads * 0.5))).transpose(1, 2).reshape(2, 2, 8)))
             return h.sum()
 
-        def seconds(around: AbstractContextManager[Any]) -> tuple[float, float]:
+        def seconds(around: AbstractContextManager[Any]) -> float:
             begin = time.perf_counter()
             with around:
                 loss = forward()
-            middle = time.perf_counter()
             torch.autograd.grad(loss, weights)
-            return middle - begin, time.perf_counter() - middle
+            return time.perf_counter() - begin
+
+        def kernels_alone() -> float:
+            begin = time.perf_counter()
+            for weight in weights:
+                heads = functional.linear(functional.layer_norm(x, (8,)), weight).view(2, 2, 2, 4).transpose(1, 2)
+                functional.gelu(heads * 0.5).transpose(1, 2).reshape(2, 2, 8).add(x)
+            return time.perf_counter() - begin
 
         plain, passing, replaying, kernels = [], [], [], []
         seen: list[tuple[float, int]] = []
         for _ in range(_ROUNDS):
-            kernel, backward = seconds(nullcontext())
-            kernels.append(kernel)
-            plain.append(kernel + backward)
-            passing.append(sum(seconds(Recorder(IdleDirector()).recording())))
-            replaying.append(sum(seconds(Recorder(RegionDirector()).recording())))
+            plain.append(seconds(nullcontext()))
+            kernels.append(kernels_alone())
+            passing.append(seconds(Recorder(IdleDirector()).recording()))
+            replaying.append(seconds(Recorder(RegionDirector()).recording()))
             watch = StepWatch(lambda: None, lambda: None, torch.device("cpu"), memory=False)
             seconds(TimedRecorder(IdleDirector(), watch=watch).recording())
-            seen.append((watch.recording_seconds, watch.dispatches))
+            seen.append((watch.recording_seconds, watch.entries))
     count = _LAYERS * _OPERATIONS_OF_A_LAYER
     base, idle = statistics.median(plain), statistics.median(passing)
     again = statistics.median(replaying) - idle - statistics.median(kernels)

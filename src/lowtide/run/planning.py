@@ -235,7 +235,7 @@ class Planner:
         watch, planned.timed = planned.timed, None
         seconds = watch.seconds() if watch is not None else None
         if watch is not None and seconds is not None:
-            unseen = executor_overhead(watch.device.type).unseen_seconds * watch.dispatches
+            unseen = executor_overhead(watch.device.type).unseen_seconds * watch.entries
             extra = watch.replay_seconds + watch.recording_seconds + unseen
             planned.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
 

@@ -23,7 +23,7 @@ class TimedRecorder(Follower):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         assert self.watch is not None
-        self.watch.dispatches += 1
+        self.watch.entries += 1
         begin, kernels = time.perf_counter(), self._kernels
         try:
             return super().__torch_dispatch__(func, types, args, kwargs)
@@ -40,6 +40,7 @@ class TimedRecorder(Follower):
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``."""
         assert self.watch is not None
+        self.watch.entries += 1
         begin = time.perf_counter()
         try:
             return super().pack(tensor)

@@ -29,7 +29,7 @@ class StepWatch:
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where it cannot be measured.
         replay_seconds, recording_seconds: time that bringing values back and recording took; they say nothing on a GPU, where the host runs
             ahead.
-        dispatches: how many the recorder saw.
+        entries: how often a dispatch or a saved tensor's hook went into Python.
     """
 
     def __init__(self, on_backward: Callable[[], None], on_end: Callable[[], None], device: torch.device, *, memory: bool = True) -> None:
@@ -48,7 +48,7 @@ class StepWatch:
         self.peak_bytes: int | None = None
         self.replay_seconds = 0.0
         self.recording_seconds = 0.0
-        self.dispatches = 0
+        self.entries = 0
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The forward returned ``outputs``."""
