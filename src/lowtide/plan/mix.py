@@ -18,7 +18,7 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound, Floats
 from lowtide.plan.build import close, make_plan, standing
-from lowtide.plan.moves import default_window
+from lowtide.plan.moves import default_window, least_count
 from lowtide.plan.moving import MovingRelaxation
 from lowtide.plan.optimal import Planner, planner_of
 from lowtide.plan.plan import Compress, Moving, Plan, Shard, stages
@@ -218,20 +218,11 @@ class Mixer:
             def moved(count: int, window: int = window) -> Mix:
                 return self.candidate(stored, {v: self.best_way[v] for v in mine[:count]}, window)
 
-            mix = moved(0)
-            if mix.simulation.peak_bytes <= budget:
-                return mix
-            low, high, mix = 0, len(mine), moved(len(mine))
-            if mix.simulation.peak_bytes > budget:
-                continue
-            while high - low > 1:
-                middle = (low + high) // 2
-                trial = moved(middle)
-                if trial.simulation.peak_bytes <= budget:
-                    high, mix = middle, trial
-                else:
-                    low = middle
-            found.append(mix)
+            count = least_count(len(mine), lambda count, moved=moved: moved(count).simulation.peak_bytes <= budget)
+            if count is not None:
+                found.append(moved(count))
+            if count == 0:
+                break
         return min(found, key=lambda mix: mix.key, default=None)
 
     def _from_program(self, budget: int) -> list[Mix]:

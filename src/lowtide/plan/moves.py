@@ -146,20 +146,24 @@ def default_window(sim: Simulator, values: Sequence[int]) -> int:
 def fewest(sim: Simulator, stored: frozenset[int], order: Sequence[int], decision: Moving, budget: int, window: int) -> int | None:
     """How many of ``order``, from its beginning, have to move so that the peak is within ``budget``; ``None`` when all of them do not do."""
 
-    def peak(count: int) -> int:
+    def fits(count: int) -> bool:
         chosen = dict.fromkeys(order[:count], decision)
-        if not chosen:
-            return sim.simulate(stored).peak_bytes
-        return sim.moving(moved_of(sim, chosen), window).simulate(stored - chosen.keys()).peak_bytes
+        moving = sim.moving(moved_of(sim, chosen), window) if chosen else sim
+        return moving.simulate(stored - chosen.keys()).peak_bytes <= budget
 
-    if peak(0) <= budget:
+    return least_count(len(order), fits)
+
+
+def least_count(most: int, fits: Callable[[int], bool]) -> int | None:
+    """The least count up to ``most`` that fits, where more fits sooner; ``None`` when ``most`` does not, either."""
+    if fits(0):
         return 0
-    low, high = 0, len(order)
-    if peak(high) > budget:
+    if not fits(most):
         return None
+    low, high = 0, most
     while high - low > 1:
         middle = (low + high) // 2
-        low, high = (low, middle) if peak(middle) <= budget else (middle, high)
+        low, high = (low, middle) if fits(middle) else (middle, high)
     return high
 
 
