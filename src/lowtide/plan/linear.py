@@ -15,10 +15,10 @@ from lowtide.graph import Operation, StepGraph
 
 _ADDS = frozenset(
     {
-        "add", "add_", "sub", "sub_", "rsub", "neg", "neg_", "sum", "mean", "clone", "copy", "copy_", "_to_copy", "to", "contiguous", "cat", "stack", "constant_pad_nd",
-        "pad", "index_select", "index", "gather", "repeat", "roll", "flip", "tril", "triu", "masked_fill", "masked_fill_", "slice_backward", "select_backward",
-        "slice_scatter", "select_scatter", "zeros_like", "new_zeros", "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor",
-        "_allgather_base_", "_reduce_scatter_base_", "allreduce_",
+        "add", "add_", "sub", "sub_", "rsub", "neg", "neg_", "sum", "mean", "clone", "copy", "copy_", "_to_copy", "to", "contiguous", "cat",
+        "stack", "constant_pad_nd", "pad", "index_select", "index", "gather", "repeat", "roll", "flip", "tril", "triu", "masked_fill",
+        "masked_fill_", "slice_backward", "select_backward", "slice_scatter", "select_scatter", "zeros_like", "new_zeros",
+        "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor", "_allgather_base_", "_reduce_scatter_base_", "allreduce_",
     }
 )  # fmt: skip
 """Operations whose result is linear in their tensors taken together."""

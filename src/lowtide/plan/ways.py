@@ -60,8 +60,9 @@ def ways_of(
 ) -> Ways:
     """For each value that may move, the ways that fit it.
 
-    ``Compress("auto")`` is a codec that loses nothing, where one is known to fit; other codecs are offered where they save something, and as their gentler
-    forms where backward is not linear in the value (unless ``everywhere``). Only what enters a block is offered to a `Shard`: what lies within one differs between the ranks of a tensor-parallel group.
+    ``Compress("auto")`` is a codec that loses nothing, where one is known to fit; other codecs are offered where they save something, and as their
+    gentler forms where backward is not linear in the value (unless ``everywhere``). Only what enters a block is offered to a `Shard`: what lies
+    within one differs between the ranks of a tensor-parallel group.
     """
     dtypes = dtypes_of(sim)
     sharded = any(isinstance(stages(d)[0], Shard) for d in decisions)
