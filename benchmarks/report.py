@@ -150,7 +150,7 @@ def codecs(found: dict[str, Any]) -> str:
     rows = []
     for row in found["rows"]:
         apart = sorted(row["over_plain"].values())
-        losses = f"{_percent(apart[0], 2)} to {_percent(apart[-1], 2)}" if len(apart) > 1 else _percent(apart[0], 2)
+        losses = f"**{_percent(sum(apart) / len(apart), 2)}**" + (f" ({_percent(apart[0], 2)} to {_percent(apart[-1], 2)})" if len(apart) > 1 else "")
         if row["codec"] == "none":
             rows.append(["none, a millionth off", *[""] * 6, losses, str(len(apart)), ""])
             continue
@@ -239,8 +239,9 @@ def stores() -> list[str]:
         text = (
             "A small GPT. Bytes are of what the policy compresses, and of all that autograd saves. A bounded codec is used where backward is linear "
             "in the value and its gentler form (`int8` for `int4`) elsewhere; *everywhere* is the user's `everywhere=True`. The gradient's bias is that of "
-            f"the mean of {found['draws']} draws, *by chance* what a codec without bias shows. Losses are compared with the plain training's, the least and "
-            "the largest difference over the seeds; the first row is two plain trainings a millionth apart in one parameter. It *holds* within 1 % for every seed."
+            f"the mean of {found['draws']} draws, *by chance* what a codec without bias shows. Losses are compared with the plain training's: the mean, the "
+            "least and the largest difference over the seeds. The first row is two plain trainings that begin a millionth apart in one parameter: nearer "
+            "than that no codec can be told from none. It *holds* where the mean is within 1 %."
         )
         parts += ["", "## Codecs", "", _where(found), "", text, "", codecs(found)]
     return parts + layouts()
