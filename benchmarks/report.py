@@ -150,7 +150,9 @@ def codecs(found: dict[str, Any]) -> str:
     rows = []
     for row in found["rows"]:
         apart = sorted(row["over_plain"].values())
-        losses = f"**{_percent(sum(apart) / len(apart), 2)}**" + (f" ({_percent(apart[0], 2)} to {_percent(apart[-1], 2)})" if len(apart) > 1 else "")
+        losses = f"**{_percent(sum(apart) / len(apart), 2)}**" + (
+            f" ({_percent(apart[0], 2)} to {_percent(apart[-1], 2)})" if len(apart) > 1 else ""
+        )
         if row["codec"] == "none":
             rows.append(["none, a millionth off", *[""] * 6, losses, str(len(apart)), ""])
             continue
