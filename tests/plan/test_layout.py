@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 import lowtide
 from lowtide.errors import BudgetError, PlanError
-from lowtide.plan.layout import Layout, check, find
+from lowtide.plan.layout import Layout, _first_fit, check, find
 from lowtide.plan.packing import _library, pack
+from lowtide.plan.sweep import sweep
 
 Buffers = tuple[list[int], list[int], list[int]]
 
@@ -144,3 +145,31 @@ def test_malformed_buffers_are_named(arguments: tuple[list[int], list[int], list
 def test_zero_sizes_and_empty_lives_take_no_room() -> None:
     assert find([], [], []).height == 0
     assert find([0, 3, 2], [5, 3, 4], [0, 10, 6]).height == 6
+
+
+def test_what_repeats_is_laid_out_in_the_order_of_time() -> None:
+    """A small buffer that outlives the next one's birth, and a large one between: the large one has to go up and down by turns."""
+    if _library() is None:
+        pytest.skip("no compiler")
+    rounds = 40
+    small = [(10 * k, 10 * k + 11, 1) for k in range(rounds)]
+    large = [(10 * k + 5, 10 * k + 7, 8) for k in range(rounds)]
+    lower, upper, size = (np.array([b[k] for b in small + large]) for k in range(3))
+    by_size = _first_fit(lower, upper, size, np.argsort(-size, kind="stable"))
+    assert check(lower, upper, size, by_size) == 10
+    offsets = sweep(lower, upper, size, 9, 10.0)
+    assert offsets is not None and check(lower, upper, size, offsets) == 9
+    assert find(lower, upper, size, seconds=10.0).height == 9
+
+
+def test_a_swept_layout_is_one() -> None:
+    if _library() is None:
+        pytest.skip("no compiler")
+    source = np.random.default_rng(4)
+    found = 0
+    for buffers in [GAP, *(saturated(source, 9, 8) for _ in range(60))]:
+        lower, upper, size = (np.array([b[k] for b in buffers]) for k in range(3))
+        offsets = sweep(lower, upper, size, 9, 5.0)
+        assert offsets is None or (buffers is not GAP and check(lower, upper, size, offsets) <= 9)
+        found += offsets is not None
+    assert found > 50

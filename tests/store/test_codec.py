@@ -6,7 +6,22 @@ import pytest
 import torch
 
 from lowtide import meter
-from lowtide.store.codec import CHUNK, BFloat16, Blockwise, Codec, CodecError, Dictionary, Form, Positive, Raw, Sparse, codec_named
+from lowtide.store.codec import (
+    CHUNK,
+    BFloat16,
+    Blockwise,
+    Codec,
+    CodecError,
+    Dictionary,
+    Form,
+    Positive,
+    Raw,
+    Sparse,
+    codec_named,
+    pack_bits,
+    unpack_bits,
+)
+from lowtide.store.stores import Stores
 
 SIZES = [0, 1, 7, 8, 255, 256, 1000, CHUNK, CHUNK + 13, 2 * CHUNK + 257]
 
@@ -75,8 +90,9 @@ def test_blockwise_stays_within_its_bound(size: int, bits: int) -> None:
     x = torch.randn(size) * torch.logspace(-30, 30, size) if size else torch.randn(0)
     codec = Blockwise(bits)
     y = there_and_back(codec, x)
-    padded = torch.cat([x, x.new_zeros(-size % codec.block)]).view(-1, codec.block).abs().amax(1)
-    bound = (padded / codec.levels).repeat_interleave(codec.block)[:size]
+    padded = torch.cat([x, x[-1:].expand(-size % codec.block)]).view(-1, codec.block)
+    width = padded.amax(1) - padded.amin(1) + padded.abs().amax(1) / 128
+    bound = (width * (1 + 1 / 128) / codec.levels).repeat_interleave(codec.block)[:size]
     assert bool(((x - y).abs() <= bound * 1.0001).all())
 
 
@@ -85,12 +101,12 @@ def test_blockwise_is_unbiased(bits: int) -> None:
     torch.manual_seed(0)
     x = torch.randn(256)
     codec = Blockwise(bits)
-    step = float(x.abs().max()) / codec.levels
+    step = float(x.max() - x.min()) / codec.levels
     runs = 4000
     mean = sum(there_and_back(codec, x) for _ in range(runs)) / runs
     # rounding at random between two neighbours has a standard deviation of at most half a step
     assert float((mean - x).abs().max()) < 5 * 0.5 * step / runs**0.5
-    nearest = (x / step).round() * step
+    nearest = ((x - x.min()) / step).round() * step + x.min()
     assert float((nearest - x).abs().max()) > 5 * 0.5 * step / runs**0.5  # the test would see a biased codec
 
 
@@ -119,3 +135,26 @@ def test_scratch_does_not_grow_with_the_tensor(codec: Codec) -> None:
         assert encoding.peak_bytes - encoded <= codec.scratch_bytes
         decoding = meter.measure(lambda out=out, parts=parts: codec.decode(parts, out), timeline=False)
         assert decoding.peak_bytes <= codec.scratch_bytes
+
+
+def test_stores_round_anew_each_time() -> None:
+    x = torch.randn(1000)
+    with Stores() as stores:
+        first, second = (stores.codec("int4").encode(x)[0] for _ in range(2))
+    assert not torch.equal(first, second)
+    assert torch.equal(first, Blockwise(4).encode(x)[0])  # and in the same way in every run
+
+
+@pytest.mark.parametrize("bits", [1, 2, 4, 8])
+@pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000])
+def test_bits_are_packed_and_unpacked(bits: int, count: int) -> None:
+    codes = torch.randint(1 << bits, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    packed = pack_bits(codes, bits)
+    assert packed.numel() == -(-count * bits // 8)
+    assert torch.equal(unpack_bits(packed, bits, count), codes)
+
+
+def test_float16_stays_finite_at_its_ends() -> None:
+    x = torch.tensor([-65504.0, 65504.0, 0.0, 1.0] * 16, dtype=torch.float16)
+    for bits in (4, 8):
+        assert bool(there_and_back(Blockwise(bits), x).isfinite().all())

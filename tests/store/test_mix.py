@@ -14,9 +14,10 @@ import lowtide
 from lowtide import meter, policies
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
+from lowtide.plan.linear import linear_values
 from lowtide.plan.mix import Mixer
 from lowtide.plan.optimal import Planner
-from lowtide.plan.plan import Compress, Moving, Offload
+from lowtide.plan.plan import Chain, Compress, Moving, Offload, stages
 from lowtide.plan.traffic import Link
 from lowtide.plan.ways import decision_of, ways_of
 
@@ -157,3 +158,20 @@ def test_a_name_is_enough_for_the_tiers_and_codecs_of_this_machine() -> None:
     graph = graph_of(4)
     plan = lowtide.plan(graph, budget="90%", policy="mixed")
     assert plan.policy == "mixed" and plan.predicted_peak_bytes <= (plan.budget_bytes or 0)
+
+
+def test_codecs_are_offered_in_the_form_that_keeps_gradients_unbiased() -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24), nn.LayerNorm(24))
+    graph = lowtide.trace(lambda: model(torch.randn(64, 24)).square().mean())
+    sim = Planner(graph).sim
+    ways = ways_of(sim, [Compress("int4"), Chain(Compress("int4"), Offload("disk")), Compress("int8")], {}, 1)
+    linear = linear_values(graph)
+    assert linear & ways.keys() and ways.keys() - linear
+    for value, rows in ways.items():
+        names = {"int4", "int8"} if value in linear else {"int8"}
+        assert {first.codec for m in rows if isinstance(first := stages(m.decision)[0], Compress)} == names
+        assert len({m.decision for m in rows}) == len(rows)
+    everywhere = ways_of(sim, [Compress("int4")], {}, 1, everywhere=True)
+    assert {m.decision for rows in everywhere.values() for m in rows} == {Compress("int4")}
+    assert {"int4", "int8"} <= lowtide.measure_links("int4").keys()

@@ -2,13 +2,14 @@
 
 In: when each buffer is born and dies, its size, perhaps a capacity. Out: an offset for each, such that no two that live at once overlap.
 No layout is smaller than the most bytes alive at one moment (the *bound*). A portfolio of greedy orders meets it on most training steps;
-where it does not, they are repaired, and an exact search (`lowtide.plan.packing`) looks for offsets at the bound, and then between it and the best known.
+where it does not, they are repaired, a beam search in the order of time (`lowtide.plan.sweep`) and an exact search (`lowtide.plan.packing`) look for
+offsets at the bound, and then between it and the best known.
 """
 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,10 +17,14 @@ from numpy.typing import ArrayLike, NDArray
 
 from lowtide.errors import BudgetError, PlanError
 from lowtide.plan.packing import pack
+from lowtide.plan.sweep import sweep
 
 Numbers = NDArray[np.int64]
 _EXACT_BUFFERS = 4000
 """Beyond this many buffers the exact search is left out: its depth is their number."""
+
+_NEAR = (0.001, 0.002, 0.005, 0.01)
+"""How far above the bound to look for offsets where none are found at it."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -95,23 +100,34 @@ def find(
     bound = int(_load(first, last, count, len(times) - 1).max())
     enough = bound if capacity is None else max(bound, capacity // align)
     best, height, source = _greedy(first, last, count, enough)
+    open_ = bound * align <= (capacity if capacity is not None else bound * align)
+    targets = [enough, *((enough + int(share * enough) for share in _NEAR) if capacity is None else ())]
+
+    def left() -> float:
+        return seconds - (time.monotonic() - begin)
+
     if enough < height:
-        repaired, lower_height = _repair(first, last, count, best, enough, begin + 0.25 * seconds)
+        repaired, lower_height = _repair(first, last, count, best, enough, begin + 0.2 * seconds)
         if lower_height < height:
             best, height, source = repaired, lower_height, "repaired greedy"
+    for k, target in enumerate(targets if open_ else ()):
+        if target >= height:
+            break
+        swept = sweep(first, last, count, target, min(left(), (0.1 if k == 0 else 0.03) * seconds))
+        if swept is not None:
+            swept = _first_fit(first, last, count, np.argsort(swept, kind="stable"))  # down to where each rests on something
+            best, height, source = swept, int((swept + count).max()), "beam search"
+            break
     proved = height == bound
-    if height > enough and bound * align <= (capacity if capacity is not None else bound * align) and len(alive) <= _EXACT_BUFFERS:
-        for target, share in _targets(enough, height, capacity is None):
-            left = seconds - (time.monotonic() - begin)
-            if left <= 0:
-                break
-            if target >= height:
-                continue
-            found = pack(first, last, count, target, min(left, share * seconds))
-            if found.offsets is not None:
-                best, height, source = found.offsets, int((found.offsets + count).max()), "exact search"
-                proved = proved or height == bound
-                break
+    for k, target in enumerate(targets if open_ and len(alive) <= _EXACT_BUFFERS else ()):
+        if target >= height or left() <= 0:
+            break
+        share = 1.0 if capacity is not None else 0.5 if k == 0 else 0.1
+        found = pack(first, last, count, target, min(left(), share * seconds)).offsets
+        if found is not None:
+            best, height, source = found, int((found + count).max()), "exact search"
+            proved = height == bound
+            break
     offsets[alive] = best * align
     return Layout(offsets, height * align, bound * align, source, proved, time.monotonic() - begin)
 
@@ -160,14 +176,6 @@ def _load(first: Numbers, last: Numbers, size: Numbers, sections: int) -> Number
     np.add.at(change, first, size)
     np.add.at(change, last, -size)
     return np.cumsum(change[:-1])
-
-
-def _targets(enough: int, height: int, free: bool) -> Iterator[tuple[int, float]]:
-    """Capacities to search at, with the share of the time for each."""
-    yield enough, 0.5 if free else 1.0
-    if free:
-        for share in (0.002, 0.005, 0.01):
-            yield enough + int(share * enough), 0.1
 
 
 def _greedy(first: Numbers, last: Numbers, size: Numbers, enough: int) -> tuple[Numbers, int, str]:

@@ -313,7 +313,12 @@ class Mixer:
 
 
 def mixed_policy(
-    given: Sequence[str | Moving], links: Links | None, min_bytes: int, window_bytes: int | None, codecs: Sequence[Codec]
+    given: Sequence[str | Moving],
+    links: Links | None,
+    min_bytes: int,
+    window_bytes: int | None,
+    codecs: Sequence[Codec],
+    everywhere: bool = False,
 ) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.mixed`."""
     chosen = tuple(decision_of(way) for way in given)
@@ -323,7 +328,7 @@ def mixed_policy(
         speeds = missing_links(offered, links, codecs, graph.device)
         planner = planner_of(graph)
         with planner.lock:
-            mixer = Mixer(planner, ways_of(planner.sim, offered, speeds, min_bytes, codecs), speeds, window_bytes, codecs)
+            mixer = Mixer(planner, ways_of(planner.sim, offered, speeds, min_bytes, codecs, everywhere), speeds, window_bytes, codecs)
             limit = budget if budget is not None else mixer.least().simulation.peak_bytes
             best, alone = mixer.solve(limit)
             floor = mixer.bound(limit)

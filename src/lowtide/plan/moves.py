@@ -223,7 +223,25 @@ def _only_relu_backward(sim: Simulator, value: int) -> bool:
     )
 
 
-def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None) -> Callable[..., Plan]:
+def fitting_codec(sim: Simulator, name: str, codecs: Sequence[Codec] = (), everywhere: bool = False) -> Callable[[int], str]:
+    """For each value the codec that stands for ``name`` there: its gentler form where backward is not linear in the value.
+
+    Args:
+        sim: of the step.
+        name: of a codec.
+        codecs: codecs of the user's own.
+        everywhere: whether it is to be used for every value regardless.
+    """
+    from lowtide.plan.linear import linear_values
+
+    gentler = _codec(name, codecs).gentler
+    if not gentler or everywhere:
+        return lambda value: name
+    linear = linear_values(sim.graph)
+    return lambda value: name if value in linear else gentler
+
+
+def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None, everywhere: bool) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.compress`."""
     own = () if isinstance(codec, str) else (codec,)
     name = codec if isinstance(codec, str) else codec.name
@@ -235,9 +253,10 @@ def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None) ->
 
         sim = Simulator(graph)
         dtypes = dtypes_of(sim)
+        bounded = (lambda value: "") if name == "auto" else fitting_codec(sim, name, own, everywhere)
         moves: dict[int, Moving] = {}
         for value in movable(sim, min_bytes):
-            chosen = lossless_codec(sim, value, dtypes[value]) or ("" if name == "auto" else name)
+            chosen = lossless_codec(sim, value, dtypes[value]) or bounded(value)
             if not chosen:
                 continue
             first = Compress(chosen)

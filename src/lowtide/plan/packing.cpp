@@ -4,12 +4,14 @@
 #include <algorithm>
 #include <chrono>
 #include <cstdint>
-#include <unordered_set>
+#include <cstdlib>
+#include <memory>
 #include <vector>
 
 namespace {
 
 constexpr int64_t WALL = INT64_MAX / 4;
+constexpr int PLACES_LOG2 = 24;
 enum Outcome { FAILED = 0, SOLVED = 1, STOPPED = 2 };
 
 struct Valley {
@@ -38,6 +40,8 @@ class Search {
       ends_[upper[b]].push_back(b);
     }
   }
+
+  bool ready() const { return dead_ != nullptr; }
 
   bool fits() const {
     return std::all_of(remaining_.begin(), remaining_.end(), [&](int64_t r) { return r <= capacity_; });
@@ -123,7 +127,7 @@ class Search {
     for (int b : open_) set ^= key_[b];
     open_.clear();
     state ^= set;
-    if (dead_.count(state)) return FAILED;
+    if (failed(state)) return FAILED;
 
     std::vector<Choice> best, found;
     bool any = false;
@@ -198,9 +202,9 @@ class Search {
     found.push_back({-1, from, to, raised});
   }
 
-  void remember(uint64_t state) {
-    if (dead_.size() < (size_t{1} << 23)) dead_.insert(state);
-  }
+  // One place for each state, the last that came: forgetting costs time, not exactness. Pages that nobody writes take no memory.
+  void remember(uint64_t state) { dead_[state >> (64 - PLACES_LOG2)] = state; }
+  bool failed(uint64_t state) const { return dead_[state >> (64 - PLACES_LOG2)] == state; }
 
   const int count_;
   const int32_t *lower_, *upper_;
@@ -215,7 +219,8 @@ class Search {
   std::vector<uint64_t> key_;
   std::vector<double> rank_;
   std::vector<int> open_;
-  std::unordered_set<uint64_t> dead_;
+  std::unique_ptr<uint64_t, decltype(&std::free)> table_{static_cast<uint64_t*>(std::calloc(size_t{1} << PLACES_LOG2, sizeof(uint64_t))), &std::free};
+  uint64_t* const dead_ = table_.get();
   int64_t nodes_ = 0, limit_ = 0;
   double deadline_ = 0;
 };
@@ -226,6 +231,7 @@ class Search {
 extern "C" int lowtide_pack(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections, int64_t capacity,
                             double seconds, int64_t* offsets, int64_t* nodes) {
   Search search(count, lower, upper, size, sections, capacity);
+  if (!search.ready()) return 2;
   if (!search.fits()) return 0;
   const double deadline = Search::now() + seconds;
   int64_t limit = 2000;

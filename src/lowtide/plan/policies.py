@@ -119,18 +119,22 @@ def offload(
     return offload_policy(Offload(tier, path), min_bytes, window_bytes, links)
 
 
-def compress(codec: str | Codec = "auto", *, min_bytes: int = 1 << 12, then: Offload | None = None) -> Policy:
+def compress(codec: str | Codec = "auto", *, min_bytes: int = 1 << 12, then: Offload | None = None, everywhere: bool = False) -> Policy:
     """Let saved values wait in fewer bytes.
+
+    A codec whose error is too large for some values names a gentler one (`int4` names `int8`): it is used where backward is linear in the value, so that
+    the gradients keep their expected values (see `lowtide.plan.linear`), and the gentler one elsewhere.
 
     Args:
         codec: ``auto`` for what is lossless (masks as bits, ReLU's output as bits where only its own backward reads it), a codec's name
             (``bfloat16``, ``int8``, ``int4``, ``mask``, ``sparse0.6``) or one of your own, which `limit_memory` gets in ``stores=``, too.
         min_bytes: smaller values stay.
         then: a tier that the compressed values go to.
+        everywhere: use the codec for all values, at the price of biased gradients (docs/stores.md says what that does to a loss).
     """
     from lowtide.plan.moves import compress_policy
 
-    return compress_policy(codec, min_bytes, then)
+    return compress_policy(codec, min_bytes, then, everywhere)
 
 
 def partition(group: str, size: int, *, values: str = "checkpoints", min_bytes: int = 1 << 10, then: Offload | None = None) -> Policy:
@@ -154,6 +158,7 @@ def mixed(
     min_bytes: int = 1 << 16,
     window_bytes: int | None = None,
     codecs: Sequence[Codec] = (),
+    everywhere: bool = False,
 ) -> Policy:
     """Keep, recompute, offload, compress and shard chosen together within a budget: the least extra time found, and how far it is from the least
     that any schedule with these ways can have. Without a budget: the least memory that is found. See `lowtide.plan.mix`.
@@ -166,6 +171,7 @@ def mixed(
         min_bytes: smaller values do not move.
         window_bytes: the most that is under way at one time in each direction; chosen where it is not given.
         codecs: codecs of your own that ``ways`` name.
+        everywhere: offer codecs for all values, also where they would be replaced by a gentler one (see `compress`).
 
     Example:
         >>> from lowtide.plan import policies
@@ -173,7 +179,7 @@ def mixed(
     """
     from lowtide.plan.mix import mixed_policy
 
-    return mixed_policy(ways, links, min_bytes, window_bytes, codecs)
+    return mixed_policy(ways, links, min_bytes, window_bytes, codecs, everywhere)
 
 
 def _policy(name: str, choose: Callable[[StepGraph, Simulator], frozenset[int]]) -> Policy:

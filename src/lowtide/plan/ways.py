@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from lowtide.errors import PlanError
-from lowtide.plan.moves import dtypes_of, entering_blocks, lossless_codec, movable, moved_of
+from lowtide.plan.moves import dtypes_of, entering_blocks, fitting_codec, lossless_codec, movable, moved_of
 from lowtide.plan.plan import Chain, Compress, Moving, Offload, Shard, stages
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.traffic import Link, Links, Moved
@@ -56,27 +56,34 @@ def default_ways(device: str) -> tuple[Moving, ...]:
     return Offload("disk" if torch.device(device).type == "cpu" else "host"), Compress("auto")
 
 
-def ways_of(sim: Simulator, decisions: Sequence[Moving], links: Links, min_bytes: int, codecs: Sequence[Codec] = ()) -> Ways:
+def ways_of(
+    sim: Simulator, decisions: Sequence[Moving], links: Links, min_bytes: int, codecs: Sequence[Codec] = (), everywhere: bool = False
+) -> Ways:
     """For each value that may move, the ways that fit it.
 
-    ``Compress("auto")`` is a codec that loses nothing, where one is known to fit; other codecs are offered where they save something. Only what
-    enters a block is offered to a `Shard`: what lies within one differs between the ranks of a tensor-parallel group.
+    ``Compress("auto")`` is a codec that loses nothing, where one is known to fit; other codecs are offered where they save something, and as their
+    gentler forms where backward is not linear in the value (unless ``everywhere``). Only what enters a block is offered to a `Shard`: what lies
+    within one differs between the ranks of a tensor-parallel group.
     """
     dtypes = dtypes_of(sim)
     sharded = any(isinstance(stages(d)[0], Shard) for d in decisions)
     entering = entering_blocks(sim) if sharded else frozenset[int]()
+    named = {first.codec for d in decisions if isinstance(first := stages(d)[0], Compress)}
+    fitting = {name: fitting_codec(sim, name, codecs, everywhere) for name in named - {"auto"}}
     found: Ways = {}
     for value in movable(sim, min_bytes):
         for decision in decisions:
             first, then = stages(decision)
             if isinstance(first, Shard) and value not in entering:
                 continue
-            if isinstance(first, Compress) and first.codec == "auto":
-                codec = lossless_codec(sim, value, dtypes[value])
-                if not codec:
+            if isinstance(first, Compress):
+                name = lossless_codec(sim, value, dtypes[value]) if first.codec == "auto" else fitting[first.codec](value)
+                if not name:
                     continue
-                first = Compress(codec)
+                first = Compress(name)
                 decision = Chain(first, then) if then is not None else first
+                if any(m.decision == decision for m in found.get(value, ())):  # another codec's gentler form
+                    continue
             (row,) = moved_of(sim, {value: decision}, links, codecs)
             if not isinstance(first, Compress) or row.encoded_bytes <= _WORTH * row.bytes:
                 found.setdefault(value, []).append(row)
@@ -110,7 +117,7 @@ def measure_links(*ways: str | Moving, stores: Stores | None = None, device: str
         for decision in map(decision_of, ways):
             first, then = stages(decision)
             if isinstance(first, Compress):
-                for name in ("mask", "positive") if first.codec == "auto" else (first.codec,):
+                for name in _codecs_behind(first.codec, known.codecs):
                     found.setdefault(name, _codec_link(known.codec(name), place))
             elif isinstance(first, Shard) and first.group not in found:
                 found[first.group] = _group_link(known.group(first.group, first.size), place)
@@ -136,13 +143,23 @@ def missing_links(decisions: Sequence[Moving], links: Links | None, codecs: Sequ
                 f"how fast is the group {first.group!r}? Planning happens on one rank, so it is measured before, by all: "
                 f"links=lowtide.measure_links(Shard({first.group!r}, {first.size}), stores=...)"
             )
-        if isinstance(first, Compress) and not ({"mask", "positive"} if first.codec == "auto" else {first.codec}) <= found.keys():
+        if isinstance(first, Compress) and not set(_codecs_behind(first.codec, codecs)) <= found.keys():
             open_.append(first)
         if then is not None and then.tier not in found:
             open_.append(then)
     if open_:
         found = {**measure_links(*open_, stores=Stores(codecs=codecs), device=device), **found}
     return found
+
+
+def _codecs_behind(name: str, own: Sequence[Codec]) -> tuple[str, ...]:
+    """The codecs that a name may come to mean."""
+    from lowtide.store.codec import codec_named
+
+    if name == "auto":
+        return ("mask", "positive")
+    gentler = codec_named(name, own).gentler
+    return (name, gentler) if gentler else (name,)
 
 
 def _tier_link(stores: Stores, decision: Offload, device: torch.device) -> Link:

@@ -52,6 +52,8 @@ class Codec(ABC):
         lossless: whether `decode` gives back every bit, or at least what leaves gradients bitwise the same.
         replayable_from: whether an operation may be replayed from what `decode` gives back.
         error: the bound on the error in words, empty for a lossless one.
+        gentler: the name of the codec that policies use instead where backward is not linear in the value (`lowtide.plan.linear`), so that this one's
+            error would bias the gradients; empty for none.
         scratch_bytes: the most it allocates beyond what it returns.
 
     Example:
@@ -75,6 +77,7 @@ class Codec(ABC):
     lossless: bool = False
     replayable_from: bool = True
     error: str = ""
+    gentler: str = ""
     scratch_bytes: int = 16 * CHUNK
 
     @property
@@ -109,6 +112,10 @@ def _ceil(a: int, b: int) -> int:
     return -(-a // b)
 
 
+_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+"""Whole numbers of so many bytes."""
+
+
 def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     """Codes of 1, 2, 4 or 8 bits, one a byte, packed; a multiple of 8 codes fills whole bytes.
 
@@ -119,23 +126,21 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
     short = -codes.numel() % each
     if short:
         codes = torch.cat([codes, codes.new_zeros(short)])
-    codes = codes.view(-1, each)
-    packed = codes[:, 0].clone()
-    for k in range(1, each):
-        packed |= codes[:, k] << (k * bits)
-    return packed
+    whole = codes.view(_WORDS[each])
+    packed = whole.clone()
+    for k in range(1, each):  # the k-th byte's bits move down next to those before it; what is above the lowest byte is dropped
+        packed |= whole >> (k * (8 - bits))
+    return packed.to(torch.uint8)
 
 
 def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     """What `pack_bits` packed, one a byte."""
     each = 8 // bits
-    codes = packed.new_empty(packed.numel(), each)
-    for k in range(each):
-        torch.bitwise_and(packed >> (k * bits), (1 << bits) - 1, out=codes[:, k])
-    return codes.view(-1)[:count]
-
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+    whole = packed.to(_WORDS[each])
+    codes = whole & ((1 << bits) - 1)
+    for k in range(1, each):
+        codes |= (whole << (k * (8 - bits))) & ((1 << bits) - 1 << 8 * k)
+    return codes.view(torch.uint8)[:count]
 
 
 def words(flat: torch.Tensor) -> torch.Tensor:
@@ -328,25 +333,32 @@ class BFloat16(Codec):
 
 
 class Blockwise(Codec):
-    """Signed integers of 8 or 4 bits with one float32 scale for each block, rounded at random so that the expected value is exact.
+    """Whole numbers of 8 or 4 bits, spread over the range of each block and rounded at random so that the expected value is exact.
 
-    Dettmers et al. (arXiv 2110.02861, section 2.1) for the blocks, ActNN (arXiv 2104.14129, section 3) for the unbiased rounding.
+    Dettmers et al. (arXiv 2110.02861, section 2.1) for the blocks, ActNN (arXiv 2104.14129, section 3) for the range (an activation's output lies to one
+    side of zero) and the unbiased rounding. A block's least number and step are bfloat16, rounded so that the range is covered.
+
+    The error of 4 bits is large enough to bias what goes through a function first, so policies use them where backward is linear in the value
+    (`lowtide.plan.linear`), 8 bits elsewhere, and replay nothing from them.
 
     Args:
         bits: 8 or 4.
-        block: elements that share a scale, a multiple of 8 that divides `CHUNK`.
+        block: elements that share a range, a multiple of 8 that divides `CHUNK`; by default 256 for 8 bits, 64 for 4.
         seed: of the generator that rounds.
     """
 
-    def __init__(self, bits: int = 8, block: int = 256, seed: int = 0) -> None:
+    def __init__(self, bits: int = 8, block: int | None = None, seed: int = 0) -> None:
         if bits not in (4, 8):
             raise CodecError(f"Blockwise(bits={bits}): give 8 or 4")
+        block = (256 if bits == 8 else 64) if block is None else block
         if block < 8 or block % 8 or CHUNK % block:
             raise CodecError(f"Blockwise(block={block}): give a multiple of 8 that divides {CHUNK}")
         self.bits, self.block, self.seed = bits, block, seed
-        self.levels = (1 << (bits - 1)) - 1
+        self.levels = (1 << bits) - 1
         self.name = f"int{bits}"
-        self.error = f"absolute, 1/{self.levels} of the largest in each block of {block}, unbiased"
+        self.gentler = "int8" if bits == 4 else ""
+        self.replayable_from = bits == 8
+        self.error = f"absolute, 1/{self.levels} of the range of each block of {block} (and 1/128 of its largest number), unbiased"
         self.scratch_bytes = 24 * CHUNK
         self._generators: dict[torch.device, torch.Generator] = {}
 
@@ -362,41 +374,60 @@ class Blockwise(Codec):
         return self._generators[device]
 
     def encode(self, flat: torch.Tensor) -> Parts:
-        """Codes and scales."""
+        """Codes, and the least number and the step of each block."""
         if not flat.dtype.is_floating_point:
             raise CodecError(f"{self.name}: {flat.dtype} is no floating-point type")
         source = self._generator(flat.device)
         codes = torch.empty(_ceil(flat.numel() * self.bits, 8), dtype=torch.uint8, device=flat.device)
-        scales = torch.empty(_ceil(flat.numel(), self.block), dtype=torch.float32, device=flat.device)
+        ranges = torch.empty(2, _ceil(flat.numel(), self.block), dtype=torch.bfloat16, device=flat.device)
         for part in chunks(flat.numel()):
             here = flat[part].to(torch.float32, copy=True)
             short = -here.numel() % self.block
             if short:
-                here = torch.cat([here, here.new_zeros(short)])
+                here = torch.cat([here, here[-1:].expand(short)])
             here = here.view(-1, self.block)
-            scale = here.abs().amax(1).div_(self.levels)
-            scales[part.start // self.block : _ceil(part.stop, self.block)] = scale
-            # a scale below the normal numbers would make quotients that are off the scale
-            here.div_(scale.clamp_min(1e-38).unsqueeze(1))
-            here.add_(torch.rand(here.shape, generator=source, device=flat.device)).floor_().clamp_(-self.levels, self.levels)
-            code = here.view(-1)[: part.stop - part.start].add_(self.levels).to(torch.uint8)
+            low = _upwards(here.amin(1).neg_()).neg_()
+            step = _upwards(here.amax(1).sub_(low).div_(self.levels))
+            blocks = slice(part.start // self.block, _ceil(part.stop, self.block))
+            ranges[0, blocks], ranges[1, blocks] = low, step
+            # a step below the normal numbers would make quotients that are off the scale
+            here.sub_(low.unsqueeze(1)).div_(step.clamp_min_(1e-38).unsqueeze(1))
+            here.view(-1).add_(_noise(here.numel(), source, flat.device), alpha=2**-16).add_(0.5 + 2**-17).floor_().clamp_(0, self.levels)
+            code = here.view(-1)[: part.stop - part.start].to(torch.int32).to(torch.uint8)
             codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)] = pack_bits(code, self.bits)
-        if not bool(torch.isfinite(scales).all()):
+        if not bool(torch.isfinite(ranges).all()):
             raise CodecError(f"{self.name}: not every element is finite")
-        return codes, scales
+        return codes, ranges.view(-1)
 
     def decode(self, parts: Parts, out: torch.Tensor) -> None:
-        """Codes times scales."""
-        codes, scales = parts
+        """Codes times steps, from the least number up."""
+        codes, ranges = parts
+        ranges = ranges.view(2, -1)
+        limits = torch.finfo(out.dtype)
         for part in chunks(out.numel()):
             packed = codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)]
-            here = unpack_bits(packed, self.bits, part.stop - part.start).to(torch.float32).sub_(self.levels)
-            scale = scales[part.start // self.block : _ceil(part.stop, self.block)]
+            here = unpack_bits(packed, self.bits, part.stop - part.start).to(torch.float32)
+            low, step = ranges[:, part.start // self.block : _ceil(part.stop, self.block)].to(torch.float32)
             whole = here.numel() // self.block * self.block
-            here[:whole].view(-1, self.block).mul_(scale[: whole // self.block].unsqueeze(1))
+            blocks = here[:whole].view(-1, self.block)
+            count = blocks.shape[0]
+            blocks.mul_(step[:count].unsqueeze(1)).add_(low[:count].unsqueeze(1))
             if whole < here.numel():
-                here[whole:].mul_(scale[-1])
-            out[part] = here
+                here[whole:].mul_(step[-1]).add_(low[-1])
+            out[part] = here if limits.max > 1e38 else here.clamp_(limits.min, limits.max)  # bfloat16 reaches further than float16
+
+
+def _noise(count: int, source: torch.Generator, device: torch.device) -> torch.Tensor:
+    """Whole numbers from -32768 to 32767, each as likely as another: four of every 64 random bits, which is four times as fast as `torch.rand`."""
+    bits = torch.empty(_ceil(count, 4), dtype=torch.int64, device=device).random_(-(2**63), None, generator=source)  # type: ignore[call-overload]
+    return bits.view(torch.int16)[:count].to(torch.float32)
+
+
+def _upwards(x: torch.Tensor) -> torch.Tensor:
+    """The least numbers of bfloat16 that are not below those of ``x``, as float32; in place."""
+    near = x.to(torch.bfloat16)
+    x.copy_(torch.where(near < x, torch.nextafter(near, near.new_tensor(float("inf"))), near))
+    return x
 
 
 def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:

@@ -34,6 +34,7 @@ class Stores:
         self._given = dict(groups or {})
         self._groups: dict[str, Any] = {}
         self.codecs = tuple(codecs)
+        self._used: dict[str, Codec] = {}
         self.fault = fault
         self.tiers: dict[tuple[str, str, str], Tier] = {}
 
@@ -59,8 +60,10 @@ class Stores:
         return found
 
     def codec(self, name: str) -> Codec:
-        """The codec of that name."""
-        return codec_named(name, self.codecs)
+        """The codec of that name, always the same one: its random numbers go on from value to value and from step to step."""
+        if name not in self._used:
+            self._used[name] = codec_named(name, self.codecs)
+        return self._used[name]
 
     def group(self, name: str, size: int) -> Any:
         """The replicas of that name.
