@@ -13,6 +13,7 @@ mean difference, and the row *none* says how far trainings drift that differ by 
 from __future__ import annotations
 
 import json
+import math
 import os
 import statistics
 import time
@@ -33,6 +34,8 @@ from lowtide.store.codec import Form, codec_named
 DRAWS = 40
 STEPS = 500
 WARM_STEPS = 100
+WARM_UP = 50
+RATE = 3e-3
 SEEDS = (0, 1, 2)
 SHAPE = dict(family="gpt", layers=2, width=64, heads=2, hidden_width=256, key_value_heads=2, vocabulary=256, positions=64)
 EVERYWHERE = " everywhere"
@@ -98,6 +101,11 @@ def speeds(name: str) -> dict[str, Any]:
     }
 
 
+def rate_at(step: int) -> float:
+    """Warm-up, then a half cosine down to 0 at the last step: a training that ends, so that two of them can be compared."""
+    return min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / STEPS)))
+
+
 def trained(policy: Any, seed: int = 0, steps: int = STEPS, nudge: float = 0.0) -> tuple[float, torch.nn.Module]:
     """Mean loss of the last tenth of the steps, and the model."""
     data, net = text(), model(seed)
@@ -105,13 +113,15 @@ def trained(policy: Any, seed: int = 0, steps: int = STEPS, nudge: float = 0.0) 
         lowtide.limit_memory(net, policy=policy)
     with torch.no_grad():
         next(net.parameters()).view(-1)[0] += nudge
-    optimizer = torch.optim.AdamW(net.parameters(), 3e-3)
+    optimizer = torch.optim.AdamW(net.parameters(), RATE)
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, rate_at)
     losses = []
     for number in range(seed * STEPS, seed * STEPS + steps):
         torch.manual_seed(number)
         loss = net(**batch(data, number)).loss
         loss.backward()
         optimizer.step()
+        schedule.step()
         optimizer.zero_grad()
         losses.append(float(loss.detach()))
     last = max(1, steps // 10)
