@@ -92,7 +92,7 @@ def load_in_stages(folder: str) -> list[float]:
     model = make(family, mesh["tp"], True, hidden_width=90, **changes)
     (stage,) = cut(model, 2, [mesh["pp"].get_local_rank()])
     micro_batches, length = tokens().shape
-    pipeline = Pipeline([stage], "1f1b", micro_batches, stage_input(model, 1, length), mesh["pp"].get_group(), "cpu")
+    pipeline = Pipeline([stage], "1f1b", micro_batches, stage_input(model, 1, length, torch.float64), mesh["pp"].get_group(), "cpu")
     optimizer = torch.optim.AdamW(stage.model.parameters(), 1e-3)
     lp.load_checkpoint(f"{folder}/1", stage.model, optimizer)
     assert optimizer.param_groups[0]["lr"] == 1e-2 and len(optimizer.state) == len(list(stage.model.parameters()))
