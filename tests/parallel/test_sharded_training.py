@@ -49,8 +49,8 @@ def test_the_losses_are_those_of_one_process_and_of_ddp(text: Path) -> None:
 
 def budgeted(text: Path) -> tuple[list[list[float]], list[list[dict[str, Any]]]]:
     """Losses and ranks with everything kept, and under 80 % of that."""
-    shape: dict[str, Any] = {"model": "gpt-tiny", "seq": 64, "unfused_attention": True, "tp": 2, "dp": 2, "sequence_parallel": True}
-    asked = options(text, shard_parameters=True, grad_accum=1, eval_every=0, compare=None, **shape)
+    shape: dict[str, Any] = {"model": "gpt-tiny", "batch": 8, "seq": 64, "unfused_attention": True, "tp": 2, "dp": 2}
+    asked = options(text, shard_parameters=True, sequence_parallel=True, grad_accum=1, eval_every=0, compare=None, **shape)
     with pytest.raises(BudgetError, match="blocks recomputed do not fit in 1") as error:
         train(dataclasses.replace(asked, policy=None, budget="1MiB"))
     assert error.value.smallest_bytes is not None and error.value.smallest_bytes > 2**20
@@ -65,7 +65,7 @@ def test_a_budget_chooses_how_many_blocks_are_recomputed(text: Path) -> None:
         for rank in limited:
             assert max(rank["step_peak_bytes"][1:]) <= rank["budget_bytes"], rank
             assert rank["predicted_peak_bytes"] <= rank["budget_bytes"] < max(kept[0]["step_peak_bytes"])
-            assert 0 < rank["blocks_recomputed"] < rank["blocks"]
+            assert 0 < rank["blocks_recomputed"] <= rank["blocks"]
         assert all(rank["blocks_recomputed"] == 0 for rank in kept)
 
 
