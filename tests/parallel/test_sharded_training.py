@@ -94,6 +94,7 @@ def test_what_does_not_go_together_says_what_to_do(text: Path) -> None:
         ({"dp": 1}, "--shard-parameters: .* pass --dp 2 or more"),
         ({"pp": 2, "grad_accum": 2}, "--shard-parameters: .* leave out --pp, or this"),
         ({"policy": "sqrt"}, "--policy sqrt: with --shard-parameters a budget chooses how many blocks are recomputed"),
+        ({"policy": None}, "--shard-parameters: say what is to fit: pass --budget"),
         ({"compare": True}, "--compare: .* leave it out with --shard-parameters"),
         ({"optimizer_host_fraction": 0.5}, "--optimizer-host-fraction 0.5: it works with one process"),
     ]:

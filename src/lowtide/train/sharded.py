@@ -46,6 +46,8 @@ def check_sharding(options: TrainOptions) -> None:
         options.policy,
         "with --shard-parameters a budget chooses how many blocks are recomputed: keep_all, full, or a --budget without a policy",
     )
+    fixed = options.policy in ("keep_all", "full")
+    require(fixed or options.budget is not None, name, "", "say what is to fit: pass --budget, or --policy keep_all or full")
 
 
 class _Block:
