@@ -35,7 +35,7 @@ DRAWS = 40
 STEPS = 500
 WARM_STEPS = 100
 WARM_UP = 50
-RATE = 3e-3
+RATE = 1e-3
 SEEDS = (0, 1, 2)
 SHAPE = dict(family="gpt", layers=2, width=64, heads=2, hidden_width=256, key_value_heads=2, vocabulary=256, positions=64)
 EVERYWHERE = " everywhere"

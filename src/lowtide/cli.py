@@ -116,6 +116,9 @@ def train(
     tp: Annotated[int, typer.Option(help="Processes that share every layer (tensor parallel); start them with torchrun.")] = 1,
     sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="The --tp processes share the sequence, too.")] = False,
     dp: Annotated[int, typer.Option(help="Processes that share each micro-batch (data parallel).")] = 1,
+    shard_parameters: Annotated[
+        bool, typer.Option("--shard-parameters", help="The --dp processes share parameters, gradients and optimizer state, too (FSDP2).")
+    ] = False,
     pp: Annotated[int, typer.Option(help="Processes that hold the model's stages (pipeline); --grad-accum is their micro-batches.")] = 1,
     schedule: Annotated[
         str | None, typer.Option(help="Of the pipeline: 1f1b, gpipe, interleaved, zero-bubble, zbv. [default: 1f1b]")
@@ -164,6 +167,7 @@ def train(
         tp=tp,
         sequence_parallel=sequence_parallel,
         dp=dp,
+        shard_parameters=shard_parameters,
         pp=pp,
         schedule=schedule,
         json=json_file,

@@ -13,8 +13,11 @@ import torch.distributed.checkpoint.state_dict  # once, before processes are mad
 from ranks import needs_gloo, on_ranks
 from test_models_shared import make, tokens
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 
 from lowtide import parallel as lp
+from lowtide.models.stage import cut, stage_input
+from lowtide.parallel.pipeline import Pipeline
 
 pytestmark = needs_gloo
 FAMILIES: list[tuple[str, dict[str, Any]]] = [("gpt", {}), ("llama", {"tied": False, "key_value_heads": 2})]
@@ -80,6 +83,35 @@ def test_saved_at_one_size_and_loaded_at_another(tmp_path: Path) -> None:
         for rank in on_ranks(there, load, str(tmp_path / str(size))):
             for found, wanted in zip(rank, expected, strict=True):
                 assert found == pytest.approx(wanted, abs=2e-6), f"saved at {size}, loaded at {there}"
+
+
+def load_in_stages(folder: str) -> list[float]:
+    """Two stages of two tensor-parallel ranks each go on from what other layouts saved."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    family, changes = FAMILIES[1]
+    model = make(family, mesh["tp"], True, hidden_width=90, **changes)
+    (stage,) = cut(model, 2, [mesh["pp"].get_local_rank()])
+    micro_batches, length = tokens().shape
+    pipeline = Pipeline([stage], "1f1b", micro_batches, stage_input(model, 1, length, torch.float64), mesh["pp"].get_group(), "cpu")
+    optimizer = torch.optim.AdamW(stage.model.parameters(), 1e-3)
+    lp.load_checkpoint(f"{folder}/1", stage.model, optimizer)
+    assert optimizer.param_groups[0]["lr"] == 1e-2 and len(optimizer.state) == len(list(stage.model.parameters()))
+    losses = []
+    for _ in range(3):
+        optimizer.zero_grad()
+        loss = torch.tensor(pipeline.step(tokens(), tokens().roll(-1, 1)), dtype=torch.float64)
+        lp.allreduce_sequence_parallel_gradients(optimizer)
+        optimizer.step()
+        dist.all_reduce(loss, group=mesh["pp"].get_group())
+        losses.append(loss.item())
+    return losses
+
+
+def test_saved_at_one_size_and_loaded_in_stages(tmp_path: Path) -> None:
+    """Saved at t=4 and p=1, loaded at t=2 and p=2."""
+    expected = on_ranks(4, save, str(tmp_path))[0][1]
+    for losses in on_ranks(4, load_in_stages, str(tmp_path)):
+        assert losses == pytest.approx(expected, abs=2e-6)
 
 
 def refused() -> bool:

@@ -39,12 +39,7 @@ REST: list[Case] = [
     (family, kind, how, dtype)
     for family in ("gpt", "llama", "hf")
     for kind in ("ddp", "fsdp")
-    for how in (
-        "",
-        "scope",
-        "full",
-        "98%" if (family, kind) == ("hf", "ddp") else "95%",
-    )  # 95 % is below the smallest that this one can meet
+    for how in ("", "scope", "full", "95%")
     for dtype in (torch.float64, torch.float32)
     if (family, kind, how, dtype) not in FAST
 ]

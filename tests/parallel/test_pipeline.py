@@ -239,6 +239,15 @@ def test_the_trainer_has_the_losses_of_one_process(text: Path) -> None:
                 assert all(rank["most_whole"] == 0 for rank in ranks)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("model", ["gpt-nano", "llama-nano"])
+def test_everything_at_once_on_eight_processes(text: Path, model: str) -> None:
+    alone = trail(train(options(text, model=model, compare=False)))
+    case = {"model": model, "tp": 2, "sequence_parallel": True, "pp": 2, "dp": 2}
+    for found in on_ranks(8, run, text, [case]):
+        assert found[0][0] == pytest.approx(alone, rel=3e-5)
+
+
 def resume(text: Path, folder: Path) -> tuple[list[float], list[float]]:
     parts = options(text, steps=4, checkpoint_dir=folder, tp=2, pp=2)
     whole = train(dataclasses.replace(parts, checkpoint_dir=None))

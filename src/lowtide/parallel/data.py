@@ -68,7 +68,8 @@ def gradient_norm(
 
     Args:
         modules: what this rank holds of the model.
-        group: every rank that holds a part of the model: the tensor-parallel ranks of all pipeline stages.
+        group: every rank that holds a part of the model: the tensor-parallel ranks of all pipeline stages, and where FSDP shards the
+            parameters, the ranks that it shards them among.
         tensor: the tensor-parallel ranks, of which each has a copy of what is not cut.
         counted_elsewhere: parameters that another rank of ``group`` holds, too, and counts.
 
@@ -87,7 +88,9 @@ def gradient_norm(
                 continue
             seen.add(id(parameter))
             if name in cut or tensor.rank == 0:
-                total += float(torch.linalg.vector_norm(parameter.grad, dtype=_wide(parameter.grad.dtype)).double().square())
+                gradient: Any = parameter.grad
+                gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
+                total += float(torch.linalg.vector_norm(gradient, dtype=_wide(gradient.dtype)).double().square())
     if group.size > 1:
         device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
         summed = torch.tensor(total, dtype=torch.float64, device=device)

@@ -29,7 +29,7 @@ from lowtide.run.record import Recorder, Verify
 from lowtide.run.rehearse import Listener
 from lowtide.run.timed import TimedRecorder
 from lowtide.run.unseen import LossMemory
-from lowtide.run.watch import StepWatch
+from lowtide.run.watch import StepWatch, unwatched
 from lowtide.store.stores import Stores
 from lowtide.trace.describe import tensors_inside
 from lowtide.trace.eager import Tracer
@@ -230,7 +230,9 @@ class Limiter:
                 if self.plans:
                     last = next(reversed(self.plans))
                     warnings.warn(f"lowtide plans for another kind of step: {key.difference(last)}", LowtideWarning, stacklevel=5)
-                found = self.plans[key] = self.planner.first(self.forward, args, kwargs)
+                with unwatched():
+                    found = self.planner.first(self.forward, args, kwargs)
+                self.plans[key] = found
             else:
                 self.planner.confer(found)
                 if found.again:

@@ -30,20 +30,21 @@ class OptimizerNeed:
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
-    """Run one step of a twin of ``optimizer`` on fake tensors and watch what it allocates.
+    """Run one step of a twin of ``optimizer`` on fake tensors and watch what it allocates. Of sharded parameters (FSDP2) this process's share
+    counts.
 
     Raises:
         PlanError: this optimizer cannot be run so.
     """
     faker = Faker()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    present = _bytes(item for state in optimizer.state.values() for item in state.values())
-    missing = sum(p.numel() * p.element_size() for p in parameters if p.requires_grad and p.grad is None)
+    present = _bytes(own_share(item) for state in optimizer.state.values() for item in state.values())
+    missing = sum(own_share(p).nbytes for p in parameters if p.requires_grad and p.grad is None)
     if hasattr(optimizer, "device_state_bytes"):  # an optimizer on the host says so itself
         return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes(), missing)  # type: ignore[attr-defined]
     try:
         with ExitStack() as stack, faker.mode:
-            fakes = {id(p): faker.tensor(p.detach()).requires_grad_(p.requires_grad) for p in parameters}
+            fakes = {id(p): faker.tensor(own_share(p).detach()).requires_grad_(p.requires_grad) for p in parameters}
             groups: list[dict[str, Any]] = []
             for group in optimizer.param_groups:
                 options = {name: item for name, item in group.items() if name != "params"}
@@ -58,7 +59,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
                     twin.__dict__[name] = item
             for parameter, state in optimizer.state.items():
                 if id(parameter) in fakes:
-                    twin.state[fakes[id(parameter)]] = faker.tree(state)
+                    twin.state[fakes[id(parameter)]] = faker.tree({key: own_share(item) for key, item in state.items()})
             stack.enter_context(_AnyNumber())
             peaks = [_step_peak(twin, type(optimizer)) for _ in range(2)]  # the first makes the state
             total = _bytes(item for state in twin.state.values() for item in state.values())
@@ -70,6 +71,11 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
             "step first, or leave optimizer= out and subtract its state from the budget"
         ) from error
     return OptimizerNeed(total, max(0, peaks[0] - (total - present), peaks[1]), missing)
+
+
+def own_share(item: Any) -> Any:
+    """What this process holds of a tensor that processes share (a DTensor); anything else as it is."""
+    return item.to_local() if hasattr(item, "to_local") else item
 
 
 def _step_peak(twin: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> int:

@@ -2,15 +2,75 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lowtide import private
 from lowtide.meter import MeterError, Peak, available, peak
+
+
+class _Here(threading.local):
+    """The watches that this thread has open: a step of one limited model may run within that of another."""
+
+    def __init__(self) -> None:
+        self.watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
+
+
+_HERE = _Here()
+
+
+@contextmanager
+def unwatched() -> Iterator[None]:
+    """Leave the block out of what this thread's open watches measure: planning another model's first step is no part of theirs."""
+    stretches = [stretch for watch in list(_HERE.watches) for stretch in watch.stretches()]
+    for stretch in stretches:
+        stretch.pause()
+    try:
+        yield
+    finally:
+        for stretch in stretches:
+            stretch.resume()
+
+
+class _Stretch:
+    """Most and last live bytes since it was made, without those of its pauses."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._peak = _open(device)
+        self._before = self._most = 0
+        self.known = self._peak is not None
+
+    def pause(self) -> None:
+        """Stop measuring for a while."""
+        self._most, self._before = self.peak_bytes, self.live_bytes
+        self.close()
+
+    def resume(self) -> None:
+        """Go on, as if nothing had changed meanwhile."""
+        self._peak = _open(self._device) if self.known else None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most live bytes, above those at the start."""
+        return max(self._most, self._before + self._peak.peak_bytes) if self._peak is not None else self._most
+
+    @property
+    def live_bytes(self) -> int:
+        """Live bytes now, above those at the start."""
+        return self._before + (self._peak.live_bytes if self._peak is not None else 0)
+
+    def close(self) -> None:
+        """Stop measuring."""
+        if self._peak is not None:
+            self._peak.__exit__(None, None, None)
+            self._peak = None
 
 
 class StepWatch:
@@ -37,8 +97,8 @@ class StepWatch:
         self._on_end = on_end
         self._began = False
         self._outputs: list[weakref.ref[torch.Tensor]] = []
-        self._whole = _open(device) if memory else None
-        self._loss: Peak | None = None
+        self._whole = _stretch(device) if memory else None
+        self._loss: _Stretch | None = None
         self._memory = memory
         self.device = device
         self._marks = [_now(device)]
@@ -49,11 +109,16 @@ class StepWatch:
         self.replay_seconds = 0.0
         self.recording_seconds = 0.0
         self.entries = 0
+        _HERE.watches.add(self)
+
+    def stretches(self) -> list[_Stretch]:
+        """What is being measured."""
+        return [stretch for stretch in (self._whole, self._loss) if stretch is not None]
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The forward returned ``outputs``."""
         self._outputs = [weakref.ref(t) for t in outputs if t.numel() > 1]
-        self._loss = _open(self.device) if self._memory else None
+        self._loss = _stretch(self.device) if self._memory else None
         self._marks.append(_now(self.device))
 
     def backward_begins(self) -> None:
@@ -65,7 +130,7 @@ class StepWatch:
         self.outputs_dropped = all(reference() is None for reference in self._outputs)
         if self._loss is not None:
             self.loss_peak_bytes, self.loss_live_bytes = self._loss.peak_bytes, self._loss.live_bytes
-            self._loss.__exit__(None, None, None)
+            self._loss.close()
             self._loss = None
         private.at_backward_end(self._backward_ends)
         self._on_backward()
@@ -89,14 +154,20 @@ class StepWatch:
         """Stop measuring."""
         if self._whole is not None:
             self.peak_bytes = self._whole.peak_bytes
-            self._whole.__exit__(None, None, None)
+            self._whole.close()
             self._whole = None
         if self._loss is not None:
-            self._loss.__exit__(None, None, None)
+            self._loss.close()
             self._loss = None
 
     def __del__(self) -> None:
         self.close()
+
+
+def _stretch(device: torch.device) -> _Stretch | None:
+    """A stretch that is being measured, where memory can be read at any time."""
+    found = _Stretch(device)
+    return found if found.known else None
 
 
 def _open(device: torch.device) -> Peak | None:

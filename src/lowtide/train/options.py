@@ -49,9 +49,11 @@ class TrainOptions:
         checkpoint_dir, checkpoint_every: where and how often to write checkpoints; the last step is always written.
         resume: go on from the newest checkpoint.
         stop_after: stop at this step as if interrupted; the learning rate still follows ``steps``.
-        compare: measure a plain and a planned step side by side at the end; ``None`` does so where it can be done (without a pipeline).
+        compare: measure a plain and a planned step side by side at the end; ``None`` does so where it can be done (where one plan rules the
+            step: without a pipeline and without ``shard_parameters``).
         tp, dp, pp: processes that share every layer, the batch, and the stages of the model.
         sequence_parallel: the ``tp`` processes share the sequence, too.
+        shard_parameters: the ``dp`` processes share parameters, gradients and optimizer state, too (FSDP2).
         schedule: of the pipeline's micro-batches, one of `lowtide.parallel.pipeline.SCHEDULES`.
         json, plot: files for the results and for the picture of memory.
     """
@@ -86,6 +88,7 @@ class TrainOptions:
     dp: int = 1
     pp: int = 1
     sequence_parallel: bool = False
+    shard_parameters: bool = False
     schedule: str | None = None
     json: Path | None = None
     plot: Path | None = None
@@ -137,6 +140,10 @@ class TrainOptions:
         require(self.batch % self.dp == 0, "batch", self.batch, f"a micro-batch is shared among --dp {self.dp}, which must divide it")
         if self.sequence_parallel:
             require(self.seq % self.tp == 0, "seq", self.seq, f"--sequence-parallel shares it among --tp {self.tp}, which must divide it")
+        if self.shard_parameters:
+            from lowtide.train.sharded import check_sharding
+
+            check_sharding(self)
         if self.pp == 1:
             require(self.schedule is None, "schedule", self.schedule, "it is a pipeline's: pass --pp 2 or more")
             return
@@ -153,12 +160,13 @@ class TrainOptions:
     def layout(self) -> str:
         """How the processes are arranged, as the flags that say so."""
         flags = [f"--{name} {count}" for name, count in (("tp", self.tp), ("dp", self.dp), ("pp", self.pp)) if count > 1]
-        return " ".join(flags + ["--sequence-parallel"] * self.sequence_parallel) or "--tp 1 --dp 1 --pp 1"
+        flags += ["--sequence-parallel"] * self.sequence_parallel + ["--shard-parameters"] * self.shard_parameters
+        return " ".join(flags) or "--tp 1 --dp 1 --pp 1"
 
     @property
     def compares(self) -> bool:
         """Whether the run ends with a comparison."""
-        return self.pp == 1 if self.compare is None else self.compare
+        return self.pp == 1 and not self.shard_parameters if self.compare is None else self.compare
 
     def spec(self) -> ModelSpec:
         """The model, with the changes that the options ask for, checked against sequence and text."""

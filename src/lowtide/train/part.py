@@ -62,10 +62,14 @@ class Part(ABC):
         """Scale the gradients so that their norm over the whole model is at most ``most``; returns the norm before."""
         if self.ranks.alone:
             return nn.utils.clip_grad_norm_(self.modules[0].parameters(), most).item()
-        norm = gradient_norm(self.modules, self.ranks.model, tensor=self.ranks.tensor, counted_elsewhere=self.counted_elsewhere())
+        norm = self.norm()
         if math.isfinite(most):
             scale_gradients(self.modules, norm, most)
         return norm
+
+    def norm(self) -> float:
+        """The norm of the gradients of the whole model."""
+        return gradient_norm(self.modules, self.ranks.model, tensor=self.ranks.tensor, counted_elsewhere=self.counted_elsewhere())
 
     def counted_elsewhere(self) -> Sequence[Tensor]:
         """Parameters that another process holds, too, and counts in the norm."""
@@ -158,6 +162,10 @@ class WholeModel(Part):
 
 def make_part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:
     """This process's part of the model, with the weights that one process alone would have."""
+    if options.shard_parameters:
+        from lowtide.train.sharded import ShardedModel
+
+        return ShardedModel(spec, options, ranks)
     if options.pp > 1:
         from lowtide.train.stages import Stages
 

@@ -1,6 +1,7 @@
 """Checkpoints of runs with several ranks: a file from each rank that holds something of its own, and one manifest that makes them count.
 
 Each file holds pieces of whole parameters and of their optimizer state, with where they lie, so a run can go on at another number of ranks.
+Where FSDP shards parameters over the data-parallel ranks, a piece is some rows of what a tensor-parallel rank holds.
 They are written as `lowtide.train.checkpoint` writes: a temporary name, flushed, renamed; the manifest comes last and from one rank, when
 every file is down. A rank that dies on the way leaves files that no manifest names, and the checkpoint before stays the newest.
 """
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 from lowtide.parallel.checkpoint import partitions_of
 from lowtide.parallel.partition import Partition
 from lowtide.run.limit import LowtideWarning
+from lowtide.run.resident import own_share
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.ranks import Ranks
@@ -55,11 +57,11 @@ def save(
         CheckpointError: a rank could not write; on every rank. What was there stays valid.
     """
     mine: tuple[str, str] | str | None = None
-    if ranks.data.rank == 0:
+    if ranks.data.rank == 0 or any(_is_sharded(parameter) for module in modules for parameter in module.parameters()):
         name = f"step-{step:08d}-{ranks.rank:05d}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            content = list(_pieces(modules, optimizer, whole_too=ranks.tensor.rank == 0))
+            content = list(_pieces(modules, optimizer, ranks))
             digest, temporary = checkpoint.write(folder, lambda file: torch.save(content, file), f"{name}-{os.getpid()}.tmp")
             data = folder / f"{name}-{digest[:12]}.pt"
             checkpoint.rename(temporary, data)
@@ -136,7 +138,7 @@ def load(folder: Path, manifest: Manifest, modules: Sequence[nn.Module], optimiz
 def _whole(pieces: list[dict[str, Any]]) -> dict[str, Tensor]:
     """A whole parameter and its optimizer state from the pieces that ranks wrote."""
     entries: dict[str, Tensor] = {}
-    for piece in pieces:
+    for piece in _joined(pieces):
         dimension = piece["dimension"]
         for key, tensor in piece["tensors"].items():
             if dimension is None or tensor.ndim == 0:
@@ -150,14 +152,42 @@ def _whole(pieces: list[dict[str, Any]]) -> dict[str, Tensor]:
     return entries
 
 
-def _pieces(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, whole_too: bool) -> Iterator[dict[str, Any]]:
-    """What this rank holds of each parameter and buffer; of what every tensor-parallel rank holds only where ``whole_too``."""
+def _joined(pieces: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
+    """The pieces, those that are rows of one put together."""
+    parts: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for piece in pieces:
+        if "rows" not in piece:
+            yield piece
+            continue
+        start, stop, length = piece["rows"]
+        whole = parts.setdefault(tuple(map(tuple, piece["slices"])), {**piece, "tensors": {}})["tensors"]
+        for key, tensor in piece["tensors"].items():
+            if tensor.ndim == 0:
+                whole[key] = tensor
+            else:
+                whole.setdefault(key, tensor.new_zeros((length, *tensor.shape[1:])))[start:stop] = tensor
+    yield from parts.values()
+
+
+def _pieces(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ranks: Ranks) -> Iterator[dict[str, Any]]:
+    """What this rank writes of each parameter and buffer: what no rank before it holds."""
     for name, (tensor, where) in _targets(modules):
         cut = where is not None and where.dimension is not None
-        if not cut and not whole_too:
+        sharded = _is_sharded(tensor)
+        if (not cut and ranks.tensor.rank) or (not sharded and ranks.data.rank):
             continue
         tensors = {_WEIGHT: tensor.detach()}
         tensors.update({key: item for key, item in optimizer.state.get(tensor, {}).items() if isinstance(item, Tensor)})
+        if sharded:
+            yield {
+                "name": name,
+                "shape": where.shape if cut and where is not None else tuple(tensor.shape),
+                "dimension": where.dimension if cut and where is not None else None,
+                "slices": where.slices() if cut and where is not None else [],
+                "rows": (*_rows(tensor), tensor.shape[0]),
+                "tensors": {key: own_share(item) for key, item in tensors.items()},
+            }
+            continue
         if not cut or where is None or where.dimension is None:
             yield {"name": name, "shape": tuple(tensor.shape), "dimension": None, "slices": [], "tensors": tensors}
             continue
@@ -187,11 +217,35 @@ def _fill(name: str, tensor: Tensor, where: Partition | None, entries: dict[str,
 
     def part(item: Tensor) -> Tensor:
         own = item if where is None or item.ndim == 0 else where.take(item)
+        if item.ndim and _is_sharded(tensor):
+            return _sharded_like(tensor, own[slice(*_rows(tensor))].to(tensor.device, copy=True))
         return own.to(tensor.device, copy=True)
 
     tensor.copy_(part(entries.pop(_WEIGHT)))
     if entries:
         optimizer.state[tensor] = {key: part(item) for key, item in entries.items()}
+
+
+def _is_sharded(tensor: Any) -> bool:
+    """Whether FSDP left this process some rows of the tensor only."""
+    return hasattr(tensor, "to_local")
+
+
+def _rows(tensor: Any) -> tuple[int, int]:
+    """The rows of a sharded tensor that this process holds: those of ``torch.chunk``, as FSDP deals them."""
+    mesh, length = tensor.device_mesh, tensor.shape[0]
+    each = -(-length // mesh.size())
+    start = min(length, mesh.get_local_rank() * each)
+    stop = min(length, start + each)
+    assert tensor.to_local().shape[0] == stop - start, f"{tuple(tensor.shape)} is not sharded by rows: {tensor.placements}"
+    return start, stop
+
+
+def _sharded_like(tensor: Any, local: Tensor) -> Tensor:
+    """The sharded tensor of which this process holds ``local``."""
+    from torch.distributed.tensor import DTensor
+
+    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
 
 
 def _read(folder: Path, step: int, ranks: Ranks) -> tuple[Manifest | None, str]:

@@ -70,6 +70,8 @@ def _rank(rank: dict[str, Any]) -> str:
     words = [f"most live memory {format_bytes(max(peaks))}" if peaks else "memory not counted"]
     if rank.get("budget_bytes") is not None:
         words.append(f"budget {format_bytes(rank['budget_bytes'])}")
+    if rank.get("blocks_recomputed") is not None:
+        words.append(f"{rank['blocks_recomputed']} of {rank['blocks']} blocks recomputed")
     if "in_flight" in rank:
         whole = "all" if rank["window"] is None else min(rank["window"], rank["in_flight"])
         words.append(f"{whole} of {rank['in_flight']} micro-batches in flight kept whole")

@@ -23,7 +23,7 @@ from lowtide.train import checkpoint, shards
 from lowtide.train.alive import Alive, guarded
 from lowtide.train.compare import Comparison
 from lowtide.train.data import Batches, Corpus, load_corpus
-from lowtide.train.memory import RunMeter, free_bytes, training_bytes
+from lowtide.train.memory import BYTES_PER_PARAMETER, RunMeter, free_bytes, training_bytes
 from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.part import make_part
 from lowtide.train.progress import Progress, Silent
@@ -125,7 +125,9 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
     began = time.perf_counter()
     device = ranks.device
     spec = options.spec()
-    check_room(spec, device, options.tp * options.pp, options.optimizer_host_fraction)
+    # weights are a quarter of what training holds, and each process makes all of its share of the layers before others take some over
+    sharded = min(options.dp, BYTES_PER_PARAMETER // 4) if options.shard_parameters else 1
+    check_room(spec, device, options.tp * options.pp * sharded, options.optimizer_host_fraction)
     corpus = load_corpus(options.data)
     batches = Batches(corpus.train, options.batch, options.seq, options.seed)
     validation = Batches(corpus.validation, options.batch, options.seq, options.seed, "validation")

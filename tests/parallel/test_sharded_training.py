@@ -1,0 +1,104 @@
+"""`lowtide train --shard-parameters`: FSDP2 outside the tensor group has the losses of one process, in less memory, and goes on elsewhere."""
+
+from __future__ import annotations
+
+import dataclasses
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+from ranks import needs_gloo, on_ranks
+from test_training import options, trail
+
+import lowtide
+from lowtide import meter
+from lowtide.errors import BudgetError
+from lowtide.train import checkpoint
+from lowtide.train.options import OptionError
+from lowtide.train.trainer import train
+
+pytestmark = needs_gloo
+HUGGING_FACE = "hf:llama:hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,vocab_size=256"
+
+
+def runs(text: Path, cases: list[dict[str, Any]]) -> list[tuple[list[float], int]]:
+    """Losses of each run, and the most that a step took."""
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    results = [train(options(text, **{"compare": None, **case})) for case in cases]
+    return [(trail(result), max(result.step_peak_bytes[1:], default=0)) for result in results]
+
+
+def test_the_losses_are_those_of_one_process_and_of_ddp(text: Path) -> None:
+    pytest.importorskip("transformers")
+    shared: dict[str, Any] = {"tp": 2, "dp": 2, "sequence_parallel": True}
+    dropped = {"model": "gpt-nano", "dropout": 0.1, **shared}
+    cases: list[dict[str, Any]] = [
+        {"model": "llama-nano", "policy": "full", **shared},
+        {"model": HUGGING_FACE, "policy": "full", "tp": 2, "dp": 2},
+        {"model": "gpt-nano", "dp": 4},
+    ]
+    alone = [trail(train(options(text, model=case["model"], compare=False))) for case in cases]
+    sharded = [{**case, "shard_parameters": True} for case in [*cases, dropped]]
+    for *found, fsdp, ddp in on_ranks(4, runs, text, [*sharded, {**dropped, "compare": False}]):
+        for case, (losses, _), expected in zip(cases, found, alone, strict=True):
+            assert losses == pytest.approx(expected, rel=2e-5), case
+        assert fsdp[0] == pytest.approx(ddp[0], rel=2e-5), "the same masks are drawn"
+        assert fsdp[1] < ddp[1] or not meter.available(), "half of parameters, gradients and optimizer state lie elsewhere"
+
+
+def budgeted(text: Path) -> tuple[list[list[float]], list[list[dict[str, Any]]]]:
+    """Losses and ranks with everything kept, and under 80 % of that."""
+    shape: dict[str, Any] = {"model": "gpt-tiny", "batch": 8, "seq": 64, "unfused_attention": True, "tp": 2, "dp": 2}
+    asked = options(text, shard_parameters=True, sequence_parallel=True, grad_accum=1, eval_every=0, compare=None, **shape)
+    with pytest.raises(BudgetError, match="blocks recomputed do not fit in 1") as error:
+        train(dataclasses.replace(asked, policy=None, budget="1MiB"))
+    assert error.value.smallest_bytes is not None and error.value.smallest_bytes > 2**20
+    results = [train(asked), train(dataclasses.replace(asked, policy=None, budget="80%"))]
+    return [trail(result) for result in results], [result.ranks for result in results]
+
+
+@pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
+def test_a_budget_chooses_how_many_blocks_are_recomputed(text: Path) -> None:
+    for (plain, planned), (kept, limited) in on_ranks(4, budgeted, text):
+        assert planned == plain
+        for rank in limited:
+            assert max(rank["step_peak_bytes"][1:]) <= rank["budget_bytes"], rank
+            assert rank["predicted_peak_bytes"] <= rank["budget_bytes"] < max(kept[0]["step_peak_bytes"])
+            assert 0 < rank["blocks_recomputed"] <= rank["blocks"]
+        assert all(rank["blocks_recomputed"] == 0 for rank in kept)
+
+
+def resumed(text: Path, folder: Path) -> tuple[list[float], list[float], list[float]]:
+    """A whole run, and one in three parts: sharded, in another layout, sharded among more."""
+    asked = options(text, steps=6, checkpoint_dir=folder, tp=2, dp=2, sequence_parallel=True, shard_parameters=True, compare=False)
+    whole = train(dataclasses.replace(asked, checkpoint_dir=None, shard_parameters=False))
+    first = train(dataclasses.replace(asked, stop_after=2))
+    again = dataclasses.replace(asked, resume=True)
+    second = train(dataclasses.replace(again, stop_after=4, shard_parameters=False, sequence_parallel=False))
+    third = train(dataclasses.replace(again, stop_after=5, tp=1, dp=4, sequence_parallel=False))
+    assert (second.first_step, third.first_step) == (2, 4)
+    return whole.losses, first.losses + second.losses + third.losses, third.gradient_norms
+
+
+def test_a_sharded_run_goes_on_in_any_layout(text: Path, tmp_path: Path) -> None:
+    for whole, parts, _ in on_ranks(4, resumed, text, tmp_path):
+        assert parts == pytest.approx(whole[:5], rel=2e-5)
+    alone = train(options(text, steps=6, checkpoint_dir=tmp_path, resume=True, compare=False))
+    assert alone.first_step == 5 and alone.losses == pytest.approx(whole[5:], rel=2e-5)
+    assert checkpoint.steps(tmp_path)[-1] == 6
+
+
+def test_what_does_not_go_together_says_what_to_do(text: Path) -> None:
+    for changes, expected in [
+        ({"dp": 1}, "--shard-parameters: .* pass --dp 2 or more"),
+        ({"pp": 2, "grad_accum": 2}, "--shard-parameters: .* leave out --pp, or this"),
+        ({"policy": "sqrt"}, "--policy sqrt: with --shard-parameters a budget chooses how many blocks are recomputed"),
+        ({"policy": None}, "--shard-parameters: say what is to fit: pass --budget"),
+        ({"compare": True}, "--compare: .* leave it out with --shard-parameters"),
+        ({"optimizer_host_fraction": 0.5}, "--optimizer-host-fraction 0.5: it works with one process"),
+    ]:
+        with pytest.raises(OptionError, match=expected):
+            options(text, **{"dp": 2, "shard_parameters": True, "compare": None, **changes})
+    with pytest.raises(OptionError, match=r"torchrun --nproc-per-node 2 -m lowtide train --dp 2 --shard-parameters"):
+        train(options(text, dp=2, shard_parameters=True, compare=None))
