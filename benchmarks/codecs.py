@@ -6,8 +6,9 @@ Bias and variance are of the whole gradient of a small GPT (after some steps of 
 gradient and g_k the k-th draw, bias = |mean_k g_k - g| / |g| and deviation = sqrt(mean_k |g_k - mean g|^2) / |g|; a codec without bias has a bias of
 about deviation / sqrt(draws).
 
-Two trainings that differ in the last bit drift apart, so losses are compared over several seeds (of the parameters, the dropout and the batches) by their
-mean difference, and the row *none* says how far trainings drift that differ by a millionth in one parameter: nearer than that no codec can be told from none.
+Two trainings that differ in the last bit drift apart, at a constant rate of 3e-3 by several percent of the loss, so the rate falls to 0 here, losses are
+compared for several seeds (of the parameters, the dropout and the batches), and the row *none* says how far trainings drift that differ by a millionth in
+one parameter: nearer than that no codec can be told from none.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ def main(names: tuple[str, ...] = CODECS, seeds: tuple[int, ...] = SEEDS, losses
             row["losses"][str(seed)] = loss
             row["over_plain"] = {s: row["losses"][s] / plain[s] - 1 for s in row["losses"]}
             row["mean_over_plain"] = statistics.mean(row["over_plain"].values())
-            row["holds"] = abs(row["mean_over_plain"]) <= 0.01
+            row["holds"] = all(abs(over) <= 0.01 for over in row["over_plain"].values())
             print(row, flush=True)
             save("codecs", [rows[n] for n in CODECS if n in rows], draws=DRAWS, steps=STEPS, plain_losses=plain)
 

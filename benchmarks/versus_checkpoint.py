@@ -30,7 +30,7 @@ def checkpoint_blocks(model: torch.nn.Module) -> None:
         block.forward = again
 
 
-def row_of(case: Case, seconds_for_it: float = 140.0) -> dict[str, Any]:
+def row_of(case: Case, seconds_for_it: float = 90.0) -> dict[str, Any]:
     """Plain, rival, planned at the rival's peak without and with the disk, planned at 100 %, in turn."""
     plain, rival, planned, mixed, whole = twins(case.build(), 5)
     batch = case.batch()
@@ -53,7 +53,7 @@ def row_of(case: Case, seconds_for_it: float = 140.0) -> dict[str, Any]:
         for _ in range(3):
             step()
     peaks = [total_peak(model, batch, step) for model, step in zip((planned, mixed), steps[2:4], strict=True)]
-    rounds = rounds_within(steps, seconds_for_it, least=5)
+    rounds = rounds_within(steps, seconds_for_it, least=4)
     seconds = paired(steps, rounds)
     base = statistics.median(seconds[0])
     extra = [median_difference(found, seconds[0]) / base for found in seconds]

@@ -7,7 +7,8 @@ its weights are there. What that takes is measured rather than predicted, since 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from bisect import bisect_left
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -116,7 +117,7 @@ class ShardedModel(WholeModel):
         relative = isinstance(budget, str) and budget.strip().endswith("%")
         limit = budgets.parse(budget, peak(0) if relative else 0)  # devices are alike: a percentage is of the fullest one's plain step
         fixed = {"keep_all": 0, "full": count}.get(policy or "")
-        choice = _fewest(lambda recomputed: peak(recomputed) <= limit, count) if fixed is None else fixed
+        choice = bisect_left(range(count), True, key=lambda recomputed: peak(recomputed) <= limit) if fixed is None else fixed
         if peak(choice) > limit:
             text, least = budgets.format_bytes, min(peaks.values()) if fixed is None else peak(fixed)
             raise BudgetError(
@@ -192,19 +193,6 @@ class ShardedModel(WholeModel):
             "blocks": len(self._blocks),
             "blocks_recomputed": sum(block.recomputed for block in self._blocks),
         }
-
-
-def _fewest(fits: Callable[[int], bool], most: int) -> int:
-    """The smallest number up to ``most`` that fits, if larger ones do, too; ``most`` where none does.
-
-    >>> _fewest(lambda count: count >= 3, 8), _fewest(lambda count: False, 8)
-    (3, 8)
-    """
-    low, high = 0, most
-    while low < high:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle + 1, high)
-    return low
 
 
 def _blocks_of(model: nn.Module) -> list[nn.Module]:
