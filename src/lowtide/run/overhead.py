@@ -25,8 +25,8 @@ from lowtide.run.watch import StepWatch
 
 _LAYERS = 6
 _OPERATIONS_OF_A_LAYER = 6
-_ROUNDS = 7
-_STREAMED = 1 << 18  # float32 numbers that are written between two operations
+_ROUNDS = 9
+_STREAMED = 1 << 19  # float32 numbers that are written between two operations
 
 
 @dataclass(frozen=True, slots=True)
