@@ -2,11 +2,14 @@
 
 python -m benchmarks versus_checkpoint
 
-Two plans stand at the rival's peak: ``optimal``, which recomputes, as the rival does, and ``mixed``, which has the disk beside it.
+Two plans stand at the rival's peak: ``optimal``, which recomputes, as the rival does, and ``mixed``, which has the disk beside it. The C library is told to
+keep its pages (`benchmarks.common.keep_pages`), as they stay where one kind of step follows another of its kind: here each follows one of another
+kind, whose peak is not its own.
 """
 
 from __future__ import annotations
 
+import json
 import statistics
 import warnings
 from typing import Any
@@ -15,8 +18,11 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.cases import gpt, llama
-from benchmarks.common import Case, median_difference, paired, rounds_within, save, step_of, total_peak, twins
+from benchmarks.common import RESULTS, Case, keep_pages, median_difference, paired, rounds_within, save, step_of, total_peak, twins
 from lowtide import BudgetError, limit_memory, measure_links, policies
+
+SHAPES = ((8, 384), (12, 512), (12, 768))
+"""Layers and features."""
 
 
 def checkpoint_blocks(model: torch.nn.Module) -> None:
@@ -93,15 +99,17 @@ def row_of(case: Case, seconds_for_it: float = 90.0) -> dict[str, Any]:
     return row
 
 
-def main() -> None:
-    """Run and write benchmarks/results/versus_checkpoint.json."""
+def main(shapes: tuple[tuple[int, int], ...] = SHAPES, families: tuple[str, ...] = ("gpt", "llama")) -> None:
+    """Run and write benchmarks/results/versus_checkpoint.json; rows of other models that stand there stay."""
     warnings.simplefilter("ignore")
-    shapes = [(8, 384), (12, 512), (12, 768)]
-    cases = [make(layers, width) for layers, width in shapes for make in (gpt, llama)]
-    rows: list[dict[str, Any]] = []
-    for case in cases:
-        rows.append(row_of(case))
-        save("versus_checkpoint", rows)
+    pages = keep_pages()
+    before = RESULTS / "versus_checkpoint.json"
+    rows = {row["model"]: row for row in json.loads(before.read_text())["rows"]} if before.exists() else {}
+    for layers, width in shapes:
+        for family in families:
+            case = {"gpt": gpt, "llama": llama}[family](layers, width)
+            rows[case.name] = row_of(case)
+            save("versus_checkpoint", list(rows.values()), pages_kept=pages)
 
 
 if __name__ == "__main__":
