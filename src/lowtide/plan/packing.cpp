@@ -29,7 +29,7 @@ class Search {
  public:
   Search(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections, int64_t capacity)
       : count_(count), lower_(lower), upper_(upper), size_(size), sections_(sections), capacity_(capacity),
-        floor_(sections, 0), remaining_(sections, 0), crossing_(sections + 1, 0), starts_(sections), ends_(sections + 1),
+        floor_(sections, 0), remaining_(sections, 0), gone_(sections + 1, 0), crossing_(sections + 1, 0), starts_(sections), ends_(sections + 1),
         placed_(count, 0), offset_(count, 0), key_(count), rank_(count, 0) {
     uint64_t state = 0x9E3779B97F4A7C15ull;
     for (int b = 0; b < count; ++b) key_[b] = mix(state += 0x9E3779B97F4A7C15ull);
@@ -138,6 +138,10 @@ class Search {
       const int64_t left = s > begin ? height(s - 1) : WALL, right = stop < end ? height(stop) : WALL;
       if (here < WALL && left > here && right > here) {
         const Valley valley{s, stop, here, left, right};
+        if (!supplied(valley)) {
+          remember(state);
+          return FAILED;
+        }
         for (int side = 0; side < 2; ++side) {
           choices(valley, side == 0, found);
           if (found.empty()) {
@@ -168,6 +172,25 @@ class Search {
     }
     remember(state);
     return FAILED;
+  }
+
+  // Only what lives wholly within the valley's time can lie between its walls: the rest of each section has to fit above the lower wall.
+  bool supplied(const Valley& v) {
+    const int64_t wall = std::min(v.left, v.right);
+    if (wall >= WALL) return true;
+    int64_t inside = 0;
+    for (int s = v.begin; s < v.end; ++s) {
+      for (int b : starts_[s])
+        if (!placed_[b] && upper_[b] <= v.end) inside += size_[b], gone_[upper_[b]] += size_[b];
+      inside -= gone_[s];
+      gone_[s] = 0;
+      if (wall + remaining_[s] - inside > capacity_) {
+        std::fill(gone_.begin() + v.begin, gone_.begin() + v.end + 1, 0);
+        return false;
+      }
+    }
+    gone_[v.end] = 0;
+    return true;
   }
 
   // What can lie in the valley's lower left (or right) corner: a buffer that begins (ends) there, or nothing.
@@ -211,7 +234,7 @@ class Search {
   const int64_t* size_;
   const int sections_;
   const int64_t capacity_;
-  std::vector<int64_t> floor_, remaining_;
+  std::vector<int64_t> floor_, remaining_, gone_;
   std::vector<int> crossing_;
   std::vector<std::vector<int>> starts_, ends_;
   std::vector<char> placed_;
