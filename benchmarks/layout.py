@@ -46,12 +46,13 @@ def _load(path: str, name: str) -> Any:
     return module
 
 
-def packings(shares: tuple[float, ...] = SHARES) -> list[dict[str, Any]]:
-    """Eleven perfect packings for each share of coinciding cuts."""
+def packings(shares: tuple[float, ...] = SHARES, counts: tuple[int, ...] = COUNTS) -> list[dict[str, Any]]:
+    """A perfect packing for each share of coinciding cuts and each number of buffers."""
     cut_square = _load("tests/plan/test_layout.py", "lowtide_layout_cases").cut_square
     rows = []
     for share in shares:
-        for number, count in enumerate(COUNTS):
+        for count in counts:
+            number = COUNTS.index(count)
             lower, upper, size = cut_square(count, 100 + number, share, 1024)
             found = find(lower, upper, size, capacity=1024, seconds=PACKING_SECONDS)
             assert check(lower, upper, size, found.offsets) == found.height
@@ -148,8 +149,10 @@ def traces() -> list[dict[str, Any]]:
     return rows
 
 
-def main(kinds: tuple[str, ...] = ("traces", "packings", "public"), shares: tuple[float, ...] = SHARES) -> None:
-    """Run and write layout_traces.json, layout_packings.json and layout_public.json in benchmarks/results; packings of other shares that stand there stay."""
+def main(
+    kinds: tuple[str, ...] = ("traces", "packings", "public"), shares: tuple[float, ...] = SHARES, counts: tuple[int, ...] = COUNTS
+) -> None:
+    """Run and write layout_traces.json, layout_packings.json and layout_public.json in benchmarks/results; other packings that stand there stay."""
     torch.set_num_threads(1)
     if "traces" in kinds:
         save("layout_traces", traces(), seconds=SECONDS)
@@ -159,9 +162,10 @@ def main(kinds: tuple[str, ...] = ("traces", "packings", "public"), shares: tupl
         print(f"published: {sum(r['holds'] for r in rows)} of {len(rows)} at capacity")
     if "packings" in kinds:
         before = RESULTS / "layout_packings.json"
-        others = [r for r in json.loads(before.read_text())["rows"] if r["share"] not in shares] if before.exists() else []
-        rows = packings(shares)
-        save("layout_packings", sorted(others + rows, key=lambda r: r["share"]), seconds=PACKING_SECONDS)
+        rows = packings(shares, counts)
+        done = {r["name"] for r in rows}
+        others = [r for r in json.loads(before.read_text())["rows"] if r["name"] not in done] if before.exists() else []
+        save("layout_packings", sorted(others + rows, key=lambda r: (r["share"], r["buffers"])), seconds=PACKING_SECONDS)
         for share in shares:
             mine = [r for r in rows if r["share"] == share]
             median = statistics.median(r["seconds"] for r in mine)

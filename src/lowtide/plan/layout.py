@@ -77,7 +77,7 @@ def layout(
     """
     found = find(lower, upper, size, capacity, align=align, seconds=seconds)
     if capacity is not None and found.height > capacity:
-        why = "that many bytes are alive at one moment" if found.bound > capacity else f"the search stopped after {found.seconds:.1f} s"
+        why = "no layout is lower than that bound" if found.bound > capacity else f"the search stopped after {found.seconds:.1f} s"
         raise BudgetError(
             f"no layout within {capacity:,} bytes: the lower bound is {found.bound:,} and the best one found needs {found.height:,} ({why}). "
             "Give a larger capacity, or more seconds=",
@@ -114,7 +114,8 @@ def find(
         if tried.offsets is not None:
             best, height, source = tried.offsets, int((tried.offsets + count).max()), "exact search"
         elif tried.outcome == "impossible":
-            targets = targets[1:]
+            targets = [target for target in targets if target > enough]
+            bound = enough = enough + 1
     if enough < height:
         repaired, lower_height = _repair(first, last, count, best, enough, begin + 0.2 * seconds)
         if lower_height < height:
