@@ -31,8 +31,8 @@ class Search {
  public:
   Search(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections, int64_t capacity)
       : count_(count), lower_(lower), upper_(upper), size_(size), sections_(sections), capacity_(capacity),
-        floor_(sections, 0), remaining_(sections, 0), gone_(sections + 1, 0), crossing_(sections + 1, 0), starts_(sections), ends_(sections + 1),
-        placed_(count, 0), offset_(count, 0), key_(count), rank_(count, 0) {
+        floor_(sections, 0), remaining_(sections, 0), gone_(sections + 1, 0), crossing_(sections + 1, 0),
+        starts_(sections), ends_(sections + 1), placed_(count, 0), offset_(count, 0), key_(count), rank_(count, 0) {
     uint64_t state = 0x9E3779B97F4A7C15ull;
     for (int b = 0; b < count; ++b) key_[b] = mix(state += 0x9E3779B97F4A7C15ull);
     for (int b = 0; b < count; ++b) {
@@ -205,7 +205,8 @@ class Search {
       for (const Choice& c : found) twin |= lower_[c.buffer] == lower_[b] && upper_[c.buffer] == upper_[b] && size_[c.buffer] == size_[b];
       if (!twin) found.push_back({b, 0, 0, v.height});
     }
-    // A buffer that fills the valley's width, or reaches a wall's very height, seldom does so by chance: every other round believes it.
+    // A buffer that fills the valley's width, or reaches a wall's very height, seldom does so by chance.
+    // Every other round, one of the short ones, believes it.
     auto fit = [&](const Choice& c) {
       const int64_t top = v.height + size_[c.buffer];
       return (top == v.left) + (top == v.right) + (lower_[c.buffer] == v.begin && upper_[c.buffer] == v.end);
@@ -252,7 +253,8 @@ class Search {
   bool by_fit_ = true;
 };
 
-// 1 1 2 1 1 2 4 1 1 2 ...: how long each round searches (Luby, Sinclair and Zuckerman 1993). Most packings fall at once to some order, or to none soon.
+// 1 1 2 1 1 2 4 1 1 2 ...: how long each round searches (Luby, Sinclair and Zuckerman 1993).
+// Most packings fall at once to some order, or to none soon.
 int64_t luby(uint64_t number) {
   uint64_t power = 1;
   while (2 * power - 1 < number) power *= 2;
