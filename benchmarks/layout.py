@@ -1,15 +1,21 @@
 """Static layouts against their lower bound: traced steps of the test models, and hard packings.
 
 python -m benchmarks layout
+LOWTIDE_PACKINGS=path/to/folder python -m benchmarks layout
 
 The packings are made here, since none may be copied: a square of 1024 x 1024 cut into rectangles, so that a layout without a hole exists. The
 more cuts in time coincide with earlier ones, the more buffers begin at one moment and the harder the search.
+
+Published instances are read from the folder that ``LOWTIDE_PACKINGS`` names, where it names one: files such as ``A.1048576.csv`` with a line of names and then
+one buffer a line (number, begin, end, size; the capacity stands in the file's name), the form in which MiniMalloc's eleven come.
 """
 
 from __future__ import annotations
 
+import csv
 import importlib.util
 import json
+import os
 import statistics
 import sys
 import time
@@ -27,6 +33,8 @@ SECONDS = 15.0
 PACKING_SECONDS = 60.0
 COUNTS = (150, 180, 210, 240, 270, 300, 330, 360, 390, 420, 450)
 SHARES = (0.0, 0.4, 0.7)
+FOLDER = "LOWTIDE_PACKINGS"
+_FIELDS = {"lower": ("lower", "start"), "upper": ("upper", "end"), "size": ("size",)}
 
 
 def _load(path: str, name: str) -> Any:
@@ -38,12 +46,13 @@ def _load(path: str, name: str) -> Any:
     return module
 
 
-def packings(shares: tuple[float, ...] = SHARES) -> list[dict[str, Any]]:
-    """Eleven perfect packings for each share of coinciding cuts."""
+def packings(shares: tuple[float, ...] = SHARES, counts: tuple[int, ...] = COUNTS) -> list[dict[str, Any]]:
+    """A perfect packing for each share of coinciding cuts and each number of buffers."""
     cut_square = _load("tests/plan/test_layout.py", "lowtide_layout_cases").cut_square
     rows = []
     for share in shares:
-        for number, count in enumerate(COUNTS):
+        for count in counts:
+            number = COUNTS.index(count)
             lower, upper, size = cut_square(count, 100 + number, share, 1024)
             found = find(lower, upper, size, capacity=1024, seconds=PACKING_SECONDS)
             assert check(lower, upper, size, found.offsets) == found.height
@@ -61,6 +70,49 @@ def packings(shares: tuple[float, ...] = SHARES) -> list[dict[str, Any]]:
                 }
             )
             print(f"{rows[-1]['name']}: {rows[-1]['over_bound']:+.2%} of the bound in {found.seconds:.2f} s ({found.source})", flush=True)
+    return rows
+
+
+def read(path: Path) -> tuple[list[int], list[int], list[int], int]:
+    """Begins, ends and sizes of a file's buffers, and the capacity in its name."""
+    try:
+        capacity = int(path.stem.rpartition(".")[2])
+    except ValueError as error:
+        raise SystemExit(f"{path}: the capacity has to stand in the file's name, as in A.1048576.csv") from error
+    with path.open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    columns = []
+    for field, names in _FIELDS.items():
+        name = next((name for name in names if rows and name in rows[0]), None)
+        if name is None:
+            raise SystemExit(f"{path}: no buffers with a column {' or '.join(names)} ({field})")
+        columns.append([int(row[name]) for row in rows])
+    return columns[0], columns[1], columns[2], capacity
+
+
+def published(folder: Path) -> list[dict[str, Any]]:
+    """The instances in a folder: whether each is laid out within its capacity."""
+    paths = sorted(folder.glob("*.csv"))
+    if not paths:
+        raise SystemExit(f"{FOLDER}={folder}: there are no CSV files")
+    rows = []
+    for path in paths:
+        lower, upper, size, capacity = read(path)
+        found = find(lower, upper, size, capacity=capacity, seconds=PACKING_SECONDS)
+        assert check(lower, upper, size, found.offsets) == found.height
+        rows.append(
+            {
+                "kind": "published",
+                "name": path.name.partition(".")[0],
+                "buffers": len(size),
+                "bound_share": found.bound / capacity,
+                "over_capacity": max(0.0, found.height / capacity - 1),
+                "seconds": found.seconds,
+                "source": found.source,
+                "holds": found.height <= capacity,
+            }
+        )
+        print(f"{rows[-1]['name']}: {found.height / capacity:.2%} of the capacity in {found.seconds:.2f} s ({found.source})", flush=True)
     return rows
 
 
@@ -97,16 +149,23 @@ def traces() -> list[dict[str, Any]]:
     return rows
 
 
-def main(kinds: tuple[str, ...] = ("traces", "packings"), shares: tuple[float, ...] = SHARES) -> None:
-    """Run and write benchmarks/results/layout_traces.json and layout_packings.json; packings of other shares that stand there stay."""
+def main(
+    kinds: tuple[str, ...] = ("traces", "packings", "public"), shares: tuple[float, ...] = SHARES, counts: tuple[int, ...] = COUNTS
+) -> None:
+    """Run and write layout_traces.json, layout_packings.json and layout_public.json in benchmarks/results; other packings that stand there stay."""
     torch.set_num_threads(1)
     if "traces" in kinds:
         save("layout_traces", traces(), seconds=SECONDS)
+    if "public" in kinds and os.environ.get(FOLDER):
+        rows = published(Path(os.environ[FOLDER]))
+        save("layout_public", rows, seconds=PACKING_SECONDS)
+        print(f"published: {sum(r['holds'] for r in rows)} of {len(rows)} at capacity")
     if "packings" in kinds:
         before = RESULTS / "layout_packings.json"
-        others = [r for r in json.loads(before.read_text())["rows"] if r["share"] not in shares] if before.exists() else []
-        rows = packings(shares)
-        save("layout_packings", sorted(others + rows, key=lambda r: r["share"]), seconds=PACKING_SECONDS)
+        rows = packings(shares, counts)
+        done = {r["name"] for r in rows}
+        others = [r for r in json.loads(before.read_text())["rows"] if r["name"] not in done] if before.exists() else []
+        save("layout_packings", sorted(others + rows, key=lambda r: (r["share"], r["buffers"])), seconds=PACKING_SECONDS)
         for share in shares:
             mine = [r for r in rows if r["share"] == share]
             median = statistics.median(r["seconds"] for r in mine)

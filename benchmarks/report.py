@@ -206,7 +206,7 @@ def packings(found: dict[str, Any]) -> str:
 def layouts() -> list[str]:
     """What is known of static layouts."""
     parts: list[str] = []
-    traces, hard = _load("layout_traces"), _load("layout_packings")
+    traces, hard, public = _load("layout_traces"), _load("layout_packings"), _load("layout_public")
     if traces:
         rows = traces["rows"]
         above = [[r["name"], str(r["buffers"]), _percent(r["over_bound"], 3), f"{r['seconds']:.1f}"] for r in rows if r["over_bound"] > 0]
@@ -222,6 +222,25 @@ def layouts() -> list[str]:
             f"{hard['seconds']:g} s each on one core."
         )
         parts += ["", "### Hard packings", "", _where(hard), "", text, "", packings(hard)]
+    if public:
+        rows = public["rows"]
+        text = (
+            f"Published instances (MiniMalloc, ASPLOS 2023), none of them part of this project: {sum(r['holds'] for r in rows)} of {len(rows)} are laid out "
+            f"within their capacity, in at most {public['seconds']:g} s each on one core. *Load*: the most bytes alive at one moment, of the capacity."
+        )
+        cells = [
+            [
+                r["name"],
+                str(r["buffers"]),
+                f"{r['bound_share']:.1%}",
+                "yes" if r["holds"] else _percent(r["over_capacity"], 2),
+                f"{r['seconds']:.2f}",
+                r["source"],
+            ]
+            for r in rows
+        ]
+        head = ["instance", "buffers", "load", "at capacity", "s", "found by"]
+        parts += ["", "### Published packings", "", _where(public), "", text, "", _table(head, cells)]
     return parts
 
 

@@ -103,6 +103,17 @@ def test_the_search_is_exact(compiled: bool) -> None:
                 assert check(lower, upper, size, found.offsets) <= capacity
 
 
+def test_a_proof_that_nothing_fits_raises_the_bound() -> None:
+    lower, upper, size = ([b[k] for b in GAP] for k in range(3))
+    for capacity in (None, 9, 10):
+        found = find(lower, upper, size, capacity, seconds=60.0)
+        assert found.height == 10 and found.seconds < 30
+        assert (found.bound, found.proved) == ((9, False) if capacity == 10 else (10, True))
+    with pytest.raises(BudgetError, match=r"lower bound is 10 .*no layout is lower") as error:
+        lowtide.layout(lower, upper, size, capacity=9)
+    assert error.value.smallest_bytes == 10
+
+
 @pytest.mark.parametrize("compiled", [True, False])
 @pytest.mark.parametrize(("count", "share"), [(40, 0.0), (120, 0.0), (60, 0.5)])
 def test_perfect_packings_are_found(compiled: bool, count: int, share: float) -> None:

@@ -2,8 +2,8 @@
 
 In: when each buffer is born and dies, its size, perhaps a capacity. Out: an offset for each, such that no two that live at once overlap.
 No layout is smaller than the most bytes alive at one moment (the *bound*). A portfolio of greedy orders meets it on most training steps;
-where it does not, they are repaired, a beam search in the order of time (`lowtide.plan.sweep`) and an exact search (`lowtide.plan.packing`) look for
-offsets at the bound, and then between it and the best known.
+where it does not, an exact search (`lowtide.plan.packing`) has a short try, the orders are repaired, a beam search in the order of time (`lowtide.plan.sweep`)
+and the exact search again, now with the time that is left, look for offsets at the bound, and then between it and the best known.
 """
 
 from __future__ import annotations
@@ -22,6 +22,9 @@ from lowtide.plan.sweep import sweep
 Numbers = NDArray[np.int64]
 _EXACT_BUFFERS = 4000
 """Beyond this many buffers the exact search is left out: its depth is their number."""
+
+_TRY = 0.1
+"""Share of the seconds for the exact search's first try: what it solves at all, it mostly solves at once."""
 
 _NEAR = (0.001, 0.002, 0.005, 0.01)
 """How far above the bound to look for offsets where none are found at it."""
@@ -74,7 +77,7 @@ def layout(
     """
     found = find(lower, upper, size, capacity, align=align, seconds=seconds)
     if capacity is not None and found.height > capacity:
-        why = "that many bytes are alive at one moment" if found.bound > capacity else f"the search stopped after {found.seconds:.1f} s"
+        why = "no layout is lower than that bound" if found.bound > capacity else f"the search stopped after {found.seconds:.1f} s"
         raise BudgetError(
             f"no layout within {capacity:,} bytes: the lower bound is {found.bound:,} and the best one found needs {found.height:,} ({why}). "
             "Give a larger capacity, or more seconds=",
@@ -106,6 +109,13 @@ def find(
     def left() -> float:
         return seconds - (time.monotonic() - begin)
 
+    if enough < height and open_ and len(alive) <= _EXACT_BUFFERS:
+        tried = pack(first, last, count, enough, _TRY * seconds)
+        if tried.offsets is not None:
+            best, height, source = tried.offsets, int((tried.offsets + count).max()), "exact search"
+        elif tried.outcome == "impossible":
+            targets = [target for target in targets if target > enough]
+            bound = enough = enough + 1
     if enough < height:
         repaired, lower_height = _repair(first, last, count, best, enough, begin + 0.2 * seconds)
         if lower_height < height:

@@ -12,6 +12,8 @@ namespace {
 
 constexpr int64_t WALL = INT64_MAX / 4;
 constexpr int PLACES_LOG2 = 24;
+constexpr double NOISE = 4.0;
+constexpr int64_t FIRST_NODES = 400;
 enum Outcome { FAILED = 0, SOLVED = 1, STOPPED = 2 };
 
 struct Valley {
@@ -29,8 +31,8 @@ class Search {
  public:
   Search(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections, int64_t capacity)
       : count_(count), lower_(lower), upper_(upper), size_(size), sections_(sections), capacity_(capacity),
-        floor_(sections, 0), remaining_(sections, 0), crossing_(sections + 1, 0), starts_(sections), ends_(sections + 1),
-        placed_(count, 0), offset_(count, 0), key_(count), rank_(count, 0) {
+        floor_(sections, 0), remaining_(sections, 0), gone_(sections + 1, 0), crossing_(sections + 1, 0),
+        starts_(sections), ends_(sections + 1), placed_(count, 0), offset_(count, 0), key_(count), rank_(count, 0) {
     uint64_t state = 0x9E3779B97F4A7C15ull;
     for (int b = 0; b < count; ++b) key_[b] = mix(state += 0x9E3779B97F4A7C15ull);
     for (int b = 0; b < count; ++b) {
@@ -50,11 +52,12 @@ class Search {
   // One descent with at most `limit` nodes under one order of the choices.
   Outcome run(int order, uint64_t seed, int64_t limit, double deadline) {
     limit_ = nodes_ + limit;
+    by_fit_ = seed % 2 == 0;
     deadline_ = deadline;
     uint64_t state = seed * 0xD1342543DE82EF95ull + 1;
     for (int b = 0; b < count_; ++b) {
       const double width = upper_[b] - lower_[b], height = static_cast<double>(size_[b]);
-      const double noise = 1.0 + 0.5 * static_cast<double>(mix(state += 0x9E3779B97F4A7C15ull) >> 40) / (1 << 24) * (seed > 0);
+      const double noise = 1.0 + NOISE * static_cast<double>(mix(state += 0x9E3779B97F4A7C15ull) >> 40) / (1 << 24) * (seed > 0);
       rank_[b] = noise * (order == 0 ? width : order == 1 ? height : order == 2 ? width * height : 1.0 / width);
     }
     auto first = [&](int a, int b) { return rank_[a] != rank_[b] ? rank_[a] > rank_[b] : a < b; };
@@ -138,6 +141,10 @@ class Search {
       const int64_t left = s > begin ? height(s - 1) : WALL, right = stop < end ? height(stop) : WALL;
       if (here < WALL && left > here && right > here) {
         const Valley valley{s, stop, here, left, right};
+        if (!supplied(valley)) {
+          remember(state);
+          return FAILED;
+        }
         for (int side = 0; side < 2; ++side) {
           choices(valley, side == 0, found);
           if (found.empty()) {
@@ -170,6 +177,25 @@ class Search {
     return FAILED;
   }
 
+  // Only what lives wholly within the valley's time can lie between its walls: the rest of each section has to fit above the lower wall.
+  bool supplied(const Valley& v) {
+    const int64_t wall = std::min(v.left, v.right);
+    if (wall >= WALL) return true;
+    int64_t inside = 0;
+    for (int s = v.begin; s < v.end; ++s) {
+      for (int b : starts_[s])
+        if (!placed_[b] && upper_[b] <= v.end) inside += size_[b], gone_[upper_[b]] += size_[b];
+      inside -= gone_[s];
+      gone_[s] = 0;
+      if (wall + remaining_[s] - inside > capacity_) {
+        std::fill(gone_.begin() + v.begin, gone_.begin() + v.end + 1, 0);
+        return false;
+      }
+    }
+    gone_[v.end] = 0;
+    return true;
+  }
+
   // What can lie in the valley's lower left (or right) corner: a buffer that begins (ends) there, or nothing.
   void choices(const Valley& v, bool from_left, std::vector<Choice>& found) {
     found.clear();
@@ -180,11 +206,12 @@ class Search {
       if (!twin) found.push_back({b, 0, 0, v.height});
     }
     // A buffer that fills the valley's width, or reaches a wall's very height, seldom does so by chance.
+    // Every other round, one of the short ones, believes it.
     auto fit = [&](const Choice& c) {
       const int64_t top = v.height + size_[c.buffer];
       return (top == v.left) + (top == v.right) + (lower_[c.buffer] == v.begin && upper_[c.buffer] == v.end);
     };
-    std::stable_sort(found.begin(), found.end(), [&](const Choice& a, const Choice& b) { return fit(a) > fit(b); });
+    if (by_fit_) std::stable_sort(found.begin(), found.end(), [&](const Choice& a, const Choice& b) { return fit(a) > fit(b); });
     // Leaving the corner empty wastes bytes: only where every section there can spare them.
     if (remaining_[from_left ? v.begin : v.end - 1] + v.height >= capacity_) return;
     int64_t least = WALL;
@@ -211,7 +238,7 @@ class Search {
   const int64_t* size_;
   const int sections_;
   const int64_t capacity_;
-  std::vector<int64_t> floor_, remaining_;
+  std::vector<int64_t> floor_, remaining_, gone_;
   std::vector<int> crossing_;
   std::vector<std::vector<int>> starts_, ends_;
   std::vector<char> placed_;
@@ -223,7 +250,16 @@ class Search {
   uint64_t* const dead_ = table_.get();
   int64_t nodes_ = 0, limit_ = 0;
   double deadline_ = 0;
+  bool by_fit_ = true;
 };
+
+// 1 1 2 1 1 2 4 1 1 2 ...: how long each round searches (Luby, Sinclair and Zuckerman 1993).
+// Most packings fall at once to some order, or to none soon.
+int64_t luby(uint64_t number) {
+  uint64_t power = 1;
+  while (2 * power - 1 < number) power *= 2;
+  return number == 2 * power - 1 ? static_cast<int64_t>(power) : luby(number - power + 1);
+}
 
 }  // namespace
 
@@ -234,15 +270,13 @@ extern "C" int lowtide_pack(int count, const int32_t* lower, const int32_t* uppe
   if (!search.ready()) return 2;
   if (!search.fits()) return 0;
   const double deadline = Search::now() + seconds;
-  int64_t limit = 2000;
   for (uint64_t round = 0;; ++round) {
     for (int order = 0; order < 4; ++order) {
-      const int outcome = search.run(order, round, limit, deadline);
+      const int outcome = search.run(order, round, FIRST_NODES * luby(round + 1), deadline);
       *nodes = search.nodes();
       if (outcome == SOLVED) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
       if (outcome != STOPPED) return outcome;
       if (Search::now() > deadline) return STOPPED;
     }
-    limit += limit / 2;
   }
 }

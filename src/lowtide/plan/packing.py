@@ -7,8 +7,10 @@ Every packing can be pushed down until each buffer stands on the floor or on ano
 time: in a *valley* of the skyline (a run of sections whose neighbours stand higher) the lower left corner belongs to a buffer that begins
 there and ends within the valley, or it stays empty, which wastes bytes that its sections have to be able to spare. Either corner of any
 valley may be decided first; the one with the fewest choices is, and one without any ends the branch. Buffers whose tops meet a wall's height
-exactly, or that fill the valley's width, are tried first: sizes seldom agree by chance. Parts of time that no unplaced buffer joins are
-solved one by one, states that failed are remembered, and the search starts over with other orders when it gets stuck. The canonical form is
+exactly, or that fill the valley's width, are tried first, every other time: sizes seldom agree by chance. Between a valley's walls only those can lie
+that live wholly within it; where they are too few to reach the lower wall, the branch ends. Parts of time that no unplaced buffer joins are
+solved one by one, states that failed are remembered, and the search starts over with other orders, after few states mostly (Luby, Sinclair and Zuckerman
+1993): what an order does not solve soon, it seldom solves late. The canonical form is
 that of MiniMalloc (Moffitt, ASPLOS 2023, section 4); the corners are those of perfect rectangle packing.
 
 `packing.cpp` is the same search compiled; this module falls back to Python where there is no compiler.
@@ -32,7 +34,8 @@ Outcome = Literal["found", "impossible", "stopped"]
 _OUTCOMES: dict[int, Outcome] = {0: "impossible", 1: "found", 2: "stopped"}
 _WALL = 1 << 61
 _REMEMBERED = 1 << 20
-_FIRST_NODES = 2000
+_FIRST_NODES = 400
+_NOISE = 4.0
 
 
 class Packing(NamedTuple):
@@ -77,6 +80,16 @@ def _library() -> ctypes.CDLL | None:
     return load(Path(__file__).with_name("packing.cpp"))
 
 
+def _luby(number: int) -> int:
+    """1 1 2 1 1 2 4 1 1 2 ...: how long each round searches.
+
+    >>> [_luby(k) for k in range(1, 10)]
+    [1, 1, 2, 1, 1, 2, 4, 1, 1]
+    """
+    power = 1 << (number.bit_length() - 1)
+    return power if number == 2 * power - 1 else _luby(number - power + 1)
+
+
 class _Stopped(Exception):
     """Time or nodes are used up."""
 
@@ -105,24 +118,24 @@ class _Search:
             self.ends[end].append(b)
         self.nodes = self.limit = 0
         self.deadline = 0.0
+        self.by_fit = True
 
     def run(self, seconds: float) -> Packing:
         """Search with growing effort under changing orders."""
         if any(bytes_ > self.capacity for bytes_ in self.remaining):
             return Packing("impossible", None, 0)
         self.deadline = time.monotonic() + seconds
-        effort, before = _FIRST_NODES, sys.getrecursionlimit()
+        before = sys.getrecursionlimit()
         sys.setrecursionlimit(max(before, 6 * len(self.size) + 2000))
         try:
             for number in range(1 << 30):
                 self._order(number % 4, number // 4)
-                self.limit = self.nodes + effort
+                self.limit = self.nodes + _FIRST_NODES * _luby(number // 4 + 1)
                 try:
                     found = self._solve(0, self.sections)
                 except _Stopped:
                     if time.monotonic() > self.deadline:
                         break
-                    effort += effort // 8
                     continue
                 offsets = np.array(self.offset, dtype=np.int64) if found else None
                 return Packing("found" if found else "impossible", offsets, self.nodes)
@@ -132,13 +145,14 @@ class _Search:
 
     def _order(self, order: int, seed: int) -> None:
         source = random.Random(seed)
+        self.by_fit = seed % 2 == 0
         measures = (
             lambda b: self.last[b] - self.first[b],
             lambda b: self.size[b],
             lambda b: (self.last[b] - self.first[b]) * self.size[b],
             lambda b: 1 / (self.last[b] - self.first[b]),
         )
-        rank = [measures[order](b) * (1 + 0.5 * source.random() * (seed > 0)) for b in range(len(self.size))]
+        rank = [measures[order](b) * (1 + _NOISE * source.random() * (seed > 0)) for b in range(len(self.size))]
         for lists in (self.starts, self.ends):
             for entries in lists:
                 entries.sort(key=lambda b: (-rank[b], b))
@@ -229,6 +243,8 @@ class _Search:
             left = self._height(s - 1) if s > begin else _WALL
             right = self._height(stop) if stop < end else _WALL
             if here < min(left, right):
+                if not self._supplied(s, stop, min(left, right)):
+                    return []
                 for from_left in (True, False):
                     found = self._choices(s, stop, here, left, right, from_left)
                     if best is None or len(found) < len(best):
@@ -238,6 +254,17 @@ class _Search:
             s = stop
         return best or []
 
+    def _supplied(self, begin: int, end: int, wall: int) -> bool:
+        """Only what lives wholly within the valley's time can lie between its walls: the rest of each section has to fit above the lower one."""
+        if wall >= _WALL:
+            return True
+        inside = [b for s in range(begin, end) for b in self.starts[s] if not self.placed[b] and self.last[b] <= end]
+        own = [0] * (end - begin)
+        for b in inside:
+            for s in range(self.first[b], self.last[b]):
+                own[s - begin] += self.size[b]
+        return all(wall + self.remaining[s] - own[s - begin] <= self.capacity for s in range(begin, end))
+
     def _choices(self, begin: int, end: int, height: int, left: int, right: int, from_left: bool) -> list[tuple[int, int, int, int]]:
         first, last, size = self.first, self.last, self.size
         inside = [b for s in range(begin, end) for b in self.starts[s] if not self.placed[b] and last[b] <= end]
@@ -245,7 +272,8 @@ class _Search:
         corner = [b for b in corner if first[b] >= begin and last[b] <= end]
         kinds = {(first[b], last[b], size[b]): b for b in reversed(corner)}
         found = [b for b in corner if kinds[first[b], last[b], size[b]] == b]
-        found.sort(key=lambda b: -((height + size[b] == left) + (height + size[b] == right) + (first[b] == begin and last[b] == end)))
+        if self.by_fit:
+            found.sort(key=lambda b: -((height + size[b] == left) + (height + size[b] == right) + (first[b] == begin and last[b] == end)))
         choices = [(b, 0, 0, height) for b in found]
         start, stop = begin, end
         if from_left:

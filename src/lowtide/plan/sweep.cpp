@@ -67,10 +67,12 @@ class Sweep {
     std::vector<Placement> history;
     std::unordered_set<uint64_t> seen;
     for (int b : order_) {
-      if (now() > deadline) return false;
       choices.clear();
       seen.clear();
-      for (int k = 0; k < static_cast<int>(beam.size()); ++k) expand(beam[k], k, b, choices, seen);
+      for (int k = 0; k < static_cast<int>(beam.size()); ++k) {
+        if (k % 64 == 0 && now() > deadline) return false;
+        expand(beam[k], k, b, choices, seen);
+      }
       if (choices.empty()) return false;
       if (choices.size() > width) {
         std::nth_element(choices.begin(), choices.begin() + width, choices.end(),
