@@ -45,7 +45,7 @@ def versus(found: dict[str, Any]) -> str:
     """The table against per-block checkpointing."""
     rows = [
         [
-            row["model"],
+            row["model"] + ("" if row.get("pages_kept") else " *"),
             f"{row['plain_seconds']:.2f}",
             _mib(row["plain_peak_bytes"]),
             _mib(row["rival_peak_bytes"]),
@@ -286,7 +286,7 @@ def main() -> None:
             "Same process, in turn, medians of the differences. *per block* is `torch.utils.checkpoint` (non-reentrant) on every block; lowtide's "
             "budget is the rival's measured peak; *lowtide* recomputes as the rival does, and *with the disk* it may move values there, too "
             "(`policies.mixed`). It *holds* when the peak is at or below the rival's, the extra time at most half of the rival's, and a budget "
-            "of 100 % costs under 3 %. The C library keeps the pages of freed memory."
+            "of 100 % costs under 3 %. The C library keeps the pages of freed memory, but not in rows with a star, which are of an earlier run."
         )
         parts += ["", "## Against checkpointing every block", "", _where(found), "", text, "", versus(found)]
         brief = f"At the peak of `torch.utils.checkpoint` on every block ({_where(found)}):\n\n{versus(found)}"

@@ -108,8 +108,8 @@ def main(shapes: tuple[tuple[int, int], ...] = SHAPES, families: tuple[str, ...]
     for layers, width in shapes:
         for family in families:
             case = {"gpt": gpt, "llama": llama}[family](layers, width)
-            rows[case.name] = row_of(case)
-            save("versus_checkpoint", list(rows.values()), pages_kept=pages)
+            rows[case.name] = {**row_of(case), "pages_kept": pages}
+            save("versus_checkpoint", list(rows.values()))
 
 
 if __name__ == "__main__":
