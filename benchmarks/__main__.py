@@ -18,6 +18,8 @@ NAMES = (
     "mixes",
     "disk_tier",
     "parallel_memory",
+    "layer_times",
+    "long_sequence",
     "report",
 )
 

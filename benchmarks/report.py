@@ -244,6 +244,55 @@ def layouts() -> list[str]:
     return parts
 
 
+def layers() -> list[str]:
+    """What a layer of the 22B model and long sequences take, on every kind of device that they have been run on."""
+    parts: list[str] = []
+    for device in ("cuda", "cpu"):
+        found = _load(f"layer_times_{device}")
+        if found:
+            rows = [
+                [
+                    row["layer"],
+                    f"{1000 * row['forward_seconds']:.1f}",
+                    f"{1000 * row['backward_seconds']:.1f}",
+                    _percent(row["extra"]),
+                    _percent(row["published_extra"], 0) if row["published_extra"] is not None else "",
+                    _mib(row["peak_bytes"]),
+                ]
+                for row in found["rows"]
+            ]
+            shape = found["shape"]
+            text = (
+                f"A rank's share ({found['ranks']} ranks, collectives left out) of one layer with {shape['width']} features and {shape['heads']} heads, "
+                f"{shape['batch']} x {shape['sequence']} tokens, on {device}. *Published*: arXiv 2205.05198, table 4, the 22B model on eight A100s; what "
+                "recomputing costs depends on the device and the shape."
+            )
+            table = _table(["layer", "forward ms", "backward ms", "extra", "published", "peak MiB"], rows)
+            parts += ["", f"## A layer recomputed, {device}", "", _where(found), "", text, "", table]
+        found = _load(f"long_sequence_{device}")
+        if found:
+            rows = [
+                [
+                    f"{row['tokens']:,}",
+                    row["contender"],
+                    _mib(row["peak_bytes"]),
+                    f"{row['seconds']:.3f}",
+                    _percent(row["extra"]),
+                    _percent(row["predicted_extra"]) if row["predicted_extra"] is not None else "",
+                    f"{_mib(row['moved_bytes'])} in {_mib(row['reserved_bytes'])}" if row["moved_bytes"] is not None else "",
+                    _yes(row["holds"]) if row["moved_bytes"] is not None else "",
+                ]
+                for row in found["rows"]
+            ]
+            text = (
+                f"{found['layers']} layers of {found['width']} features on {device}; lowtide's saved values wait on the next tier. It *holds* when the peak is "
+                "the plan's within 1 % and the step takes at most 5 % longer than the plain one."
+            )
+            head = ["tokens", "", "peak MiB", "s", "extra", "predicted", "MiB moved, in a slab of", "holds"]
+            parts += ["", f"## Long sequences, {device}", "", _where(found), "", text, "", _table(head, rows)]
+    return parts
+
+
 def stores() -> list[str]:
     """What is known of moving values."""
     parts: list[str] = []
@@ -306,6 +355,7 @@ def main() -> None:
         text = "From the model to the plan: tracing, timing operations, solving and bounding."
         parts += ["", "## Planning", "", _where(found), "", text, "", planning(found)]
     parts += stores()
+    parts += layers()
     found = _load("parallel_memory")
     if found:
         most = max(abs(row["layer_bytes"] / row["formula_bytes"] - 1) for row in found["rows"])
