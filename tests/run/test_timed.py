@@ -7,10 +7,11 @@ import os
 import pytest
 import torch
 
+from lowtide.meter import available, counting_allocator
 from lowtide.plan import ways
 from lowtide.run.direct import IdleDirector
 from lowtide.run.timed import TimedRecorder
-from lowtide.run.watch import StepWatch
+from lowtide.run.watch import StepWatch, unwatched
 
 
 def test_dispatches_and_hooks_are_counted() -> None:
@@ -34,3 +35,18 @@ def test_a_tier_takes_time_from_a_step_only_where_no_core_is_left(monkeypatch: p
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
     assert ways._crowding() == 1
+
+
+@pytest.mark.skipif(not available(), reason="needs the counting allocator")
+@pytest.mark.parametrize("gone", [False, True])
+def test_a_watch_that_ends_while_it_pauses_leaves_nothing_behind(gone: bool) -> None:
+    before = counting_allocator().installs
+    watches = [StepWatch(lambda: None, lambda: None, torch.device("cpu"))]
+    assert counting_allocator().installs > before
+    with unwatched():
+        assert counting_allocator().installs == before
+        if gone:
+            watches.clear()
+        else:
+            watches[0].close()
+    assert counting_allocator().installs == before

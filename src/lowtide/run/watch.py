@@ -45,16 +45,18 @@ class _Stretch:
         self._device = device
         self._peak = _open(device)
         self._before = self._most = 0
+        self._over = False
         self.known = self._peak is not None
 
     def pause(self) -> None:
         """Stop measuring for a while."""
         self._most, self._before = self.peak_bytes, self.live_bytes
-        self.close()
+        self._stop()
 
     def resume(self) -> None:
-        """Go on, as if nothing had changed meanwhile."""
-        self._peak = _open(self._device) if self.known else None
+        """Go on, as if nothing had changed meanwhile, unless it has been closed."""
+        if self.known and not self._over:
+            self._peak = _open(self._device)
 
     @property
     def peak_bytes(self) -> int:
@@ -67,10 +69,17 @@ class _Stretch:
         return self._before + (self._peak.live_bytes if self._peak is not None else 0)
 
     def close(self) -> None:
-        """Stop measuring."""
+        """Stop measuring for good."""
+        self._over = True
+        self._stop()
+
+    def _stop(self) -> None:
         if self._peak is not None:
             self._peak.__exit__(None, None, None)
             self._peak = None
+
+    def __del__(self) -> None:
+        self._stop()
 
 
 class StepWatch:
