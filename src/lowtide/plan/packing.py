@@ -24,7 +24,7 @@ import sys
 import time
 from functools import lru_cache
 from pathlib import Path
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,20 +57,19 @@ def pack(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: f
     library = _library() if compiled else None
     if library is None:
         return _Search(first.tolist(), last.tolist(), size.tolist(), capacity).run(seconds)
-    begin, end = np.ascontiguousarray(first, np.int32), np.ascontiguousarray(last, np.int32)
-    sizes, offsets, nodes = np.ascontiguousarray(size, np.int64), np.zeros(len(size), np.int64), ctypes.c_int64(0)
-    outcome = library.lowtide_pack(
-        len(sizes),
-        begin.ctypes.data_as(ctypes.c_void_p),
-        end.ctypes.data_as(ctypes.c_void_p),
-        sizes.ctypes.data_as(ctypes.c_void_p),
-        int(end.max(initial=0)),
-        ctypes.c_int64(capacity),
-        ctypes.c_double(seconds),
-        offsets.ctypes.data_as(ctypes.c_void_p),
-        ctypes.byref(nodes),
-    )
+    nodes = ctypes.c_int64(0)
+    given, offsets = arguments(first, last, size, capacity, seconds)
+    outcome = library.lowtide_pack(*given, ctypes.byref(nodes))
     return Packing(_OUTCOMES[outcome], offsets if outcome == 1 else None, nodes.value)
+
+
+def arguments(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float) -> tuple[list[Any], Numbers]:
+    """What the compiled searches are called with, the place of the offsets last, and the offsets."""
+    begin, end = np.ascontiguousarray(first, np.int32), np.ascontiguousarray(last, np.int32)
+    sizes, offsets = np.ascontiguousarray(size, np.int64), np.zeros(len(size), np.int64)
+    buffers = [array.ctypes.data_as(ctypes.c_void_p) for array in (begin, end, sizes)]
+    limits = [int(end.max(initial=0)), ctypes.c_int64(capacity), ctypes.c_double(seconds)]
+    return [len(sizes), *buffers, *limits, offsets.ctypes.data_as(ctypes.c_void_p)], offsets
 
 
 @lru_cache(maxsize=1)

@@ -15,15 +15,13 @@ import ctypes
 from functools import lru_cache
 from pathlib import Path
 
-import numpy as np
-from numpy.typing import NDArray
-
-Numbers = NDArray[np.int64]
+from lowtide.plan.packing import Numbers, arguments
 
 
 def sweep(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float) -> Numbers | None:
     """Offsets below ``capacity`` for buffers that live in sections ``first`` to ``last`` (half open), or ``None`` where none are found.
 
+    >>> import numpy as np
     >>> found = sweep(np.array([0, 0, 1]), np.array([1, 2, 2]), np.array([4, 4, 4]), 8, 1.0)
     >>> found is None or sorted(int(at) for at in found) in ([0, 0, 4], [0, 4, 4])
     True
@@ -31,19 +29,8 @@ def sweep(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: 
     library = _library()
     if library is None:
         return None
-    begin, end = np.ascontiguousarray(first, np.int32), np.ascontiguousarray(last, np.int32)
-    sizes, offsets = np.ascontiguousarray(size, np.int64), np.zeros(len(size), np.int64)
-    found = library.lowtide_sweep(
-        len(sizes),
-        begin.ctypes.data_as(ctypes.c_void_p),
-        end.ctypes.data_as(ctypes.c_void_p),
-        sizes.ctypes.data_as(ctypes.c_void_p),
-        int(end.max(initial=0)),
-        ctypes.c_int64(capacity),
-        ctypes.c_double(seconds),
-        offsets.ctypes.data_as(ctypes.c_void_p),
-    )
-    return offsets if found else None
+    given, offsets = arguments(first, last, size, capacity, seconds)
+    return offsets if library.lowtide_sweep(*given) else None
 
 
 @lru_cache(maxsize=1)

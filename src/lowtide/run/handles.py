@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -31,15 +30,7 @@ class Kept:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, unless it was overwritten."""
-        watch = self.watch
-        if watch is None:
-            return self._unpack()
-        watch.backward_begins()
-        begin = time.perf_counter()
-        found = self._unpack()
-        watch.entries += 1
-        watch.recording_seconds += time.perf_counter() - begin
-        return found
+        return self._unpack() if self.watch is None else self.watch.unpacks(self._unpack, replays=False)
 
     def _unpack(self) -> torch.Tensor:
         if self.mover is not None:
@@ -73,15 +64,7 @@ class GivenUp:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, replayed or from the cache of an earlier replay."""
-        watch = self.watch
-        if watch is None:
-            return self._unpack()
-        watch.backward_begins()
-        begin = time.perf_counter()
-        found = self._unpack()
-        watch.entries += 1
-        watch.replay_seconds += time.perf_counter() - begin
-        return found
+        return self._unpack() if self.watch is None else self.watch.unpacks(self._unpack, replays=True)
 
     def _unpack(self) -> torch.Tensor:
         if self.mover is None:

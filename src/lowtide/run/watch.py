@@ -144,6 +144,19 @@ class StepWatch:
         private.at_backward_end(self._backward_ends)
         self._on_backward()
 
+    def unpacks(self, unpack: Callable[[], torch.Tensor], *, replays: bool) -> torch.Tensor:
+        """What ``unpack`` hands to backward, counted and timed: as replaying, or as what recording costs."""
+        self.backward_begins()
+        begin = time.perf_counter()
+        found = unpack()
+        self.entries += 1
+        seconds = time.perf_counter() - begin
+        if replays:
+            self.replay_seconds += seconds
+        else:
+            self.recording_seconds += seconds
+        return found
+
     def _backward_ends(self) -> None:
         self._marks.append(_now(self.device))
         self.close()

@@ -123,12 +123,17 @@ class WholeModel(Part):
         with self.autocast():
             return self.model(tokens, targets).loss
 
-    def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> float:
+    def _backward(self, batches: Sequence[Batch]) -> float:
+        """The mean loss; its gradients are added to the parameters'."""
         loss = 0.0
         for batch in batches:
             part = self._loss(*self.own(batch)) / len(batches)
             part.backward()
             loss += part.item()
+        return loss
+
+    def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> float:
+        loss = self._backward(batches)
         if not self.ranks.alone:
             allreduce_sequence_parallel_gradients(optimizer)
             average_gradients(self.model.parameters(), self.ranks.data)

@@ -163,11 +163,7 @@ class ShardedModel(WholeModel):
     # ---- a step ------------------------------------------------------------------------------------------------------------------
 
     def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> float:
-        loss = 0.0
-        for batch in batches:
-            part = self._loss(*self.own(batch)) / len(batches)
-            part.backward()
-            loss += part.item()
+        loss = self._backward(batches)
         allreduce_sequence_parallel_gradients(optimizer)
         return loss
 
