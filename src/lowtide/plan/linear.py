@@ -38,10 +38,10 @@ def linear_values(graph: StepGraph) -> frozenset[int]:
     Example:
         >>> import torch, lowtide
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
-        >>> graph = lowtide.trace(lambda: net(torch.randn(3, 8)).square().sum(), model=net)
-        >>> saved = {s.value: graph.operations[graph.values[s.value].producer] for s in graph.saved if graph.values[s.value].producer is not None}
-        >>> {op.name for value, op in saved.items() if value in linear_values(graph)} == {"aten.gelu.default"}  # read by a matrix product alone
-        True
+        >>> x = torch.randn(3, 8)
+        >>> graph = lowtide.trace(lambda: net(x).square().sum(), model=net)
+        >>> sorted(graph.operations[graph.values[value].producer].name for value in linear_values(graph))  # a matrix product alone reads it
+        ['aten.gelu.default']
     """
     saved = {s.value for s in graph.saved if s.droppable and graph.values[s.value].producer is not None}
     bit = {value: 1 << k for k, value in enumerate(sorted(saved))}
