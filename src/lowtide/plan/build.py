@@ -161,6 +161,7 @@ def make_plan(
         device=graph.device,
         window_bytes=window if rows else 0,
         transfer_seconds=simulation.traffic.seconds if simulation.traffic else 0.0,
+        crowding_seconds=simulation.traffic.crowding_seconds if simulation.traffic else 0.0,
     )
 
 

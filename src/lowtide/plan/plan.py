@@ -233,7 +233,8 @@ class Plan:
         moves: the values that leave the device or change their form, in the order of the forward.
         device: what the budget is about.
         window_bytes: the most bytes that wait for their copy out at one time, and the most that are fetched ahead of need.
-        transfer_seconds: what of `predicted_extra_seconds` is waiting for transfers, encoding and decoding.
+        transfer_seconds: what of `predicted_extra_seconds` is waiting for transfers, encoding and decoding, and `crowding_seconds`.
+        crowding_seconds: by how much the operations that run beside transfers take longer.
     """
 
     graph: str
@@ -257,6 +258,7 @@ class Plan:
     device: str = "cpu"
     window_bytes: int = 0
     transfer_seconds: float = 0.0
+    crowding_seconds: float = 0.0
 
     @property
     def changes_nothing(self) -> bool:

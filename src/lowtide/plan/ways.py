@@ -6,7 +6,6 @@ each decision that fits it.
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
@@ -163,16 +162,10 @@ def _codecs_behind(name: str, own: Sequence[Codec]) -> tuple[str, ...]:
 
 
 def _tier_link(stores: Stores, decision: Offload, device: torch.device) -> Link:
-    from lowtide.store.stores import measure_tier
+    from lowtide.store.measure import measure_tier
 
-    write, read, busy = measure_tier(stores.tier(decision.tier, decision.path, device), device)
-    return Link(write, read, _LATENCY_SECONDS, busy=busy * _crowding() if device.type == "cpu" else 0.0)
-
-
-def _crowding() -> float:
-    """The share of a transfer's work that the step's own threads wait for: none while a core is left over, all of it on a single core."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return 0.0 if torch.get_num_threads() < cores else 1 / cores
+    speed = measure_tier(stores.tier(decision.tier, decision.path, device), device)
+    return Link(speed.write_bytes_per_second, speed.read_bytes_per_second, _LATENCY_SECONDS, speed.busy)
 
 
 def _codec_link(codec: Codec, device: torch.device) -> Link:

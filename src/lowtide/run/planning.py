@@ -97,7 +97,7 @@ class Planned:
         whole = statistics.median(seconds for seconds, _ in self.seconds)
         replays = [again for _, again in self.seconds if again is not None]
         if replays:
-            extra = min(whole, statistics.median(replays))
+            extra = min(whole, statistics.median(replays) + self.plan.crowding_seconds)  # which no clock of the executor sees
         else:
             extra = self.plan.predicted_extra_seconds * whole / predicted
         return self.plan.at_pace(whole - extra, extra)

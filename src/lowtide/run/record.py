@@ -57,12 +57,10 @@ class Findings:
     Attributes:
         kept: operation names that did not reproduce, with the reason; their results were kept.
         given_up_bytes: bytes of the saved tensors that were given up.
-        kept_bytes: bytes of those that were kept.
     """
 
     kept: dict[str, str] = field(default_factory=dict)
     given_up_bytes: int = 0
-    kept_bytes: int = 0
 
 
 class Recorder(TorchDispatchMode):
@@ -441,14 +439,14 @@ class Recorder(TorchDispatchMode):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``: keep it, or hold what brings it back."""
+        if type(tensor) is torch.nn.Parameter:  # the commonest, and no plan gives it up
+            return Kept(tensor, self.watch, self.mover)
         if is_wrapper(tensor):
             return Wrapped(tensor, self.pack)
         if not has_plain_storage(tensor):
             return Kept(tensor, self.watch)
-        storage = tensor.untyped_storage()
-        entry = self._given.get(storage._cdata)
+        entry = self._given.get(tensor.untyped_storage()._cdata)
         if entry is None:
-            self.findings.kept_bytes += storage.nbytes()
             return Kept(tensor, self.watch, self.mover)
         with unrecorded():
             return self._give_up(entry[0], tensor)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -13,7 +12,7 @@ from lowtide.errors import PlanError
 from lowtide.store.codec import Codec, codec_named
 from lowtide.store.disk import Disk
 from lowtide.store.host import Host
-from lowtide.store.tier import BUFFER_BYTES, Fault, Tier
+from lowtide.store.tier import Fault, Tier
 
 
 class Stores:
@@ -101,26 +100,3 @@ class Stores:
 
     def __exit__(self, *_: object) -> None:
         self.close()
-
-
-def measure_tier(tier: Tier, device: torch.device, total_bytes: int = 96 << 20) -> tuple[float, float, float]:
-    """Bytes a second written to and read from a tier, and the share of a core that a transfer takes, by moving ``total_bytes`` there and back."""
-    size = 4 * BUFFER_BYTES
-    data = torch.ones(size, dtype=torch.uint8, device=device)
-    slots = [tier.take(size) for _ in range(max(1, total_bytes // size))]
-    speeds = []
-    busy = time.process_time()
-    whole = time.perf_counter()
-    for writes in (True, False):
-        (tier.write(data, slots[0]) if writes else tier.read(slots[0], data)).wait()
-        begin = time.perf_counter()
-        waiting = [tier.write(data, slot) if writes else tier.read(slot, data) for slot in slots]
-        for transfer in waiting:
-            transfer.wait()
-        if device.type != "cpu":
-            torch.get_device_module(device.type).synchronize(device)
-        speeds.append(size * len(slots) / max(time.perf_counter() - begin, 1e-9))
-    share = (time.process_time() - busy) / (time.perf_counter() - whole)
-    for slot in slots:
-        slot.release()
-    return speeds[0], speeds[1], share

@@ -1,0 +1,73 @@
+"""What is measured of a tier, on a clock that the test moves: speeds beside a computation, and what the transfers take from it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from lowtide.store.measure import measure_tier
+from lowtide.store.tier import Slot, StoreError, Transfer
+
+
+class Clock:
+    """Seconds that pass only where the test says so."""
+
+    def __init__(self) -> None:
+        self.now = 0.0
+
+    def __call__(self) -> float:
+        return self.now
+
+
+class Slow:
+    """A tier that moves its bytes while somebody computes: each computation lets one transfer finish, and takes longer for it."""
+
+    def __init__(self, clock: Clock, slower: float) -> None:
+        self.clock, self.slower = clock, slower
+        self.under_way: list[Transfer] = []
+
+    def take(self, bytes_: int) -> Slot:
+        slot = Slot.__new__(Slot)
+        slot.region, slot.writing = None, None
+        return slot
+
+    def write(self, data: torch.Tensor, slot: Slot) -> Transfer:
+        self.under_way.append(Transfer(data.numel()))
+        return self.under_way[-1]
+
+    def read(self, slot: Slot, data: torch.Tensor) -> Transfer:
+        return self.write(data, slot)
+
+    def compute(self) -> None:
+        self.clock.now += 0.004 * (self.slower if self.under_way else 1.0)
+        if self.under_way:
+            self.under_way.pop(0).finish()
+
+
+@pytest.mark.parametrize(("slower", "busy"), [(1.0, 0.0), (1.25, 0.2), (2.0, 0.5)])
+def test_what_transfers_take_from_a_computation(slower: float, busy: float) -> None:
+    clock = Clock()
+    tier = Slow(clock, slower)
+    found = measure_tier(tier, torch.device("cpu"), 48 << 20, compute=tier.compute, clock=clock)  # type: ignore[arg-type]
+    assert found.busy == pytest.approx(busy)
+    assert found.write_bytes_per_second == found.read_bytes_per_second == pytest.approx((16 << 20) / (0.004 * slower))
+
+
+def test_a_tier_that_fails_says_so() -> None:
+    clock = Clock()
+    tier = Slow(clock, 1.0)
+
+    def fail() -> None:
+        clock.now += 0.004
+        if tier.under_way:
+            tier.under_way.pop(0).finish(StoreError("there is no room"))
+
+    with pytest.raises(StoreError, match="no room"):
+        measure_tier(tier, torch.device("cpu"), 16 << 20, compute=fail, clock=clock)  # type: ignore[arg-type]
+
+
+def test_a_slow_tier_is_not_measured_for_long() -> None:
+    clock = Clock()
+    tier = Slow(clock, 1000.0)
+    measure_tier(tier, torch.device("cpu"), 16 << 20, compute=tier.compute, clock=clock)  # type: ignore[arg-type]
+    assert clock.now < 2 * 4.0 + 1, "one round: a write and a read of 4 s each"
