@@ -86,7 +86,7 @@ def keep_pages() -> bool:
     return bool(mapped and mallopt(_TRIM_THRESHOLD, _LARGEST_INT))
 
 
-def total_peak(model: torch.nn.Module, batch: dict[str, Any], step: Callable[[], None]) -> int:
+def total_peak(model: torch.nn.Module, batch: dict[str, Any], step: Callable[[], object]) -> int:
     """Measured peak of a step in bytes: what stands before it and what it adds at most."""
     model.zero_grad(set_to_none=True)
     gc.collect()

@@ -1,6 +1,7 @@
 """One layer of the 22B model as one of eight tensor-parallel ranks computes it: plain, recomputed in full, and selectively.
 
 python -m benchmarks layer_times
+python -m benchmarks.layer_times --smoke    a few steps of a small layer, to see that all of it runs; writes nothing
 
 The rows of arXiv 2205.05198, table 4, that need no second device, as ratios to the plain layer: there the whole layer on eight A100s, collectives included,
 here a rank's share of its matrices and heads without them. On a GPU in bfloat16 at the paper's sizes; on a CPU in float32 at an eighth of the
@@ -9,6 +10,8 @@ sequence and of the width, which says that it works and not how fast a GPU is.
 
 from __future__ import annotations
 
+import argparse
+import random
 import statistics
 import time
 import warnings
@@ -22,10 +25,14 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from benchmarks.common import save
+from benchmarks.common import keep_pages, save, total_peak
 from lowtide import meter, policies
+from lowtide.models.common import CausalAttention, Dropout
 
 RANKS = 8
+DROPOUT = 0.1
+WARMUP = 13
+"""Steps of each before any is measured: under a plan one is verified, one listened to, and nine are timed, all of which take longer."""
 PUBLISHED = {"full": 0.39, "selective": 0.07}
 """Overhead of forward and backward over the baseline (arXiv 2205.05198, table 4)."""
 
@@ -41,6 +48,9 @@ class Shape:
     dtype: torch.dtype
 
 
+SMOKE = Shape(64, 8, 32, 2, torch.float32)
+
+
 def shape_on(device: str) -> Shape:
     """The 22B model's on a GPU, a small one on a CPU."""
     if device == "cuda":
@@ -49,7 +59,10 @@ def shape_on(device: str) -> Shape:
 
 
 class RankLayer(nn.Module):
-    """A transformer layer's share of one rank: all of the width comes in and goes out, an eighth of heads and hidden features lies between."""
+    """A transformer layer's share of one rank: all of the width comes in and goes out, an eighth of heads and hidden features lies between.
+
+    Attention is a chain of separate operations, and each dropout keeps one byte an element on every device, as the paper counts.
+    """
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
@@ -58,41 +71,28 @@ class RankLayer(nn.Module):
         self.norm1, self.norm2 = nn.LayerNorm(shape.width), nn.LayerNorm(shape.width)
         self.qkv, self.out = nn.Linear(shape.width, 3 * mine), nn.Linear(mine, shape.width)
         self.up, self.down = nn.Linear(shape.width, 4 * mine), nn.Linear(4 * mine, shape.width)
-        self.core = Core()
+        self.core, self.dropout = CausalAttention(DROPOUT, fused=False), Dropout(DROPOUT)
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, _ = x.shape
         q, k, v = (t.view(batch, sequence, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
-        x = x + functional.dropout(self.out(self.core(q, k, v).transpose(1, 2).reshape(batch, sequence, -1)), 0.1)
-        return x + functional.dropout(self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh")), 0.1)
-
-
-class Core(nn.Module):
-    """Attention in its separate operations: what selective recomputation runs again."""
-
-    def forward(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        scores = q @ k.transpose(-1, -2) * q.shape[-1] ** -0.5
-        mask = torch.ones(q.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        return functional.dropout(torch.softmax(scores.masked_fill(mask, float("-inf")), -1), 0.1) @ v
+        x = x + self.dropout(self.out(self.core(q, k, v).transpose(1, 2).reshape(batch, sequence, -1)))
+        return x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh")))
 
 
 class Net(nn.Module):
-    """The layer and a loss."""
+    """The layer, and a number to go back from that costs next to nothing beside it."""
 
     def __init__(self, shape: Shape) -> None:
         super().__init__()
         self.layer = RankLayer(shape)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.layer(x).float().square().mean()
+        return self.layer(x).sum()
 
 
-def main(seconds_for_it: float = 60.0) -> None:
-    """Run and write benchmarks/results/layer_times_{device}.json."""
-    warnings.simplefilter("ignore")
-    device = "cuda" if torch.cuda.is_available() else "cpu"
-    shape = shape_on(device)
-    x = torch.randn(shape.batch, shape.sequence, shape.width, device=device, dtype=shape.dtype)
+def contenders(shape: Shape, device: str) -> dict[str, Net]:
+    """The same layer four times."""
     nets: dict[str, Net] = {}
     for name in ("plain", "full", "selective", "torch.utils.checkpoint"):
         torch.manual_seed(0)
@@ -101,47 +101,90 @@ def main(seconds_for_it: float = 60.0) -> None:
     lowtide.limit_memory(nets["selective"], policy=policies.selective())
     forward = nets["torch.utils.checkpoint"].layer.forward
     nets["torch.utils.checkpoint"].layer.forward = lambda x: checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
+    return nets
+
+
+def held_bytes(net: Net, x: Tensor) -> int:
+    """What a layer keeps from forward to backward, its input included: the part of the memory that a model has of every layer at once."""
+    net.zero_grad(set_to_none=True)  # as in every step
+    x.grad = None
+    with meter.peak(x.device) as seen:
+        loss = net(x)
+        held = seen.live_bytes
+    loss.backward()
+    return held + x.nbytes
+
+
+def layer_rows(shape: Shape, device: str, seconds: float, least: int = 11) -> list[dict[str, Any]]:
+    """One row a contender.
+
+    Args:
+        shape: of the layer.
+        device: where it runs.
+        seconds: how long to go on with rounds of one step of each.
+        least: rounds at least.
+    """
+    # the input needs a gradient, as what the layer before gave does
+    x = torch.randn(shape.batch, shape.sequence, shape.width, device=device, dtype=shape.dtype, requires_grad=True)
+    nets = contenders(shape, device)
     timed = {name: _step(net, x) for name, net in nets.items()}
     for step in timed.values():
-        for _ in range(4):
+        for _ in range(WARMUP):
             step()
-    peaks = {name: meter.measure(step, timeline=False).peak_bytes for name, step in timed.items()}
+    held, peaks = {}, {}
+    for name, step in timed.items():
+        held[name] = held_bytes(nets[name], x)
+        x.grad = None
+        peaks[name] = total_peak(nets[name], {"x": x}, step)
     begin = time.perf_counter()
     for step in timed.values():
         step()
-    rounds = min(200, max(11, int(seconds_for_it / (time.perf_counter() - begin))))
+    rounds = min(200, max(least, int(seconds / (time.perf_counter() - begin))))
     found: dict[str, list[tuple[float, float]]] = {name: [] for name in timed}
+    draw, order = random.Random(0), list(timed)
     for _ in range(rounds):
-        for name, step in timed.items():
-            found[name].append(step())
+        draw.shuffle(order)  # no step always follows the same one
+        for name in order:
+            found[name].append(timed[name]())
     base = statistics.median(sum(pair) for pair in found["plain"])
-    rows: list[dict[str, Any]] = []
-    for name, pairs in found.items():
-        extra = statistics.median(sum(a) - sum(b) for a, b in zip(pairs, found["plain"], strict=True)) / base
-        rows.append(
-            {
-                "layer": name,
-                "forward_seconds": statistics.median(a for a, _ in pairs),
-                "backward_seconds": statistics.median(b for _, b in pairs),
-                "extra": extra,
-                "published_extra": PUBLISHED.get(name),
-                "peak_bytes": peaks[name],
-                "rounds": rounds,
-            }
-        )
-        print(rows[-1], flush=True)
-    shown = {k: str(v) if isinstance(v, torch.dtype) else v for k, v in vars(shape).items()}
-    save(f"layer_times_{device}", rows, shape=shown, ranks=RANKS)
+    return [
+        {
+            "layer": name,
+            "forward_seconds": statistics.median(a for a, _ in pairs),
+            "backward_seconds": statistics.median(b for _, b in pairs),
+            "extra": statistics.median(sum(a) - sum(b) for a, b in zip(pairs, found["plain"], strict=True)) / base,
+            "published_extra": PUBLISHED.get(name),
+            "held_bytes": held[name],
+            "peak_bytes": peaks[name],
+            "rounds": rounds,
+        }
+        for name, pairs in found.items()
+    ]
+
+
+def main(smoke: bool = False) -> None:
+    """Run, and write benchmarks/results/layer_times_{device}.json unless it is for the smoke only."""
+    warnings.simplefilter("ignore")
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    pages = keep_pages()
+    shape = SMOKE if smoke else shape_on(device)
+    rows = layer_rows(shape, device, 0.0, least=2) if smoke else layer_rows(shape, device, 60.0)
+    for row in rows:
+        print(row, flush=True)
+    if not smoke:
+        shown = {k: str(v) if isinstance(v, torch.dtype) else v for k, v in vars(shape).items()}
+        save(f"layer_times_{device}", rows, shape=shown, ranks=RANKS, pages_kept=pages)
 
 
 def _step(net: Net, x: Tensor) -> Callable[[], tuple[float, float]]:
     def now() -> float:
         if x.device.type == "cuda":
-            torch.cuda.synchronize()
+            torch.cuda.synchronize(x.device)
         return time.perf_counter()
 
     def step() -> tuple[float, float]:
         net.zero_grad(set_to_none=True)
+        x.grad = None
         begin = now()
         loss = net(x)
         middle = now()
@@ -152,4 +195,6 @@ def _step(net: Net, x: Tensor) -> Callable[[], tuple[float, float]]:
 
 
 if __name__ == "__main__":
-    main()
+    parser = argparse.ArgumentParser(description="Times of one layer, recomputed or not.")
+    parser.add_argument("--smoke", action="store_true", help="a few steps of a small layer; writes nothing")
+    main(parser.parse_args().smoke)

@@ -1,11 +1,11 @@
-"""Makes the helpers of this folder importable, and a text to train on."""
+"""Makes the helpers of this folder and the benchmarks importable, and a text to train on."""
 
 import sys
 from pathlib import Path
 
 import pytest
 
-sys.path.insert(0, str(Path(__file__).parent))
+sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 
 @pytest.fixture(scope="session")

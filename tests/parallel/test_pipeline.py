@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import needs_gloo, on_ranks
+from ranks import collectives_at_once, needs_gloo, on_ranks
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.pipelining import PipelineStage
 
 import lowtide
@@ -107,6 +108,10 @@ def test_schedules_give_the_losses_and_gradients_of_one_process(ranks: int) -> N
 SHAPE = {"layers": 4, "width": 64, "heads": 4, "hidden_width": 256, "dropout": 0.1, "fused_attention": False, "positions": 64}
 
 
+FEW_NUMBERS = 64
+"""Bytes of numbers that autograd keeps, such as the factor of a layer's scores."""
+
+
 def layer_bytes(width: int, heads: int, batch: int, sequence: int, element: int) -> int:
     """Table 2 without parallelism, sbh (34 + 5as/h) at two bytes an element, for elements of any size; with the statistics of two norms."""
     tokens = sequence * batch
@@ -114,11 +119,17 @@ def layer_bytes(width: int, heads: int, batch: int, sequence: int, element: int)
     return tokens * width * (16 * element + 2) + core + 2 * 2 * tokens * element
 
 
-def in_flight(capacity: int | None) -> tuple[int, int, int, int]:
-    """Live bytes of the first stage when its first backward begins, above the standing ones: (measured, counted, in flight, one output)."""
-    model = make("gpt", **SHAPE)
-    micro_batches = 2 * dist.get_world_size()
-    built = pipeline(model, "1f1b", micro_batches, Window(capacity))
+def in_flight(capacity: int | None, mesh: DeviceMesh | None = None) -> tuple[int, int, int, int]:
+    """Live bytes of the first stage when its first backward begins, above the standing ones: (measured, counted, in flight, one output).
+
+    With a mesh of ("pp", "tp") the stages are shared with sequence parallelism, and everything that is counted is a rank's part.
+    """
+    stages, sharing, group = dist.get_world_size(), 1, None
+    if mesh is not None:
+        stages, sharing, group = mesh["pp"].size(), mesh["tp"].size(), mesh["pp"].get_group()
+    model = make("gpt", None if mesh is None else mesh["tp"], mesh is not None, **SHAPE)
+    micro_batches = 2 * stages
+    built = pipeline(model, "1f1b", micro_batches, Window(capacity), group)
     tokens, targets = data(micro_batches)
     built.step(tokens, targets)  # gradients are there from now on
     seen: list[int] = []
@@ -134,8 +145,8 @@ def in_flight(capacity: int | None) -> tuple[int, int, int, int]:
         built.step(tokens, targets)
     PipelineStage.backward_one_chunk = backward  # type: ignore[method-assign]
     held = list(built.modules[0].model.blocks.children())
-    each = layer_bytes(64, 4, BATCH, SEQUENCE, 4) * len(held)
-    stub = BATCH * SEQUENCE * 64 * 4
+    each = layer_bytes(64, 4, BATCH, SEQUENCE, 4) * len(held) // sharing
+    stub = BATCH * SEQUENCE * 64 * 4 // sharing
     return seen[0], each, built.in_flight, stub
 
 
@@ -156,6 +167,22 @@ def test_the_first_stage_holds_what_table_2_says_for_its_layers_and_micro_batche
     # Appendix B: an output more for each micro-batch in flight would be 5 % of it
     counted = count * (each + output // 4) + output
     assert measured == pytest.approx(counted, rel=2e-3), f"{measured} bytes in flight, {counted} by the formula"
+
+
+def shared_in_flight() -> tuple[int, int, int, int]:
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
+    with meter.peak("cpu"), collectives_at_once():  # counting from the start, so that what is freed later is known
+        return in_flight(None, mesh)
+
+
+def test_a_first_stage_that_is_shared_holds_its_part_of_that() -> None:
+    """sbhL (34 / t + 5as / ht): t = 2 ranks with sequence parallelism share each of p = 2 stages."""
+    for measured, each, count, output in on_ranks(4, shared_in_flight)[:2]:
+        assert count == 2
+        # tokens as the rank's rows of the table take them, which of them are its own, and the places: of each micro-batch in flight
+        looked_up = BATCH * SEQUENCE * (8 + 1) + SEQUENCE * 8
+        counted = count * (each + output // 4 + looked_up) + output
+        assert measured == pytest.approx(counted, abs=FEW_NUMBERS), f"{measured} bytes in flight, {counted} by the formula"
 
 
 def test_the_window_keeps_some_whole_and_recomputes_the_rest(first_stage: Any) -> None:

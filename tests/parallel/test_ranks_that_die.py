@@ -18,8 +18,11 @@ from typing import Any
 import pytest
 import torch
 from ranks import needs_gloo
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.pipelining import PipelineStage
 
 from lowtide.errors import LowtideError
+from lowtide.parallel import linear
 from lowtide.train import alive, checkpoint
 from lowtide.train.options import TrainOptions
 from lowtide.train.part import WholeModel
@@ -28,6 +31,7 @@ from lowtide.train.trainer import train
 
 pytestmark = [needs_gloo, pytest.mark.skipif(sys.platform == "win32", reason="needs signals")]
 MINUTE = 60.0
+MICRO_BATCHES = 3
 
 
 def options(text: Path, **changes: Any) -> TrainOptions:
@@ -62,10 +66,9 @@ def body(rank: int, size: int, port: int, asked: TrainOptions, harm: Callable[[i
 
 
 def run(
-    asked: TrainOptions, harm: Callable[[int], None], folder: Path, stays: int | None = None
+    asked: TrainOptions, harm: Callable[[int], None], folder: Path, stays: int | None = None, size: int = 3
 ) -> tuple[dict[int, str], dict[int, int | None], float]:
-    """What each of three ranks said at last, its exit code, and how long it all took; ``stays`` is one that is not waited for."""
-    size = 3
+    """What each of the ranks said at last, its exit code, and how long it all took; ``stays`` is one that is not waited for."""
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("fork")
     port = free_port()
@@ -146,6 +149,34 @@ def in_a_checkpoint(rank: int) -> None:
     checkpoint.write = dies
 
 
+def in_a_reduce_scatter(rank: int) -> None:
+    """Rank 1 dies in the backward of its second step, where a column-parallel layer would send the input's gradient: the other waits for it."""
+    step, scatter, begun = WholeModel.step, linear.reduce_scatter, []
+
+    def counted(self: Any, *args: Any) -> Any:
+        begun.append(True)
+        return step(self, *args)
+
+    def dies(x: Any, *args: Any) -> Any:
+        if rank == 1 and len(begun) == 2 and not isinstance(x, FakeTensor):
+            die()
+        return scatter(x, *args)
+
+    WholeModel.step, linear.reduce_scatter = counted, dies
+
+
+def between_stages(rank: int) -> None:
+    """Rank 1, the middle stage of three, dies in its second step with a micro-batch behind it and another before it."""
+    forward, count = PipelineStage.forward_one_chunk, iter(range(100))
+
+    def dies(*args: Any, **options: Any) -> Any:
+        if rank == 1 and next(count) == MICRO_BATCHES + 1:
+            die()
+        return forward(*args, **options)
+
+    PipelineStage.forward_one_chunk = dies  # type: ignore[method-assign]
+
+
 def with_an_error(rank: int) -> None:
     """Rank 2 fails on its own."""
     step, count = WholeModel.step, iter(range(100))
@@ -189,6 +220,24 @@ def test_the_others_end_and_name_it(text: Path, tmp_path: Path, harm: Any, victi
         assert codes[rank] in (1, 2)
     if harm in (in_a_step, in_a_collective):
         assert all("died during step 2" in said[rank] for rank in {0, 1, 2} - {victim}), said
+
+
+@pytest.mark.parametrize(
+    ("harm", "layout"),
+    [
+        (in_a_reduce_scatter, {"tp": 2, "sequence_parallel": True}),
+        (between_stages, {"model": "gpt-tiny", "pp": 3, "grad_accum": MICRO_BATCHES}),
+    ],
+    ids=["tensor", "pipeline"],
+)
+def test_the_others_end_wherever_they_wait_for_it(text: Path, tmp_path: Path, harm: Any, layout: dict[str, Any]) -> None:
+    """In a layer's collective, and in what stages send each other."""
+    size = layout.get("tp", layout.get("pp"))
+    said, codes, seconds = run(options(text, dp=1, **layout), harm, tmp_path / "run", size=size)
+    assert len(codes) == size and seconds < MINUTE, f"ranks hang: {codes}, {said}"
+    for rank in set(range(size)) - {1}:
+        assert "rank 1 (process" in said[rank] and "died during step 2" in said[rank], said
+        assert codes[rank] in (1, 2)
 
 
 def test_one_that_falls_silent_is_named(text: Path, tmp_path: Path) -> None:
