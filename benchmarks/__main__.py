@@ -26,6 +26,9 @@ NAMES = (
 
 def main(names: list[str]) -> int:
     """Run each; returns the exit code: the first that is not zero."""
+    if {"-h", "--help"} & set(names):
+        print(f"python -m benchmarks [NAME ...]: runs all, or those of {', '.join(NAMES)}")
+        return 0
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         print(f"there is no benchmark {unknown[0]!r}: choose of {', '.join(NAMES)}", file=sys.stderr)

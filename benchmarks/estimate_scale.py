@@ -111,7 +111,9 @@ def write_docs(data: dict[str, Any]) -> None:
         [
             [
                 str(place),
-                *(str(one[key]) for key in ("tp", "pp", "dp", "zero", "micro_batch", "recompute")),
+                f"{one['tp']}{' sp' if one['sequence_parallel'] else ''}",
+                str(one["pp"]) + (f" x{one['interleave']}" if one["interleave"] > 1 else ""),
+                *(str(one[key]) for key in ("dp", "zero", "micro_batch", "recompute")),
                 "host" if one["offload_optimizer"] else "device",
                 "chunked" if one["chunked_loss"] else "whole",
                 f"{one['total_bytes'] / gib:.1f}",

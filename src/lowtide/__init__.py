@@ -17,6 +17,7 @@ from lowtide.errors import BudgetError, LowtideError, PlanError, ReplayError, Tr
 if TYPE_CHECKING:
     from lowtide.graph import StepGraph
     from lowtide.meter import Measurement, measure
+    from lowtide.plan import make as plan
     from lowtide.plan import policies
     from lowtide.plan.layout import layout
     from lowtide.plan.plan import Chain, Compress, Keep, Offload, Plan, Recompute, Shard

@@ -1,4 +1,4 @@
-"""The commands ``lowtide train`` and ``lowtide plan``. Mistakes in what the user asked for end with one line and exit code 2."""
+"""The command line; ``lowtide train`` and ``lowtide plan`` are here. Mistakes in what the user asked for end with one line and exit code 2."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal
 import typer
 
 from lowtide import __version__
-from lowtide.errors import LowtideError
+from lowtide.errors import BudgetError, LowtideError
 from lowtide.estimate.command import estimate_command
 from lowtide.estimate.simulate_command import simulate_command
 from lowtide.estimate.suggest_command import suggest_command
@@ -275,6 +275,9 @@ def _main() -> None:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             app()
+    except BudgetError as error:
+        more = f" Give --budget {error.smallest_bytes} or more; without --budget it is 60% of the plain step's peak."
+        _fail(f"{error}{more if error.smallest_bytes is not None and '--budget' not in str(error) else ''}")
     except LowtideError as error:
         _fail(str(error))
     except KeyboardInterrupt:

@@ -176,6 +176,14 @@ class StepGraph:
     outputs: tuple[int, ...] = field(default=())
     claims: tuple[int, ...] = field(default=())
 
+    def __repr__(self) -> str:
+        forward = sum(1 for operation in self.operations if operation.phase == "forward")
+        kept = sum({s.value: self.storages[self.values[s.value].storage].bytes for s in self.saved if s.droppable}.values())
+        return (
+            f"StepGraph({len(self.operations):,} operations, {forward:,} of them forward; {len(self.storages):,} storages; {len(self.saved):,} saved "
+            f"tensors, {kept:,} bytes that a plan may give up; {self.device}, traced on {self.source} tensors)"
+        )
+
     def holding_outputs(self) -> StepGraph:
         """The same step when its caller holds what the forward returned until the step ends."""
         held = set(self.outputs)
@@ -208,8 +216,12 @@ class StepGraph:
         """The graph that `to_json` wrote.
 
         Raises:
-            ValueError: when the format is another one.
+            ValueError: when it is no such dictionary, or its format is another one.
         """
+        if not isinstance(data, dict):
+            raise ValueError(
+                f"a step graph is read from the dictionary that to_json() made, not from {type(data).__name__}: json.loads it first"
+            )
         if data.get("format") != GRAPH_FORMAT:
             raise ValueError(f"this step graph has format {data.get('format')!r}; this version of lowtide reads format {GRAPH_FORMAT}")
 

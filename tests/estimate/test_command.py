@@ -135,6 +135,8 @@ def test_plot(tmp_path: Path) -> None:
         (["--model", "22b", "--memory", "80 giraffes"], "giraffes"),
         (["--model", "22b", "--memory", "80"], "--memory 80: .* with their unit"),
         (["--model", "22b", "--memory", "50%"], "--memory 50%"),
+        (["--model", "22b", "--seq", "0"], "--seq=0: .* at least 1"),
+        (["--model", "22b", "--global-batch", "0"], "--global-batch=0: .* at least 1"),
     ],
 )
 def test_refusals(flags: list[str], says: str) -> None:

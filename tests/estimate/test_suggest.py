@@ -89,8 +89,9 @@ def test_command() -> None:
         .output
     )
     assert text.startswith("It fits") and "lowtide estimate --model llama3-8b" in text and "assumed:" in text
-    text = CliRunner().invoke(app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "h100"]).output
-    assert text.startswith("It does not fit")
+    refused = CliRunner().invoke(app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "h100"])
+    assert refused.output.startswith("It does not fit") and refused.exit_code == 1
+    assert CliRunner().invoke(app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "h100", "--json"]).exit_code == 1
     flags = ["--model", "gpt2", "--devices", "1", "--json", "--peak-tflops", "100", "--memory-bandwidth", "1000"]
     data = json.loads(CliRunner().invoke(app, ["suggest", *flags], catch_exceptions=False).output)
     assert data["fits"] and data["suggestions"][0]["seconds"] > 0
@@ -100,7 +101,7 @@ def test_command() -> None:
     ("arguments", "says"),
     [
         (dict(devices=0), "--devices=0"),
-        (dict(devices=7, tp=2), "--devices=7"),
+        (dict(devices=7, tp=2), "--devices=7 .* at --tp=2"),
         (dict(devices=4, reserve=1.5), "--reserve=1.5"),
         (dict(devices=4, count=0), "--count=0"),
         (dict(devices=4, hiden=1), "did you mean 'hidden'"),
@@ -111,3 +112,18 @@ def test_refusals(arguments: dict[str, object], says: str) -> None:
         suggest("llama3-8b", device=A100, **arguments)  # type: ignore[arg-type]
     with pytest.raises(LowtideError, match="did you mean 'h100'"):
         device("h1000")
+
+
+def test_the_printed_command_says_all_that_was_given() -> None:
+    """`lowtide estimate` with the suggested flags counts the same bytes, whatever was given."""
+    given = ["--optimizer", "sgd", "--dtype", "fp32", "--attention", "unfused", "--dropout", "0.2", "--seq", "512"]
+    data = json.loads(CliRunner().invoke(app, ["suggest", "--model", "gpt2", "--devices", "2", "--json", *given]).output)
+    best = data["suggestions"][0]
+    again = CliRunner().invoke(app, ["estimate", "--model", "gpt2", "--json", *best["flags"].split()], catch_exceptions=False)
+    stages = json.loads(again.output)["stages"]
+    assert max(stage["total_bytes"] for stage in stages) == best["total_bytes"]
+
+
+def test_help_promises_no_fixed_default_for_what_varies() -> None:
+    text = " ".join(CliRunner().invoke(app, ["suggest", "--help"]).output.split())
+    assert "[default: 1]" not in text and "(t). [default: varied]" in text

@@ -58,6 +58,7 @@ def test_bert_as_a_causal_model_does_not_see_the_future() -> None:
         ("gpt-namo", "did you mean 'gpt-nano'"),
         ("hf:nope", "no model type 'nope'"),
         ("hf:gpt2:depth=3", "no such setting"),
+        ("hf:gpt2:n_layer=abc", "n_layer.* expected int"),
         ("hf:gpt2:n_layer", "key=value"),
         ("hf:t5", "does not build as a causal language model"),
         ("hf:gpt2:n_head=7", "does not build"),

@@ -147,3 +147,21 @@ def test_budgets_are_read_as_text() -> None:
     assert lowtide.plan(graph, budget="100%").predicted_peak_bytes == peak
     assert lowtide.plan(graph, budget="90%").budget_bytes == peak * 90 // 100
     assert lowtide.plan(graph, budget=f"{peak}B").budget_bytes == peak
+
+
+def test_what_is_no_graph_and_no_plan_is_said(graph: StepGraph):
+    for wrong in (None, "graph", 3):
+        with pytest.raises(PlanError, match=rf"takes a StepGraph, not {type(wrong).__name__}: make one with lowtide.trace"):
+            lowtide.plan.make(wrong, "1GiB")  # type: ignore[arg-type]
+    with pytest.raises(PlanError, match="returned NoneType, not a Plan"):
+        lowtide.plan.make(graph, policy=lambda graph, budget=None: None)  # type: ignore[arg-type]
+
+
+def test_a_name_is_no_list_of_names(graph: StepGraph):
+    for policy in (policies.full(blocks="blocks.0"), policies.scope("blocks.0")):
+        with pytest.raises(PlanError, match=r"give \['blocks.0'\]"):
+            policy(graph)
+
+
+def test_a_graph_prints_as_one_line(graph: StepGraph):
+    assert repr(graph).startswith(f"StepGraph({len(graph.operations):,} operations, ") and len(repr(graph)) < 300

@@ -172,8 +172,9 @@ def test_no_memory_on_the_host_is_said() -> None:
 
 
 def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"cannot hold lowtide's file.*give path="):
+    with pytest.raises(PlanError, match=r"cannot hold lowtide's file.*give path=") as refused:
         Disk(tmp_path / "missing")
+    assert refused.value.__cause__ is None, "the message says all that the system's error says"
     if Path("/dev/shm").is_dir():
         with pytest.raises(PlanError, match="lies in main memory"):
             Disk("/dev/shm")

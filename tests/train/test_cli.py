@@ -99,6 +99,7 @@ def test_a_plan_is_printed_and_saved_without_training(tmp_path: Path) -> None:
         (["train", "--model", "gpt3-175b"], "choose a smaller model"),
         (["train", "--budget", "1MiB", *SMALL], "the smallest that can be met is "),
         (["plan", "--budget", "1MiB", *SMALL], "smallest"),
+        (["plan", "--budget", "1MiB", *SMALL], "Give --budget "),
         (["plan", "--seq", "5000"], "has 1024 positions"),
     ],
 )

@@ -85,6 +85,17 @@ def parse_recompute(text: str | None) -> Any:
     return int(text) if text is not None and text.lstrip("-").isdigit() else text
 
 
+def refuse_zero(given: dict[str, Any]) -> None:
+    """Where a setting's 0 means its default, nobody means it by typing 0.
+
+    Raises:
+        EstimateError: it was typed.
+    """
+    for name in ("seq", "global_batch"):
+        if given.get(name) == 0:
+            raise EstimateError(f"--{name.replace('_', '-')}=0: a whole number of at least 1 is needed; leave it out for the default")
+
+
 def parse_memory(text: str) -> int:
     """The memory of a device in bytes.
 
@@ -195,6 +206,7 @@ def make(
     from lowtide.estimate import configure, estimate, read_config
     from lowtide.estimate.devices import device as find_device
 
+    refuse_zero(given)
     known = find_device(device) if device is not None else None
     given = dict(given)
     given["recompute"] = parse_recompute(recompute)

@@ -11,7 +11,7 @@ from typing import Annotated, Any
 import typer
 
 from lowtide.estimate import command as options
-from lowtide.estimate.command import parse_recompute
+from lowtide.estimate.command import parse_recompute, refuse_zero
 from lowtide.estimate.errors import EstimateError
 
 Stages = Annotated[
@@ -81,6 +81,7 @@ def simulate_command(
         raise EstimateError("--policy and --budget choose in two ways what stays: give one")
     if device is not None and budget is None:
         raise EstimateError("--device without --budget changes nothing here: it is for the speeds that plans weigh")
+    refuse_zero(given)
     given["recompute"] = parse_recompute(recompute)
     if as_published:
         given["as_published"] = True

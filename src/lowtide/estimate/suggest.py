@@ -8,7 +8,7 @@ from itertools import product
 from math import log, log1p
 from typing import Any
 
-from lowtide.estimate.config import Config, configure
+from lowtide.estimate.config import Config, configure, flag
 from lowtide.estimate.devices import Device
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.shape import check_size
@@ -31,11 +31,13 @@ class Suggestion:
         config: the configuration.
         total_bytes: peak of the device that needs most.
         time: predicted seconds of a step.
+        settings: what was given beside the sizes and ways that vary, by name.
     """
 
     config: Config
     total_bytes: int
     time: StepTime
+    settings: tuple[tuple[str, Any], ...] = ()
 
     @property
     def tokens_per_second(self) -> float:
@@ -58,6 +60,8 @@ class Suggestion:
             parts.append("--chunked-loss")
         if config.offload_optimizer:
             parts.append(f"--offload-optimizer {config.offload_optimizer:g}")
+        parts += [f"{flag(name)} {value}" for name, value in self.settings if not isinstance(value, bool)]
+        parts += [flag(name) for name, value in self.settings if value is True]
         return " ".join(parts)
 
     def to_json(self) -> dict[str, Any]:
@@ -145,6 +149,7 @@ def suggest(
     by_sizes: dict[tuple[Any, ...], Suggestion] = {}
     least: Suggestion | None = None
     reasons: list[str] = []
+    stated = tuple((name, value) for name, value in given.items() if name not in (*_VARIED, "seq"))
     ways = list(_spare(base, given))
     plain, sparest = ways[0], ways[-1]
     for sizes in _sizes(base, devices, device.node, given):
@@ -159,11 +164,11 @@ def suggest(
                 tried += 1
                 need = peak_bytes(config)
                 if least is None or need < least.total_bytes:
-                    least = Suggestion(config, need, step_time(config, device))
+                    least = Suggestion(config, need, step_time(config, device), stated)
                 if need <= usable:
                     fitting += 1
                     any_fits = True
-                    found = Suggestion(config, need, step_time(config, device))
+                    found = Suggestion(config, need, step_time(config, device), stated)
                     key = (config.tp, config.pp, config.interleave, config.zero, config.offload_optimizer > 0)
                     if key not in by_sizes or _rank(found) < _rank(by_sizes[key]):
                         by_sizes[key] = found
@@ -175,7 +180,10 @@ def suggest(
                 break  # a larger micro-batch needs more
     if least is None:
         why = f": {reasons[0]}" if reasons else ""
-        raise EstimateError(f"no parallel sizes divide the model and --devices={devices} with a global batch of {batch}{why}")
+        fixed = "".join(f" {flag(name)}={given[name]}" for name in ("tp", "pp", "dp", "interleave", "micro_batch") if name in given)
+        raise EstimateError(
+            f"no parallel sizes divide the model and --devices={devices} with a global batch of {batch}{fixed and ' at' + fixed}{why}"
+        )
     best = sorted(by_sizes.values(), key=lambda one: _order(one, min(map(_rank, by_sizes.values()))[0]))[:count] or [least]
     return Suggestions(tuple(best), tried, fitting, usable)
 

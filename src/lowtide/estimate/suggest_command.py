@@ -9,7 +9,7 @@ import typer
 
 from lowtide.budget import format_bytes
 from lowtide.estimate import command as options
-from lowtide.estimate.command import parse_memory, parse_recompute
+from lowtide.estimate.command import parse_memory, parse_recompute, refuse_zero
 
 
 def suggest_command(
@@ -28,27 +28,48 @@ def suggest_command(
     reserve: Annotated[float, typer.Option(help="Share of the memory left for the driver, buffers and fragmentation.")] = 0.08,
     seq: options.Seq = None,
     global_batch: Annotated[int | None, typer.Option(help="Sequences in a step. [default: about 4M tokens]", show_default=False)] = None,
-    micro_batch: options.MicroBatch = None,
-    tp: options.Tp = None,
-    sequence_parallel: options.SequenceParallel = None,
-    pp: options.Pp = None,
-    interleave: options.Interleave = None,
-    dp: options.Dp = None,
-    zero: options.Zero = None,
-    recompute: options.Recompute = None,
+    micro_batch: Annotated[int | None, typer.Option(help="Sequences in a micro-batch (b). [default: varied]", show_default=False)] = None,
+    tp: Annotated[int | None, typer.Option(help="Tensor parallel size (t). [default: varied]", show_default=False)] = None,
+    sequence_parallel: Annotated[
+        bool | None,
+        typer.Option(
+            "--sequence-parallel/--no-sequence-parallel",
+            help="Split norms and dropouts along the sequence. [default: where t is above 1]",
+            show_default=False,
+        ),
+    ] = None,
+    pp: Annotated[int | None, typer.Option(help="Pipeline stages (p). [default: varied]", show_default=False)] = None,
+    interleave: Annotated[int | None, typer.Option(help="Model chunks on a stage (m). [default: varied]", show_default=False)] = None,
+    dp: Annotated[int | None, typer.Option(help="Data parallel size (d). [default: varied]", show_default=False)] = None,
+    zero: Annotated[
+        int | None,
+        typer.Option(help="ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights). [default: varied]", show_default=False),
+    ] = None,
+    recompute: Annotated[
+        str | None,
+        typer.Option(help="none, selective, full, sqrt, or a number of layers of each stage. [default: varied]", show_default=False),
+    ] = None,
     attention: options.Attention = None,
     dropout: options.Dropout = None,
     dtype: options.Dtype = None,
     gradient_dtype: options.GradientDtype = None,
     optimizer: options.Optimizer = None,
-    offload_optimizer: options.OffloadOptimizer = None,
+    offload_optimizer: Annotated[
+        float | None,
+        typer.Option(
+            help="Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0 or 1, varied]", show_default=False
+        ),
+    ] = None,
     chunked_loss: Annotated[
-        bool | None, typer.Option("--chunked-loss/--whole-loss", help="Loss in chunks, or whole.", show_default=False)
+        bool | None, typer.Option("--chunked-loss/--whole-loss", help="Loss in chunks, or whole. [default: varied]", show_default=False)
     ] = None,
     count: Annotated[int, typer.Option(help="How many to show.")] = 8,
     json_out: options.Json = False,
 ) -> None:
-    """Suggest parallel sizes, micro-batch, recomputation and offload that fit, ranked by predicted time. What you give is not varied."""
+    """Suggest parallel sizes, micro-batch, recomputation and offload that fit, ranked by predicted time. What you give is not varied.
+
+    Exits with 1 when nothing fits.
+    """
     given = {name: value for name, value in locals().items() if name in _SETTINGS and value is not None}
     from lowtide.estimate.devices import device as find_device
     from lowtide.estimate.speed import ASSUMPTIONS
@@ -62,6 +83,7 @@ def suggest_command(
         changes["flops"] = peak_tflops * 1e12
     if node is not None:
         changes["node"] = node
+    refuse_zero(given)
     kind = find_device(device, **changes)
     memory_bytes = parse_memory(memory) if memory is not None else kind.memory_bytes
     given["recompute"] = parse_recompute(recompute)
@@ -72,8 +94,10 @@ def suggest_command(
             "suggestions": [one.to_json() for one in found.best], "assumptions": list(ASSUMPTIONS),
         }  # fmt: skip
         typer.echo(json.dumps(data, indent=1))
-        return
-    _show(model, devices, kind.name, memory_bytes, found)
+    else:
+        _show(model, devices, kind.name, memory_bytes, found)
+    if not found.fits:
+        raise typer.Exit(1)
 
 
 def _show(model: str, devices: int, kind: str, memory_bytes: int, found: Any) -> None:

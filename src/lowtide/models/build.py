@@ -107,7 +107,7 @@ class HuggingFaceModel(nn.Module):
         try:
             self.model: nn.Module = transformers.AutoModelForCausalLM.from_config(spec.hugging_face)
         except (ValueError, ImportError) as error:
-            raise ModelError(f"{spec.name!r} does not build as a causal language model: {_first_line(error)}") from error
+            raise ModelError(f"{spec.name!r} does not build as a causal language model: {_first_lines(error)}") from error
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> CausalOutput:
         """Logits of every next token, or the loss against ``targets`` (the tokens one place later)."""
@@ -173,8 +173,9 @@ def _make_config(transformers: Any, name: str, kind: str, values: dict[str, Any]
     try:
         return transformers.AutoConfig.for_model(kind, **values)
     except Exception as error:  # transformers raises its own validation errors, of several types
-        raise ModelError(f"the configuration {name!r} does not hold together: {_first_line(error)}") from error
+        raise ModelError(f"the configuration {name!r} does not hold together: {_first_lines(error, 2)}") from error
 
 
-def _first_line(error: Exception) -> str:
-    return next(iter(str(error).splitlines()), type(error).__name__)
+def _first_lines(error: Exception, count: int = 1) -> str:
+    """What an error says, or its kind where it says nothing; validation errors give the reason on their second line."""
+    return " ".join(line.strip() for line in str(error).splitlines()[:count]) or type(error).__name__

@@ -72,14 +72,24 @@ def make(graph: StepGraph, budget: str | int | None = None, policy: str | Policy
 
     Raises:
         BudgetError: the policy cannot meet the budget; the error carries the smallest one that it can.
-        PlanError: the policy does not exist or does not apply to this graph.
+        PlanError: ``graph`` is no step graph; the policy does not exist, does not apply to this graph, or returns no plan.
     """
+    from lowtide.errors import PlanError
+    from lowtide.graph import StepGraph
+
+    if not isinstance(graph, StepGraph):
+        raise PlanError(f"lowtide.plan takes a StepGraph, not {type(graph).__name__}: make one with lowtide.trace(step, *args)")
     if budget is not None:
         from lowtide.budget import parse
         from lowtide.plan.simulate import plain
 
         budget = parse(budget, plain(graph).peak_bytes)
-    return resolve(policy)(graph, budget)
+    made = resolve(policy)(graph, budget)
+    if not isinstance(made, Plan):
+        raise PlanError(
+            f"the policy {policy!r} returned {type(made).__name__}, not a Plan: end it in lowtide.policies.make_plan(graph, ...)"
+        )
+    return made
 
 
 class _Room(ModuleType):

@@ -67,9 +67,11 @@ def render(plan: Plan) -> str:
         lines.append(f"       no schedule of these operations goes below {format_bytes(plan.bound_peak_bytes)}")
     percent = 100 * plan.predicted_extra_seconds / plan.plain_seconds if plan.plain_seconds else 0.0
     lines.append(f"time   {format_seconds(plan.plain_seconds)} plain + {format_seconds(plan.predicted_extra_seconds)} ({percent:+.2f} %)")
-    lines.append(
-        f"bound  + {format_seconds(plan.bound_extra_seconds)}: at most {100 * plan.gap:.2f} % of the step could be won by a better plan"
-    )
+    if plan.moves and not plan.bound_peak_bytes:
+        lines.append("bound  none is stated for this policy's moves: policy 'mixed' states one")
+    else:
+        won = f"at most {100 * plan.gap:.2f} % of the step could be won by a better plan"
+        lines.append(f"bound  + {format_seconds(plan.bound_extra_seconds)}: {won}")
     if plan.moves:
         lines.append(
             f"moves  {len(plan.moves)} values, {format_bytes(sum(m.bytes for m in plan.moves))} -> {_places(plan)}; "

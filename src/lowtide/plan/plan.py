@@ -325,4 +325,4 @@ class Plan:
             )
             return cls(**data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:
-            raise PlanError(f"this is no lowtide plan ({type(error).__name__}: {error}): make the plan again") from error
+            raise PlanError(f"this is no lowtide plan ({type(error).__name__}: {error}): make the plan again") from None

@@ -222,6 +222,8 @@ def regions_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
     Raises:
         PlanError: no operation ran in one of the modules.
     """
+    if isinstance(modules, str):
+        raise PlanError(f"blocks and modules are lists of names: give [{modules!r}], not {modules!r}")
     names = list(modules)
     outermost = [n for n in names if not any(n != m and n.startswith(m + ".") for m in names)]
     region: dict[int, int] = {}
@@ -272,7 +274,7 @@ def region_stored(sim: Simulator, region: dict[int, int]) -> frozenset[int]:
 
 def full_stored(graph: StepGraph, sim: Simulator, blocks: Sequence[str] | None = None) -> frozenset[int]:
     """The values that `full` stores."""
-    names = list(blocks) if blocks is not None else default_blocks(graph)
+    names = blocks if blocks is not None else default_blocks(graph)
     if not names:
         raise PlanError("this step has no modules to take for blocks: name them with blocks=, or use the policy 'optimal'")
     return region_stored(sim, regions_of(graph, names))

@@ -32,7 +32,7 @@ class apply:
         departed: how many operations of the latest step the plan did not know.
 
     Raises:
-        PlanError: the plan carries no program.
+        PlanError: ``plan`` is no plan, or carries no program.
 
     Example:
         >>> import torch, lowtide
@@ -46,6 +46,8 @@ class apply:
     def __init__(self, plan: Plan, *, verify: Verify = "first", stores: Stores | None = None) -> None:
         if verify not in ("first", "always", "never"):
             raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+        if not isinstance(plan, Plan):
+            raise PlanError(f"apply takes a Plan, not {type(plan).__name__}: make one with lowtide.plan(lowtide.trace(step, *args))")
         if not plan.program:
             raise PlanError("this plan has no program to follow: make it with lowtide.plan or lowtide.policies.make_plan")
         self.plan = plan

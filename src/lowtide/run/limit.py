@@ -17,6 +17,7 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
+from lowtide.plan import resolve
 from lowtide.plan.plan import Plan
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector
@@ -76,6 +77,7 @@ class Limiter:
         self.idle = threading.Condition(self.lock)
         self.running = 0
         self.told = False
+        self.told_untrained = False
         self.local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -131,6 +133,7 @@ class Limiter:
             with self._inside(), self._running():
                 return self.forward(*args, **kwargs)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
+            self._tell_untrained(args, kwargs)
             with self._inside(), self._running():
                 return self.forward(*args, **kwargs)
         with self._inside(), self._running(args, kwargs) as planned:
@@ -152,6 +155,17 @@ class Limiter:
             with self.lock:
                 self.running -= 1
                 self.idle.notify_all()
+
+    def _tell_untrained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Say once that a step is not limited although autograd keeps what it needs for the inputs' gradients."""
+        if not self.told_untrained and any(tensor.requires_grad for tensor in tensors_inside((args, kwargs))):
+            self.told_untrained = True
+            warnings.warn(
+                "no parameter of this limited model requires grad, so its steps are not planned: what autograd keeps for the gradients of "
+                "its inputs is not limited. Put the limit on a module around it that has parameters to train",
+                LowtideWarning,
+                stacklevel=6,
+            )
 
     def _step(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         self.planner.note_pace(planned)
@@ -229,7 +243,7 @@ class Limiter:
                 _refuse_sharded(self.model)
                 if self.plans:
                     last = next(reversed(self.plans))
-                    warnings.warn(f"lowtide plans for another kind of step: {key.difference(last)}", LowtideWarning, stacklevel=5)
+                    warnings.warn(f"lowtide plans for another kind of step: {key.difference(last)}", LowtideWarning, stacklevel=8)
                 with unwatched():
                     found = self.planner.first(self.forward, args, kwargs)
                 self.plans[key] = found
@@ -412,6 +426,7 @@ def limit_memory(
         raise BudgetError("limit_memory needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, such as 'full'")
     if budget is not None:
         budgets.parse(budget, 1 << 60)
+    _refuse_other_kinds(policy, loss_fn, optimizer, stores)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     if private.is_compiled(model):
@@ -425,6 +440,19 @@ def limit_memory(
     limiter = Limiter(model, budget=budget, policy=policy, loss_fn=loss_fn, optimizer=optimizer, verify=verify, stores=stores)
     model.__dict__["forward"] = limiter
     return Handle(limiter)
+
+
+def _refuse_other_kinds(policy: Any, loss_fn: Any, optimizer: Any, stores: Any) -> None:
+    """What cannot be is said where it is given, not in the middle of the first step."""
+    if policy is not None:
+        resolve(policy)
+    if loss_fn is not None and not callable(loss_fn):
+        raise PlanError(f"loss_fn={loss_fn!r}: give a function from the model's output to the loss")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        given = optimizer.__name__ + ", a class" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise PlanError(f"optimizer= takes a torch.optim.Optimizer of the model's parameters, not {given}")
+    if stores is not None and not isinstance(stores, Stores):
+        raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
 
 
 def _refuse_sharded(model: torch.nn.Module) -> None:

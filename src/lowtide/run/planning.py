@@ -316,13 +316,12 @@ class Planner:
 
     def _solve_held(self, planned: Planned, limit: int | None) -> None:
         """Plan for a caller that may hold the outputs, or where that does not fit, for one that lets them go."""
-        try:
-            self._solve(planned, limit)
-        except BudgetError:
-            if not planned.holding or planned.held:
-                raise
+        if planned.holding and not planned.held:
+            with suppress(BudgetError):
+                self._solve(planned, limit)
+                return
             planned.holding = False
-            self._solve(planned, limit)
+        self._solve(planned, limit)
 
     def _balance(self, planned: Planned, limit: int | None) -> None:
         """Where the optimizer leaves its share of the host open: move as much of its state as takes less time than recomputing would."""
@@ -377,8 +376,8 @@ class Planner:
             if least is None or limit is None:
                 raise
             if least > (_within(limit, _REAL_SHARE_AT_LEAST) if real else limit) and not (planned.margin_bytes and least <= limit):
-                raise _beyond(error, limit, real) from error
-            return make(graph, budget=least, policy=self.policy)
+                raise _beyond(error, limit, real) from None
+        return make(graph, budget=least, policy=self.policy)
 
     def _seen(self, planned: Planned, holding: bool, moved_bytes: int | None = None, traced: StepGraph | None = None) -> StepGraph:
         """The traced step with what is known of its loss, its caller, what does not reproduce, and what was moved to the host."""
@@ -397,7 +396,8 @@ class Planner:
         except BudgetError as error:
             if error.smallest_bytes is None:
                 raise
-            return make(graph, budget=error.smallest_bytes, policy=self.policy)
+            least = error.smallest_bytes
+        return make(graph, budget=least, policy=self.policy)
 
     def _without_kept(self, graph: StepGraph) -> StepGraph:
         """The graph with the operations that were found not to reproduce marked so."""

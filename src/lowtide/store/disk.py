@@ -127,11 +127,11 @@ def _open(folder: Path) -> tuple[bool, int]:
             if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EROFS):
                 raise PlanError(
                     f"{folder} cannot hold lowtide's file ({error.strerror}): give path= a folder that can be written"
-                ) from error
+                ) from None
     try:
         handle, name = tempfile.mkstemp(prefix="lowtide-", dir=folder)
     except OSError as error:
-        raise PlanError(f"{folder} cannot hold lowtide's file ({error.strerror}): give path= a folder that can be written") from error
+        raise PlanError(f"{folder} cannot hold lowtide's file ({error.strerror}): give path= a folder that can be written") from None
     os.unlink(name)
     return False, handle
 

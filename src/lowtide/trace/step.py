@@ -75,12 +75,18 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     loss = loss_of(step_result)
     if loss is None:
         raise TraceError(
-            f"the step returned {type(step_result).__name__}, in which there is no loss: return a scalar tensor that requires grad, an output "
-            "with .loss, or pass loss_fn="
+            f"the step returned {_described(step_result)}, in which there is no loss: return a scalar tensor that requires grad, or an output "
+            "with .loss, or run backward in the step"
         )
     tracer.hold(step_result)
     del step_result
     (loss.sum() if loss.dim() else loss).backward()
+
+
+def _described(result: Any) -> str:
+    if not isinstance(result, torch.Tensor):
+        return type(result).__name__
+    return f"a tensor of shape {tuple(result.shape)} that {'requires' if result.requires_grad else 'does not require'} grad"
 
 
 def with_costs(graph: StepGraph, tracer: Tracer, costs: dict[Signature, OpCost]) -> StepGraph:
@@ -124,7 +130,7 @@ def trace(
         memory_limit_bytes: operations that need more than this alone are estimated instead of timed.
 
     Raises:
-        TraceError: the step has no loss, or uses values that fake tensors do not have (``real=True`` then works).
+        TraceError: the step cannot be called, has no loss, or uses values that fake tensors do not have (``real=True`` then works).
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
@@ -132,6 +138,8 @@ def trace(
         >>> [operation.name for operation in graph.operations if operation.phase == "forward"]
         ['aten.addmm.default', 'aten.gelu.default', 'aten.addmm.default', 'aten.sum.default', 'aten.ones_like.default']
     """
+    if not callable(step):
+        raise TraceError(f"trace takes a function that runs one step, not {type(step).__name__}: lowtide.trace(step, *args)")
     modules = [model] if model is not None else find_modules(step, args, kwargs)
     root = modules[0] if modules else None
     carry_out = _trace_real if real else _trace_fake

@@ -192,7 +192,9 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
             f"simulate --gradient-dtype={config.gradient_dtype}: autograd sums gradients in the weights' dtype ({config.dtype}); leave it out here"
         )
     if build is not None and (config.tp > 1 or config.pp > 1):
-        raise EstimateError("a model of one's own is simulated at --tp 1 --pp 1")
+        raise EstimateError(
+            f"--transformers, or a build= of one's own, with --tp={config.tp} --pp={config.pp}: such a model is traced whole; leave --tp and --pp at 1"
+        )
 
 
 def _words(first: bool, last: bool) -> str:
@@ -267,7 +269,7 @@ def _within(config: Config, stage: int, pairs: Sequence[Pair], limit: int) -> li
             high = share
     if best is None:
         raise BudgetError(
-            f"no plan keeps stage {stage} within {limit} bytes: the smallest peak found is {smallest} bytes; give --budget at least that, more "
+            f"no plan keeps stage {stage} within {limit:,} bytes: the smallest peak found is {smallest:,} bytes; give --budget at least that, more "
             "pipeline stages or tensor-parallel ranks, or a smaller --micro-batch",
             smallest,
         )

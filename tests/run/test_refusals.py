@@ -1,0 +1,101 @@
+"""What a user can get wrong is refused in one error, where it is given; nothing is ignored in silence."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from small_model import batch, small
+from torch import nn
+
+import lowtide
+from lowtide import BudgetError, PlanError, StepGraph, TraceError
+
+
+def chained(error: BaseException) -> bool:
+    """Whether its traceback shows another one in front."""
+    return error.__cause__ is not None or (error.__context__ is not None and not error.__suppress_context__)
+
+
+@pytest.mark.parametrize("policy", [None, "full", "mixed"])
+def test_a_refused_budget_is_one_error(policy: str | None) -> None:
+    model = small()
+    lowtide.limit_memory(model, "1KiB", policy=policy)
+    with pytest.raises(BudgetError) as refused:
+        model(batch())
+    assert refused.value.smallest_bytes is not None and not chained(refused.value)
+
+
+@pytest.mark.parametrize("loss_fn", [None, torch.sum])
+def test_a_refused_budget_is_one_error_with_the_loss_outside(loss_fn: Any) -> None:
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    lowtide.limit_memory(model, "1KiB", loss_fn=loss_fn)
+    with pytest.raises(BudgetError) as refused:
+        model(torch.randn(50, 16)).sum().backward()
+    assert not chained(refused.value)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (dict(policy="magic"), "there is no policy 'magic'"),
+        (dict(policy=3), "there is no policy 3"),
+        (dict(loss_fn=3), "loss_fn=3: give a function"),
+        (dict(optimizer="adam"), "optimizer= takes a torch.optim.Optimizer .* not str"),
+        (dict(optimizer=torch.optim.AdamW), "not AdamW, a class"),
+        (dict(stores={"tp": 4}), r"stores= takes lowtide.Stores\(...\), not dict"),
+    ],
+)
+def test_an_argument_that_cannot_be_is_refused_at_once(given: dict[str, Any], says: str) -> None:
+    model = small()
+    with pytest.raises(PlanError, match=says):
+        lowtide.limit_memory(model, "80%", **given)
+    assert "forward" not in model.__dict__
+
+
+def test_a_model_without_parameters_to_train_says_that_it_is_not_limited() -> None:
+    model = nn.Sequential(*(nn.GELU() for _ in range(3)))
+    handle = lowtide.limit_memory(model, "60%", loss_fn=torch.sum)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        model(torch.randn(10, 10))
+        assert not said, "nothing is kept there"
+        for _ in range(2):
+            model(torch.randn(10, 10, requires_grad=True)).sum().backward()
+    assert [str(one.message).split(":")[0] for one in said] == [
+        "no parameter of this limited model requires grad, so its steps are not planned"
+    ]
+    assert said[0].category is lowtide.LowtideWarning and said[0].filename == __file__ and handle.plan is None
+
+
+def test_another_kind_of_step_is_told_where_it_was_run() -> None:
+    model = small()
+    lowtide.limit_memory(model, "100%")
+    model(batch()).backward()
+    with pytest.warns(lowtide.LowtideWarning, match="another kind of step") as said:
+        model(batch(rows=50)).backward()
+    assert said[0].filename == __file__
+
+
+def test_a_step_that_cannot_be_called_is_no_matter_of_fake_tensors() -> None:
+    with pytest.raises(TraceError, match="trace takes a function that runs one step, not NoneType"):
+        lowtide.trace(None)  # type: ignore[arg-type]
+    model = small()
+    with pytest.raises(TraceError, match=r"a tensor of shape \(50, 16\) that does not require grad"):
+        lowtide.trace(lambda: torch.zeros(50, 16), model=model)
+
+
+def test_a_plan_is_needed_to_apply_one() -> None:
+    model = small()
+    graph = lowtide.trace(model, batch(), costs=False)
+    for wrong in (None, graph):
+        with pytest.raises(PlanError, match=f"apply takes a Plan, not {type(wrong).__name__}: make one with lowtide.plan"):
+            lowtide.apply(wrong)  # type: ignore[arg-type]
+
+
+def test_a_graph_is_read_from_its_dictionary() -> None:
+    with pytest.raises(ValueError, match=r"json\.loads it first"):
+        StepGraph.from_json("{}")  # type: ignore[arg-type]
