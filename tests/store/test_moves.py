@@ -7,6 +7,7 @@ import errno
 import json
 import random
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -178,6 +179,32 @@ def test_shapes_that_change_and_forwards_that_overlap() -> None:
         first.backward()
         grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert same(*grads)
+
+
+def test_two_hundred_steps_of_varying_shapes_leave_no_fragment() -> None:
+    """Each kind of step has its static layout whenever its turn comes: the slab is the largest kind's, to the byte, and never grows again."""
+    plain, limited = net(layers=1), net(layers=1)
+    handle = lowtide.limit_memory(limited, policy=LOSSLESS["disk"])
+    kinds, source = (33, 200, 64, 7, 151), random.Random(0)
+    grown, needed = [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)  # another kind of step
+        for number in range(200):
+            rows = kinds[number] if number < len(kinds) else source.choice(kinds)
+            exact = step(plain, X[:rows], number) if number % 10 == 0 else None
+            found = step(limited, X[:rows], number)
+            assert exact is None or same(exact, found)
+            (tier,) = handle._limiter.stores.tiers.values()
+            grown.append(tier.counts.allocations)
+            if number < len(kinds):
+                assert handle.plan is not None
+                layout = [(m.born, max(m.gone, m.born + 1), -(-m.encoded_bytes // tier.align) * tier.align) for m in handle.plan.moves]
+                events = sorted({at for low, high, _ in layout for at in (low, high)})
+                needed.append(max(sum(size for low, high, size in layout if low <= at < high) for at in events))
+            assert tier.arena.taken_bytes == 0
+    assert grown[: len(kinds)] == [1, 2, 2, 2, 2] and set(grown[len(kinds) :]) == {2}  # the second kind is the largest
+    assert tier.counts.slab_bytes == tier.arena.static_bytes == max(needed)
+    assert tier.counts.most_slab_bytes == max(needed)
 
 
 def test_a_retained_graph_fetches_again() -> None:

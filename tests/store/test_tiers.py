@@ -17,7 +17,7 @@ import torch
 
 from lowtide import meter
 from lowtide.errors import PlanError
-from lowtide.store.arena import Arena
+from lowtide.store.arena import Arena, Region
 from lowtide.store.disk import Disk
 from lowtide.store.host import Host
 from lowtide.store.tier import BUFFER_BYTES, StoreError, Tier
@@ -113,6 +113,33 @@ def test_no_fragmentation_after_many_steps_of_varying_sizes() -> None:
             arena.free(region)
     assert arena.taken_bytes == 0
     assert arena.take(most).start == 0
+
+
+def test_regions_never_meet_whatever_kinds_of_steps_take_turns() -> None:
+    """Layouts change while regions of others are taken; a spare region may then lie under a static one."""
+    for seed in range(200):
+        source = random.Random(seed)
+        arena = Arena(4)
+        kinds = []
+        for _ in range(4):
+            lower = [source.randint(0, 5) for _ in range(source.randint(1, 6))]
+            kinds.append((lower, [at + source.randint(1, 5) for at in lower], [source.choice([4, 8, 12, 40]) for _ in lower]))
+        sizes: list[int] = []
+        taken: list[Region] = []
+        for _ in range(200):
+            draw = source.random()
+            if draw < 0.1 or not sizes:
+                arena.expect(*(kind := source.choice(kinds)))
+                sizes = kind[2]
+            elif draw < 0.6:
+                number = source.randrange(len(sizes))
+                region = arena.take(sizes[number], number)
+                assert region.end - region.start == sizes[number]
+                assert all(region.end <= other.start or other.end <= region.start for other in taken)
+                taken.append(region)
+            elif taken:
+                arena.free(taken.pop(source.randrange(len(taken))))
+            assert arena.taken_bytes == sum(region.end - region.start for region in taken)
 
 
 @pytest.mark.parametrize("what", ["write", "read"])
