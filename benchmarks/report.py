@@ -285,8 +285,9 @@ def layers() -> list[str]:
                 for row in found["rows"]
             ]
             text = (
-                f"{found['layers']} layers of {found['width']} features on {device}; lowtide's saved values wait on the next tier. It *holds* when the peak is "
-                "the plan's within 1 % and the step takes at most 5 % longer than the plain one."
+                f"{found['layers']} layers of {found['width']} features on {device}; lowtide's saved values wait on the next tier. It *holds* when the gradients "
+                "are the plain step's bit by bit, the peak is the plan's within 1 %, the slab is as large as the plan says, and, where the link suffices by "
+                "the plan's prediction, the step takes at most 5 % longer than the plain one."
             )
             head = ["tokens", "", "peak MiB", "s", "extra", "predicted", "MiB moved, in a slab of", "holds"]
             parts += ["", f"## Long sequences, {device}", "", _where(found), "", text, "", _table(head, rows)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -207,6 +208,39 @@ def test_what_needs_gradients_raises() -> None:
     with pytest.raises(OptimError, match="stream_gradients"):
         net.second.weight.grad.abs().max()  # type: ignore[union-attr]
     optimizer.step()
+
+
+LOOKS: dict[str, Any] = {
+    "norm": lambda g: g.detach().norm(),
+    "data": lambda g: g.data.norm(),
+    "finite": lambda g: bool(torch.isfinite(g).all()),
+    "item": lambda g: g[0, 0].item(),
+    "copy": lambda g: g.clone(),
+    "deepcopy": copy.deepcopy,
+    "to another type": lambda g: g.to(torch.float64),
+    "flat": lambda g: torch.nn.utils.parameters_to_vector([g]),
+    "foreach": lambda g: torch._foreach_norm([g]),
+    "scaled in place": lambda g: g.mul_(2),
+    "filled": lambda g: g.fill_(1),
+    "copied into": lambda g: g.copy_(torch.ones(g.shape)),
+    "copied from": lambda g: torch.zeros(g.shape).copy_(g),
+    "added to another": lambda g: torch.zeros(g.shape).add_(g),
+    "assigned to": lambda g: setattr(g, "data", torch.ones(g.shape)),
+}
+
+
+@pytest.mark.parametrize("look", LOOKS.values(), ids=LOOKS.keys())
+def test_no_look_at_a_gradient_that_left_sees_nothing(look: Any) -> None:
+    plain_model, net = model(), model()
+    plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
+    ours = HostOptimizer(torch.optim.AdamW, net.parameters(), stream_gradients=True, **ADAMW)
+    for each in (plain_model, net):
+        each(batch(0)).backward()
+    with pytest.raises(OptimError, match="on the host"):
+        look(net.second.weight.grad)
+    ours.step()
+    plain.step()
+    assert equal(plain_model, net)
 
 
 def test_closure_and_hooks() -> None:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import copy
+import warnings
 
 import pytest
 import torch
 
+import lowtide
+from lowtide import meter
 from lowtide.errors import PlanError
 from lowtide.store.gradients import GradientSlab
 
@@ -37,6 +40,30 @@ def test_training_is_the_same(to_none: bool, backwards: int) -> None:
     slabbed.zero_grad()
     slabbed(torch.randn(4, 5)).sum().backward()
     assert slabbed[0].weight.grad.untyped_storage()._cdata != whole.untyped_storage()._cdata
+
+
+def test_a_plan_counts_the_slab_where_gradients_stand() -> None:
+    """Beside a slab the peak is the predicted one to the byte, when gradients are zeroed and not forgotten."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()) for _ in range(4)))
+    model, x = copy.deepcopy(plain), torch.randn(100, 16)
+    slab = GradientSlab(model.parameters())
+    handle = lowtide.limit_memory(model, policy="full", loss_fn=lambda out: out.sum())
+
+    def step(which: torch.nn.Module) -> None:
+        which.zero_grad(set_to_none=False)
+        which(x).sum().backward()
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)  # gradients are there from the second step on
+        for _ in range(3):
+            step(plain)
+            step(model)
+    measured = meter.measure(lambda: step(model), timeline=False)
+    assert handle.plan is not None
+    assert meter.resident_bytes(model) + x.nbytes + measured.peak_bytes == handle.plan.predicted_peak_bytes
+    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))  # type: ignore[arg-type]
+    assert slab.slabs[0].nbytes == sum(p.nbytes for p in model.parameters())
 
 
 def test_nothing_to_keep_is_said() -> None:

@@ -5,9 +5,16 @@ from __future__ import annotations
 import copy
 import errno
 import json
+import mmap
+import os
 import random
+import subprocess
+import sys
+import textwrap
 import time
+import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -180,6 +187,32 @@ def test_shapes_that_change_and_forwards_that_overlap() -> None:
     assert same(*grads)
 
 
+def test_two_hundred_steps_of_varying_shapes_leave_no_fragment() -> None:
+    """Each kind of step has its static layout whenever its turn comes: the slab is the largest kind's, to the byte, and never grows again."""
+    plain, limited = net(layers=1), net(layers=1)
+    handle = lowtide.limit_memory(limited, policy=LOSSLESS["disk"])
+    kinds, source = (33, 200, 64, 7, 151), random.Random(0)
+    grown, needed = [], []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)  # another kind of step
+        for number in range(200):
+            rows = kinds[number] if number < len(kinds) else source.choice(kinds)
+            exact = step(plain, X[:rows], number) if number % 10 == 0 else None
+            found = step(limited, X[:rows], number)
+            assert exact is None or same(exact, found)
+            (tier,) = handle._limiter.stores.tiers.values()
+            grown.append(tier.counts.allocations)
+            if number < len(kinds):
+                assert handle.plan is not None
+                layout = [(m.born, max(m.gone, m.born + 1), -(-m.encoded_bytes // tier.align) * tier.align) for m in handle.plan.moves]
+                events = sorted({at for low, high, _ in layout for at in (low, high)})
+                needed.append(max(sum(size for low, high, size in layout if low <= at < high) for at in events))
+            assert tier.arena.taken_bytes == 0
+    assert grown[: len(kinds)] == [1, 2, 2, 2, 2] and set(grown[len(kinds) :]) == {2}  # the second kind is the largest
+    assert tier.counts.slab_bytes == tier.arena.static_bytes == max(needed)
+    assert tier.counts.most_slab_bytes == max(needed)
+
+
 def test_a_retained_graph_fetches_again() -> None:
     plain, limited = net(layers=2), net(layers=2)
     lowtide.limit_memory(limited, policy=both("full"))
@@ -207,6 +240,21 @@ def test_offload_within_a_budget_moves_only_what_it_has_to() -> None:
     assert [m.value for m in few.moves] == order[: len(few.moves)]  # the earliest first: those nearest the loss stay
     with pytest.raises(lowtide.BudgetError):
         policies.offload("disk", min_bytes=1)(graph, 1000)
+
+
+def test_what_nobody_can_wait_for_never_moves() -> None:
+    """A collective that only the program waits for may still be writing when it returns."""
+    model = net(layers=1)
+    graph = lowtide.trace(lambda: model(X))
+    (move, *_) = LOSSLESS["disk"](graph).moves
+    at = graph.values[move.value].producer
+    assert at is not None
+    operations = list(graph.operations)
+    operations[at] = replace(operations[at], name="c10d.allreduce_.default")
+    other = replace(graph, operations=tuple(operations))
+    assert move.value not in {m.value for m in LOSSLESS["disk"](other).moves}
+    with pytest.raises(PlanError, match="may still be writing it"):
+        policies.make_plan(other, stored=(), moves={move.value: Offload("disk")})
 
 
 def test_parameters_never_travel() -> None:
@@ -336,6 +384,86 @@ def test_a_failing_disk_leaves_the_training_state_intact(what: str) -> None:
     assert same(step(plain, seed=4), step(limited, seed=4))
     (tier,) = stores.tiers.values()
     assert tier.arena.taken_bytes == 0
+
+
+def test_a_slow_link_takes_time_and_nothing_else() -> None:
+    """Every transfer is late: the step waits where the plan says, so that neither a bit nor a byte of the peak changes."""
+    plain, limited = net(layers=2), net(layers=2)
+    stores = lowtide.Stores(fault=lambda *_: time.sleep(0.004))
+    handle = lowtide.limit_memory(limited, policy=policies.offload("disk", min_bytes=1, window_bytes=40_000), stores=stores)
+    for seed in range(2):
+        assert same(step(plain, seed=seed), step(limited, seed=seed))
+    limited.zero_grad(set_to_none=True)
+    torch.manual_seed(0)
+    measured = meter.measure(lambda: limited(X).backward(), timeline=False)
+    standing = meter.resident_bytes(limited) - sum(p.nbytes for p in limited.parameters()) + X.nbytes
+    assert handle.plan is not None
+    assert standing + measured.peak_bytes == handle.plan.predicted_peak_bytes
+
+
+def test_no_room_on_the_host_leaves_the_training_state_intact(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither before the first step nor in the middle of one that needs more than the layout."""
+    room, real = False, mmap.mmap
+
+    def reserve(*given: Any) -> Any:
+        if not room:
+            raise OSError(errno.ENOMEM, "Cannot allocate memory")
+        return real(*given)
+
+    plain, limited = net(layers=2), net(layers=2)
+    handle = lowtide.limit_memory(limited, policy=LOSSLESS["host"])
+    before = [p.detach().clone() for p in limited.parameters()]
+    monkeypatch.setattr(mmap, "mmap", reserve)
+    for _ in range(2):
+        with pytest.raises(StoreError, match=r"the host has no room.*larger budget, a codec, or the disk tier"):
+            step(limited)
+    room = True
+    assert same(step(plain), step(limited))
+    room = False
+    waiting = limited(X)
+    with pytest.raises(StoreError, match="the host has no room"):
+        limited(X)  # another forward before the first one's backward
+    del waiting
+    assert same(before, [p.detach() for p in limited.parameters()])
+    assert same(step(plain, seed=3), step(limited, seed=3))
+    (tier,) = handle._limiter.stores.tiers.values()
+    assert tier.arena.taken_bytes == 0
+
+
+KILLED = """
+    import os, random, signal, sys, time
+    import torch, lowtide
+    from lowtide import policies
+
+    torch.set_num_threads(1)
+    layers = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(3)]
+    model, x, source = torch.nn.Sequential(*layers), torch.randn(300, 64), random.Random(0)
+    plan = policies.offload("disk", sys.argv[1], min_bytes=1)(lowtide.trace(lambda: model(x).sum()))
+    assert plan.moves
+    for turn in range(10):
+        first, written = os.pipe()
+        child = os.fork()
+        if not child:
+            while True:
+                with lowtide.apply(plan):
+                    loss = model(x).sum()
+                loss.backward()
+                os.write(written, b"x")
+        if turn % 2:
+            os.read(first, 1)  # from the second step on
+        time.sleep(source.random() * 0.02)
+        os.kill(child, signal.SIGKILL)
+        assert os.waitpid(child, 0)[1] == signal.SIGKILL
+        print(os.listdir(sys.argv[1]), flush=True)
+"""
+
+
+def test_kill_at_any_moment_of_a_step_leaves_no_file(tmp_path: Path) -> None:
+    source = str(Path(lowtide.__file__).parents[1])
+    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
+    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[]"] * 10
 
 
 def test_the_file_goes_with_the_model(tmp_path: Path) -> None:

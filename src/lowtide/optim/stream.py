@@ -42,6 +42,15 @@ class SentGradient(torch.Tensor):
     _stream: weakref.ReferenceType[GradientStream]
 
     @property
+    def data(self) -> Tensor:  # type: ignore[override]
+        """Itself, as of every tensor without a history."""
+        return self.detach()
+
+    @data.setter
+    def data(self, _: Tensor) -> None:
+        raise _refusal("assigning to .data")
+
+    @property
     def slot(self) -> Slot:
         """Whose gradient it is."""
         return _still(self._slot)
@@ -79,11 +88,15 @@ class SentGradient(torch.Tensor):
                 return first
             if func is torch.ops.aten.detach.default:
                 return first
-        raise OptimError(
-            f"{func} was asked to work on a gradient that is on the host: with stream_gradients=True gradients leave the device as backward "
-            "produces them. Clip with optimizer.clip_grad_norm_(max_norm); for GradScaler, DistributedDataParallel, and whatever else reads "
-            "or writes .grad, make the optimizer with stream_gradients=False"
-        )
+        raise _refusal(str(func))
+
+
+def _refusal(what: str) -> OptimError:
+    return OptimError(
+        f"{what} was asked to work on a gradient that is on the host: with stream_gradients=True gradients leave the device as backward "
+        "produces them. Clip with optimizer.clip_grad_norm_(max_norm); for GradScaler, DistributedDataParallel, and whatever else reads "
+        "or writes .grad, make the optimizer with stream_gradients=False"
+    )
 
 
 def sent(gradient: Tensor | None) -> SentGradient | None:

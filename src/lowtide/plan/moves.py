@@ -19,6 +19,9 @@ _ITEM_BYTES = {
     "bool": 1, "uint8": 1, "int8": 1,
 }  # fmt: skip
 
+_UNDER_WAY = ("c10d.", "c10d_functional.", "_dtensor.", "fsdp.", "symm_mem.")
+"""Operations that may still be writing when they return, and that only the program can wait for."""
+
 
 def dtypes_of(sim: Simulator) -> dict[int, str]:
     """Saved value -> name of the type that autograd saves it as."""
@@ -29,13 +32,15 @@ def dtypes_of(sim: Simulator) -> dict[int, str]:
 
 
 def movable(sim: Simulator, min_bytes: int = 1) -> list[int]:
-    """The saved values that may move, in the order of the forward: made in the forward, not overwritten later, not below ``min_bytes``."""
+    """The saved values that may move, in the order of the forward: made in the forward, by an operation that is over when it returns or can be
+    waited for, not overwritten later, not below ``min_bytes``."""
     graph, found = sim.graph, []
     for value in sim.droppable:
         v = graph.values[value]
         if v.producer is None or not v.storable or v.must_store or sim.value_bytes[value] < max(1, min_bytes):
             continue
-        if graph.operations[v.producer].phase == "forward" and not any(graph.saved[t].forced for t in sim.saved_of[value]):
+        op = graph.operations[v.producer]
+        if op.phase == "forward" and not op.name.startswith(_UNDER_WAY) and not any(graph.saved[t].forced for t in sim.saved_of[value]):
             found.append(value)
     return sorted(found, key=lambda v: graph.values[v].producer or 0)
 
@@ -54,6 +59,11 @@ def refuse_moves(sim: Simulator, moves: Iterable[int]) -> None:
             raise PlanError(f"value {value} ({sim.describe(value)}) stood before the step: parameters, buffers and inputs never move")
         if v.must_store or not v.storable or sim.graph.operations[v.producer].phase != "forward":
             raise PlanError(f"value {value} cannot move: {sim.describe(value)} is overwritten later in the step, or made in backward")
+        if sim.graph.operations[v.producer].name.startswith(_UNDER_WAY):
+            raise PlanError(
+                f"value {value} cannot move: {sim.graph.operations[v.producer].name} may still be writing it when it returns. Use a functional "
+                "collective (torch.distributed._functional_collectives), which lowtide can wait for"
+            )
 
 
 def moved_of(sim: Simulator, moves: Mapping[int, Moving], links: Links | None = None, codecs: Sequence[Codec] = ()) -> list[Moved]:

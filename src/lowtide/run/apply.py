@@ -56,7 +56,6 @@ class apply:
         self.findings = Findings()
         self.departed = 0
         self._verified = False
-        self._prepared = False
         self._stack: ExitStack | None = None
         self._director: PlanDirector | None = None
 
@@ -64,9 +63,8 @@ class apply:
         if self._stack is not None:
             raise PlanError("this apply(plan) is already active: nest another one")
         verify = self.verify != "never" and not self._verified
-        if self.plan.moves and not self._prepared:
+        if self.plan.moves:
             prepare(self.plan, self.stores, torch.device(self.plan.device))
-            self._prepared = True
         self._director = PlanDirector(self.plan)
         recorder = Recorder(
             self._director,

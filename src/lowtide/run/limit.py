@@ -175,9 +175,8 @@ class Limiter:
         script = planned.script if planned.script is not None and planned.script.plan is plan else None
         listener = Listener(plan) if script is None and not verifying and self.verify != "always" else None
         watch = self._watch(planned, verifying, listener is not None)
-        if plan.moves and planned.prepared is not plan:
+        if plan.moves:
             prepare(plan, self.stores, torch.device(plan.device))
-            planned.prepared = plan
         mover = Mover(plan, self.stores, verifying) if plan.moves else None
         kind = TimedRecorder if watch is not None and planned.timed is watch else Follower
         recorder = kind(

@@ -260,12 +260,14 @@ class Mover:
 
 
 def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
-    """Lay out what every step under ``plan`` stores, and reserve it.
+    """Lay out what every step under ``plan`` stores, and reserve it, if the stores are not laid out for it already.
 
     Raises:
         StoreError: there is no room for it.
         PlanError: a tier cannot be opened, a codec or a group is not known.
     """
+    if stores.prepared is plan:
+        return
     by_tier: dict[Any, tuple[list[int], list[int], list[int]]] = {}
     for number, move in enumerate(plan.moves):
         first, then = stages(move.decision)
@@ -286,3 +288,4 @@ def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
         size.append(move.encoded_bytes + (parts - 1) * tier.align)
     for tier, expected in by_tier.items():
         tier.expect(*expected)
+    stores.prepared = plan

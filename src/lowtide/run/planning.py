@@ -63,7 +63,6 @@ class Planned:
         again: why it is to be made again before the next step, or empty.
         timed: watches the time of the latest step.
         seconds: of each step that has been timed under the plan as it is, and of recording and replaying in it where the host knows.
-        prepared: the plan that the stores have room for.
         script: what a step under the plan taught of the next ones.
     """
 
@@ -81,7 +80,6 @@ class Planned:
     again: str = ""
     timed: StepWatch | None = None
     seconds: list[tuple[float, float | None]] = field(default_factory=list)
-    prepared: Plan | None = None
     script: Script | None = None
     claimed: StepGraph | None = None
 

@@ -255,7 +255,10 @@ class Recorder(TorchDispatchMode):
         moves = self.director.moves if self.mover is not None and isinstance(self.director, PlanDirector) else ()
         if moves:
             with unrecorded():
-                self._move(moves, [*(flat[at] for at in fresh.values()), *written], info, fresh)
+                wrote = [*(flat[at] for at in fresh.values()), *written]
+                if info.collective and any(number >= 0 for number in moves):  # what is copied has to be there
+                    wrote = [private.wait_for_collective(tensor) for tensor in wrote]
+                self._move(moves, wrote, info, fresh)
         if not record or node is None:
             return result
         if self.verify and not info.collective:

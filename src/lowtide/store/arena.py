@@ -45,17 +45,23 @@ class Arena:
         self.static_bytes = 0
         self.taken_bytes = 0
         self._static: list[Region] = []
+        self._layouts: dict[tuple[tuple[int, ...], ...], tuple[list[Region], int]] = {}
         self._taken: list[Region] = []
         self._top = 0
         self._spare: dict[int, list[Region]] = {}
         self._extra: set[Region] = set()
 
     def expect(self, lower: list[int], upper: list[int], size: list[int]) -> None:
-        """Lay out what every step takes: half-open lifetimes in any unit, bytes."""
-        found = find(lower, upper, size, align=self.align, seconds=2.0)
-        self._static = [Region(int(at), int(at) + self._whole(bytes_)) for at, bytes_ in zip(found.offsets, size, strict=True)]
-        self.static_bytes = self._top = max(found.height, self._top)
-        self._spare.clear()
+        """Lay out what every step takes from now on: half-open lifetimes in any unit, bytes. What was expected before is laid out as it was
+        then, so that kinds of steps may take turns."""
+        key = (tuple(lower), tuple(upper), tuple(size))
+        if key not in self._layouts:
+            found = find(lower, upper, size, align=self.align, seconds=2.0)
+            places = [Region(int(at), int(at) + self._whole(bytes_)) for at, bytes_ in zip(found.offsets, size, strict=True)]
+            self._layouts[key] = places, found.height
+        self._static, height = self._layouts[key]
+        self.static_bytes = max(self.static_bytes, height)
+        self._top = max(self._top, self.static_bytes)
 
     def take(self, bytes_: int, number: int = -1) -> Region:
         """A region of at least ``bytes_``: the ``number``-th of the layout when it is free, else a spare one, else one above all others."""
@@ -64,9 +70,11 @@ class Arena:
             region = self._static[number]
             if region.end - region.start >= whole and not self._meets(region):
                 return self._took(region)
-        spare = self._spare.get(whole)
-        if spare:
-            return self._took(spare.pop())
+        spare = self._spare.get(whole, [])
+        for region in reversed(spare):
+            if not self._meets(region):  # a layout that came later may reach over it
+                spare.remove(region)
+                return self._took(region)
         region = Region(self._top, self._top + whole)
         self._top = region.end
         self._extra.add(region)
@@ -77,7 +85,9 @@ class Arena:
         self._taken.remove(region)
         self.taken_bytes -= region.end - region.start
         if region in self._extra:
-            self._spare.setdefault(region.end - region.start, []).append(region)
+            spare = self._spare.setdefault(region.end - region.start, [])
+            if region not in spare:
+                spare.append(region)
         if not self._taken:  # nothing is left of any step: what lay above the layout is one piece again
             self._spare.clear()
             self._extra.clear()

@@ -77,8 +77,7 @@ class Host(Tier):
         with self._on_stream():
             for view, part in self._parts(slot.region.start + at, data):
                 view.copy_(part, non_blocking=True)
-        data.record_stream(self._stream)  # pyright: ignore
-        slot.writing = _Queued(self, data.numel())
+        slot.writing = _Queued(self, data)
         self.counts.written_bytes += data.numel()
         self.counts.writes += 1
         return slot.writing
@@ -94,10 +93,9 @@ class Host(Tier):
         with self._on_stream():
             for view, part in self._parts(slot.region.start + at, out):
                 part.copy_(view, non_blocking=True)
-        out.record_stream(self._stream)  # pyright: ignore
         self.counts.read_bytes += out.numel()
         self.counts.reads += 1
-        return _Queued(self, out.numel())
+        return _Queued(self, out)
 
     def _current(self) -> torch.Stream:
         return torch.get_device_module(self.device.type).current_stream(self.device)
@@ -128,13 +126,20 @@ class Host(Tier):
 
 
 class _Queued(Transfer):
-    """A copy on the tier's stream."""
+    """A copy on the tier's stream.
 
-    def __init__(self, tier: Host, bytes_: int) -> None:
-        super().__init__(bytes_)
+    It holds the tensor until somebody has waited for the copy, and if nobody does, the stream that the tensor came from waits before its memory is
+    free. With `torch.Tensor.record_stream` instead, the allocator would give the memory out again only once it finds the tier's stream past
+    everything that was queued by then, so that the device's memory grew with how far the program runs ahead.
+    """
+
+    def __init__(self, tier: Host, tensor: torch.Tensor) -> None:
+        super().__init__(tensor.numel())
         self._tier = tier
+        self._from = tier._current()
         self._event = torch.get_device_module(tier.device.type).Event()
         self._event.record(tier._stream)
+        self._tensor: torch.Tensor | None = tensor
 
     @property
     def done(self) -> bool:
@@ -143,4 +148,15 @@ class _Queued(Transfer):
 
     def wait(self) -> None:
         """Let the current stream go on only after the copy."""
-        self._tier._current().wait_event(self._event)
+        current = self._tier._current()
+        current.wait_event(self._event)
+        self._let_go(waited=current == self._from)
+
+    def _let_go(self, waited: bool) -> None:
+        if self._tensor is not None and not waited:
+            self._from.wait_event(self._event)
+        self._tensor = None
+
+    def __del__(self) -> None:
+        if "_tensor" in self.__dict__:
+            self._let_go(waited=False)

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import PlanError
+from lowtide.plan.plan import Plan
 from lowtide.store.codec import Codec, codec_named
 from lowtide.store.disk import Disk
 from lowtide.store.host import Host
@@ -23,6 +24,10 @@ class Stores:
         codecs: codecs of the user's own.
         fault: called before every transfer, for tests.
 
+    Attributes:
+        prepared: the plan that the tiers are laid out for.
+        tiers: those that are open.
+
     Example:
         >>> with Stores() as stores:
         ...     stores.tier("host", "", torch.device("cpu")).name
@@ -36,6 +41,7 @@ class Stores:
         self._used: dict[str, Codec] = {}
         self.fault = fault
         self.tiers: dict[tuple[str, str, str], Tier] = {}
+        self.prepared: Plan | None = None
 
     @property
     def groups(self) -> Mapping[str, Any]:
@@ -88,12 +94,14 @@ class Stores:
         for tier in self.tiers.values():
             tier.close()
         self.tiers.clear()
+        self.prepared = None
 
     def retire(self) -> None:
         """Close each tier as soon as nothing is stored there any more: steps that are under way finish."""
         for tier in self.tiers.values():
             tier.retire()
         self.tiers.clear()
+        self.prepared = None
 
     def __enter__(self) -> Stores:
         return self
