@@ -13,7 +13,7 @@ import warnings
 from typing import Any
 
 from benchmarks.cases import six
-from benchmarks.common import Case, keep_pages, median_difference, paired, rounds_within, save, step_of, total_peak, twins
+from benchmarks.common import UNSETTLED, Case, keep_pages, median_difference, paired, rounds_within, save, step_of, total_peak, twins
 from lowtide import BudgetError, limit_memory
 
 SHARES = (80, 65, 50)
@@ -44,8 +44,8 @@ def rows_of(case: Case, seconds_for_a_row: float = 30.0) -> list[dict[str, Any]]
         limited.zero_grad(set_to_none=True)
         handle.prepare(**batch)
         planning = time.perf_counter() - begin
-        step()
-        step()
+        for _ in range(UNSETTLED):
+            step()
         measured = total_peak(limited, batch, step)
         rounds = rounds_within([plain_step, step], seconds_for_a_row, most=81)
         plain_seconds, planned_seconds = paired([plain_step, step], rounds)

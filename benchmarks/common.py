@@ -23,6 +23,9 @@ from lowtide import __version__, meter
 
 RESULTS = Path(__file__).parent / "results"
 
+UNSETTLED = 13
+"""The first steps under a plan, of which one is verified, one listened to and nine are timed, all of which takes longer: they are not measured."""
+
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # parameters of glibc's mallopt
 _LARGEST_INT = 2**31 - 1
 

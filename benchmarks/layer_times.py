@@ -25,14 +25,12 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
 import lowtide
-from benchmarks.common import keep_pages, save, total_peak
+from benchmarks.common import UNSETTLED, keep_pages, save, total_peak
 from lowtide import meter, policies
 from lowtide.models.common import CausalAttention, Dropout
 
 RANKS = 8
 DROPOUT = 0.1
-WARMUP = 13
-"""Steps of each before any is measured: under a plan one is verified, one listened to, and nine are timed, all of which take longer."""
 PUBLISHED = {"full": 0.39, "selective": 0.07}
 """Overhead of forward and backward over the baseline (arXiv 2205.05198, table 4)."""
 
@@ -129,7 +127,7 @@ def layer_rows(shape: Shape, device: str, seconds: float, least: int = 11) -> li
     nets = contenders(shape, device)
     timed = {name: _step(net, x) for name, net in nets.items()}
     for step in timed.values():
-        for _ in range(WARMUP):
+        for _ in range(UNSETTLED):
             step()
     held, peaks = {}, {}
     for name, step in timed.items():

@@ -22,7 +22,7 @@ import torch
 
 import lowtide
 from benchmarks.cases import gpt
-from benchmarks.common import keep_pages, median_difference, paired, rounds_within, save, total_peak, twins
+from benchmarks.common import UNSETTLED, keep_pages, median_difference, paired, rounds_within, save, total_peak, twins
 from benchmarks.versus_checkpoint import checkpoint_blocks
 from lowtide import policies
 
@@ -59,8 +59,8 @@ def rows_of(tokens: int, width: int, device: str, links: dict[str, Any], layers:
         "per block": (rival, nullcontext),
     }
     steps = {name: _step(model, batch, context, device) for name, (model, context) in around.items()}
-    for step in steps.values():
-        for _ in range(3):
+    for name, step in steps.items():
+        for _ in range(UNSETTLED if name == "lowtide" else 3):
             step()
     peaks = {name: total_peak(around[name][0], batch, step) for name, step in steps.items()}
     rounds = rounds_within(list(steps.values()), seconds_each, least=7 if seconds_each else 1)

@@ -18,7 +18,19 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 from benchmarks.cases import gpt, llama
-from benchmarks.common import RESULTS, Case, keep_pages, median_difference, paired, rounds_within, save, step_of, total_peak, twins
+from benchmarks.common import (
+    RESULTS,
+    UNSETTLED,
+    Case,
+    keep_pages,
+    median_difference,
+    paired,
+    rounds_within,
+    save,
+    step_of,
+    total_peak,
+    twins,
+)
 from lowtide import BudgetError, limit_memory, measure_links, policies
 
 SHAPES = ((8, 384), (12, 512), (12, 768))
@@ -56,7 +68,7 @@ def row_of(case: Case, seconds_for_it: float = 90.0) -> dict[str, Any]:
     with_disk.share_costs(handle)
     limit_memory(whole, budget="100%").share_costs(handle)
     for step in steps[2:]:
-        for _ in range(3):
+        for _ in range(UNSETTLED):
             step()
     peaks = [total_peak(model, batch, step) for model, step in zip((planned, mixed), steps[2:4], strict=True)]
     rounds = rounds_within(steps, seconds_for_it, least=4)
