@@ -74,13 +74,32 @@ def _swap_attribute(faker: Faker, item: Any) -> Any:
     return item
 
 
+def _contents(attributes: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The containers among a module's attributes, its tables of hooks and submodules included, each with a copy of what is in it."""
+    return [(item, item.copy()) for item in attributes.values() if isinstance(item, (dict, list, set))]
+
+
+def _put_back(container: Any, before: Any) -> None:
+    """Let a container hold again what it held before."""
+    if len(container) == len(before):
+        pairs = [(container, before)] if not isinstance(container, dict) else [(container, before), (container.values(), before.values())]
+        if all(a is b for now, then in pairs for a, b in zip(now, then, strict=True)):
+            return
+    container.clear()
+    if isinstance(container, list):
+        container.extend(before)
+    else:
+        container.update(before)
+
+
 @contextmanager
 def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
     """Give every parameter, buffer and tensor attribute of ``modules`` a fake for the length of the block.
 
-    Afterwards each module's attributes are what they were, so a module that caches tensors on itself keeps no fake ones.
+    Afterwards each module's attributes are what they were, and what its containers hold, too: a module that caches tensors on itself keeps no
+    fake ones, and one that installs hooks at its first step and notes that it did has neither the hooks nor the note.
     """
-    snapshots: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    snapshots: list[tuple[torch.nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
     seen: set[int] = set()
     try:
         for root in modules:
@@ -89,7 +108,7 @@ def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
                     continue
                 seen.add(id(module))
                 attributes = dict(module.__dict__)
-                snapshots.append((module, attributes, dict(module._parameters), dict(module._buffers)))
+                snapshots.append((module, attributes, _contents(attributes)))
                 for name, parameter in module._parameters.items():
                     if parameter is not None:
                         module._parameters[name] = faker.tensor(parameter)  # type: ignore[assignment]
@@ -103,10 +122,8 @@ def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
                             module.__dict__[name] = swapped
         yield
     finally:
-        for module, attributes, parameters, buffers in snapshots:
+        for module, attributes, contents in snapshots:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            for container, before in contents:
+                _put_back(container, before)
