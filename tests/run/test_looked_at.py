@@ -156,3 +156,31 @@ def test_planning_takes_little_more_than_a_small_step() -> None:
     lowtide.limit_memory(model, "85%")
     planning = meter.measure(lambda: model(x).backward(), timeline=False).peak_bytes
     assert planning <= 2 * (step + meter.resident_bytes(plain))
+
+
+class OddStrides(nn.Module):
+    """Batch norm over what another view of it makes contiguous again: fake tensors keep its strides, the CPU's kernel does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.norms = nn.ModuleList([nn.BatchNorm1d(32) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = block(norm(x.transpose(1, 2)).transpose(1, 2))
+        return x.square().mean()
+
+
+@needs_meter
+def test_batch_norm_of_odd_strides() -> None:
+    torch.manual_seed(0)
+    model, x = OddStrides(), torch.randn(8, 32, 32)
+    handle = lowtide.limit_memory(model, "75%")
+    handle.prepare(x)
+    standing = meter.resident_bytes(model) + x.nbytes
+    measured = meter.measure(lambda: model(x).backward(), timeline=False)
+    (planned,) = handle._limiter.plans.values()
+    assert planned.departed == 0
+    assert planned.plan.budget_bytes is not None
+    assert standing + measured.peak_bytes <= planned.plan.budget_bytes

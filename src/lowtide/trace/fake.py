@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lowtide import private
+from lowtide.ops import OpInfo
 
 SMALL_BYTES = 1 << 24
 """Tensors of integers and truth values up to this size are real in a trace."""
@@ -62,6 +63,21 @@ def is_small_constant(tensor: torch.Tensor) -> bool:
     if tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized:
         return False
     return tensor.layout is torch.strided and tensor.numel() * tensor.element_size() <= SMALL_BYTES
+
+
+def shows_another_layout(info: OpInfo, args: tuple[Any, ...]) -> bool:
+    """Whether the CPU's kernel lays its result out otherwise than its fake does, so that what follows takes other ways.
+
+    Batch norm writes a result that is contiguous or channels-last; the fake keeps whatever strides its input has.
+    """
+    if not info.name.startswith(("aten.native_batch_norm.", "aten._native_batch_norm_legit")) or args[0].device.type != "cpu":
+        return False
+    given = args[0]
+    formats = [
+        torch.contiguous_format,
+        *([torch.channels_last] if given.dim() == 4 else [torch.channels_last_3d] if given.dim() == 5 else []),
+    ]
+    return not any(given.is_contiguous(memory_format=layout) for layout in formats)
 
 
 def _swap_attribute(faker: Faker, item: Any) -> Any:
