@@ -23,8 +23,9 @@ class Kept:
 
     def __init__(self, tensor: torch.Tensor, watch: StepWatch | None = None, mover: Mover | None = None) -> None:
         self.mover = mover
-        # what a node made itself, it must not hold: autograd would never let go of either
-        self.tensor = tensor if tensor.is_leaf else private.unseen_alias(tensor)
+        # what a node made itself, it must not hold: autograd would never let go of either; nor may a mask that the model returns, too, look as
+        # if its caller held it
+        self.tensor = tensor if tensor.is_leaf and tensor.requires_grad else private.unseen_alias(tensor)
         self.version = self.tensor._version
         self.watch = watch
 

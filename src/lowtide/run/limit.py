@@ -24,7 +24,7 @@ from lowtide.run.direct import PlanDirector
 from lowtide.run.follow import Follower
 from lowtide.run.key import StepKey, step_key
 from lowtide.run.moved import Mover, prepare
-from lowtide.run.planning import Planned, Planner, Policy
+from lowtide.run.planning import Planned, Planner, Policy, slack_bytes
 from lowtide.run.quiet import quiet
 from lowtide.run.record import Recorder, Verify
 from lowtide.run.rehearse import Listener
@@ -209,8 +209,8 @@ class Limiter:
                 stacklevel=5,
             )
         if watch is not None:
-            loss = loss_of(result)
-            watch.forward_ends(t for t in tensors_inside(result) if t is not loss)
+            there = {id(t) for t in (loss_of(result), *tensors_inside((args, kwargs)), *self.model.parameters(), *self.model.buffers())}
+            watch.forward_ends(t for t in tensors_inside(result) if id(t) not in there)
         if verifying:
             planned.verified = True
             self._keep(planned, recorder.findings.kept)
@@ -276,6 +276,7 @@ class Limiter:
             lambda: self._compare(planned, watch, measuring),
             device,
             memory=learning or measuring,
+            small_bytes=slack_bytes(planned.plan.budget_bytes) // 2,
         )
         planned.timed = watch if timing else None
         return watch

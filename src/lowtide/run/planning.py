@@ -435,6 +435,11 @@ class Planner:
         )
 
 
+def slack_bytes(limit: int | None) -> int:
+    """What a plan leaves of a budget of `limit` bytes for what no trace shows."""
+    return 0 if limit is None else math.ceil(min(limit * _SLACK_SHARE, _SLACK_BYTES))
+
+
 def _within(limit: int, share: float) -> int:
     """What a plan may use of a budget of `limit` bytes."""
     return int((limit - min(limit * _SLACK_SHARE, _SLACK_BYTES)) * share)

@@ -90,6 +90,7 @@ class StepWatch:
         on_end: called once, when that backward has ended.
         device: whose memory and time are watched.
         memory: whether to watch memory, too.
+        small_bytes: outputs that take no more than this together do not count as held: a model may keep a few numbers itself.
 
     Attributes:
         outputs_dropped: whether the caller had let go of what the forward returned (other than the loss) when backward began.
@@ -101,7 +102,15 @@ class StepWatch:
         entries: how often a dispatch or a saved tensor's hook went into Python.
     """
 
-    def __init__(self, on_backward: Callable[[], None], on_end: Callable[[], None], device: torch.device, *, memory: bool = True) -> None:
+    def __init__(
+        self,
+        on_backward: Callable[[], None],
+        on_end: Callable[[], None],
+        device: torch.device,
+        *,
+        memory: bool = True,
+        small_bytes: int = 0,
+    ) -> None:
         self._on_backward = on_backward
         self._on_end = on_end
         self._began = False
@@ -109,6 +118,7 @@ class StepWatch:
         self._whole = _stretch(device) if memory else None
         self._loss: _Stretch | None = None
         self._memory = memory
+        self._small_bytes = small_bytes
         self.device = device
         self._marks = [_now(device)]
         self.outputs_dropped = False
@@ -136,7 +146,9 @@ class StepWatch:
             return
         self._began = True
         self._marks.append(_now(self.device))
-        self.outputs_dropped = all(reference() is None for reference in self._outputs)
+        held = [output for reference in self._outputs if (output := reference()) is not None]
+        self.outputs_dropped = sum(output.nbytes for output in held) <= self._small_bytes
+        del held
         if self._loss is not None:
             self.loss_peak_bytes, self.loss_live_bytes = self._loss.peak_bytes, self._loss.live_bytes
             self._loss.close()

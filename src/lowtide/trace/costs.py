@@ -5,19 +5,20 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Callable, Hashable, Iterator, Mapping, MutableMapping
-from contextlib import ExitStack, contextmanager
+from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any, Literal, TypeVar
 
 import torch
 from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..meter import available, counting_allocator, peak, storages
+from .roofline import Roofline, aside, calibrate, present
 from .staging import staging_bytes
 
 K = TypeVar("K", bound=Hashable)
@@ -27,7 +28,7 @@ _NEVER_RUN = frozenset({
     "aten::from_file", "aten::record_stream", "aten::_pin_memory", "aten::_print", "aten::_nested_tensor_from_mask",
     "aten::mkldnn_rnn_layer_backward", "aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward",  # a made-up workspace crashes them
 })  # fmt: skip
-_PATTERN_BYTES = 1 << 20
+_PATTERN_BYTES = 1 << 18  # 65,536 numbers of four bytes: then they repeat
 _HELD_BYTES = 64 << 20
 _MIN_RUNS = 2
 _HEAVY = 2
@@ -113,19 +114,6 @@ class OpCost:
     source: Literal["measured", "estimated"]
 
 
-@dataclass(frozen=True, slots=True)
-class Roofline:
-    """A device as three numbers: floating-point operations a second, bytes a second, seconds a call at least."""
-
-    flops_per_second: float
-    bytes_per_second: float
-    overhead_seconds: float
-
-    def seconds(self, flops: float, bytes: float) -> float:
-        """Time of an operation that computes so much and moves so much."""
-        return self.overhead_seconds + max(flops / self.flops_per_second, bytes / self.bytes_per_second)
-
-
 def runnable(func: OpOverload) -> bool:
     """Whether an operation may be run on made-up inputs: ATen's own only, for others may talk to other processes or to the world."""
     return func.namespace in _RUN_NAMESPACES and func._schema.name not in _NEVER_RUN
@@ -137,7 +125,7 @@ def flops(spec: OpSpec) -> int:
     if formula is None:
         return 0
     try:
-        with _aside(), torch.no_grad():
+        with aside(), torch.no_grad():
             args, kwargs = tree_map(_meta, (spec.args, spec.kwargs))
             out = spec.func(*args, **kwargs) if runnable(spec.func) else None
             return int(formula(*args, **kwargs, out_val=out))
@@ -149,16 +137,6 @@ def _meta(leaf: Any) -> Any:
     if isinstance(leaf, TensorSpec):
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
-
-
-@contextmanager
-def _aside() -> Iterator[None]:
-    """Out of every mode that the caller may be in: dispatch modes, torch functions, autocast, deterministic filling."""
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), ExitStack() as stack:
-        for kind in ("cpu", "cuda"):
-            if torch.is_autocast_enabled(kind):
-                stack.enter_context(torch.autocast(kind, enabled=False))
-        yield
 
 
 class Bench:
@@ -250,19 +228,27 @@ class Bench:
         elif not (dtype.is_floating_point or dtype.is_complex):
             data.zero_()  # integers: an index that is valid everywhere
         else:
-            pattern = self._pattern(dtype, data.device)
-            whole = data.numel() // _PATTERN_BYTES
+            pattern = self._pattern(dtype, data.device, data.numel())
+            size = pattern.numel()
+            whole = data.numel() // size
             if whole:
-                data[: whole * _PATTERN_BYTES].view(whole, _PATTERN_BYTES).copy_(pattern.expand(whole, _PATTERN_BYTES))
-            data[whole * _PATTERN_BYTES :].copy_(pattern[: data.numel() - whole * _PATTERN_BYTES])
+                data[: whole * size].view(whole, size).copy_(pattern.expand(whole, size))
+            data[whole * size :].copy_(pattern[: data.numel() - whole * size])
 
-    def _pattern(self, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """Bytes of numbers between 0.06 and 0.94, without order: finite, no denormals, also good as probabilities and under a root."""
+    def _pattern(self, dtype: torch.dtype, device: torch.device, size: int) -> torch.Tensor:
+        """Bytes of numbers between 0.06 and 0.94, without order: finite, no denormals, also good as probabilities and under a root.
+
+        They are no more than a storage of ``size`` bytes needs: the budget of a small step has no room for more.
+        """
         key = (dtype, device)
-        if key not in self._patterns:
+        size = min(size, _PATTERN_BYTES)
+        if key not in self._patterns or self._patterns[key].numel() < size:
+            self._patterns.pop(key, None)
             real = dtype.to_real()  # complex numbers get both parts
-            count = _PATTERN_BYTES // real.itemsize
-            steps = torch.arange(count, dtype=torch.int64).mul_(2654435761).bitwise_and_(0xFFFF)
+            count = max(1, size // real.itemsize)
+            steps = (
+                torch.arange(count, dtype=torch.int32).mul_(31153).bitwise_and_(0xFFFF)
+            )  # wraps around, which the last 16 bits do not see
             numbers = steps.to(torch.float32).mul_(0.875 / 65536).add_(0.0625)
             self._patterns[key] = numbers.to(real).to(device).view(torch.uint8)
         return self._patterns[key]
@@ -314,61 +300,18 @@ def _is_cuda(spec: OpSpec) -> bool:
     return _device_of(spec).type == "cuda"
 
 
-def _present(device: torch.device) -> bool:
-    return device.type == "cpu" or (device.type == "cuda" and torch.cuda.is_available())
-
-
-@lru_cache(maxsize=32)
-def _calibrated(kind: str, dtype: torch.dtype, threads: int) -> Roofline:
-    """A matrix product and a copy, the best of a few runs."""
-    del threads  # part of the key: another count of threads is another machine
-    cuda = kind == "cuda"
-    side, room = (4096, 1 << 28) if cuda else (512, 1 << 22)
-
-    def best(call: Callable[[], Any], runs: int) -> float:
-        times = []
-        for _ in range(runs):
-            if cuda:
-                torch.cuda.synchronize()
-            begin = time.perf_counter()
-            call()
-            if cuda:
-                torch.cuda.synchronize()
-            times.append(time.perf_counter() - begin)
-        return min(times)
-
-    with _aside(), torch.no_grad():
-        left = torch.full((side, side), 0.5, dtype=dtype, device=kind)
-        source, target = torch.ones(room, dtype=torch.uint8, device=kind), torch.ones(room, dtype=torch.uint8, device=kind)
-        tiny = torch.ones(4, device=kind)
-        product = best(lambda: torch.ops.aten.mm.default(left, left), 5)
-        copy = best(lambda: torch.ops.aten.copy_.default(target, source), 5)
-        call = best(lambda: torch.ops.aten.neg.default(tiny), 50)
-    return Roofline(2 * side**3 / product, 2 * room / copy, call)
-
-
-def calibrate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32) -> Roofline:
-    """The roofline of a device, measured once per process, device, dtype and number of threads (0.1 s).
-
-    A device that is only simulated has the CPU's: ratios between operations are then right, seconds are not.
-    """
-    where = torch.device(device)
-    kind = where.type if _present(where) else "cpu"
-    known = dtype if dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) else torch.float32
-    return _calibrated(kind, known, torch.get_num_threads())
-
-
-def estimate(spec: OpSpec, roofline: Roofline | None = None) -> OpCost:
+def estimate(spec: OpSpec, roofline: Roofline | None = None, room: int | None = None) -> OpCost:
     """An operation's time by a roofline, without running it. Its scratch is not known (0), but for what a collective moves through.
 
     Args:
         spec: the operation.
         roofline: the device; ``None`` calibrates the one that the operation is on.
+        room: bytes that calibrating may take.
     """
     leaves = spec.tensors()
     if roofline is None:
         dtype = next((leaf.dtype for leaf in leaves if leaf.dtype.is_floating_point), torch.float32)
-        roofline = calibrate(_device_of(spec), dtype)
+        roofline = calibrate(_device_of(spec), dtype, room)
     moved = sum(leaf.bytes for leaf in leaves)
     written = spec.output_bytes or (max((leaf.bytes for leaf in leaves), default=0))
     return OpCost(roofline.seconds(flops(spec), moved + written), staging_bytes(spec), "estimated")
@@ -405,7 +348,10 @@ def measure_costs(
         return costs
     bench = Bench()
     with _undisturbed(any(_is_cuda(spec) for spec in todo.values())):
-        guess = {key: estimate(spec, roofline) for key, spec in todo.items()}
+        guess = {
+            key: estimate(spec, roofline, held_limit_bytes if held_limit_bytes is not None else memory_limit_bytes)
+            for key, spec in todo.items()
+        }
         order = sorted(todo, key=lambda key: -guess[key].seconds)  # the heavy ones first: where time runs out, little is left to guess
         begin = time.perf_counter()
         for done, key in enumerate(order):
@@ -414,7 +360,7 @@ def measure_costs(
             taken = spec.input_bytes() + spec.output_bytes
             room = _HELD_BYTES if memory_limit_bytes is None else memory_limit_bytes - taken
             held = room if held_limit_bytes is None else min(room, held_limit_bytes - taken)
-            if runnable(spec.func) and room >= 0 and left > -time_budget and all(map(_present, _devices(spec))):
+            if runnable(spec.func) and room >= 0 and left > -time_budget and all(map(present, _devices(spec))):
                 try:
                     cost = bench.time(spec, max(0.0, left) / (len(order) - done), max(0, held))
                 except Exception:  # made-up inputs that the operation rejects: its estimate stands
@@ -433,7 +379,7 @@ def _undisturbed(cuda: bool) -> Iterator[None]:
         counting_allocator().install()
     try:
         devices = list(range(torch.cuda.device_count())) if cuda else []
-        with _aside(), torch.random.fork_rng(devices=devices), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        with aside(), torch.random.fork_rng(devices=devices), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             yield
     finally:
         if counted:
@@ -471,7 +417,7 @@ class _Recorder(TorchDispatchMode):
 def executor_overheads(device: str = "cpu") -> ExecutorOverheads:
     """What recording and replaying cost per operation here, measured once per process and device (20 ms)."""
     runs = 300
-    with _aside(), torch.no_grad():
+    with aside(), torch.no_grad():
         left, right = torch.ones(4, device=device), torch.ones(4, device=device)
         func = torch.ops.aten.add.Tensor
 

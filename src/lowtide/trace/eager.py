@@ -33,6 +33,7 @@ from lowtide.ops import (
 )
 from lowtide.trace.costs import OpSpec
 from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
+from lowtide.trace.fake import shows_another_layout
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
@@ -217,6 +218,8 @@ class Tracer(TorchDispatchMode):
             self._refuse_strangers(inputs)
             if info.real_only:
                 raise TraceError(f"{info.name} allocates memory that fake tensors do not show: trace with real=True")
+            if shows_another_layout(info, args):
+                raise TraceError(f"{info.name} lays its result out otherwise than fake tensors show: trace with real=True")
         written = written_tensors(info, args, kwargs)
         if self.fake and written and torch.is_grad_enabled():
             self._refuse_written_views(written, inputs)

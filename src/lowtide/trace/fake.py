@@ -11,6 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lowtide import private
+from lowtide.ops import OpInfo
 
 SMALL_BYTES = 1 << 24
 """Tensors of integers and truth values up to this size are real in a trace."""
@@ -64,6 +65,21 @@ def is_small_constant(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.numel() * tensor.element_size() <= SMALL_BYTES
 
 
+def shows_another_layout(info: OpInfo, args: tuple[Any, ...]) -> bool:
+    """Whether the CPU's kernel lays its result out otherwise than its fake does, so that what follows takes other ways.
+
+    Batch norm writes a result that is contiguous or channels-last; the fake keeps whatever strides its input has.
+    """
+    if not info.name.startswith(("aten.native_batch_norm.", "aten._native_batch_norm_legit")) or args[0].device.type != "cpu":
+        return False
+    given = args[0]
+    formats = [
+        torch.contiguous_format,
+        *([torch.channels_last] if given.dim() == 4 else [torch.channels_last_3d] if given.dim() == 5 else []),
+    ]
+    return not any(given.is_contiguous(memory_format=layout) for layout in formats)
+
+
 def _swap_attribute(faker: Faker, item: Any) -> Any:
     if isinstance(item, torch.Tensor):
         return faker.tensor(item)
@@ -74,13 +90,32 @@ def _swap_attribute(faker: Faker, item: Any) -> Any:
     return item
 
 
+def _contents(attributes: dict[str, Any]) -> list[tuple[Any, Any]]:
+    """The containers among a module's attributes, its tables of hooks and submodules included, each with a copy of what is in it."""
+    return [(item, item.copy()) for item in attributes.values() if isinstance(item, (dict, list, set))]
+
+
+def _put_back(container: Any, before: Any) -> None:
+    """Let a container hold again what it held before."""
+    if len(container) == len(before):
+        pairs = [(container, before)] if not isinstance(container, dict) else [(container, before), (container.values(), before.values())]
+        if all(a is b for now, then in pairs for a, b in zip(now, then, strict=True)):
+            return
+    container.clear()
+    if isinstance(container, list):
+        container.extend(before)
+    else:
+        container.update(before)
+
+
 @contextmanager
 def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
     """Give every parameter, buffer and tensor attribute of ``modules`` a fake for the length of the block.
 
-    Afterwards each module's attributes are what they were, so a module that caches tensors on itself keeps no fake ones.
+    Afterwards each module's attributes are what they were, and what its containers hold, too: a module that caches tensors on itself keeps no
+    fake ones, and one that installs hooks at its first step and notes that it did has neither the hooks nor the note.
     """
-    snapshots: list[tuple[torch.nn.Module, dict[str, Any], dict[str, Any], dict[str, Any]]] = []
+    snapshots: list[tuple[torch.nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
     seen: set[int] = set()
     try:
         for root in modules:
@@ -89,7 +124,7 @@ def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
                     continue
                 seen.add(id(module))
                 attributes = dict(module.__dict__)
-                snapshots.append((module, attributes, dict(module._parameters), dict(module._buffers)))
+                snapshots.append((module, attributes, _contents(attributes)))
                 for name, parameter in module._parameters.items():
                     if parameter is not None:
                         module._parameters[name] = faker.tensor(parameter)  # type: ignore[assignment]
@@ -103,10 +138,8 @@ def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
                             module.__dict__[name] = swapped
         yield
     finally:
-        for module, attributes, parameters, buffers in snapshots:
+        for module, attributes, contents in snapshots:
             module.__dict__.clear()
             module.__dict__.update(attributes)
-            module._parameters.clear()
-            module._parameters.update(parameters)
-            module._buffers.clear()
-            module._buffers.update(buffers)
+            for container, before in contents:
+                _put_back(container, before)

@@ -13,6 +13,7 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.ops import tensors_of
 from lowtide.private import fake_errors_untold, is_compiled
+from lowtide.trace.chance import same_random
 from lowtide.trace.costs import OpCost, measure_costs
 from lowtide.trace.describe import Signature
 from lowtide.trace.eager import Tracer
@@ -106,7 +107,7 @@ def _fake(
 ) -> Tracer:
     faker = Faker()
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(same_random())
         stack.enter_context(fake_errors_untold())
         stack.enter_context(borrowed([model], faker))
         with faker.mode:

@@ -8,6 +8,7 @@ from typing import Any
 
 import torch
 
+from lowtide.trace.chance import same_random
 from lowtide.trace.eager import Tracer
 
 Packing = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
@@ -22,7 +23,7 @@ def untouched(modules: list[torch.nn.Module]) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
     devices = sorted({p.device.index for p in parameters.values() if p.device.type == "cuda" and p.device.index is not None})
     try:
-        with torch.random.fork_rng(devices=devices):
+        with same_random(devices):
             yield
     finally:
         with torch.no_grad():

@@ -13,6 +13,7 @@ import torch
 
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
+from lowtide.trace.chance import same_random
 from lowtide.trace.costs import OpCost, executor_overheads, measure_costs
 from lowtide.trace.describe import Signature
 from lowtide.trace.eager import Tracer
@@ -170,7 +171,7 @@ def _trace_fake(
 ) -> Tracer:
     faker = Faker()
     with ExitStack() as stack:
-        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(same_random())
         stack.enter_context(borrowed(modules, faker))
         with faker.mode:
             fake_args = faker.tree(args)

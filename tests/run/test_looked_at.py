@@ -1,0 +1,186 @@
+"""What a step that is only looked at leaves behind: nothing, in random states, in modules, and nearly nothing in memory."""
+
+from __future__ import annotations
+
+import copy
+import random
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide import meter
+
+needs_meter = pytest.mark.skipif(not meter.available(), reason="needs the counting allocator: a C++ compiler")
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.wide = nn.Linear(32, 64)
+        self.back = nn.Linear(64, 32)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.back(torch.sin(self.wide(x)).sigmoid())
+
+
+class Net(nn.Module):
+    """Blocks; ``between`` is called in the forward."""
+
+    def __init__(self, between: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.between = between
+        self.noted = False
+        self.seen: list[torch.Tensor] = []
+        self.cache: dict[str, torch.Tensor] = {}
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return self.between(self, x).square().mean()
+
+
+def from_numpy(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return x * torch.from_numpy(np.random.rand(x.shape[-1]).astype("float32"))
+
+
+def from_python(net: Net, x: torch.Tensor) -> torch.Tensor:
+    return x * random.uniform(0.5, 1.5)
+
+
+def hooks_at_first_step(net: Net, x: torch.Tensor) -> torch.Tensor:
+    """Installs hooks once and notes it, as models do that collect the outputs of their layers."""
+    if not net.noted:
+        net.noted = True
+        for block in net.blocks:
+            block.register_forward_hook(lambda _module, _args, output: net.seen.append(output))
+    total = x * len(net.seen)
+    net.seen.clear()
+    return x + total
+
+
+def cached(net: Net, x: torch.Tensor) -> torch.Tensor:
+    if "scale" not in net.cache:
+        net.cache["scale"] = torch.linspace(0.5, 1.5, x.shape[-1])
+    return x * net.cache["scale"]
+
+
+def through_real_values(between: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+    """The same in a model that fake tensors cannot follow, which is traced for real."""
+
+    def routed(net: Net, x: torch.Tensor) -> torch.Tensor:
+        return between(net, x if x.sum().item() > -1e9 else -x)
+
+    return routed
+
+
+CASES = {"numpy": from_numpy, "python": from_python, "hooks": hooks_at_first_step, "cache": cached}
+CASES |= {f"{name} for real": through_real_values(CASES[name]) for name in ("numpy", "python")}
+
+
+def train(net: Net, x: torch.Tensor) -> list[torch.Tensor]:
+    found = []
+    for number in range(3):
+        for seed in (torch.manual_seed, np.random.seed, random.seed):
+            seed(number)
+        net.zero_grad()
+        loss = net(x)
+        loss.backward()
+        found += [loss.detach().clone(), *(p.grad.clone() for p in net.parameters() if p.grad is not None)]
+    return found
+
+
+@pytest.mark.parametrize("between", CASES.values(), ids=CASES.keys())
+def test_planning_at_the_first_step_changes_nothing(between: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+    torch.manual_seed(0)
+    plain, x = Net(between), torch.randn(256, 32)
+    limited = Net(between)
+    limited.load_state_dict(plain.state_dict())
+    lowtide.limit_memory(limited, "85%")
+    for one, other in zip(train(plain, x), train(limited, x), strict=True):
+        assert torch.equal(one, other)
+
+
+class MaskedLoss(nn.Module):
+    """Returns, beside the loss, a mask that autograd saves, an input and a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.register_buffer("scale", torch.ones(32))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor | None]:
+        h = x
+        for block in self.blocks:
+            h = block(h)
+        mask = (torch.rand(h.shape) > 0.5).float()
+        return {"loss": ((h - x).square() * mask).sum() / mask.sum(), "out": h, "mask": mask, "x": x, "scale": self.get_buffer("scale")}
+
+
+@needs_meter
+def test_outputs_that_the_model_itself_keeps_are_not_taken_for_the_callers() -> None:
+    torch.manual_seed(0)
+    model, x = MaskedLoss(), torch.randn(64, 32)
+    handle = lowtide.limit_memory(model, 1)
+    with pytest.raises(lowtide.BudgetError) as caught:
+        model(x)
+    assert caught.value.smallest_bytes is not None
+    handle.remove()
+    handle = lowtide.limit_memory(model, caught.value.smallest_bytes)
+    peaks = []
+    for number in range(3):
+        torch.manual_seed(number)
+
+        def step() -> None:
+            loss = model(x)["loss"]
+            loss.backward()
+
+        standing = meter.resident_bytes(model) + x.nbytes
+        peaks.append(standing + meter.measure(step, timeline=False).peak_bytes)
+        model.zero_grad()
+    assert not any(planned.held for planned in handle._limiter.plans.values())
+    assert max(peaks[1:]) <= caught.value.smallest_bytes
+
+
+@needs_meter
+def test_planning_takes_little_more_than_a_small_step() -> None:
+    torch.manual_seed(0)
+    model, x = Net(cached), torch.randn(256, 32)
+    plain = copy.deepcopy(model)
+    step = meter.measure(lambda: plain(x).backward(), timeline=False).peak_bytes
+    lowtide.limit_memory(model, "85%")
+    planning = meter.measure(lambda: model(x).backward(), timeline=False).peak_bytes
+    assert planning <= 2 * (step + meter.resident_bytes(plain))
+
+
+class OddStrides(nn.Module):
+    """Batch norm over what another view of it makes contiguous again: fake tensors keep its strides, the CPU's kernel does not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+        self.norms = nn.ModuleList([nn.BatchNorm1d(32) for _ in range(3)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block, norm in zip(self.blocks, self.norms, strict=True):
+            x = block(norm(x.transpose(1, 2)).transpose(1, 2))
+        return x.square().mean()
+
+
+@needs_meter
+def test_batch_norm_of_odd_strides() -> None:
+    torch.manual_seed(0)
+    model, x = OddStrides(), torch.randn(8, 32, 32)
+    handle = lowtide.limit_memory(model, "75%")
+    handle.prepare(x)
+    standing = meter.resident_bytes(model) + x.nbytes
+    measured = meter.measure(lambda: model(x).backward(), timeline=False)
+    (planned,) = handle._limiter.plans.values()
+    assert planned.departed == 0
+    assert planned.plan.budget_bytes is not None
+    assert standing + measured.peak_bytes <= planned.plan.budget_bytes
