@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 import lowtide
 from lowtide import meter
@@ -184,3 +185,63 @@ def test_batch_norm_of_odd_strides() -> None:
     assert planned.departed == 0
     assert planned.plan.budget_bytes is not None
     assert standing + measured.peak_bytes <= planned.plan.budget_bytes
+
+
+class LooksAtItsMask(nn.Module):
+    """Leaves its mask out where nothing is masked, which fake tensors cannot tell: it asks for the real ones first, as model libraries do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([Block() for _ in range(3)])
+
+    def forward(self, x: torch.Tensor, mask: torch.Tensor) -> torch.Tensor:
+        needless = not isinstance(mask, FakeTensor) and bool((mask == 1).all())
+        for block in self.blocks:
+            x = block(x)
+            x = torch.cat([x.sinh().tanh(), x.cosh().log()], dim=1)[:, :32] if needless else x * mask
+        return x.square().mean()
+
+
+@needs_meter
+def test_a_step_that_goes_astray_from_its_fakes_is_traced_for_real() -> None:
+    torch.manual_seed(0)
+    plain, x, mask = LooksAtItsMask(), torch.randn(64, 32), torch.ones(64, 1)
+    limited = copy.deepcopy(plain)
+    handle = lowtide.limit_memory(limited, "85%")
+    sources = []
+    for _ in range(3):
+        loss = plain(x, mask)
+        loss.backward()
+        standing = meter.resident_bytes(limited) + x.nbytes + mask.nbytes
+        measured = meter.measure(lambda: _and_back(limited(x, mask)), timeline=False)
+        (planned,) = handle._limiter.plans.values()
+        sources.append(planned.traced.source)
+        assert torch.equal(loss, measured.value)
+        for one, other in zip(plain.parameters(), limited.parameters(), strict=True):
+            assert one.grad is not None and other.grad is not None
+            assert torch.equal(one.grad, other.grad)
+        if len(sources) > 1:
+            assert planned.departed == 0
+            assert planned.plan.budget_bytes is not None
+            assert standing + measured.peak_bytes <= planned.plan.budget_bytes
+        plain.zero_grad()
+        limited.zero_grad()
+    assert sources == ["fake", "real", "real"]
+
+
+@needs_meter
+def test_a_step_that_keeps_to_its_fakes_is_not() -> None:
+    torch.manual_seed(0)
+    model, x, mask = LooksAtItsMask(), torch.randn(64, 32), torch.zeros(64, 1)
+    handle = lowtide.limit_memory(model, "85%")
+    for _ in range(3):
+        model(x, mask).backward()
+        model.zero_grad()
+    (planned,) = handle._limiter.plans.values()
+    assert planned.traced.source == "fake"
+    assert planned.steps == 3
+
+
+def _and_back(loss: torch.Tensor) -> torch.Tensor:
+    loss.backward()
+    return loss.detach()

@@ -77,12 +77,14 @@ class PlanDirector:
     Attributes:
         at: the place in the program.
         departed: how many operations the plan did not know.
+        missed: how many of the plan's operations the step did not have, or had otherwise.
     """
 
     def __init__(self, plan: Plan) -> None:
         self._program = plan.program
         self.at = 0
         self.departed = 0
+        self.missed = 0
         self.moves: tuple[int, ...] = ()
         """for each value that the latest operation wrote, its place among the plan's moves, or -1"""
         self.claimed = False
@@ -122,10 +124,12 @@ class PlanDirector:
             self.departed += 1
             return not info.collective, ()
         self.departed += at - self.at
+        self.missed += at - self.at
         self.at = at + 1
         step = self._program[at]
         if len(step.stored) != writes:
             self.departed += 1
+            self.missed += 1
             return step.replayed, ()
         self.moves, self.claimed = step.moves, step.claimed
         return step.replayed, step.stored

@@ -8,7 +8,7 @@ import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 import torch
@@ -202,6 +202,9 @@ class Limiter:
             planned.script = listener.script()
         planned.steps += 1
         planned.departed = director.departed
+        fake = planned.traced.source == "fake" and self.planner.agreement is None
+        if planned.steps == 1 and fake and plan.budget_bytes is not None:
+            planned.astray = director.missed > 0 or recorder.findings.strange_bytes > slack_bytes(plan.budget_bytes)
         if mover is not None and mover.notes and planned.steps == 1:
             warnings.warn(
                 f"{len(mover.notes)} values do not fit their codec and stay as they are, on top of the predicted peak ({mover.notes[0]})",
@@ -235,9 +238,11 @@ class Limiter:
         with self.lock:
             key = step_key(self.model, args, kwargs)
             found = self.plans.get(key)
-            if found is None:
+            if found is None or found.astray:
                 self.idle.wait_for(lambda: self.running == 0)
                 found = self.plans.get(key)  # another thread may have made it meanwhile
+            if found is not None and found.astray:
+                found = self._traced_again(key, found, args, kwargs)
             if found is None:
                 _refuse_sharded(self.model)
                 if self.plans:
@@ -252,6 +257,13 @@ class Limiter:
                     self.planner.solve(found)
             self.latest = found
             return found
+
+    def _traced_again(self, key: StepKey, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
+        """The plan from a trace for real, for a step that went astray from its trace on fake tensors; where none fits, the plan as it is."""
+        planned.astray = False
+        with suppress(BudgetError), unwatched():
+            planned = self.plans[key] = self.planner.first(self.forward, args, kwargs, astray=True)
+        return planned
 
     def _keep(self, planned: Planned, kept: dict[str, str]) -> None:
         """Operations were found that do not reproduce: say so once, keep what they write, and solve again."""

@@ -64,6 +64,7 @@ class Planned:
         timed: watches the time of the latest step.
         seconds: of each step that has been timed under the plan as it is, and of recording and replaying in it where the host knows.
         script: what a step under the plan taught of the next ones.
+        astray: its first step showed other operations than the trace on fake tensors: it is to be traced for real.
     """
 
     traced: StepGraph
@@ -82,6 +83,7 @@ class Planned:
     seconds: list[tuple[float, float | None]] = field(default_factory=list)
     script: Script | None = None
     claimed: StepGraph | None = None
+    astray: bool = False
 
     def wants_pace(self) -> bool:
         """Whether more steps are to be timed."""
@@ -147,8 +149,8 @@ class Planner:
         self._neighbours: Agreement | None = None  # ranks that share layers and run other programs: each plans alone
         self._asked = False  # whether other ranks share the model: a copy of a model is not whole yet when this is made
 
-    def first(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        """The plan for a step that has not been seen yet.
+    def first(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], astray: bool = False) -> Planned:
+        """The plan for a step that has not been seen yet, or has been and went ``astray`` from its trace on fake tensors.
 
         Raises:
             BudgetError: no plan fits.
@@ -168,6 +170,7 @@ class Planner:
                 small=small_executor,
                 timing_room=self._timing_room,
                 claims=claims,
+                astray=astray,
             )
             return with_overhead(self._whole(traced))
 

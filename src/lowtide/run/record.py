@@ -57,10 +57,12 @@ class Findings:
     Attributes:
         kept: operation names that did not reproduce, with the reason; their results were kept.
         given_up_bytes: bytes of the saved tensors that were given up.
+        strange_bytes: bytes that operations wrote which the plan did not know.
     """
 
     kept: dict[str, str] = field(default_factory=dict)
     given_up_bytes: int = 0
+    strange_bytes: int = 0
 
 
 class Recorder(TorchDispatchMode):
@@ -246,7 +248,11 @@ class Recorder(TorchDispatchMode):
                     fresh[key] = position
         if not fresh and not written:
             return result
+        planned = self.director if isinstance(self.director, PlanDirector) else None
+        departed = planned.departed if planned is not None else 0
         record, stays = self.director.decide(info, len(fresh) + len(written))
+        if planned is not None and planned.departed > departed:
+            self.findings.strange_bytes += sum(flat[at].untyped_storage().nbytes() for at in fresh.values())
         self._seen += 1
         if info.uninitialized:
             for position in fresh.values():

@@ -48,6 +48,7 @@ def trace_model(
     small: Callable[[torch.nn.Module], tuple[Packing, Callable[[], Any]]] | None = None,
     timing_room: Callable[[StepGraph], TimingRoom] | None = None,
     claims: frozenset[int] = frozenset(),
+    astray: bool = False,
 ) -> StepGraph:
     """The step graph of ``loss_fn(forward(*args, **kwargs))`` and its backward.
 
@@ -63,6 +64,7 @@ def trace_model(
         small: makes the executor for a real trace.
         timing_room: from the graph, still without costs, to the bytes that timing its operations may take.
         claims: as of `lowtide.trace.eager.Tracer`; a trace for real takes none.
+        astray: a step has shown that the model takes another way on fake tensors: do not try them.
 
     Raises:
         TraceError: no output requires a gradient.
@@ -87,7 +89,9 @@ def trace_model(
 
     compiled = any(is_compiled(module) for module in model.modules())
     tracer: Tracer | None = None
-    if not compiled:
+    if astray:
+        notes.append("traced for real: on fake tensors the model takes another way")
+    elif not compiled:
         try:
             tracer = _fake(run, model, args, kwargs, claims)
         except TraceError as error:
