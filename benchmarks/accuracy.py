@@ -19,7 +19,7 @@ from lowtide import BudgetError, limit_memory
 SHARES = (80, 65, 50)
 
 
-def rows_of(case: Case, seconds_for_a_row: float = 30.0) -> list[dict[str, Any]]:
+def rows_of(case: Case, seconds_for_a_row: float = 24.0) -> list[dict[str, Any]]:
     """One row a budget: three shares of the plain peak, and the smallest budget that can be met."""
     plain, limited = twins(case.build(), 2)
     batch = case.batch()

@@ -146,7 +146,7 @@ def check_within(family: Any, budget: str) -> None:
     assert peaks[-1] == pytest.approx(plan.predicted_peak_bytes, rel=family.accuracy)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "convolutions", "mixtral", "lstm"])
+@pytest.mark.parametrize("name", ["gpt2", "convolutions", pytest.param("mixtral", marks=pytest.mark.slow), "lstm"])
 def test_many_steps_hold_no_more(name: str) -> None:
     model, batch = build(FAMILIES[name])
     handle = lowtide.limit_memory(model, budget="90%")
