@@ -13,7 +13,18 @@ import warnings
 from typing import Any
 
 from benchmarks.cases import six
-from benchmarks.common import UNSETTLED, Case, keep_pages, median_difference, paired, rounds_within, save, step_of, total_peak, twins
+from benchmarks.common import (
+    UNSETTLED,
+    Case,
+    keep_pages,
+    median_difference,
+    paired,
+    rounds_within,
+    save,
+    step_of,
+    total_peak,
+    unlimited_step_of,
+)
 from lowtide import BudgetError, limit_memory
 
 SHARES = (80, 65, 50)
@@ -21,11 +32,11 @@ SHARES = (80, 65, 50)
 
 def rows_of(case: Case, seconds_for_a_row: float = 24.0) -> list[dict[str, Any]]:
     """One row a budget: three shares of the plain peak, and the smallest budget that can be met."""
-    plain, limited = twins(case.build(), 2)
-    batch = case.batch()
-    plain_step = step_of(plain, batch)
+    limited, batch = case.build(), case.batch()
+    plain_step = unlimited_step_of(limited, batch)
     plain_step()
-    peak = total_peak(plain, batch, plain_step)
+    peak = total_peak(limited, batch, plain_step)
+    limited.zero_grad(set_to_none=True)
     handle = limit_memory(limited, budget=1)
     try:
         handle.prepare(**batch)

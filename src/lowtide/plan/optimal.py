@@ -20,7 +20,7 @@ from lowtide.plan.search import Candidate, Search
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.stages import find_stages
 
-_EFFORT = 5000
+_EFFORT = 4000
 """Evaluations of stage configurations, over all distinct stages."""
 
 _GOOD_GAP = 0.005

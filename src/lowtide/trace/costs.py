@@ -29,6 +29,8 @@ _NEVER_RUN = frozenset({
     "aten::mkldnn_rnn_layer_backward", "aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward",  # a made-up workspace crashes them
 })  # fmt: skip
 _PATTERN_BYTES = 1 << 18  # 65,536 numbers of four bytes: then they repeat
+_PATTERN_BYTES_AT_LEAST = 1 << 12
+_PATTERN_SHARE = 16  # a small storage's numbers repeat so often, for making them takes room, too
 _HELD_BYTES = 64 << 20
 _MIN_RUNS = 2
 _HEAVY = 2
@@ -238,10 +240,10 @@ class Bench:
     def _pattern(self, dtype: torch.dtype, device: torch.device, size: int) -> torch.Tensor:
         """Bytes of numbers between 0.06 and 0.94, without order: finite, no denormals, also good as probabilities and under a root.
 
-        They are no more than a storage of ``size`` bytes needs: the budget of a small step has no room for more.
+        They are a fraction of the storage of ``size`` bytes that they are for: the budget of a small step has no room for more.
         """
         key = (dtype, device)
-        size = min(size, _PATTERN_BYTES)
+        size = min(size, max(_PATTERN_BYTES_AT_LEAST, min(_PATTERN_BYTES, size // _PATTERN_SHARE)))
         if key not in self._patterns or self._patterns[key].numel() < size:
             self._patterns.pop(key, None)
             real = dtype.to_real()  # complex numbers get both parts
@@ -321,7 +323,7 @@ def measure_costs(
     specs: Mapping[K, OpSpec],
     *,
     cache: MutableMapping[K, OpCost] | None = None,
-    time_budget: float = 3.5,
+    time_budget: float = 2.8,
     memory_limit_bytes: int | None = None,
     held_limit_bytes: int | None = None,
     roofline: Roofline | None = None,
