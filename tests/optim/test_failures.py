@@ -56,6 +56,23 @@ def test_a_gradient_that_is_not_finite(mode: str) -> None:
     assert equal(plain_model, ours_model)
 
 
+@pytest.mark.parametrize("mode", MODES)
+def test_a_gradient_that_is_not_finite_and_not_looked_at(mode: str) -> None:
+    """Without clipping it goes where `torch.optim` lets it go: into the same elements, on both sides of the split, and nowhere else."""
+    plain_model, ours_model = model(), model()
+    plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
+    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=0.6, **MODES[mode](), **ADAMW)
+    for net in (plain_model, ours_model):
+        net.first.weight.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([3]), float("inf")))
+    train(plain_model, plain, range(1))
+    train(ours_model, ours, range(1))
+    spoilt = [torch.isnan(p) for p in plain_model.parameters()]
+    assert 0 < sum(int(where.sum()) for where in spoilt) < sum(where.numel() for where in spoilt)
+    for a, b, where in zip(plain_model.parameters(), ours_model.parameters(), spoilt, strict=True):
+        assert torch.equal(where, torch.isnan(b))
+        assert torch.equal(a[~where], b[~where])
+
+
 @pytest.mark.parametrize("host", ["memory", "disk"])
 def test_out_of_host_memory(host: Any, tmp_path: Path) -> None:
     """Nothing is taken, nothing changes, and the message says what to do; with more room the same optimizer goes on."""
