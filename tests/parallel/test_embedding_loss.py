@@ -44,22 +44,25 @@ def embeddings() -> list[str]:
         {"sparse": True},
     ]
     kinds += [{"max_norm": 1.0}, {"max_norm": 1.0, "norm_type": 1.0, "padding_idx": 3}]
-    for kind, features, sequence, odd in itertools.product(kinds, (False, True), (None, 0, 1), (False, True)):
+    cells = list(itertools.product(kinds, (False, True), (None, 0, 1), (False, True), (torch.float64,)))
+    cells += list(itertools.product(kinds, (False, True), (1,), (True,), (torch.float32, torch.bfloat16)))
+    for kind, features, sequence, odd, dtype in cells:
         if features and "max_norm" in kind:
             continue
+        tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
         size, width = (VOCABULARY - odd, WIDTH) if not features else (VOCABULARY, WIDTH - odd)
         torch.manual_seed(3)
         layer = lp.ParallelEmbedding(
-            size, width, dtype=torch.float64, shard_across_embedding=features, pad=bool(odd), sequence_parallel_enabled=sequence is not None,
+            size, width, dtype=dtype, shard_across_embedding=features, pad=bool(odd), sequence_parallel_enabled=sequence is not None,
             sequence_dimension=sequence, **kind,
         )  # fmt: skip
         cut = int(features)
         length = (size, width)[cut]
-        rival = torch.nn.Embedding(size, width, dtype=torch.float64, **kind)
+        rival = torch.nn.Embedding(size, width, dtype=dtype, **kind)
         rival.weight.data = whole(layer.weight.data, cut, length).clone()
         shape = (SEQUENCE, BATCH) if sequence != 1 else (BATCH, SEQUENCE)
         tokens = torch.randint(size, shape, generator=torch.Generator().manual_seed(5))
-        gradient = torch.randn(*shape, width, dtype=torch.float64, generator=torch.Generator().manual_seed(6))
+        gradient = torch.randn(*shape, width, dtype=torch.float64, generator=torch.Generator().manual_seed(6)).to(dtype)
         out = layer(tokens)
         if sequence is not None:
             assert out.shape[sequence] == SEQUENCE // t
@@ -68,15 +71,15 @@ def embeddings() -> list[str]:
         out.backward(gradient)
         expected.backward(gradient)
         assert layer.weight.grad is not None and rival.weight.grad is not None
-        label = f"{kind} features={features} sequence={sequence} odd={odd}"
+        label = f"{kind} features={features} sequence={sequence} odd={odd} {dtype}"
         if kind.get("sparse") and layer.weight.grad.is_sparse != rival.weight.grad.is_sparse:
             faults.append(f"{label}: not sparse")
         dense = rival.weight.grad.to_dense() if rival.weight.grad.is_sparse else rival.weight.grad
-        if not close(out.detach(), expected.detach()):
+        if not close(out.detach(), expected.detach(), tolerance):
             faults.append(f"{label}: output")
-        if not close(whole(layer.weight.grad, cut, length), dense):
+        if not close(whole(layer.weight.grad, cut, length), dense, tolerance):
             faults.append(f"{label}: gradient")
-        if not close(whole(layer.weight.data, cut, length), rival.weight.data):
+        if not close(whole(layer.weight.data, cut, length), rival.weight.data, tolerance):
             faults.append(f"{label}: weight after the look-up")
     return faults
 

@@ -44,6 +44,7 @@ PUBLISHED: dict[type, list[tuple[str, Any]]] = {
         ("shard_across_embedding", False),
         ("pad", False),
         ("sequence_parallel_enabled", False),
+        ("tensor_model_parallel_group", None),
     ],
     lp.LayerNorm: [
         ("normalized_shape", REQUIRED),
@@ -56,7 +57,7 @@ PUBLISHED: dict[type, list[tuple[str, Any]]] = {
     lp.RMSNorm: [("hidden_size", REQUIRED), ("eps", 1e-6), ("sequence_parallel_enabled", False)],
 }
 OURS_BEHIND_THEM: dict[type, list[str]] = {
-    lp.ParallelEmbedding: ["sequence_dimension", "tensor_model_parallel_group"],
+    lp.ParallelEmbedding: ["sequence_dimension"],
     lp.LayerNorm: ["tensor_model_parallel_group", "bias"],
     lp.RMSNorm: ["device", "dtype", "tensor_model_parallel_group"],
 }

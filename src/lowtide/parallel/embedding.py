@@ -38,8 +38,8 @@ class ParallelEmbedding(ParallelModule):
         shard_across_embedding: share the vectors' features instead of the vocabulary.
         pad: make the shared size divide by zeros, which are never trained.
         sequence_parallel_enabled: give each rank its piece of the sequence.
-        sequence_dimension: 0 (the default then) for tokens of shape (sequence, batch), or 1 for (batch, sequence).
         tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
+        sequence_dimension: 0 (the default then) for tokens of shape (sequence, batch), or 1 for (batch, sequence).
 
     Shapes:
         in: whole numbers of any shape, the same on every rank.
@@ -73,8 +73,8 @@ class ParallelEmbedding(ParallelModule):
         shard_across_embedding: bool = False,
         pad: bool = False,
         sequence_parallel_enabled: bool = False,
-        sequence_dimension: int | None = None,
         tensor_model_parallel_group: Any = None,
+        sequence_dimension: int | None = None,
     ) -> None:
         super().__init__(tensor_model_parallel_group)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
