@@ -97,7 +97,7 @@ def limited(family: str, sequence_parallel: bool, budgets: list[Any]) -> list[tu
 
 @pytest.mark.parametrize(
     ("family", "sequence_parallel"),
-    [("gpt", True), ("llama", False), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt", False), ("llama", True)))],
+    [("gpt", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt", False), ("llama", True), ("llama", False)))],
 )
 def test_one_plan_and_the_same_bits(family: str, sequence_parallel: bool) -> None:
     budgets = ["full", "70%", ("90%", "65%")]

@@ -25,7 +25,7 @@ from lowtide.run.watch import StepWatch
 
 _LAYERS = 6
 _OPERATIONS_OF_A_LAYER = 6
-_ROUNDS = 9
+_ROUNDS = 6
 _STREAMED = 1 << 19  # float32 numbers that are written between two operations
 
 
