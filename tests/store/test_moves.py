@@ -3,23 +3,17 @@
 from __future__ import annotations
 
 import copy
-import errno
 import json
-import mmap
-import os
 import random
-import subprocess
-import sys
-import textwrap
 import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from moving_net import LOSSLESS, X, both, net, same, step
 from torch import nn
 
 import lowtide
@@ -29,79 +23,6 @@ from lowtide.graph import StepGraph
 from lowtide.plan.plan import Chain, Compress, Offload, Plan, Shard
 from lowtide.plan.traffic import Link
 from lowtide.store.codec import Codec, CodecError, Form
-from lowtide.store.tier import StoreError
-
-torch.set_num_threads(1)
-
-
-class Block(nn.Module):
-    """A residual block with dropout and either activation."""
-
-    def __init__(self, width: int, relu: bool) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-        self.drop = nn.Dropout(0.1)
-        self.act = nn.ReLU() if relu else nn.GELU()
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(self.drop(self.act(self.up(self.norm(x))))))
-
-
-class Net(nn.Module):
-    """A few blocks and a loss."""
-
-    def __init__(self, layers: int = 5, width: int = 48, relu: bool = False) -> None:
-        super().__init__()
-        self.h = nn.ModuleList(Block(width, relu) for _ in range(layers))
-        self.out = nn.Linear(width, 7)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.h:
-            x = block(x)
-        return self.out(x).square().mean()
-
-
-X = torch.randn(200, 48, generator=torch.Generator().manual_seed(5))
-
-
-def net(**options: Any) -> Net:
-    torch.manual_seed(0)
-    return Net(**options)
-
-
-def step(model: nn.Module, x: torch.Tensor = X, seed: int = 0) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(seed)
-    loss = model(x)
-    loss.backward()
-    return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
-
-
-def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
-    return len(a) == len(b) and all(
-        torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)) for x, y in zip(a, b, strict=True)
-    )
-
-
-def both(recompute: str, **options: Any) -> Callable[[StepGraph, int | None], Plan]:
-    """A policy that recomputes as another one does and moves what that one keeps."""
-
-    def policy(graph: StepGraph, budget: int | None = None) -> Plan:
-        kept = lowtide.plan(graph, policy=recompute).stored
-        moves = {v: Offload("disk") if k % 2 else Offload("host") for k, v in enumerate(sorted(kept))}
-        return policies.make_plan(graph, stored=kept, policy="both", moves=moves, budget=budget)
-
-    return policy
-
-
-LOSSLESS = {
-    "disk": policies.offload("disk", min_bytes=1),
-    "host": policies.offload("host", min_bytes=1),
-    "masks": policies.compress("auto", min_bytes=1),
-    "masks on disk": policies.compress("auto", min_bytes=1, then=Offload("disk")),
-    "sparse": policies.compress("sparse0.97", min_bytes=1),
-    "full, then disk and host": both("full"),
-}
 
 
 @pytest.mark.parametrize("relu", [False, True], ids=["gelu", "relu"])
@@ -361,120 +282,6 @@ def test_what_does_not_fit_its_codec_is_kept_as_it_is() -> None:
     with pytest.warns(lowtide.LowtideWarning, match="do not fit their codec"):
         assert same(exact, step(limited))
     assert same(exact, step(limited))
-
-
-@pytest.mark.parametrize("what", ["write", "read"])
-def test_a_failing_disk_leaves_the_training_state_intact(what: str) -> None:
-    broken = False
-
-    def fault(kind: str, count: int) -> None:
-        if broken and kind == what:
-            raise OSError(errno.EIO, "Input/output error")
-
-    plain, limited = net(), net()
-    stores = lowtide.Stores(fault=fault)
-    lowtide.limit_memory(limited, policy=LOSSLESS["disk"], stores=stores)
-    assert same(step(plain), step(limited))
-    before = [p.detach().clone() for p in limited.parameters()]
-    broken = True
-    with pytest.raises(StoreError, match=f"could not {what}.*run the step again"):
-        step(limited)
-    broken = False
-    assert same(before, [p.detach() for p in limited.parameters()])
-    assert same(step(plain, seed=4), step(limited, seed=4))
-    (tier,) = stores.tiers.values()
-    assert tier.arena.taken_bytes == 0
-
-
-def test_a_slow_link_takes_time_and_nothing_else() -> None:
-    """Every transfer is late: the step waits where the plan says, so that neither a bit nor a byte of the peak changes."""
-    plain, limited = net(layers=2), net(layers=2)
-    stores = lowtide.Stores(fault=lambda *_: time.sleep(0.004))
-    handle = lowtide.limit_memory(limited, policy=policies.offload("disk", min_bytes=1, window_bytes=40_000), stores=stores)
-    for seed in range(2):
-        assert same(step(plain, seed=seed), step(limited, seed=seed))
-    limited.zero_grad(set_to_none=True)
-    torch.manual_seed(0)
-    measured = meter.measure(lambda: limited(X).backward(), timeline=False)
-    standing = meter.resident_bytes(limited) - sum(p.nbytes for p in limited.parameters()) + X.nbytes
-    assert handle.plan is not None
-    assert standing + measured.peak_bytes == handle.plan.predicted_peak_bytes
-
-
-def test_no_room_on_the_host_leaves_the_training_state_intact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither before the first step nor in the middle of one that needs more than the layout."""
-    room, real = False, mmap.mmap
-
-    def reserve(*given: Any) -> Any:
-        if not room:
-            raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return real(*given)
-
-    plain, limited = net(layers=2), net(layers=2)
-    handle = lowtide.limit_memory(limited, policy=LOSSLESS["host"])
-    before = [p.detach().clone() for p in limited.parameters()]
-    monkeypatch.setattr(mmap, "mmap", reserve)
-    for _ in range(2):
-        with pytest.raises(StoreError, match=r"the host has no room.*larger budget, a codec, or the disk tier"):
-            step(limited)
-    room = True
-    assert same(step(plain), step(limited))
-    room = False
-    waiting = limited(X)
-    with pytest.raises(StoreError, match="the host has no room"):
-        limited(X)  # another forward before the first one's backward
-    del waiting
-    assert same(before, [p.detach() for p in limited.parameters()])
-    assert same(step(plain, seed=3), step(limited, seed=3))
-    (tier,) = handle._limiter.stores.tiers.values()
-    assert tier.arena.taken_bytes == 0
-
-
-KILLED = """
-    import os, random, signal, sys, time
-    import torch, lowtide
-    from lowtide import policies
-
-    torch.set_num_threads(1)
-    layers = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(3)]
-    model, x, source = torch.nn.Sequential(*layers), torch.randn(300, 64), random.Random(0)
-    plan = policies.offload("disk", sys.argv[1], min_bytes=1)(lowtide.trace(lambda: model(x).sum()))
-    assert plan.moves
-    for turn in range(10):
-        first, written = os.pipe()
-        child = os.fork()
-        if not child:
-            while True:
-                with lowtide.apply(plan):
-                    loss = model(x).sum()
-                loss.backward()
-                os.write(written, b"x")
-        if turn % 2:
-            os.read(first, 1)  # from the second step on
-        time.sleep(source.random() * 0.02)
-        os.kill(child, signal.SIGKILL)
-        assert os.waitpid(child, 0)[1] == signal.SIGKILL
-        print(os.listdir(sys.argv[1]), flush=True)
-"""
-
-
-def test_kill_at_any_moment_of_a_step_leaves_no_file(tmp_path: Path) -> None:
-    source = str(Path(lowtide.__file__).parents[1])
-    command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True, timeout=120)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines() == ["[]"] * 10
-
-
-def test_the_file_goes_with_the_model(tmp_path: Path) -> None:
-    model = net(layers=1)
-    handle = lowtide.limit_memory(model, policy=policies.offload("disk", str(tmp_path), min_bytes=1))
-    step(model)
-    assert list(tmp_path.iterdir()) == []
-    (tier,) = handle._limiter.stores.tiers.values()
-    thread = tier._writer._thread
-    handle.remove()
-    assert not thread.is_alive()
 
 
 def test_apply_moves_too() -> None:

@@ -30,7 +30,7 @@ class TierSpeed:
     """What was measured of a tier.
 
     Attributes:
-        write_bytes_per_second, read_bytes_per_second: while the device computes.
+        write_bytes_per_second, read_bytes_per_second: beside a computation on a CPU, without one on a device that copies by itself.
         busy: share of a transfer's time by which a computation beside it takes longer; 0 where the device copies by itself.
     """
 
