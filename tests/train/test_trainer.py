@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import gc
 import json
 import os
 import signal
@@ -15,8 +16,10 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide import meter
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
+from lowtide.train.memory import RunMeter
 from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.trainer import TrainError, TrainResult, train
 
@@ -46,6 +49,22 @@ def trail(result: TrainResult) -> list[tuple[float, float]]:
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
     return checkpoint.load(folder).state["model"]
+
+
+@pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
+def test_what_an_earlier_run_left_behind_does_not_count_against_this_one() -> None:
+    gc.disable()
+    try:
+        with meter.peak("cpu"):
+            left: list[object] = [torch.zeros(1 << 20)]
+            left.append(left)
+            del left
+            with RunMeter(torch.device("cpu")) as memory, memory.block() as block:
+                gc.collect()
+                torch.zeros(1024)
+        assert block.bytes == 4096
+    finally:
+        gc.enable()
 
 
 def test_the_loss_falls_under_a_budget(text: Path) -> None:
