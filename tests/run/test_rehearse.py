@@ -15,6 +15,8 @@ from lowtide.graph import StepGraph
 from lowtide.plan.build import make_plan
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import Simulator
+from lowtide.run.follow import Follower
+from lowtide.run.rehearse import Recipe
 
 N = 16
 
@@ -74,8 +76,6 @@ def script_of(model: nn.Module) -> Any:
 def heard(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The dispatches of one step that go through the recorder."""
     model.zero_grad(set_to_none=True)
-    from lowtide.run.follow import Follower
-
     names: list[str] = []
     dispatch = Follower.__torch_dispatch__
 
@@ -217,3 +217,45 @@ def test_what_looks_for_the_recorder_finds_it(twins: Any, inside: str) -> None:
     assert script is not None and script.entries and script.marks == ()
     if inside == "limited model":
         assert pair.limited.blocks[1].__dict__["forward"].latest is None
+
+
+class Unlike(nn.Module):
+    """Blocks whose operations are the same ones with other arguments: weights or none, dropout or none, a tensor or a list of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(N, elementwise_affine=k != 1), nn.Linear(N, N), nn.GELU()) for k in range(3))
+        self.order = [0, 1, 2]
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for k in self.order:
+            h = self.blocks[k](x)
+            heads = h.view(2, 2, 4, N // 2).transpose(1, 2)
+            mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3 if k == 1 else 0.0)
+            x = torch.cat([x + mixed.transpose(1, 2).reshape(8, N), h.exp().detach()])[k : k + 8]
+        return x.square().sum()
+
+
+def test_operations_are_recorded_by_recipe(twins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without another look at what an earlier step found, also where modules take turns whose arguments differ."""
+    torch.manual_seed(0)
+    pair = twins(Unlike(), policy=lambda graph, budget=None: make_plan(graph, stored=[], policy="all", budget=budget, bound=False))
+    for seed in range(5):
+        pair.step(lambda m: m(batch()), seed)
+    script = script_of(pair.limited)
+    recipes = [kind for _, kind, _ in script.entries if isinstance(kind, Recipe)]
+    assert len(recipes) > 15
+    looked: list[str] = []
+    operation = Follower._operation
+
+    def counting(self: Any, func: Any, *rest: Any) -> Any:
+        looked.append(str(func))
+        return operation(self, func, *rest)
+
+    monkeypatch.setattr(Follower, "_operation", counting)
+    pair.step(lambda m: m(batch()), 7)
+    assert all("_." in name for name in looked), "only what writes in place takes a closer look"
+    for order in ([1, 0, 2], [2, 1, 0], [0, 2, 1]):
+        for model in (pair.plain, pair.limited):
+            model.order = order
+        pair.step(lambda m: m(batch()), 8)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -9,11 +10,14 @@ from typing import Any
 import torch
 
 from lowtide import private
-from lowtide.ops import has_plain_storage, hidden_statistics, op_info, written_tensors
+from lowtide.ops import draws, has_plain_storage, hidden_statistics, op_info, written_tensors
 from lowtide.run.direct import Director, PlanDirector
-from lowtide.run.record import Recorder
-from lowtide.run.rehearse import ASK, PASS, WRITE, Listener, Script, tensors_around
-from lowtide.run.tape import is_unrecorded
+from lowtide.run.record import Recorder, Unrecordable
+from lowtide.run.rehearse import ASK, PASS, WRITE, Listener, Recipe, Script, tensors_around
+from lowtide.run.tape import LiveValue, Node, Ref, flat_results, generator_state, is_unrecorded
+
+_NO_KEYWORD = (torch.Tensor, torch.Generator, list, tuple)
+"""An operation with such a keyword argument takes a closer look."""
 
 
 class Follower(Recorder):
@@ -62,6 +66,8 @@ class Follower(Recorder):
                     return result
                 if kind == WRITE:
                     return self._writing(func, args, kwargs, advance)
+                if type(kind) is Recipe and not self.check and not self._blank:
+                    return self._recorded(func, types, args, kwargs, kind)
             else:
                 self.depart()
         if self.listener is not None:
@@ -71,14 +77,21 @@ class Follower(Recorder):
     def _heard(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A dispatch, with what there is to learn from it."""
         assert self.listener is not None
-        info, seen, kind, untouched = op_info(func), self._seen, ASK, True
+        info, seen, nodes, untouched = op_info(func), self._seen, len(self._nodes), True
+        kind: int | Recipe = ASK
         if info.is_view or info.waits or private.in_backward() or is_unrecorded():
             kind = PASS
         elif self.director.passes(info) and not hidden_statistics(info, args):
             kind = WRITE if info.written else PASS
             keys = {private.storage_key(t) for t in written_tensors(info, args, kwargs) if has_plain_storage(t)}
             untouched = not any(keys & known.keys() for known in (self._given, self._held))
+        director = self.director
+        at, departed = (director.at, director.departed) if isinstance(director, PlanDirector) else (0, 0)
         result = super().__torch_dispatch__(func, types, args, kwargs)
+        if isinstance(director, PlanDirector) and len(self._nodes) == nodes + 1 and (director.at, director.departed) == (at + 1, departed):
+            node = self._nodes[-1]()
+            if node is not None and not any(move >= 0 for move in director.moves):
+                kind = Recipe.of(node, info, result) or ASK
         self.listener.heard(func, kind, self._seen - seen, untouched, tensors_around(args, kwargs, result))
         return result
 
@@ -92,6 +105,39 @@ class Follower(Recorder):
         self._forget(written, info)
         self.skip(advance)
         return result
+
+    def _recorded(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Recipe) -> Any:
+        """An operation that is recorded as an earlier step did it."""
+        if kwargs and any(isinstance(value, _NO_KEYWORD) for value in kwargs.values()):
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        node = Node(func, self._order, recipe.device)
+        self._order += 1
+        inputs: dict[int, LiveValue] = {}
+        try:
+            node.args = [self._noted(item, inputs) for item in args]
+        except Unrecordable:
+            return super().__torch_dispatch__(func, types, args, kwargs)
+        node.kwargs = kwargs
+        if recipe.info.random and draws(recipe.info, args, kwargs):
+            node.random_state = generator_state(recipe.device, None)
+        result = self._call(func, args, kwargs, plain=True)
+        self.skip(1)
+        node.reads(list(inputs.values()))
+        node.claimed = recipe.claimed
+        flat = (result,) if recipe.single else flat_results(result)
+        for position in recipe.outputs:
+            node.outputs.append((position, weakref.ref(self._give(node, flat[position]))))
+        self._nodes.append(weakref.ref(node))
+        return result
+
+    def _noted(self, item: Any, inputs: dict[int, LiveValue]) -> Any:
+        """An argument with references in place of tensors, whose values join ``inputs``."""
+        if not isinstance(item, torch.Tensor):
+            return [self._noted(part, inputs) for part in item] if isinstance(item, (list, tuple)) else item
+        given = self._given.get(item.untyped_storage()._cdata)
+        value = given[0] if given is not None and type(given[0].node) is Node else self._value_of(item)
+        inputs[id(value)] = value
+        return Ref(value, item)
 
     @property
     def follows(self) -> bool:

@@ -37,7 +37,6 @@ from lowtide.run.tape import (
     flat_results,
     generator_state,
     is_unrecorded,
-    make_ref,
     reach,
     unrecorded,
 )
@@ -305,7 +304,7 @@ class Recorder(TorchDispatchMode):
         try:
             node.args = [self._reference(item, fills, overwritten, writes) for item in args]
             node.kwargs = {name: self._reference(item, fills, overwritten, writes) for name, item in kwargs.items()}
-        except _Unrecordable:
+        except Unrecordable:
             return None
         if info.random and draws(info, args, kwargs):
             generator = kwargs.get("generator")
@@ -322,7 +321,7 @@ class Recorder(TorchDispatchMode):
             value = LiveValue(None, item.untyped_storage().nbytes()) if filled else self._value_of(item)
             ref = Ref(value, item)
             if id(item) in overwritten and value.held is not None:
-                raise _Unrecordable
+                raise Unrecordable
             if id(item) in overwritten:
                 writes.append(ref)
             return ref
@@ -347,7 +346,6 @@ class Recorder(TorchDispatchMode):
                 made.append(self._give(node, flat[position], 0 if position in loose else reach(flat[position])))
                 node.outputs.append((position, weakref.ref(made[-1])))
             place += 1
-        node.exact = all(source.node is None or source.node.exact for source in node.inputs())
         matter = {id(ref): ref.value.held is not None or ref.value.node is not None for ref in writes}
         for ref, tensor in zip(writes, written, strict=False):
             if place < len(stays) and stays[place]:
@@ -357,9 +355,7 @@ class Recorder(TorchDispatchMode):
             made.append(value)
             node.written.append((ref, matter[id(ref)], weakref.ref(value)))
             place += 1
-        node.exact = all(source.node is None or source.node.exact for source in node.inputs())
-        for source in node.inputs():
-            source.readers += 1
+        node.reads(node.inputs())
         self._nodes.append(weakref.ref(node))
 
     def _move(self, moves: tuple[int, ...], wrote: list[torch.Tensor], info: OpInfo, fresh: dict[int, int]) -> None:
@@ -375,14 +371,21 @@ class Recorder(TorchDispatchMode):
                 value.digest = None
             fetch.output = weakref.ref(value)
 
-    def _give(self, node: Node | Fetch, tensor: torch.Tensor, extent: int) -> LiveValue:
-        """Enter the value that ``node`` just wrote into the table of values that can come back."""
+    def _give(self, node: Node | Fetch, tensor: torch.Tensor, extent: int | None = None) -> LiveValue:
+        """Enter the value that ``node`` just wrote into the table of values that can come back.
+
+        Args:
+            node: writes it again.
+            tensor: shows it.
+            extent: how many of its bytes say something, where anybody asks.
+        """
         storage = tensor.untyped_storage()
         key = storage._cdata
         value = LiveValue(node, storage.nbytes())
-        value.extent = extent
+        if extent is not None:
+            value.extent = extent
         if self.verify:
-            value.digest = digest(tensor, extent)
+            value.digest = digest(tensor, value.extent)
         given = self._given
         given[key] = (value, weakref.ref(storage, lambda _: given.pop(key, None)))
         return value
@@ -402,7 +405,7 @@ class Recorder(TorchDispatchMode):
             if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
                 self._written_behind(value, tensor)
             if value.node is not None and not isinstance(value.node, Node) and not value.node.parcel.replayable_from:
-                raise _Unrecordable  # too little of it comes back
+                raise Unrecordable  # too little of it comes back
             return value
         reference = self._held.get(key)
         value = reference() if reference is not None else None
@@ -457,15 +460,14 @@ class Recorder(TorchDispatchMode):
         entry = self._given.get(tensor.untyped_storage()._cdata)
         if entry is None:
             return Kept(tensor, self.watch, self.mover)
-        with unrecorded():
+        if not self.check:
+            return self._give_up(entry[0], tensor)
+        with unrecorded():  # digests are operations
             return self._give_up(entry[0], tensor)
 
     def _give_up(self, value: LiveValue, tensor: torch.Tensor) -> Kept | GivenUp:
         if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
             self._written_behind(value, tensor)
-            return Kept(tensor, self.watch)
-        ref = make_ref(value, tensor)
-        if ref is None:
             return Kept(tensor, self.watch)
         checked = value.digest
         exact = value.node is None or value.node.exact
@@ -473,13 +475,13 @@ class Recorder(TorchDispatchMode):
             checked = None
         elif self.check and checked is None:
             checked = value.digest = digest(tensor, value.extent)
-        self.findings.given_up_bytes += tensor.numel() * tensor.element_size()
-        return GivenUp(ref, tensor, checked if self.check else None, self.watch, self.mover)
+        self.findings.given_up_bytes += tensor.nbytes
+        return GivenUp(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
 
 
 def _plain_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
     return {private.storage_key(t) for t in (*tensors_of(args), *tensors_of(kwargs)) if has_plain_storage(t)}
 
 
-class _Unrecordable(Exception):
+class Unrecordable(Exception):
     """An argument cannot be described by value and geometry."""

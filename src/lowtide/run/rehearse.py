@@ -18,8 +18,9 @@ from typing import Any
 import torch
 
 from lowtide import private
-from lowtide.ops import has_plain_storage, tensors_of
+from lowtide.ops import OpInfo, has_plain_storage, tensors_of
 from lowtide.plan.plan import Plan
+from lowtide.run.tape import Node
 
 ASK = 0
 """The recorder has to look at it."""
@@ -31,7 +32,36 @@ WRITE = 2
 _WORTHWHILE = 4
 """Leaving the recorder and coming back takes about as long as so many dispatches less one."""
 
-Entry = tuple[Any, int, int]
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How an operation is recorded that overwrites nothing and moves nothing: what a look at its results and the plan would find again.
+
+    Attributes:
+        info: facts about it.
+        device: where it runs.
+        outputs: positions, in the flat list of its results, of those that are given up.
+        single: its result is one tensor.
+        claimed: whether layers that ask are told to save what it writes.
+    """
+
+    info: OpInfo
+    device: torch.device
+    outputs: tuple[int, ...]
+    single: bool
+    claimed: bool
+
+    @classmethod
+    def of(cls, node: Node, info: OpInfo, result: Any) -> Recipe | None:
+        """The recipe by which ``node`` was recorded, or ``None`` where it takes a closer look every time."""
+        closer = info.written or info.running_statistics or info.collective or info.loose or info.uninitialized
+        if closer or node.written or any(isinstance(part, list) for item in node.args if isinstance(item, list) for part in item):
+            return None
+        outputs = tuple(position for position, _ in node.outputs)
+        return cls(info, node.device, outputs, isinstance(result, torch.Tensor), node.claimed)
+
+
+Entry = tuple[Any, "int | Recipe", int]
 """An operation, what is left to do for it, and by how many operations the plan's program goes on."""
 
 Mark = tuple[torch.nn.Module, bool, bool, int]
@@ -70,7 +100,7 @@ class Listener:
         self._asked: set[int] = set()  # stretches in which a layer asked the recorder for something
         self._marks: list[tuple[torch.nn.Module, bool]] = []
 
-    def heard(self, func: Any, kind: int, advance: int, untouched: bool, tensors: list[torch.Tensor]) -> None:
+    def heard(self, func: Any, kind: int | Recipe, advance: int, untouched: bool, tensors: list[torch.Tensor]) -> None:
         """A dispatch is over.
 
         Args:
@@ -82,7 +112,7 @@ class Listener:
         """
         if not all(has_plain_storage(t) and not (t.is_complex() or t.is_neg()) for t in tensors):
             kind = ASK  # conjugation and negation want `private.call`, other layouts a closer look
-        self._stretches[-1].append(((func, kind, advance), kind != ASK and untouched))
+        self._stretches[-1].append(((func, kind, advance), kind in (PASS, WRITE) and untouched))
 
     def asked(self) -> None:
         """A layer asked the recorder what to save, and went by the answer."""

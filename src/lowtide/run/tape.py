@@ -14,7 +14,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.ops import covers_storage, has_plain_storage, op_info
+from lowtide.ops import covers_storage, op_info
 
 if TYPE_CHECKING:
     from lowtide.run.moved import Fetch
@@ -173,6 +173,14 @@ class Node:
                         found.setdefault(id(ref.value), ref.value)
             self._inputs = list(found.values())
         return self._inputs
+
+    def reads(self, values: list[LiveValue]) -> None:
+        """All of the node is known, and these are the values that it reads."""
+        self._inputs = values
+        for value in values:
+            value.readers += 1
+            if value.node is not None and not value.node.exact:
+                self.exact = False
 
 
 def generator_state(device: torch.device, generator: torch.Generator | None) -> bytes:
@@ -387,10 +395,3 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
         kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         a, b = a.contiguous().view(kinds[a.element_size()]), b.contiguous().view(kinds[b.element_size()])
     return torch.equal(a, b)
-
-
-def make_ref(value: LiveValue, tensor: torch.Tensor) -> Ref | None:
-    """A reference to ``tensor``, or ``None`` when its geometry cannot be rebuilt from strides."""
-    if not has_plain_storage(tensor):
-        return None
-    return Ref(value, tensor)
