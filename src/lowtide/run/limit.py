@@ -6,6 +6,7 @@ import copy
 import inspect
 import sys
 import threading
+import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
@@ -136,12 +137,13 @@ class Limiter:
             self._tell_untrained(args, kwargs)
             with self._inside(), self._running():
                 return self.forward(*args, **kwargs)
+        begin = time.perf_counter()
         with self._inside(), self._running(args, kwargs) as planned:
             assert planned is not None
             if planned.plan.changes_nothing and not planned.loss_unknown:
                 planned.steps += 1
                 return self.forward(*args, **kwargs)
-            return self._step(planned, args, kwargs)
+            return self._step(planned, args, kwargs, begin)
 
     @contextmanager
     def _running(self, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None) -> Iterator[Planned | None]:
@@ -167,7 +169,7 @@ class Limiter:
                 stacklevel=6,
             )
 
-    def _step(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _step(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float) -> Any:
         self.planner.note_pace(planned)
         director = PlanDirector(planned.plan)
         verifying = self.verify != "never" and not planned.verified
@@ -197,7 +199,9 @@ class Limiter:
             elif listener is not None:
                 listener.stay = any(isinstance(m.__dict__.get("forward"), Limiter) for m in self.model.modules() if m is not self.model)
                 stack.enter_context(listener.listening(self.model))
+            inside = time.perf_counter()
             result = self.forward(*args, **kwargs)
+            outside = time.perf_counter()
         if listener is not None and not director.departed:
             planned.script = listener.script()
         planned.steps += 1
@@ -213,6 +217,7 @@ class Limiter:
             )
         if watch is not None:
             there = {id(t) for t in (loss_of(result), *tensors_inside((args, kwargs)), *self.model.parameters(), *self.model.buffers())}
+            watch.recording_seconds += inside - begin + time.perf_counter() - outside
             watch.forward_ends(t for t in tensors_inside(result) if id(t) not in there)
         if verifying:
             planned.verified = True

@@ -97,8 +97,8 @@ class StepWatch:
         loss_peak_bytes, loss_live_bytes: most and last live bytes between forward and backward, above those at the forward's end; ``None``
             where they cannot be measured.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where it cannot be measured.
-        replay_seconds, recording_seconds: time that bringing values back and recording took; they say nothing on a GPU, where the host runs
-            ahead.
+        replay_seconds, recording_seconds: time that bringing values back and recording took, the latter with what is done around the forward;
+            they say nothing on a GPU, where the host runs ahead.
         entries: how often a dispatch or a saved tensor's hook went into Python.
     """
 
