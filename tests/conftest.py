@@ -1,7 +1,9 @@
-"""The marker of what takes minutes, one thread for each of the processes that share the machine, and silence around transformers."""
+"""The marker of what takes minutes, one thread for each of the processes that share the machine, silence around transformers, and garbage
+that is collected without going through what was imported."""
 
 from __future__ import annotations
 
+import gc
 import os
 from collections.abc import Iterator
 
@@ -23,6 +25,12 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: run with -m slow"))
+
+
+def pytest_collection_finish() -> None:
+    """What was imported for the tests will never be garbage: every measurement collects, and would go through half a million objects."""
+    gc.collect()
+    gc.freeze()
 
 
 @pytest.fixture(scope="module")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import traceback
 from collections.abc import Callable
@@ -185,6 +186,7 @@ def load(rank: int, size: int, folder: Path) -> None:
 
 
 def start(rank: int, size: int, bodies: list[Callable[[int, int, Path], None]], folder: str) -> None:
+    gc.freeze()  # the parent's objects: collecting them would copy the pages that the processes share
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet{size}", rank=rank, world_size=size)

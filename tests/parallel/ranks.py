@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import traceback
@@ -39,6 +40,7 @@ def on_ranks(size: int, body: Callable[..., Any], *args: Any) -> list[Any]:
 
 
 def _start(rank: int, size: int, body: Callable[..., Any], args: tuple[Any, ...], folder: str) -> None:
+    gc.freeze()  # the parent's objects: collecting them would copy the pages that the processes share
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=timedelta(seconds=60))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import random
 import time
 from itertools import combinations
 
@@ -18,6 +19,7 @@ from lowtide.plan import Plan, policies
 from lowtide.plan.bound import lower_bound
 from lowtide.plan.build import close
 from lowtide.plan.optimal import Planner, optimal, planner_of
+from lowtide.plan.segment import distinct_answers
 from lowtide.plan.simulate import Simulator
 
 
@@ -175,3 +177,21 @@ def test_a_step_that_is_planned_again_has_the_same_plans() -> None:
     assert planner_of.cache_info().hits == hits + 2  # the search over stages is done once
     planner_of.cache_clear()
     assert again[::-1] == first == [optimal(graph, budget).to_json() for budget in budgets]
+
+
+def test_prices_between_two_with_the_same_answer_are_not_tried() -> None:
+    """The best of many lines at every price, from few of the prices: each line is what a decision costs and holds."""
+    for seed in range(30):
+        numbers = random.Random(seed)
+        lines = [(numbers.random(), numbers.random()) for _ in range(numbers.choice([1, 3, 40]))]
+        prices = sorted(numbers.choice([0.1, 1.0, 30.0]) * numbers.random() for _ in range(18))
+        tried: list[float] = []
+
+        def best(price: float, lines: list[tuple[float, float]] = lines, tried: list[float] = tried) -> int | None:
+            tried.append(price)
+            return min(range(len(lines)), key=lambda k: lines[k][0] + price * lines[k][1])
+
+        found = distinct_answers(best, prices)
+        few = len(tried)
+        assert found == list(dict.fromkeys(best(price) for price in prices))
+        assert few == 2 if len(found) == 1 else few <= len(prices)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -12,7 +14,8 @@ from torch import nn
 
 import lowtide
 from lowtide.meter import available, measure
-from lowtide.run.resident import optimizer_need
+from lowtide.run import resident
+from lowtide.run.resident import KnownNeed, optimizer_need
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p),
@@ -54,6 +57,32 @@ def test_need_is_what_the_meter_reads(name: str) -> None:
     assert abs(need.step_bytes - (measured.peak_bytes - measured.end_bytes)) <= 64  # numbers on the way
     assert abs(before.step_bytes - need.step_bytes) <= 64
     assert need.missing_gradient_bytes == 0
+
+
+@pytest.mark.parametrize("change", ["option", "state", "frozen", "group", "another"])
+def test_a_need_is_worked_out_again_where_it_rests_on_something_else(change: str) -> None:
+    model, more = nn.Linear(8, 8), nn.Linear(8, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    known = KnownNeed()
+    first = known.of(optimizer)
+    assert first == optimizer_need(optimizer)
+    with patch.object(resident, "optimizer_need", side_effect=AssertionError("worked out again")):
+        assert known.of(optimizer) == first
+        model(torch.randn(2, 8)).sum().backward()
+        assert known.of(optimizer) == dataclasses.replace(first, missing_gradient_bytes=0)
+        model.zero_grad()
+    if change == "option":
+        optimizer.param_groups[0]["amsgrad"] = True
+    elif change == "state":
+        optimizer.state[model.weight] = {name: torch.zeros(8, 8, dtype=torch.float64) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[model.weight]["step"] = torch.tensor(1.0)
+    elif change == "frozen":
+        model.weight.requires_grad_(False)
+    elif change == "group":
+        optimizer.add_param_group({"params": list(more.parameters())})
+    else:
+        optimizer = torch.optim.SGD(model.parameters(), momentum=0.9)
+    assert known.of(optimizer) == optimizer_need(optimizer) != first
 
 
 def test_the_smallest_budget_beside_an_optimizer_will_do() -> None:

@@ -7,6 +7,7 @@ because an operation that runs again brings all its outputs back.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -262,12 +263,14 @@ class Segment:
         for i in self.units:
             size[unit[i]] = sum(sim.value_bytes[v] for v in self.outputs[i])
         scale = 1.0 / max(cost.max(), 1e-12)
-        found: dict[int, None] = {}
-        for price in prices:
+
+        def solved(price: float) -> int | None:
             answer = linprog((cost + price * size) * scale, A_ub=matrix, b_ub=right, bounds=(0, 1), method="highs")
-            if answer.status == 0:
-                found[sum(1 << k for k, i in enumerate(self.units) if answer.x[unit[i]] > 0.5)] = None
-        return list(found)
+            if answer.status != 0:
+                return None
+            return sum(1 << k for k, i in enumerate(self.units) if answer.x[unit[i]] > 0.5)
+
+        return distinct_answers(solved, prices)
 
     def _score(self, kept: int, price: float, transient: float) -> float:
         c = self.evaluate(kept)
@@ -304,6 +307,19 @@ class Segment:
         if len(chosen) > most:
             chosen = _thin(everyone, chosen, most)
         return [everyone[k] for k in chosen]
+
+
+def distinct_answers(solved: Callable[[float], int | None], prices: list[float]) -> list[int]:
+    """The different answers at ``prices``, which rise. What is best at two prices is best at every price in between: both costs are linear."""
+    answers = {at: solved(prices[at]) for at in (0, len(prices) - 1)}
+    open_ = [(0, len(prices) - 1)]
+    while open_:
+        low, high = open_.pop()
+        if high - low > 1 and (answers[low] is None or answers[low] != answers[high]):
+            middle = (low + high) // 2
+            answers[middle] = solved(prices[middle])
+            open_ += [(low, middle), (middle, high)]
+    return list(dict.fromkeys(answer for _, answer in sorted(answers.items()) if answer is not None))
 
 
 def _thin(everyone: list[Configuration], chosen: list[int], most: int) -> list[int]:

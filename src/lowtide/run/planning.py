@@ -25,7 +25,7 @@ from lowtide.run.claims import beside, replayed_gathers, same_forward
 from lowtide.run.notice import Notice
 from lowtide.run.overhead import executor_overhead
 from lowtide.run.rehearse import Script
-from lowtide.run.resident import OptimizerNeed, optimizer_need
+from lowtide.run.resident import KnownNeed, OptimizerNeed
 from lowtide.run.scope import small_executor
 from lowtide.run.unseen import LossMemory, overlapped_bytes, with_loss, with_overhead
 from lowtide.run.watch import StepWatch
@@ -143,6 +143,7 @@ class Planner:
         self.groups = groups
         self.costs: dict[Any, OpCost] = {}
         self.kept: dict[str, str] = {}
+        self._need = KnownNeed()
         self.moved_bytes = 0  # of the optimizer's state, to the host
         self._state_bytes = 0  # of the optimizer, on the device and moved, when the latest first plan was made
         self.agreement: Agreement | None = None
@@ -418,7 +419,7 @@ class Planner:
 
     def _optimizer_need(self) -> OptimizerNeed:
         assert self.optimizer is not None
-        return optimizer_need(self.optimizer)
+        return self._need.of(self.optimizer)
 
     def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
         """Why the optimizer's own step cannot meet the budget, or ``None``."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -37,9 +37,9 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
         PlanError: this optimizer cannot be run so.
     """
     faker = Faker()
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+    parameters = _parameters(optimizer)
     present = _bytes(own_share(item) for state in optimizer.state.values() for item in state.values())
-    missing = sum(own_share(p).nbytes for p in parameters if p.requires_grad and p.grad is None)
+    missing = _missing_bytes(optimizer)
     if hasattr(optimizer, "device_state_bytes"):  # an optimizer on the host says so itself
         return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes(), missing)  # type: ignore[attr-defined]
     try:
@@ -71,6 +71,54 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
             "step first, or leave optimizer= out and subtract its state from the budget"
         ) from error
     return OptimizerNeed(total, max(0, peaks[0] - (total - present), peaks[1]), missing)
+
+
+class KnownNeed:
+    """An optimizer's need, worked out again only where its parameters, options or state are others than before.
+
+    A step of a twin takes as long as a small model's plan, and each kind of step and each new plan asks for it.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[Any, ...], OptimizerNeed] | None = None
+
+    def of(self, optimizer: torch.optim.Optimizer) -> OptimizerNeed:
+        """As `optimizer_need`."""
+        if hasattr(optimizer, "device_state_bytes"):
+            return optimizer_need(optimizer)
+        rests_on = _rests_on(optimizer)
+        if self._known is None or self._known[0] != rests_on:
+            self._known = (rests_on, optimizer_need(optimizer))
+        return replace(self._known[1], missing_gradient_bytes=_missing_bytes(optimizer))
+
+
+def _rests_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """What an optimizer's state and its step's memory follow from, to be compared."""
+
+    def plain(item: Any) -> Any:
+        if not isinstance(item, torch.Tensor):
+            return repr(item)
+        item = own_share(item)
+        return id(item), tuple(item.shape), item.stride(), item.dtype, item.device, item.untyped_storage().nbytes(), item._version
+
+    def described(parameter: torch.Tensor) -> tuple[Any, ...]:
+        own = own_share(parameter)
+        state = tuple((key, plain(item)) for key, item in optimizer.state.get(parameter, {}).items())
+        return id(parameter), tuple(own.shape), own.stride(), own.dtype, own.device, parameter.requires_grad, state
+
+    groups = tuple(
+        (tuple((name, plain(item)) for name, item in group.items() if name != "params"), tuple(map(described, group["params"])))
+        for group in optimizer.param_groups
+    )
+    return optimizer, type(optimizer), groups
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _missing_bytes(optimizer: torch.optim.Optimizer) -> int:
+    return sum(own_share(p).nbytes for p in _parameters(optimizer) if p.requires_grad and p.grad is None)
 
 
 def own_share(item: Any) -> Any:
