@@ -28,7 +28,7 @@ train: $(STAMP)
 	$(BIN)/lowtide train --json $(RUN)/results.json --plot $(RUN)/memory.png --checkpoint-dir $(RUN) --checkpoint-every 50 $(ARGS)
 
 test: $(STAMP)
-	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile $(ARGS)
+	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check
