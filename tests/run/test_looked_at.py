@@ -159,6 +159,32 @@ def test_planning_takes_little_more_than_a_small_step() -> None:
     assert planning <= 2 * (step + meter.resident_bytes(plain))
 
 
+class Stem(nn.Module):
+    """Convolutions that allocate several times what they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1), nn.SiLU(), nn.Conv3d(8, 8, 3, padding=1), nn.SiLU(), nn.Linear(8, 600))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().mean((1, 2, 3, 4)).sum()
+
+
+@needs_meter
+def test_timing_operations_keeps_within_the_smallest_budget_already() -> None:
+    torch.manual_seed(0)
+    model, x = Stem(), torch.randn(1, 8, 8, 8, 8)
+    with pytest.raises(lowtide.BudgetError) as refusal:
+        lowtide.limit_memory(copy.deepcopy(model), 1).prepare(x)
+    assert refusal.value.smallest_bytes is not None
+    lowtide.limit_memory(model, refusal.value.smallest_bytes)
+    standing = meter.resident_bytes(model) + x.nbytes
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    first = meter.measure(lambda: model(x).backward(), timeline=False).peak_bytes
+    assert standing + first <= refusal.value.smallest_bytes
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 class OddStrides(nn.Module):
     """Batch norm over what another view of it makes contiguous again: fake tensors keep its strides, the CPU's kernel does not."""
 

@@ -15,7 +15,7 @@ from lowtide.ops import tensors_of
 from lowtide.private import fake_errors_untold, is_compiled
 from lowtide.trace.chance import same_random
 from lowtide.trace.costs import OpCost, measure_costs
-from lowtide.trace.describe import Signature
+from lowtide.trace.describe import Signature, plain_leaves, tensors_inside
 from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker, borrowed
 from lowtide.trace.real import Packing, trace_real
@@ -102,7 +102,13 @@ def trace_model(
         tracer = trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below)
     graph = tracer.graph(device=device_of([model], args), source="fake" if tracer.fake else "real", notes=tuple(notes))
     room = timing_room(graph) if timing_room is not None else TimingRoom()
-    costs = measure_costs(tracer.specs, cache=cost_cache, memory_limit_bytes=room.operation_bytes, held_limit_bytes=room.held_bytes)
+    costs = measure_costs(
+        tracer.specs,
+        cache=cost_cache,
+        memory_limit_bytes=room.operation_bytes,
+        held_limit_bytes=room.held_bytes,
+        standing=[leaf for tensor in (*model.parameters(), *tensors_inside((args, kwargs))) for leaf in plain_leaves(tensor.detach())],
+    )
     return with_costs(graph, tracer, costs)
 
 
