@@ -159,6 +159,32 @@ def test_planning_takes_little_more_than_a_small_step() -> None:
     assert planning <= 2 * (step + meter.resident_bytes(plain))
 
 
+class Stem(nn.Module):
+    """Convolutions that allocate several times what they read and write."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1), nn.SiLU(), nn.Conv3d(8, 8, 3, padding=1), nn.SiLU())
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.body(x).square().mean((1, 2, 3, 4)).sum()
+
+
+@needs_meter
+def test_timing_operations_keeps_within_the_smallest_budget_already() -> None:
+    torch.manual_seed(0)
+    model, x = Stem(), torch.randn(1, 8, 8, 8, 8)
+    with pytest.raises(lowtide.BudgetError) as refusal:
+        lowtide.limit_memory(copy.deepcopy(model), 1).prepare(x)
+    assert refusal.value.smallest_bytes is not None
+    lowtide.limit_memory(model, refusal.value.smallest_bytes)
+    standing = meter.resident_bytes(model) + x.nbytes
+    before = [parameter.detach().clone() for parameter in model.parameters()]
+    first = meter.measure(lambda: model(x).backward(), timeline=False).peak_bytes
+    assert standing + first <= refusal.value.smallest_bytes
+    assert all(map(torch.equal, before, model.parameters()))
+
+
 class OddStrides(nn.Module):
     """Batch norm over what another view of it makes contiguous again: fake tensors keep its strides, the CPU's kernel does not."""
 
@@ -245,3 +271,52 @@ def test_a_step_that_keeps_to_its_fakes_is_not() -> None:
 def _and_back(loss: torch.Tensor) -> torch.Tensor:
     loss.backward()
     return loss.detach()
+
+
+class LeavesOut(nn.Module):
+    """Leaves layers out by chance: for a low number, as transformers do, or for a high one."""
+
+    def __init__(self, low: bool, stays: bool) -> None:
+        super().__init__()
+        self.low, self.stays = low, stays
+        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)])
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            drawn = torch.rand([]) if self.stays else torch.rand(1).item()
+            if not (drawn < 0.5 if self.low else drawn > 0.5):
+                x = x + layer(x)
+        return x.square().mean()
+
+
+@needs_meter
+@pytest.mark.parametrize("low", [True, False])
+@pytest.mark.parametrize("stays", [True, False])
+def test_layers_left_out_by_chance_are_planned_for(low: bool, stays: bool, same: Callable[..., bool]) -> None:
+    torch.manual_seed(0)
+    plain, x = LeavesOut(low, stays), torch.randn(200, 32)
+    model = copy.deepcopy(plain)
+    handle = lowtide.limit_memory(model, "70%")
+    for seed in range(8):
+        losses: list[torch.Tensor] = []
+
+        def step(of: nn.Module, seed: int = seed, losses: list[torch.Tensor] = losses) -> None:
+            torch.manual_seed(seed)
+            loss = of(x)
+            if loss.requires_grad:
+                loss.backward()
+            losses.append(loss.detach())
+
+        taken = meter.resident_bytes(model) + x.nbytes + meter.measure(lambda: step(model), timeline=False).peak_bytes
+        step(plain)
+        assert handle.plan is not None
+        assert handle.plan.budget_bytes is not None
+        assert taken <= handle.plan.budget_bytes, seed
+        assert same(*losses)
+        for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+            assert same(a.grad, b.grad)
+            a.grad = b.grad = None
+    assert handle.graph is not None
+    assert handle.graph.source == "fake"
+    assert sum(operation.name == "aten.gelu.default" for operation in handle.graph.operations) == 4
+    assert len(handle.plans) == 1

@@ -221,6 +221,32 @@ def test_a_memory_limit_holds_for_earlier_outputs_too() -> None:
         allocator.uninstall()
 
 
+@needs_allocator
+def test_scratch_and_weights_count_once_where_a_limit_leaves_little_room() -> None:
+    image, weight = spec_of(1, 8, 16, 16, 16), spec_of(8, 8, 3, 3, 3, key=1)
+    spec = OpSpec(
+        aten.convolution.default, (image, weight, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], 1), output_bytes=8 * 16**3 * 4
+    )
+    scratch = one(spec).scratch_bytes
+    assert scratch > 10 * spec.input_bytes()  # unfolded patches
+    stands = torch.randn(8, 8, 3, 3, 3)
+    before = stands.clone()
+    limit = 2 * image.bytes + scratch + 24_000  # the pattern comes on top; a copy of the weights would take 6,912 bytes
+    allocator = counting_allocator()
+    calibrate(room=limit)
+    allocator.install()
+    try:
+        mark = allocator.mark()
+        found = one(spec, memory_limit_bytes=limit, held_limit_bytes=limit, standing=[stands])
+        assert found.source == "measured"
+        assert found.scratch_bytes == scratch
+        assert allocator.mark_peak(mark) <= limit
+        allocator.close_mark(mark)
+    finally:
+        allocator.uninstall()
+    assert torch.equal(stands, before)
+
+
 def test_the_cache_is_used_and_filled() -> None:
     known = OpCost(123.0, 5, "measured")
     cache: dict[str, OpCost] = {"a": known}

@@ -33,6 +33,7 @@ from lowtide.run.timed import TimedRecorder
 from lowtide.run.unseen import LossMemory
 from lowtide.run.watch import StepWatch, unwatched
 from lowtide.store.stores import Stores
+from lowtide.trace.chance import BY_CHANCE
 from lowtide.trace.describe import tensors_inside
 from lowtide.trace.eager import Tracer
 from lowtide.trace.step import loss_of
@@ -206,7 +207,7 @@ class Limiter:
             planned.script = listener.script()
         planned.steps += 1
         planned.departed = director.departed
-        fake = planned.traced.source == "fake" and self.planner.agreement is None
+        fake = planned.traced.source == "fake" and self.planner.agreement is None and BY_CHANCE not in planned.traced.notes
         if planned.steps == 1 and fake and plan.budget_bytes is not None:
             planned.astray = director.missed > 0 or recorder.findings.strange_bytes > slack_bytes(plan.budget_bytes)
         if mover is not None and mover.notes and planned.steps == 1:

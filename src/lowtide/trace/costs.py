@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections import deque
-from collections.abc import Hashable, Iterator, Mapping, MutableMapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import lru_cache
@@ -29,7 +29,7 @@ _NEVER_RUN = frozenset({
     "aten::mkldnn_rnn_layer_backward", "aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward",  # a made-up workspace crashes them
 })  # fmt: skip
 _PATTERN_BYTES = 1 << 18  # 65,536 numbers of four bytes: then they repeat
-_PATTERN_BYTES_AT_LEAST = 1 << 12
+_PATTERN_BYTES_AT_LEAST = 1 << 10
 _PATTERN_SHARE = 16  # a small storage's numbers repeat so often, for making them takes room, too
 _HELD_BYTES = 64 << 20
 _MIN_RUNS = 2
@@ -144,27 +144,41 @@ def _meta(leaf: Any) -> Any:
 class Bench:
     """Builds an operation's inputs and runs it.
 
+    Args:
+        standing: tensors that stand in memory anyway. Where room is short, an operation that reads weights reads one of these of equal size in
+            place of a copy: in a step, too, its weights stand there once.
+
     In a step an output lands in memory that was used before, but not lately. So the last outputs are held here, a little more than the
     processor's cache, and what they free is what the next run writes to. Timed so, the operations of a GPT-2's forward add up to 0.76-1.02
     of what they take within the step; into the same hot memory every time they add up to 0.74-0.89, into fresh pages to 1.5.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, standing: Iterable[torch.Tensor] = ()) -> None:
+        self._standing = {(t.device, t.dtype, t.untyped_storage().nbytes()): t for t in standing if t.dtype.is_floating_point}
         self._held: deque[torch.UntypedStorage] = deque()
         self._held_bytes = 0
         self._patterns: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def _hold(self, out: Any, known: set[int], room: int) -> int:
-        """Hold an output's own storages and let the oldest go, within ``room`` bytes; returns the output's bytes."""
-        fresh = [s for s in storages(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)) if s._cdata not in known]
+    def lent(self, spec: OpSpec) -> dict[int, torch.Tensor]:
+        """The standing tensors that an operation of known reading may take its inputs from, by the inputs' storage keys."""
+        if spec.func.overloadpacket not in flop_registry and spec.func is not torch.ops.aten.embedding.default:
+            return {}  # what reads weights, and surely writes to none of its inputs
+        found = {leaf.storage_key: self._standing.get((leaf.device, leaf.dtype, leaf.storage_bytes)) for leaf in spec.tensors()}
+        return {key: tensor for key, tensor in found.items() if tensor is not None}
+
+    def lent_bytes(self, spec: OpSpec) -> int:
+        """Bytes that need not be made up for an operation where room is short."""
+        return sum(tensor.untyped_storage().nbytes() for tensor in self.lent(spec).values())
+
+    def _hold(self, out: Any, known: set[int], room: int) -> None:
+        """Hold an output's own storages and let the oldest go, within ``room`` bytes."""
+        fresh = _own(out, known)
         self._held.extend(fresh)
-        size = sum(s.nbytes() for s in fresh)
-        self._held_bytes += size
+        self._held_bytes += sum(s.nbytes() for s in fresh)
         while self._held_bytes > room:
             self._held_bytes -= self._held.popleft().nbytes()
-        return size
 
-    def time(self, spec: OpSpec, share: float, room: int = _HELD_BYTES) -> OpCost:
+    def time(self, spec: OpSpec, share: float, room: int = _HELD_BYTES, short: bool = False) -> OpCost:
         """Run an operation once to warm up, then at least twice, more often while that takes less than ``share`` seconds together;
         one that takes twice its share runs once more only.
 
@@ -172,10 +186,13 @@ class Bench:
             spec: the operation.
             share: seconds for it.
             room: bytes of earlier outputs that may stay meanwhile.
+            short: they are few, and the operation's scratch has to fit in them, too: no output stays until it is known, and what it can
+                be lent is not made up.
         """
         room = 0 if _is_cuda(spec) else min(room, _HELD_BYTES)
-        self._hold((), set(), room)
-        inputs = {key: self._storage(leaves) for key, leaves in _by_storage(spec).items()}
+        self._hold((), set(), 0 if short else room)
+        lent = self.lent(spec) if short else {}
+        inputs = {key: lent[key] if key in lent else self._storage(leaves) for key, leaves in _by_storage(spec).items()}
         dirty = self._mutated(spec, inputs)
         args, kwargs = tree_map(lambda leaf: self._argument(leaf, inputs), (spec.args, spec.kwargs))
         run, func = self._run_cuda if _is_cuda(spec) else self._run_cpu, spec.func
@@ -186,8 +203,10 @@ class Bench:
             first, out = run(func, args, kwargs)
             live = seen.live_bytes if seen.source != "profiler" else 0
         known = {data.untyped_storage()._cdata for data in inputs.values()}
-        fresh = self._hold(out, known, room)
+        fresh = sum(s.nbytes() for s in _own(out, known))
         scratch = max(0, seen.peak_bytes - (max(live, fresh) if _is_cuda(spec) else fresh))
+        room = max(0, room - scratch) if short else room
+        self._hold(out, known, room)
         del out
         times = [] if seen.source == "profiler" else [first]  # watched by the profiler it is slower
         if warm > _HEAVY * share:
@@ -282,6 +301,11 @@ class Bench:
             self._fill(data, dtype)
 
 
+def _own(out: Any, known: set[int]) -> list[torch.UntypedStorage]:
+    """The storages of an operation's results that are not its inputs'."""
+    return [s for s in storages(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)) if s._cdata not in known]
+
+
 def _by_storage(spec: OpSpec) -> dict[int, list[TensorSpec]]:
     found: dict[int, list[TensorSpec]] = {}
     for leaf in spec.tensors():
@@ -327,6 +351,7 @@ def measure_costs(
     memory_limit_bytes: int | None = None,
     held_limit_bytes: int | None = None,
     roofline: Roofline | None = None,
+    standing: Iterable[torch.Tensor] = (),
 ) -> dict[K, OpCost]:
     """Time operations one at a time, on inputs made up to have the same layout, outside autograd and every mode.
 
@@ -343,12 +368,14 @@ def measure_costs(
             is estimated. The operation's scratch is not known before and comes on top.
         held_limit_bytes: as the former where earlier outputs are concerned, if that is less: none are held for an operation beyond it.
         roofline: what estimates use; ``None`` calibrates the device.
+        standing: tensors that stand in memory anyway, to read in place of made-up weights where a limit leaves little room.
     """
     costs: dict[K, OpCost] = {key: cache[key] for key in specs if cache is not None and key in cache}
     todo = {key: spec for key, spec in specs.items() if key not in costs}
     if not todo:
         return costs
-    bench = Bench()
+    bench = Bench(standing)
+    limits = [limit for limit in (memory_limit_bytes, held_limit_bytes) if limit is not None]
     with _undisturbed(any(_is_cuda(spec) for spec in todo.values())):
         guess = {
             key: estimate(spec, roofline, held_limit_bytes if held_limit_bytes is not None else memory_limit_bytes)
@@ -360,11 +387,14 @@ def measure_costs(
             spec, cost = todo[key], guess[key]
             left = time_budget - (time.perf_counter() - begin)
             taken = spec.input_bytes() + spec.output_bytes
+            short = min(limits, default=taken + _HELD_BYTES) < taken + _HELD_BYTES
+            if short:
+                taken -= bench.lent_bytes(spec)
             room = _HELD_BYTES if memory_limit_bytes is None else memory_limit_bytes - taken
             held = room if held_limit_bytes is None else min(room, held_limit_bytes - taken)
             if runnable(spec.func) and room >= 0 and left > -time_budget and all(map(present, _devices(spec))):
                 try:
-                    cost = bench.time(spec, max(0.0, left) / (len(order) - done), max(0, held))
+                    cost = bench.time(spec, max(0.0, left) / (len(order) - done), max(0, held), short)
                 except Exception:  # made-up inputs that the operation rejects: its estimate stands
                     cost = guess[key]
             costs[key] = cost

@@ -10,6 +10,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide.ops import OpInfo, has_plain_storage, is_wrapper
+from lowtide.trace.chance import draws_one
 from lowtide.trace.costs import OpSpec, TensorSpec
 from lowtide.trace.fake import is_small_constant
 
@@ -40,17 +41,25 @@ _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 def stays_real(info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call on real constants only (or one that makes integers from nothing) is carried out for real in a fake trace.
 
-    So are small tensors of ones: models make them as masks, and ask whether they are ones.
+    So are small tensors of ones: models make them as masks, and ask whether they are ones. And single numbers, which `chance` decides.
     """
     if inputs:
         to_integers = info.name == "aten._to_copy.default" and kwargs.get("dtype") in _INTEGERS
-        return all(not isinstance(t, FakeTensor) and (is_small_constant(t) or (to_integers and t.numel() <= _SMALL_ONES)) for t in inputs)
+        most = _SMALL_ONES if to_integers else 1
+        return all(not isinstance(t, FakeTensor) and (is_small_constant(t) or _is_plain_number(t, most)) for t in inputs)
+    if draws_one(info, args):
+        return True
     if info.name == "aten.ones.default":
         return math.prod(args[0]) <= _SMALL_ONES
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype in _INTEGERS
     return bool(args) and all(isinstance(item, int) for item in args)
+
+
+def _is_plain_number(tensor: torch.Tensor, most: int) -> bool:
+    """Whether the tensor holds ``most`` numbers or fewer, and no gradient is asked for them."""
+    return tensor.numel() <= most and not tensor.requires_grad
 
 
 def tensors_inside(result: Any) -> Iterator[torch.Tensor]:

@@ -13,9 +13,9 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.ops import tensors_of
 from lowtide.private import fake_errors_untold, is_compiled
-from lowtide.trace.chance import same_random
+from lowtide.trace.chance import BY_CHANCE, same_random
 from lowtide.trace.costs import OpCost, measure_costs
-from lowtide.trace.describe import Signature
+from lowtide.trace.describe import Signature, plain_leaves, tensors_inside
 from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker, borrowed
 from lowtide.trace.real import Packing, trace_real
@@ -87,27 +87,46 @@ def trace_model(
         del result
         (loss.sum() if loss.dim() else loss).backward()
 
-    compiled = any(is_compiled(module) for module in model.modules())
-    tracer: Tracer | None = None
-    if astray:
-        notes.append("traced for real: on fake tensors the model takes another way")
-    elif not compiled:
-        try:
-            tracer = _fake(run, model, args, kwargs, claims)
-        except TraceError as error:
-            notes.append(f"traced for real: {error}")
-    if tracer is None:
-        notes = [note for note in notes if note.startswith("traced")]
+    def once(least: bool) -> Tracer:
+        notes.clear()
+        if astray:
+            notes.append("traced for real: on fake tensors the model takes another way")
+        elif not any(is_compiled(module) for module in model.modules()):
+            try:
+                return _fake(run, model, args, kwargs, claims, least)
+            except TraceError as error:
+                notes[:] = [f"traced for real: {error}"]
         inner, below = small(model) if small is not None else (None, None)
-        tracer = trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below)
-    graph = tracer.graph(device=device_of([model], args), source="fake" if tracer.fake else "real", notes=tuple(notes))
+        return trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below, least)
+
+    found: list[tuple[Tracer, tuple[str, ...]]] = []
+    refusals: list[TraceError] = []
+    for least in (False, True):  # a layer may be left out for a high number, or for a low one
+        try:
+            found.append((once(least), tuple(notes)))
+        except TraceError as error:  # nothing may be left of it
+            refusals.append(error)
+        if found and not found[0][0].drew:
+            break
+    if not found:
+        raise refusals[0]
+    tracer, said = max(found, key=lambda way: len(way[0].operations))
+    if len({len(way.operations) for way, _ in found}) + len(refusals) > 1:
+        said = (*said, BY_CHANCE)
+    graph = tracer.graph(device=device_of([model], args), source="fake" if tracer.fake else "real", notes=said)
     room = timing_room(graph) if timing_room is not None else TimingRoom()
-    costs = measure_costs(tracer.specs, cache=cost_cache, memory_limit_bytes=room.operation_bytes, held_limit_bytes=room.held_bytes)
+    costs = measure_costs(
+        tracer.specs,
+        cache=cost_cache,
+        memory_limit_bytes=room.operation_bytes,
+        held_limit_bytes=room.held_bytes,
+        standing=[leaf for tensor in (*model.parameters(), *tensors_inside((args, kwargs))) for leaf in plain_leaves(tensor.detach())],
+    )
     return with_costs(graph, tracer, costs)
 
 
 def _fake(
-    run: Callable[..., None], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], claims: frozenset[int]
+    run: Callable[..., None], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], claims: frozenset[int], least: bool
 ) -> Tracer:
     faker = Faker()
     with ExitStack() as stack:
@@ -116,7 +135,7 @@ def _fake(
         stack.enter_context(borrowed([model], faker))
         with faker.mode:
             fake_args, fake_kwargs = faker.tree(args), faker.tree(kwargs)
-            tracer = Tracer(model, fake=True, claims=claims)
+            tracer = Tracer(model, fake=True, claims=claims, least=least)
             try:
                 with tracer.recording(), torch.enable_grad():
                     run(tracer, fake_args, fake_kwargs)

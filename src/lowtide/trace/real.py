@@ -52,6 +52,7 @@ def trace_real(
     root: torch.nn.Module | None,
     inner: Packing | None = None,
     below: Callable[[], Any] | None = None,
+    least: bool = False,
 ) -> Tracer:
     """Run a step under a tracer.
 
@@ -61,12 +62,13 @@ def trace_real(
         root: names modules and parameters.
         inner: packing of an executor that keeps the step small meanwhile.
         below: makes a context to be entered before the tracer, for that executor's own mode.
+        least: as of `lowtide.trace.eager.Tracer`.
     """
     with ExitStack() as stack:
         stack.enter_context(untouched(modules))
         if below is not None:
             stack.enter_context(below())
-        tracer = Tracer(root, fake=False, inner=inner)
+        tracer = Tracer(root, fake=False, inner=inner, least=least)
         with tracer.recording(), torch.enable_grad():
             run(tracer)
         tracer.closed = True
