@@ -75,7 +75,7 @@ def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, 
     torch.manual_seed(0)
     measured = meter.measure(lambda: limited(x).backward(), timeline=False)
     gradients = sum(p.numel() * p.element_size() for p in limited.parameters())
-    standing = meter.resident_bytes(limited) - gradients + x.nbytes
+    standing = meter.resident_bytes(limited) - gradients + x.nbytes + plan.slab_bytes
     return {
         "same": same and torch.equal(x, untouched),
         "whole": [m.bytes for m in plan.moves],
@@ -85,6 +85,8 @@ def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, 
         "peak": standing + measured.peak_bytes,
         "predicted": plan.predicted_peak_bytes,
         "left": [t.arena.taken_bytes for t in stores.tiers.values()],
+        "slab": (plan.slab_bytes, stores.slab.memory.nbytes if stores.slab is not None else 0, stores.slab_allocations),
+        "fresh": stores.fresh,
     }
 
 
@@ -171,6 +173,9 @@ def test_each_rank_keeps_its_part(found: list[dict[str, Any]], size: int, then: 
         late = (size + 1) * max(case["part"]) + 4 * size * len(case["whole"])
         assert case["predicted"] - 2 * late <= case["peak"] <= case["predicted"] + late
         assert not any(case["left"])
+        planned, there, allocations = case["slab"]
+        assert planned == there > 0 and allocations == 1  # the parts come together in a slab that was allocated once,
+        assert case["fresh"] == 0  # and in nothing else: no step allocated for them
 
 
 def test_the_planner_shards_where_the_group_is_fast(found: list[dict[str, Any]]) -> None:

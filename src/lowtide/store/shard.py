@@ -39,16 +39,15 @@ class Replicas:
         part[: mine.numel()] = mine
         return part
 
-    def gather(self, part: torch.Tensor, elements: int) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start putting the parts together: a flat tensor whose first ``elements`` are the value, and what to wait for.
+    def gather(self, part: torch.Tensor, out: torch.Tensor) -> dist.Work | None:
+        """Start putting the parts together in ``out``, flat bytes for all of them; returns what to wait for.
 
-        The parts arrive in the result itself, so that no buffer grows with the value.
+        The parts arrive where the value is needed, so that no buffer grows with it.
         """
-        whole = part.new_empty(part.numel() * self.size)
-        work = dist.all_gather_into_tensor(whole.view(torch.uint8), part.view(torch.uint8), group=self.group, async_op=True)
+        work = dist.all_gather_into_tensor(out, part.view(torch.uint8), group=self.group, async_op=True)
         self.gathers += 1
-        self.gathered_bytes += whole.numel() * whole.element_size()
-        return whole, work
+        self.gathered_bytes += out.numel()
+        return work
 
     def check(self, digest: tuple[int, int], what: str) -> None:
         """Every rank holds the same bytes.
