@@ -196,9 +196,7 @@ def _group_link(replicas: object, device: torch.device) -> Link:
     seconds = []
     for _ in range(3):
         begin = _clock(device)
-        work = replicas.gather(part, whole)
-        if work is not None:
-            work.wait()
+        replicas.gather(part, whole).wait()
         seconds.append(_clock(device) - begin)
     slowest = torch.tensor(min(seconds), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=replicas.group)

@@ -127,8 +127,7 @@ class Parcel:
     def _gather(self, part: torch.Tensor) -> _Room:
         assert self._group is not None
         room = self._room([part.numel() * part.element_size() * self._group.size], self.move.place)
-        work = self._group.gather(part, room.targets[0])
-        room.pending([work] if work is not None else [])
+        room.pending([self._group.gather(part, room.targets[0])])
         return room
 
     def fetch(self) -> torch.Tensor:

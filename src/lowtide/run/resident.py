@@ -39,7 +39,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
     faker = Faker()
     parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
     present = _bytes(own_share(item) for state in optimizer.state.values() for item in state.values())
-    missing = sum(own_share(p).nbytes for p in parameters if p.requires_grad and p.grad is None)
+    missing = sum(own_share(p).nbytes for p in parameters if p.requires_grad and p.grad is None and not hasattr(p, "gradient_slab"))
     if hasattr(optimizer, "device_state_bytes"):  # an optimizer on the host says so itself
         return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes(), missing)  # type: ignore[attr-defined]
     try:

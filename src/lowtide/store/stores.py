@@ -23,7 +23,7 @@ class Stores:
     Args:
         groups: name -> process group over which values are replicated, for `Shard`.
         codecs: codecs of the user's own.
-        fault: called before every transfer, for tests.
+        fault: called before every transfer and every gather, for tests.
 
     Attributes:
         prepared: the plan that the tiers are laid out for.
@@ -100,7 +100,7 @@ class Stores:
         if name not in self._groups:
             from lowtide.store.shard import Replicas
 
-            self._groups[name] = Replicas(self._given[name])
+            self._groups[name] = Replicas(self._given[name], self.fault)
         found = self._groups[name]
         if found.size != size:
             raise PlanError(f"the plan shards over {size} ranks of {name!r}, the group has {found.size}: make the plan again")
