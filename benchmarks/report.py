@@ -279,6 +279,7 @@ def layers() -> list[str]:
                     f"{row['seconds']:.3f}",
                     _percent(row["extra"]),
                     _percent(row["predicted_extra"]) if row["predicted_extra"] is not None else "",
+                    _yes(row["link_suffices"]) if row["link_suffices"] is not None else "",
                     f"{_mib(row['moved_bytes'])} in {_mib(row['reserved_bytes'])}" if row["moved_bytes"] is not None else "",
                     _yes(row["holds"]) if row["moved_bytes"] is not None else "",
                 ]
@@ -289,7 +290,7 @@ def layers() -> list[str]:
                 "are the plain step's bit by bit, the peak is the plan's within 1 %, the slab is as large as the plan says, and, where the link suffices by "
                 "the plan's prediction, the step takes at most 5 % longer than the plain one."
             )
-            head = ["tokens", "", "peak MiB", "s", "extra", "predicted", "MiB moved, in a slab of", "holds"]
+            head = ["tokens", "", "peak MiB", "s", "extra", "predicted", "link suffices", "MiB moved, in a slab of", "holds"]
             parts += ["", f"## Long sequences, {device}", "", _where(found), "", text, "", _table(head, rows)]
     return parts
 

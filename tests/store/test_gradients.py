@@ -66,6 +66,40 @@ def test_a_plan_counts_the_slab_where_gradients_stand() -> None:
     assert slab.slabs[0].nbytes == sum(p.nbytes for p in model.parameters())
 
 
+@pytest.mark.parametrize("optimized", [False, True])
+def test_a_plan_counts_the_slab_where_gradients_are_forgotten(optimized: bool) -> None:
+    """With ``set_to_none=True`` the slab stands all the same: it is in the budget, and the peak is never above what was predicted."""
+    torch.manual_seed(0)
+    plain = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(6)))
+    model, x = copy.deepcopy(plain), torch.randn(300, 32)
+    before = meter.resident_bytes(model)
+    slab = GradientSlab(model.parameters())
+    (whole,) = slab.slabs
+    assert meter.resident_bytes(model) == before + whole.nbytes
+    optimizer = torch.optim.SGD(model.parameters(), 0.0) if optimized else None
+    handle = lowtide.limit_memory(model, budget="60%", loss_fn=lambda out: out.sum(), optimizer=optimizer)
+
+    def step(which: torch.nn.Module) -> None:
+        which(x).sum().backward()
+
+    for _ in range(3):
+        for which in (plain, model):
+            which.zero_grad(set_to_none=True)
+            step(which)
+        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))  # type: ignore[arg-type]
+        assert all(p.grad is not None and p.grad.untyped_storage()._cdata == whole.untyped_storage()._cdata for p in model.parameters())
+    model.zero_grad(set_to_none=True)
+    standing = meter.resident_bytes(model) + x.nbytes
+    assert standing == before + whole.nbytes + x.nbytes
+    peak = standing + meter.measure(lambda: step(model), timeline=False).peak_bytes
+    plan = handle.plan
+    assert plan is not None and plan.budget_bytes is not None and plan.replayed
+    assert plan.predicted_peak_bytes - whole.nbytes <= peak <= plan.predicted_peak_bytes <= plan.budget_bytes
+    model.zero_grad(set_to_none=True)
+    slab.remove()
+    assert meter.resident_bytes(model) == before and not any(hasattr(p, "gradient_slab") for p in model.parameters())
+
+
 def test_nothing_to_keep_is_said() -> None:
     with pytest.raises(PlanError, match="none of the parameters takes a gradient"):
         GradientSlab([torch.nn.Parameter(torch.ones(2), requires_grad=False)])

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import os
+import random
+import signal
+import time
 from dataclasses import replace
+from datetime import timedelta
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.multiprocessing as mp
 from ranks import needs_gloo, on_ranks
 from torch import nn
 
@@ -75,7 +82,7 @@ def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, 
     torch.manual_seed(0)
     measured = meter.measure(lambda: limited(x).backward(), timeline=False)
     gradients = sum(p.numel() * p.element_size() for p in limited.parameters())
-    standing = meter.resident_bytes(limited) - gradients + x.nbytes
+    standing = meter.resident_bytes(limited) - gradients + x.nbytes + plan.slab_bytes
     return {
         "same": same and torch.equal(x, untouched),
         "whole": [m.bytes for m in plan.moves],
@@ -85,6 +92,8 @@ def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, 
         "peak": standing + measured.peak_bytes,
         "predicted": plan.predicted_peak_bytes,
         "left": [t.arena.taken_bytes for t in stores.tiers.values()],
+        "slab": (plan.slab_bytes, stores.slab.memory.nbytes if stores.slab is not None else 0, stores.slab_allocations),
+        "fresh": stores.fresh,
     }
 
 
@@ -120,6 +129,27 @@ def mixed_case(group: dist.ProcessGroup, share: float, link: Link | None) -> dic
     }
 
 
+def delayed(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None) -> dict[str, Any]:
+    """Every transfer and every gather begins late, on each rank by times of its own: a hunt for races."""
+    source = random.Random(100 + dist.get_rank())
+    kinds: set[str] = set()
+
+    def fault(kind: str, _: int) -> None:
+        kinds.add(kind)
+        time.sleep(source.random() * 0.002)
+
+    torch.manual_seed(0)
+    plain, limited = Net(), Net()
+    limited.load_state_dict(plain.state_dict())
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    stores = lowtide.Stores(groups={"tp": group}, fault=fault)
+    policy = policies.partition("tp", size, values="all", min_bytes=1, then=then)
+    lowtide.limit_memory(limited, policy=policy, stores=stores, verify="always")
+    same = all(torch.equal(a, b) for seed in range(20) for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True))
+    stores.close()
+    return {"same": same, "kinds": kinds}
+
+
 def refused(group: dist.ProcessGroup, rank: int) -> str:
     """What each rank has is its own: a sequence-parallel input."""
     torch.manual_seed(0)
@@ -144,6 +174,8 @@ def work() -> dict[str, Any]:
             if rank < 2:
                 found[f"2 {values} {name}"] = run_case(pair, 2, then, values)
             found[f"4 {values} {name}"] = run_case(four, 4, then, values)
+    for then in (None, lowtide.Offload("disk"), lowtide.Offload("host")):
+        found[f"delayed {then.tier if then is not None else 'device'}"] = delayed(four, 4, then)
     if rank < 2:
         found["mixed fast"] = mixed_case(pair, 0.98, Link(1e15, 1e15))
         found["mixed slow"] = mixed_case(pair, 0.98, Link(1e2, 1e2))
@@ -171,6 +203,16 @@ def test_each_rank_keeps_its_part(found: list[dict[str, Any]], size: int, then: 
         late = (size + 1) * max(case["part"]) + 4 * size * len(case["whole"])
         assert case["predicted"] - 2 * late <= case["peak"] <= case["predicted"] + late
         assert not any(case["left"])
+        planned, there, allocations = case["slab"]
+        assert planned == there > 0 and allocations == 1  # the parts come together in a slab that was allocated once,
+        assert case["fresh"] == 0  # and in nothing else: no step allocated for them
+
+
+@pytest.mark.parametrize("then", ["device", "disk", "host"])
+def test_no_race_shows_when_every_transfer_and_gather_is_late(found: list[dict[str, Any]], then: str) -> None:
+    for rank in range(4):
+        case = found[rank][f"delayed {then}"]
+        assert case["same"] and case["kinds"] == ({"gather"} if then == "device" else {"gather", "write", "read"})
 
 
 def test_the_planner_shards_where_the_group_is_fast(found: list[dict[str, Any]]) -> None:
@@ -200,3 +242,56 @@ def test_a_group_that_nobody_gave_is_asked_for() -> None:
     lowtide.limit_memory(model, policy=policies.partition("tp", 2, min_bytes=1))
     with pytest.raises(PlanError, match="a group 'tp' that nobody gave"):
         model(torch.randn(ROWS, WIDTH))
+
+
+def dies(rank: int, folder: str, when: str) -> None:
+    """Rank 1 is killed as it would begin a gather of its second step; the others say what they saw."""
+    os.environ["GLOO_SOCKET_IFNAME"] = "lo"
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    seen = []
+
+    def fault(kind: str, _: int) -> None:
+        seen.append(kind)
+        if rank == 1 and seen.count("gather") == LAYERS + (1 if when == "first" else LAYERS):
+            Path(folder, "process1").write_text(str(os.getpid()))
+            os.kill(os.getpid(), signal.SIGKILL)
+
+    assert dist.group.WORLD is not None
+    stores = lowtide.Stores(groups={"tp": dist.group.WORLD}, fault=fault)
+    torch.manual_seed(0)
+    model = Net()
+    x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
+    lowtide.limit_memory(model, policy=policies.partition("tp", 3, min_bytes=1), stores=stores)
+    weights = [p.detach().clone() for p in model.parameters()]
+    try:
+        for seed in range(2):
+            step(model, x, seed)
+        said = "nothing"
+    except lowtide.LowtideError as error:
+        said = f"{type(error).__name__}: {error}"
+    assert all(torch.equal(a, b) for a, b in zip(weights, model.parameters(), strict=True))
+    Path(folder, f"said{rank}").write_text(said)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("when", ["first", "last"])
+def test_a_rank_that_dies_in_a_gather_is_named(tmp_path: Path, when: str) -> None:
+    context = mp.get_context("fork")
+    processes = [context.Process(target=dies, args=(rank, str(tmp_path), when)) for rank in range(3)]
+    began = time.monotonic()
+    for process in processes:
+        process.start()
+    for process in processes:
+        process.join(max(0.0, began + 45 - time.monotonic()))
+    hanging = [rank for rank, process in enumerate(processes) if process.is_alive()]
+    for process in processes:
+        if process.is_alive():
+            process.kill()
+            process.join()
+    assert not hanging and processes[1].exitcode == -signal.SIGKILL
+    dead = (tmp_path / "process1").read_text()
+    for rank in (0, 2):
+        said = (tmp_path / f"said{rank}").read_text()
+        assert f"StoreError: the parts of a saved value could not be gathered over the ranks 0, 1, 2: rank 1 (process {dead}) died" in said
+        assert "start the ranks again" in said

@@ -38,7 +38,8 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 def resident_tensors(model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
-    """Parameters, buffers, their gradients, and the optimizer's state (tensor-valued options such as a tensor ``lr`` included)."""
+    """Parameters, buffers, gradients (and the slab that these are kept in), and the optimizer's state (tensor-valued
+    options such as a tensor ``lr`` included)."""
     found: list[torch.Tensor] = []
     if model is not None:
         found += [*model.parameters(), *model.buffers()]
@@ -46,7 +47,8 @@ def resident_tensors(model: torch.nn.Module | None = None, optimizer: torch.opti
         own = getattr(optimizer, "resident_state", None)  # of an optimizer whose state is partly elsewhere
         leaves: list[Any] = tree_leaves([own() if own is not None else list(optimizer.state.values()), optimizer.param_groups])
         found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    return found + [t.grad for t in found if t.is_leaf and t.grad is not None]
+    slabs = [t.gradient_slab for t in found if hasattr(t, "gradient_slab")]  # it stands without gradients, too
+    return found + slabs + [t.grad for t in found if t.is_leaf and t.grad is not None]
 
 
 def resident_bytes(

@@ -14,7 +14,8 @@ from lowtide.plan.bound import Bound, lower_bound
 from lowtide.plan.moves import move_rows, moved_of, not_replayable_from, refuse_moves
 from lowtide.plan.plan import Keep, ModuleRow, Moving, Plan, Recompute, program_of
 from lowtide.plan.simulate import Simulation, Simulator
-from lowtide.plan.traffic import Links
+from lowtide.plan.slab import lay_out, with_slab
+from lowtide.plan.traffic import Links, Moved
 
 if TYPE_CHECKING:
     from lowtide.store.codec import Codec
@@ -89,6 +90,7 @@ def make_plan(
     window_bytes: int = 0,
     links: Links | None = None,
     codecs: Sequence[Codec] = (),
+    slab: bool | None = None,
 ) -> Plan:
     """The plan that stores ``stored``: closed to a feasible set, simulated, bounded and with its table.
 
@@ -105,6 +107,8 @@ def make_plan(
             largest moved value.
         links: how fast the tiers are; without it transfers take no time.
         codecs: codecs of the user's own that ``moves`` name.
+        slab: whether moved values come back into a slab on the device that is allocated once (docs/stores.md); ``None`` for where the budget
+            has room for it, or without a budget where it costs nothing.
 
     Raises:
         BudgetError: the plan's peak is above the budget.
@@ -121,10 +125,15 @@ def make_plan(
         if whole:
             return make_plan(
                 graph, stored={*stored, *whole}, policy=policy, budget=budget, bound=bound, notes=notes, simulator=sim, links=links,
-                moves={v: d for v, d in wanted.items() if v not in whole}, window_bytes=window_bytes, codecs=codecs,
+                moves={v: d for v, d in wanted.items() if v not in whole}, window_bytes=window_bytes, codecs=codecs, slab=slab,
             )  # fmt: skip
     window = window_bytes or max((m.encoded_bytes for m in moved), default=0)
-    simulation = (sim.moving(moved, window) if moved else sim).simulate(closed, links)
+    loose = simulation = (sim.moving(moved, window) if moved else sim).simulate(closed, links)
+    offsets, slab_bytes = dict[tuple[int, bool], int](), 0
+    if moved and slab is not False:
+        held, places, bytes_ = _in_a_slab(sim, moved, window, closed, links)
+        if slab or held.peak_bytes <= (loose.peak_bytes if budget is None else budget):
+            simulation, offsets, slab_bytes = held, places, bytes_
     if budget is not None and simulation.peak_bytes > budget:
         raise BudgetError(
             f"policy {policy!r} needs {simulation.peak_bytes:,} bytes, the budget is {budget:,}.",
@@ -138,7 +147,7 @@ def make_plan(
     floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None
     given = set(simulation.given_up)
     going = {m.value for m in moved}
-    rows = move_rows(moved, simulation)
+    rows = move_rows(moved, simulation, offsets)
     return Plan(
         graph=graph.fingerprint(),
         policy=policy,
@@ -162,7 +171,18 @@ def make_plan(
         window_bytes=window if rows else 0,
         transfer_seconds=simulation.traffic.seconds if simulation.traffic else 0.0,
         crowding_seconds=simulation.traffic.crowding_seconds if simulation.traffic else 0.0,
+        slab_bytes=slab_bytes,
+        loose_peak_bytes=loose.peak_bytes if slab_bytes else 0,
     )
+
+
+def _in_a_slab(
+    sim: Simulator, moved: Sequence[Moved], window: int, stored: frozenset[int], links: Links | None
+) -> tuple[Simulation, dict[tuple[int, bool], int], int]:
+    """The step with a slab for what comes back, the slab's layout and its bytes."""
+    held = sim.moving(moved, window, slab=True).simulate(stored, links)
+    offsets, slab_bytes = lay_out(moved, held.spans)
+    return with_slab(held, slab_bytes), offsets, slab_bytes
 
 
 def standing(simulation: Simulation) -> str:

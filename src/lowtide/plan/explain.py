@@ -77,6 +77,8 @@ def render(plan: Plan) -> str:
             f"moves  {len(plan.moves)} values, {format_bytes(sum(m.bytes for m in plan.moves))} -> {_places(plan)}; "
             f"{format_seconds(plan.transfer_seconds)} of the time is waiting for them and encoding"
         )
+        where = f"into a slab of {format_bytes(plan.slab_bytes)}, allocated once" if plan.slab_bytes else "each into memory of its own"
+        lines.append(f"       they come back {where}")
     if plan.peak_operation:
         lines.append(f"peak stands at {plan.peak_operation} in module {plan.peak_module or 'root'!r}")
     lines += [f"note: {note}" for note in plan.notes]

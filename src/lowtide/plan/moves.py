@@ -124,8 +124,8 @@ def not_replayable_from(graph: StepGraph, program: Sequence[ProgramStep], moves:
     return found
 
 
-def move_rows(moved: Sequence[Moved], simulation: Simulation) -> tuple[Move, ...]:
-    """The plan's moves, in the order of the forward."""
+def move_rows(moved: Sequence[Moved], simulation: Simulation, places: Mapping[tuple[int, bool], int]) -> tuple[Move, ...]:
+    """The plan's moves, in the order of the forward; ``places`` are offsets in its slab (`lowtide.plan.slab.lay_out`)."""
     traffic = simulation.traffic
     if traffic is None:
         return ()
@@ -134,17 +134,21 @@ def move_rows(moved: Sequence[Moved], simulation: Simulation) -> tuple[Move, ...
     rows = []
     for value, (born, gone) in traffic.lifetimes.items():
         m = by_value[value]
-        rows.append(Move(value, m.decision, m.bytes, m.encoded_bytes, place.get(value, -1), born, gone))
+        inside = (places.get((value, False), -1), places.get((value, True), -1))
+        rows.append(Move(value, m.decision, m.bytes, m.encoded_bytes, place.get(value, -1), born, gone, *inside))
     return tuple(rows)
 
 
 def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     """The exact simulation of what ``plan`` does to the step it was made for (times of transfers aside)."""
     sim = Simulator(graph)
+    from lowtide.plan.slab import with_slab
+
     if not plan.moves:
         return sim.simulate(plan.stored)
     moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
-    return sim.moving(moved, plan.window_bytes).simulate(plan.stored)
+    simulation = sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0).simulate(plan.stored)
+    return with_slab(simulation, plan.slab_bytes) if plan.slab_bytes else simulation
 
 
 def default_window(sim: Simulator, values: Sequence[int]) -> int:
@@ -177,7 +181,9 @@ def least_count(most: int, fits: Callable[[int], bool]) -> int | None:
     return high
 
 
-def offload_policy(decision: Offload, min_bytes: int, window_bytes: int | None, links: Links | None) -> Callable[..., Plan]:
+def offload_policy(
+    decision: Offload, min_bytes: int, window_bytes: int | None, links: Links | None, slab: bool | None
+) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.offload`."""
 
     def offload(graph: StepGraph, budget: int | None = None) -> Plan:
@@ -198,7 +204,15 @@ def offload_policy(decision: Offload, min_bytes: int, window_bytes: int | None, 
             count = len(order) if found is None else found
         moves: dict[int, Moving] = dict.fromkeys(order[:count], decision)
         return make_plan(
-            graph, stored=everything, policy="offload", budget=budget, simulator=sim, moves=moves, window_bytes=window, links=links
+            graph,
+            stored=everything,
+            policy="offload",
+            budget=budget,
+            simulator=sim,
+            moves=moves,
+            window_bytes=window,
+            links=links,
+            slab=slab,
         )
 
     return offload
@@ -279,7 +293,7 @@ def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None, ev
     return compress
 
 
-def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload | None) -> Callable[..., Plan]:
+def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload | None, slab: bool | None) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.partition`."""
     if values not in ("checkpoints", "all"):
         raise PlanError(f"partition(values={values!r}): give 'checkpoints' or 'all'")
@@ -298,7 +312,10 @@ def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload
                 f"partition finds nothing of {min_bytes:,} bytes or more to shard: lower min_bytes=, or use the policy 'full'"
             )
         window = max(2 * ahead_bytes(m.decision, m.bytes, m.encoded_bytes) for m in moved_of(sim, moves))  # the next while one is in use
-        return make_plan(graph, stored=stored, policy="partition", budget=budget, simulator=sim, moves=moves, window_bytes=window)
+        wanted = True if slab is None and budget is None else slab
+        return make_plan(
+            graph, stored=stored, policy="partition", budget=budget, simulator=sim, moves=moves, window_bytes=window, slab=wanted
+        )
 
     return partition
 

@@ -123,6 +123,8 @@ class Move:
         encoded_bytes: the most bytes that it takes after compressing or sharding; `bytes` without either.
         fetched: its place in the order in which backward is predicted to ask for the moved values, from 0; -1 when nobody asks.
         born, gone: half-open lifetime of what is stored, in events of the step.
+        place: where in the plan's slab the value comes back to, -1 for memory of its own.
+        arrival: where in the slab its encoded form arrives from a tier, likewise.
     """
 
     value: int
@@ -132,6 +134,8 @@ class Move:
     fetched: int = -1
     born: int = 0
     gone: int = 0
+    place: int = -1
+    arrival: int = -1
 
 
 @dataclass(frozen=True, slots=True)
@@ -235,6 +239,9 @@ class Plan:
         window_bytes: the most bytes that wait for their copy out at one time, and the most that are fetched ahead of need.
         transfer_seconds: what of `predicted_extra_seconds` is waiting for transfers, encoding and decoding, and `crowding_seconds`.
         crowding_seconds: by how much the operations that run beside transfers take longer.
+        slab_bytes: of the slab that fetched and gathered values come back into; it stands for the whole step and is part of the predicted peak.
+            0 where each has memory of its own.
+        loose_peak_bytes: the predicted peak without that slab.
     """
 
     graph: str
@@ -259,6 +266,8 @@ class Plan:
     window_bytes: int = 0
     transfer_seconds: float = 0.0
     crowding_seconds: float = 0.0
+    slab_bytes: int = 0
+    loose_peak_bytes: int = 0
 
     @property
     def changes_nothing(self) -> bool:

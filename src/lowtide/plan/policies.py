@@ -100,7 +100,13 @@ def optimal() -> Policy:
 
 
 def offload(
-    tier: str = "host", path: str = "", *, min_bytes: int = 1 << 16, window_bytes: int | None = None, links: Links | None = None
+    tier: str = "host",
+    path: str = "",
+    *,
+    min_bytes: int = 1 << 16,
+    window_bytes: int | None = None,
+    links: Links | None = None,
+    slab: bool | None = None,
 ) -> Policy:
     """Let saved values wait in another tier, the earliest of the forward first: they have the most time for it, and those nearest the loss
     stay.
@@ -113,10 +119,12 @@ def offload(
         min_bytes: smaller values stay.
         window_bytes: the most that is under way at one time in each direction; by default a sixteenth of what autograd saves.
         links: speeds of the tiers, for the predicted time.
+        slab: whether what comes back lies in a slab on the device that is allocated once and stands for the whole step; ``None`` for where the
+            budget has room for it, or without a budget where it costs nothing.
     """
     from lowtide.plan.moves import offload_policy
 
-    return offload_policy(Offload(tier, path), min_bytes, window_bytes, links)
+    return offload_policy(Offload(tier, path), min_bytes, window_bytes, links, slab)
 
 
 def compress(codec: str | Codec = "auto", *, min_bytes: int = 1 << 12, then: Offload | None = None, everywhere: bool = False) -> Policy:
@@ -137,7 +145,15 @@ def compress(codec: str | Codec = "auto", *, min_bytes: int = 1 << 12, then: Off
     return compress_policy(codec, min_bytes, then, everywhere)
 
 
-def partition(group: str, size: int, *, values: str = "checkpoints", min_bytes: int = 1 << 10, then: Offload | None = None) -> Policy:
+def partition(
+    group: str,
+    size: int,
+    *,
+    values: str = "checkpoints",
+    min_bytes: int = 1 << 10,
+    then: Offload | None = None,
+    slab: bool | None = None,
+) -> Policy:
     """ZeRO-R's P_a (arXiv 1910.02054, section 6.1): recompute per block, and keep what enters a block in ``size`` parts over the ranks of a group.
 
     Args:
@@ -146,10 +162,12 @@ def partition(group: str, size: int, *, values: str = "checkpoints", min_bytes: 
         values: ``checkpoints`` for what the policy ``full`` keeps, ``all`` to recompute nothing and shard everything that autograd saves.
         min_bytes: smaller values stay whole.
         then: a tier that the parts go to (P_a+cpu).
+        slab: whether the parts are gathered into a slab on the device that is allocated once and stands for the whole step (ZeRO-R's M_D); ``None``
+            for unless a budget has no room for it.
     """
     from lowtide.plan.moves import partition_policy
 
-    return partition_policy(Shard(group, size), values, min_bytes, then)
+    return partition_policy(Shard(group, size), values, min_bytes, then, slab)
 
 
 def mixed(

@@ -23,6 +23,7 @@ class Replay:
         until: operation -> the last release of what rests on it.
         fetched: moved values in the order in which they are fetched.
         work: (event, operations that run then, moved values that are asked to be fetched ahead after it), in order.
+        spans: see `lowtide.plan.simulate.Simulation`.
     """
 
     operations: list[int]
@@ -34,6 +35,7 @@ class Replay:
     until: dict[int, int]
     fetched: list[int]
     work: list[tuple[int, list[int], list[int]]]
+    spans: dict[tuple[int, bool], tuple[int, int]]
 
 
 class Walk:
@@ -50,6 +52,16 @@ class Walk:
         self.next = 0
         self.early: dict[int, int] = {}
         """moved value -> bytes that were fetched ahead for it and are not in use yet"""
+        self.sizes = list(simulator.value_bytes) if simulator.slab else simulator.value_bytes
+        """value -> what its copy takes: nothing where that lies in the slab"""
+        self.born: dict[tuple[int, bool], int] = {}
+        self.died: dict[tuple[int, bool], int] = {}
+        self.lies: dict[int, int] = {}
+        """value -> the moved value in whose place in the slab its copy lies"""
+        self.turn = 0
+        if simulator.slab:
+            for value in simulator.moved:
+                self.sizes[value] = 0
         self.fetched: list[int] = []
         self.work: list[tuple[int, list[int], list[int]]] = []
         self.left: dict[int, int] = {}
@@ -66,6 +78,28 @@ class Walk:
         self.tops: list[tuple[int, int, int]] = []
         self.repeats: list[int] = []
 
+    def spans(self) -> dict[tuple[int, bool], tuple[int, int]]:
+        """When places in the slab are taken."""
+        return {key: (born, self.died.get(key, self.turn + 1)) for key, born in self.born.items()}
+
+    def _begins(self, value: int, ahead: bool) -> None:
+        """A moved value, or its encoded form, comes into its place in the slab."""
+        arriving = bool(self.sim.moved[value].arriving_bytes)
+        if arriving:
+            self.born.setdefault((value, True), self.turn)
+        if not (arriving and ahead):
+            self.born.setdefault((value, False), self.turn)
+        if not ahead:
+            self.lies[value] = value
+            if arriving:
+                self.died[value, True] = self.turn + 1
+
+    def _ends(self, value: int) -> None:
+        """Nobody has the copy of a value any more."""
+        lies = self.lies.pop(value, None)
+        if lies is not None:
+            self.died[lies, False] = self.turn + 1
+
     def run(self, given: list[int]) -> None:
         """Walk the unpack and done events of ``given``."""
         sim = self.sim
@@ -77,6 +111,7 @@ class Walk:
             events.append((sim.first_unpack, 3, 0))
         events.sort()
         for event, kind, tensor in events:
+            self.turn += 1
             if kind == 3:
                 before = self.live
                 self._fetch_ahead(event)
@@ -115,11 +150,17 @@ class Walk:
                     stack.append(u)
         return sorted(needed, key=self.sim.place) if self.sim.moved else sorted(needed)
 
+    def _early_bytes(self, value: int) -> int:
+        """What fetching a value ahead allocates."""
+        moved = self.sim.moved[value]
+        return moved.beside_slab_bytes if self.sim.slab else moved.ahead_bytes
+
     def _fetch_ahead(self, event: int) -> None:
         """Start fetching what comes next while there is room in the window."""
         sim, asked = self.sim, []
         if event < sim.first_unpack:
             return
+        self.turn += 1
         room = sim.window_bytes - sum(self.early.values())
         while self.next < len(self.ahead):
             value = self.ahead[self.next]
@@ -129,16 +170,20 @@ class Walk:
                     break
                 room -= size
                 self.early[value] = size
-                self.live += size
+                self.live += self._early_bytes(value)
+                if sim.slab and size:
+                    self._begins(value, ahead=True)
                 asked.append(value)
             self.next += 1
         if asked:
             self.work.append((event, [], asked))
 
-    def _bring(self, value: int, event: int, left: dict[int, int], cached: set[int]) -> None:
-        """Run what ``value`` needs, in forward order, counting readers in ``left`` and caching in ``cached``."""
+    def _bring(self, value: int, event: int, left: dict[int, int], cached: set[int], again: bool = False) -> None:
+        """Run what ``value`` needs, in forward order, counting readers in ``left`` and caching in ``cached``. What comes ``again`` has memory of
+        its own."""
         sim, flags = self.sim, self.flags
-        sizes, previous = sim.value_bytes, sim.previous
+        sizes, previous = sim.value_bytes if again else self.sizes, sim.previous
+        slab = sim.slab and not again
         live = self.live
         most, most_op = -1, -1
         needed = self._needed(value, cached)
@@ -147,23 +192,34 @@ class Walk:
         for index in needed:
             op = self.operations[index]
             moved: set[int] = set()
+            scratch = op.scratch_bytes
+            self.turn += 1
             if index >= len(sim.graph.operations):
                 brought = op.writes[0]
                 self.fetched.append(brought)
-                live -= self.early.pop(brought, 0)
+                if self.early.pop(brought, 0):
+                    live -= self._early_bytes(brought)
+                if slab:
+                    self._begins(brought, ahead=False)
+                elif again and sim.slab:
+                    scratch += sim.moved[brought].arriving_bytes
             for w in op.writes:
                 old = previous[w]
                 if old >= 0 and old in op.reads and old in cached and left[old] == 1 and not self.handed.get(old, 0):
                     moved.add(old)
+                    if slab and old in self.lies:
+                        self.lies[w], self.sizes[w] = self.lies.pop(old), 0
                 else:
                     live += sizes[w]
-            if live + op.scratch_bytes > most:
-                most, most_op = live + op.scratch_bytes, index
+            if live + scratch > most:
+                most, most_op = live + scratch, index
             for w in op.writes:
                 if not flags[w] and left.get(w, 0) > 0:
                     cached.add(w)
                 else:
                     live -= sizes[w]
+                    if slab:
+                        self._ends(w)
             for u in op.reads:
                 if flags[u]:
                     continue
@@ -173,13 +229,16 @@ class Walk:
                 elif not left[u] and u in cached and not self.handed.get(u, 0):
                     cached.discard(u)
                     live -= sizes[u]
+                    if slab:
+                        self._ends(u)
         self.live = live
         self.tops.append((event, most, most_op))
 
     def _drop(self, value: int) -> None:
         if value in self.cached and not self.left[value] and not self.handed.get(value, 0):
             self.cached.discard(value)
-            self.live -= self.sim.value_bytes[value]
+            self.live -= self.sizes[value]
+            self._ends(value)
 
     def _again(self, value: int, event: int) -> None:
         """Rule 7: a later unpack of the same saved tensor runs an uncached replay, or takes the copy that is still cached."""
@@ -196,5 +255,5 @@ class Walk:
             if u in left:
                 left[u] += 1
         self.repeats += needed
-        self._bring(value, event, left, set(self.cached))
+        self._bring(value, event, left, set(self.cached), again=True)
         self.live = before

@@ -39,6 +39,7 @@ class Simulation:
         top_bytes: the most live bytes at any moment of every event.
         held_until: storage id -> event after which a plan lets a storage go that would naturally have died earlier.
         traffic: what transfers do, where values move.
+        spans: (moved value, whether it is the encoded form on its way in) -> half-open lifetime in turns of the backward, where a slab holds them.
     """
 
     stored: frozenset[int]
@@ -53,6 +54,7 @@ class Simulation:
     top_bytes: Bytes = field(repr=False)
     held_until: dict[int, int] = field(repr=False)
     traffic: Traffic | None = field(default=None, repr=False)
+    spans: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
     def peak_module(self) -> str:
@@ -68,6 +70,7 @@ class Simulator:
         self.operations: Sequence[Operation] = graph.operations
         self.moved: dict[int, Moved] = {}
         self.window_bytes = 0
+        self.slab = False
         self.end = len(graph.events)
         """The event index that stands for "never"."""
         self._index_values()
@@ -75,10 +78,14 @@ class Simulator:
         self._natural_timeline()
         self.plain_live, self.plain_peak = self._plain()
 
-    def moving(self, moved: Sequence[Moved], window_bytes: int) -> Simulator:
-        """This simulator when some values move: to everything that rests on such a value, an operation that reads nothing brings it back."""
+    def moving(self, moved: Sequence[Moved], window_bytes: int, slab: bool = False) -> Simulator:
+        """This simulator when some values move: to everything that rests on such a value, an operation that reads nothing brings it back.
+
+        With ``slab`` what comes back takes no memory of its own, and `Simulation.spans` says when it would.
+        """
         twin = copy.copy(self)
-        fetches = fetch_operations(self.graph, moved)
+        twin.slab = slab
+        fetches = fetch_operations(self.graph, moved, slab)
         twin.operations = [*self.graph.operations, *fetches]
         twin.producer = list(self.producer)
         for fetch in fetches:
@@ -343,6 +350,7 @@ class Simulator:
             top_bytes=top,
             held_until={sid: until for sid, until in hold.items() if until > self.natural_end[sid]},
             traffic=traffic,
+            spans=replay.spans,
         )
 
     def _standing(self, event: int, above: int, replay: Replay) -> tuple[Operation | None, bool]:
@@ -363,7 +371,7 @@ class Simulator:
     def replay(self, given: list[int], flags: bytearray) -> Replay:
         """What giving up ``given`` does, when ``flags`` says what is stored."""
         if not given:
-            return Replay([], [], [], {}, [], [], {}, [], [])
+            return Replay([], [], [], {}, [], [], {}, [], [], {})
         every = self.closure(given, flags)
         unpacked = [v for v in given if self.unpacked[v]]
         running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
@@ -375,7 +383,9 @@ class Simulator:
             walk = Walk(self, flags, running, ahead)
             walk.run(unpacked)
         hold, until = self._rests(order, given, flags)
-        return Replay(order, sorted(running, key=self.place), walk.repeats, hold, walk.level, walk.tops, until, walk.fetched, walk.work)
+        return Replay(
+            order, sorted(running, key=self.place), walk.repeats, hold, walk.level, walk.tops, until, walk.fetched, walk.work, walk.spans()
+        )
 
     def _rests(self, order: list[int], given: list[int], flags: bytearray) -> tuple[dict[int, int], dict[int, int]]:
         """Rule 3: stored value -> the last release of a given-up saved tensor whose replay reads it; the same for replayed operations."""

@@ -91,6 +91,16 @@ class Moved:
         """Bytes that fetching it ahead takes."""
         return ahead_bytes(self.decision, self.bytes, self.encoded_bytes)
 
+    @property
+    def arriving_bytes(self) -> int:
+        """Bytes that come from a tier and are not the value yet."""
+        return self.encoded_bytes if self.encoded and self.tier else 0
+
+    @property
+    def beside_slab_bytes(self) -> int:
+        """Bytes that fetching it ahead takes where it comes into a slab: what a gather allocates on the way."""
+        return 0 if self.tier else self.gather_bytes
+
 
 def gather_bytes(decision: Moving, encoded_bytes: int) -> int:
     """What gathering the parts of a sharded value may allocate on the way: Gloo copies its input and its output."""
@@ -107,8 +117,9 @@ def ahead_bytes(decision: Moving, bytes_: int, encoded_bytes: int) -> int:
     return bytes_ + gather_bytes(decision, encoded_bytes) if isinstance(first, Shard) else 0
 
 
-def fetch_operations(graph: StepGraph, moved: Sequence[Moved]) -> list[Operation]:
-    """One operation for each moved value that writes it and reads nothing; they stand behind the graph's own."""
+def fetch_operations(graph: StepGraph, moved: Sequence[Moved], slab: bool = False) -> list[Operation]:
+    """One operation for each moved value that writes it and reads nothing; they stand behind the graph's own. With a slab encoded forms arrive
+    there."""
     return [
         Operation(
             index=len(graph.operations) + k,
@@ -118,7 +129,7 @@ def fetch_operations(graph: StepGraph, moved: Sequence[Moved]) -> list[Operation
             phase="forward",
             module=graph.operations[graph.values[m.value].producer or 0].module,
             seconds=m.decode_seconds,
-            scratch_bytes=(m.encoded_bytes if m.encoded and m.tier else 0) + m.codec_scratch_bytes + m.gather_bytes,
+            scratch_bytes=(0 if slab else m.arriving_bytes) + m.codec_scratch_bytes + m.gather_bytes,
         )
         for k, m in enumerate(moved)
     ]

@@ -177,9 +177,9 @@ class Limiter:
         plan = planned.plan
         script = planned.script if planned.script is not None and planned.script.plan is plan else None
         listener = Listener(plan) if script is None and not verifying and self.verify != "always" else None
-        watch = self._watch(planned, verifying, listener is not None)
         if plan.moves:
-            prepare(plan, self.stores, torch.device(plan.device))
+            prepare(plan, self.stores, torch.device(plan.device))  # before memory is watched: what it reserves stands from now on
+        watch = self._watch(planned, verifying, listener is not None)
         mover = Mover(plan, self.stores, verifying) if plan.moves else None
         kind = TimedRecorder if watch is not None and planned.timed is watch else Follower
         recorder = kind(
@@ -325,7 +325,7 @@ class Limiter:
         limit = planned.plan.budget_bytes
         if not measuring or watch.peak_bytes is None or limit is None or planned.again:
             return
-        measured = planned.graph.resident_bytes + watch.peak_bytes
+        measured = planned.graph.resident_bytes + planned.plan.slab_bytes + watch.peak_bytes
         if measured > limit:
             excess = measured - planned.plan.predicted_peak_bytes
             warnings.warn(

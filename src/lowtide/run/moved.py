@@ -17,6 +17,7 @@ from lowtide.plan.plan import Compress, Move, Plan, Shard, stages
 from lowtide.plan.traffic import ahead_bytes
 from lowtide.run.tape import LiveValue, digest, unrecorded
 from lowtide.store.codec import CodecError
+from lowtide.store.slab import Place
 from lowtide.store.stores import Stores
 from lowtide.store.tier import Slot, Transfer
 
@@ -32,8 +33,8 @@ class Parcel:
     """
 
     __slots__ = (
-        "__weakref__", "_arriving", "_codec", "_device", "_dtype", "_elements", "_gathering", "_group", "_kept", "_parts", "_places", "_reads", "_slot",
-        "_writes", "exact", "move", "note", "replayable_from",
+        "__weakref__", "_arriving", "_codec", "_device", "_dtype", "_elements", "_gathering", "_group", "_kept", "_parts", "_places", "_reads", "_slab",
+        "_slot", "_stores", "_writes", "exact", "move", "note", "replayable_from",
     )  # fmt: skip
 
     def __init__(self, move: Move, number: int, tensor: torch.Tensor, stores: Stores, verify: bool) -> None:
@@ -41,6 +42,8 @@ class Parcel:
         self.note = ""
         self.exact = self.replayable_from = True
         self._device, self._dtype = tensor.device, tensor.dtype
+        self._stores = stores
+        self._slab = stores.slab  # for the first time that the value comes back; what asks again has memory of its own
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes % tensor.element_size():
             self._dtype = torch.uint8
@@ -66,11 +69,11 @@ class Parcel:
                 self.replayable_from = True
         self._parts: tuple[torch.Tensor, ...] = parts
         self._slot: Slot | None = None
-        self._gathering: tuple[torch.Tensor, Any] | None = None
+        self._gathering: _Room | None = None
         self._places: list[tuple[int, int, torch.dtype]] = []
         self._writes: list[Transfer] = []
         self._reads: list[Transfer] = []
-        self._arriving: list[torch.Tensor] = []
+        self._arriving: _Room | None = None
         if then is not None and self._kept is None:
             tier = stores.tier(then.tier, then.path, self._device)
             self._slot = tier.take(_slot_bytes([p.numel() * p.element_size() for p in parts], tier.align), number)
@@ -102,41 +105,102 @@ class Parcel:
         """Start fetching, if it is not under way."""
         if self._slot is None:
             if self._group is not None and self._gathering is None:
-                self._gathering = self._group.gather(self._parts[0], self._elements)
+                self._gathering = self._gather(self._parts[0])
             return
         if self._reads:
             return
-        self._arriving = []
-        for at, elements, dtype in self._places:
-            target = torch.empty(elements, dtype=dtype, device=self._device)
-            self._arriving.append(target)
-            self._reads.append(self._slot.tier.read(self._slot, target.view(torch.uint8), at))
+        encoded = self._group is not None or self._codec is not None
+        sizes = [elements * dtype.itemsize for _, elements, dtype in self._places]
+        self._arriving = room = self._room(sizes, self.move.arrival if encoded else self.move.place)
+        for (at, _, _), target in zip(self._places, room.targets, strict=True):
+            self._reads.append(self._slot.tier.read(self._slot, target, at))
+        room.pending(self._reads)
+
+    def _room(self, sizes: list[int], at: int) -> _Room:
+        """Where bytes of these sizes come to: at their place in the slab, if it is free, or in memory of their own."""
+        starts = [sum(-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes[:k]) for k in range(len(sizes))]
+        taken = self._slab.take(at, starts[-1] + sizes[-1]) if self._slab is not None and at >= 0 else None
+        if taken is None:
+            self._stores.fresh += 1
+        return _Room(starts, sizes, self._device, taken)
+
+    def _gather(self, part: torch.Tensor) -> _Room:
+        assert self._group is not None
+        room = self._room([part.numel() * part.element_size() * self._group.size], self.move.place)
+        room.pending([self._group.gather(part, room.targets[0])])
+        return room
 
     def fetch(self) -> torch.Tensor:
         """The value as a flat tensor of its own."""
         if self._kept is not None:
             return self._kept
+        try:
+            return self._fetch()
+        finally:
+            self._slab = None
+
+    def _fetch(self) -> torch.Tensor:
+        arrived: _Room | None = None
         parts: tuple[torch.Tensor, ...] = self._parts
         if self._slot is not None:
             self.begin()
-            reads, self._reads = self._reads, []
-            arriving, self._arriving = self._arriving, []
-            for transfer in reads:
-                transfer.wait()
-            parts = tuple(arriving)
-            del arriving
+            room, self._arriving, self._reads = self._arriving, None, []
+            assert room is not None
+            room.wait()
+            arrived = room  # it lies there until the value has been put together
+            parts = tuple(part.view(dtype) for part, (_, _, dtype) in zip(arrived.targets, self._places, strict=True))
         if self._group is not None:
             gathering, self._gathering = self._gathering, None
-            whole, work = gathering if gathering is not None else self._group.gather(parts[0], self._elements)
+            room = gathering if gathering is not None else self._gather(parts[0])
             del gathering
-            if work is not None:
-                work.wait()
-            return whole
+            room.wait()
+            return room.tensors[0].view(self._dtype)
         if self._codec is not None:
-            out = torch.empty(self._elements, dtype=self._dtype, device=self._device)
+            out = self._room([self._elements * self._dtype.itemsize], self.move.place).tensors[0].view(self._dtype)
             self._codec.decode(parts, out)
             return out
-        return parts[0]
+        assert arrived is not None
+        return arrived.tensors[0].view(self._dtype)
+
+
+_PART_ALIGN = 64
+"""Parts of an encoded form begin at multiples of this in the slab."""
+
+
+class _Room:
+    """Where something comes to.
+
+    Attributes:
+        tensors: flat bytes for each part.
+        targets: the same for those who write them, or read what arrived to put a value together: their threads let go of it when they get to it.
+    """
+
+    __slots__ = ("_pending", "_place", "targets", "tensors")
+
+    def __init__(self, starts: list[int], sizes: list[int], device: torch.device, taken: tuple[Place, torch.Tensor] | None) -> None:
+        self._pending: list[Any] = []
+        self._place: Place | None = None
+        if taken is None:
+            self.tensors = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
+            self.targets = self.tensors
+            return
+        self._place, whole = taken
+        self.tensors = [whole] if len(sizes) == 1 else [whole[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+        self.targets = [self._place.target[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+
+    def pending(self, work: list[Any]) -> None:
+        """This writes there; until it has, nobody else may."""
+        self._pending = list(work)
+        if self._place is not None:
+            self._place.writing(work)
+
+    def wait(self) -> None:
+        """Return when the bytes are there; whoever wrote them is let go of."""
+        pending, self._pending = self._pending, []
+        for work in pending:
+            work.wait()
+        if self._place is not None:
+            self._place.writing([])
 
 
 def _slot_bytes(sizes: list[int], align: int) -> int:
@@ -288,4 +352,5 @@ def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
         size.append(move.encoded_bytes + (parts - 1) * tier.align)
     for tier, expected in by_tier.items():
         tier.expect(*expected)
+    stores.reserve(plan.slab_bytes, device)
     stores.prepared = plan

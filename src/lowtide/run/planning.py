@@ -20,6 +20,7 @@ from lowtide.plan import make, make_plan
 from lowtide.plan.moves import simulate_plan
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import plain
+from lowtide.plan.slab import without_slab
 from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over, with_collectives
 from lowtide.run.claims import beside, replayed_gathers, same_forward
 from lowtide.run.notice import Notice
@@ -351,6 +352,8 @@ class Planner:
         """Plan for `limit` less what was seen to come on top; a trace of real tensors shows when storages end only roughly."""
         planned.graph = graph = self._seen(planned, planned.holding)
         plan = self._make(graph, lambda budget: self._plan_within(planned, graph, budget), limit)
+        if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes) is not None:
+            plan = without_slab(plan)  # it would stand beside optimizer.step(), too
         planned.plan = replace(plan, budget_bytes=limit)
         self._prefer_claims(planned, limit)
 

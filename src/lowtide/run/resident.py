@@ -118,7 +118,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 def _missing_bytes(optimizer: torch.optim.Optimizer) -> int:
-    return sum(own_share(p).nbytes for p in _parameters(optimizer) if p.requires_grad and p.grad is None)
+    return sum(
+        own_share(p).nbytes for p in _parameters(optimizer) if p.requires_grad and p.grad is None and not hasattr(p, "gradient_slab")
+    )
 
 
 def own_share(item: Any) -> Any:

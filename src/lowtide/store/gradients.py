@@ -14,7 +14,8 @@ class GradientSlab:
 
     Backward makes each gradient where it likes; as soon as it is accumulated its bytes move into the slab and ``.grad`` becomes a view of it, so
     the long-lived gradients never lie scattered among short-lived activations. Works with ``zero_grad(set_to_none=True)`` and with
-    accumulation over several backwards; values are bitwise those without it.
+    accumulation over several backwards; values are bitwise those without it. The slab stands for good, also while ``.grad`` is ``None``:
+    `lowtide.meter.resident_bytes` and a budget count it with the model (make it before the first limited step).
 
     Args:
         parameters: those whose gradients move; duplicates count once.
@@ -43,6 +44,7 @@ class GradientSlab:
             kinds.setdefault((parameter.dtype, parameter.device), []).append(parameter)
         self.slabs: list[torch.Tensor] = []
         self._hooks = []
+        self._parameters = own
         for (dtype, device), members in kinds.items():
             slab = torch.zeros(sum(p.numel() for p in members), dtype=dtype, device=device)
             self.slabs.append(slab)
@@ -53,6 +55,7 @@ class GradientSlab:
                 if parameter.grad is not None:
                     view.copy_(parameter.grad)
                     parameter.grad = view
+                parameter.gradient_slab = slab  # type: ignore[attr-defined]
                 self._hooks.append(parameter.register_post_accumulate_grad_hook(_Into(view)))
 
     def remove(self) -> None:
@@ -60,6 +63,9 @@ class GradientSlab:
         for hook in self._hooks:
             hook.remove()
         self._hooks.clear()
+        for parameter in self._parameters:
+            parameter.__dict__.pop("gradient_slab", None)
+        self._parameters.clear()
 
 
 class _Into:

@@ -2,28 +2,41 @@
 
 from __future__ import annotations
 
+import hashlib
+import os
+import time
+
 import torch
 import torch.distributed as dist
 
 from lowtide.errors import PlanError
+from lowtide.processes import lives, machine
+from lowtide.store.tier import Fault, StoreError
+
+_GONE_SECONDS = 3.0
+"""How long to look for the process whose end made a gather fail: its sockets close before it is gone."""
 
 
 class Replicas:
-    """A process group over which some values are replicated.
+    """A process group over which some values are replicated. Its ranks make theirs together: they tell each other who they are.
 
     Args:
         group: the process group.
+        fault: called before every gather with ``gather`` and its bytes, for tests.
 
     Attributes:
         gathers, gathered_bytes: what was gathered so far.
     """
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    def __init__(self, group: dist.ProcessGroup, fault: Fault | None = None) -> None:
         self.group = group
+        self.fault = fault
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.gathers = 0
         self.gathered_bytes = 0
+        self._machine = int.from_bytes(hashlib.blake2b(machine().encode(), digest_size=7).digest(), "big")
+        self._processes = self._everyone([os.getpid(), self._machine])
 
     def part_elements(self, elements: int) -> int:
         """Elements of each part; the last part is padded, by less than one element a rank."""
@@ -39,16 +52,47 @@ class Replicas:
         part[: mine.numel()] = mine
         return part
 
-    def gather(self, part: torch.Tensor, elements: int) -> tuple[torch.Tensor, dist.Work | None]:
-        """Start putting the parts together: a flat tensor whose first ``elements`` are the value, and what to wait for.
+    def _everyone(self, mine: list[int]) -> list[list[int]]:
+        """Some numbers of every rank's."""
+        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
+        own = torch.tensor(mine, dtype=torch.int64, device=device)
+        found = own.new_empty(self.size * len(mine))
+        dist.all_gather_into_tensor(found, own, group=self.group)
+        return found.view(self.size, len(mine)).tolist()
 
-        The parts arrive in the result itself, so that no buffer grows with the value.
+    def gather(self, part: torch.Tensor, out: torch.Tensor) -> Gather:
+        """Start putting the parts together in ``out``, flat bytes for all of them; returns what to wait for.
+
+        The parts arrive where the value is needed, so that no buffer grows with it.
+
+        Raises:
+            StoreError: another rank is gone.
         """
-        whole = part.new_empty(part.numel() * self.size)
-        work = dist.all_gather_into_tensor(whole.view(torch.uint8), part.view(torch.uint8), group=self.group, async_op=True)
+        if self.fault is not None:
+            self.fault("gather", out.numel())
+        try:
+            work = dist.all_gather_into_tensor(out, part.view(torch.uint8), group=self.group, async_op=True)
+        except RuntimeError as error:
+            raise self.explain(error) from error
         self.gathers += 1
-        self.gathered_bytes += whole.numel() * whole.element_size()
-        return whole, work
+        self.gathered_bytes += out.numel()
+        return Gather(self, work)
+
+    def explain(self, error: BaseException) -> StoreError:
+        """An error that names the ranks whose processes have ended."""
+        gone: list[str] = []
+        until = time.monotonic() + _GONE_SECONDS
+        while not gone and time.monotonic() < until:
+            for number, (process, where) in enumerate(self._processes):
+                if number != self.rank and where == self._machine and not lives(process):
+                    gone.append(f"rank {dist.get_global_rank(self.group, number)} (process {process})")
+            time.sleep(0.02)
+        who = f"{' and '.join(gone)} died" if gone else "none of this machine's has ended, so look at the others' messages"
+        ranks = ", ".join(str(dist.get_global_rank(self.group, number)) for number in range(self.size))
+        return StoreError(
+            f"the parts of a saved value could not be gathered over the ranks {ranks}: {who} ({error}). This step's gradients are not complete: start "
+            "the ranks again, from the last checkpoint"
+        )
 
     def check(self, digest: tuple[int, int], what: str) -> None:
         """Every rank holds the same bytes.
@@ -56,13 +100,34 @@ class Replicas:
         Raises:
             PlanError: they differ.
         """
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
-        mine = torch.tensor([*digest], dtype=torch.int64, device=device)
-        everyone = mine.new_empty(2 * self.size)
-        dist.all_gather_into_tensor(everyone, mine, group=self.group)
-        if not bool((everyone.view(self.size, 2) == mine).all()):
+        if any(other != [*digest] for other in self._everyone([*digest])):
             raise PlanError(
                 f"{what} differs between the ranks of its group, so it cannot be kept in parts: it is already sharded (along the sequence, "
                 "for one, where sequence parallelism leaves 1/n of it on each rank) or belongs to another batch. Leave it out of values=, or give "
                 "the group over which it is replicated"
             )
+
+
+class Gather:
+    """A gather under way."""
+
+    __slots__ = ("_replicas", "_work")
+
+    def __init__(self, replicas: Replicas, work: dist.Work | None) -> None:
+        self._replicas, self._work = replicas, work
+
+    def is_completed(self) -> bool:
+        """Whether nothing is written any more."""
+        return self._work is None or self._work.is_completed()
+
+    def wait(self) -> None:
+        """Return when the parts are there.
+
+        Raises:
+            StoreError: another rank is gone.
+        """
+        try:
+            if self._work is not None:
+                self._work.wait()
+        except RuntimeError as error:
+            raise self._replicas.explain(error) from error

@@ -13,6 +13,7 @@ from lowtide.plan.plan import Plan
 from lowtide.store.codec import Codec, codec_named
 from lowtide.store.disk import Disk
 from lowtide.store.host import Host
+from lowtide.store.slab import Slab
 from lowtide.store.tier import Fault, Tier
 
 
@@ -22,10 +23,13 @@ class Stores:
     Args:
         groups: name -> process group over which values are replicated, for `Shard`.
         codecs: codecs of the user's own.
-        fault: called before every transfer, for tests.
+        fault: called before every transfer and every gather, for tests.
 
     Attributes:
         prepared: the plan that the tiers are laid out for.
+        slab: where values come back to, for the plan that is prepared; ``None`` where each has memory of its own.
+        slab_allocations: how often a slab was made.
+        fresh: how many values (and encoded forms) came back into memory of their own.
         tiers: those that are open.
 
     Example:
@@ -42,6 +46,19 @@ class Stores:
         self.fault = fault
         self.tiers: dict[tuple[str, str, str], Tier] = {}
         self.prepared: Plan | None = None
+        self.slab: Slab | None = None
+        self.slab_allocations = 0
+        self.fresh = 0
+
+    def reserve(self, bytes_: int, device: torch.device) -> None:
+        """Have a slab of exactly so many bytes for values that come back. Kinds of steps that take turns each count their own in their peak: the slab
+        is as large as the one that runs."""
+        if bytes_ == (self.slab.memory.numel() if self.slab is not None else 0):
+            return
+        self.slab = None
+        if bytes_:
+            self.slab = Slab(device, bytes_)
+            self.slab_allocations += 1
 
     @property
     def groups(self) -> Mapping[str, Any]:
@@ -83,7 +100,7 @@ class Stores:
         if name not in self._groups:
             from lowtide.store.shard import Replicas
 
-            self._groups[name] = Replicas(self._given[name])
+            self._groups[name] = Replicas(self._given[name], self.fault)
         found = self._groups[name]
         if found.size != size:
             raise PlanError(f"the plan shards over {size} ranks of {name!r}, the group has {found.size}: make the plan again")
@@ -94,14 +111,14 @@ class Stores:
         for tier in self.tiers.values():
             tier.close()
         self.tiers.clear()
-        self.prepared = None
+        self.prepared = self.slab = None
 
     def retire(self) -> None:
         """Close each tier as soon as nothing is stored there any more: steps that are under way finish."""
         for tier in self.tiers.values():
             tier.retire()
         self.tiers.clear()
-        self.prepared = None
+        self.prepared = self.slab = None
 
     def __enter__(self) -> Stores:
         return self

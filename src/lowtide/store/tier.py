@@ -235,14 +235,14 @@ class Tier(ABC):
         the transfer is done."""
         transfer = slot.writing = Transfer(data.numel())
         assert slot.region is not None
-        start, ready = slot.region.start + at, _mark(data)
+        start, ready, given = slot.region.start + at, _mark(data), [data]
 
         def job() -> None:
             try:
                 if self.fault is not None:
                     self.fault("write", slot_bytes)
                 ready()
-                self._write(data, start)
+                self._write(given.pop(), start)  # whoever waits may count on its bytes being free then
                 self.counts.written_bytes += slot_bytes
                 self.counts.writes += 1
                 transfer.finish()
@@ -256,18 +256,18 @@ class Tier(ABC):
     def read(self, slot: Slot, out: torch.Tensor, at: int = 0) -> Transfer:
         """Start copying a slot, from ``at`` on, into a flat tensor of bytes."""
         transfer = Transfer(out.numel())
-        writing, ready = slot.writing, _mark(out)
+        writing, ready, given, count = slot.writing, _mark(out), [out], out.numel()
 
         def job() -> None:
             try:
                 if writing is not None:
                     writing.wait()
                 if self.fault is not None:
-                    self.fault("read", out.numel())
+                    self.fault("read", count)
                 ready()
                 assert slot.region is not None
-                self._read(slot.region.start + at, out)
-                self.counts.read_bytes += out.numel()
+                self._read(slot.region.start + at, given.pop())
+                self.counts.read_bytes += count
                 self.counts.reads += 1
                 transfer.finish()
             except BaseException as error:

@@ -18,10 +18,10 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 from lowtide.errors import LowtideError
+from lowtide.processes import lives, machine
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 30.0
@@ -105,7 +105,7 @@ class Alive:
     def _say(self) -> None:
         with self._lock:
             self._beat += 1
-            about = {"beat": self._beat, "pid": os.getpid(), "machine": _machine(), "host": socket.gethostname(), "doing": self._doing}
+            about = {"beat": self._beat, "pid": os.getpid(), "machine": machine(), "host": socket.gethostname(), "doing": self._doing}
             about.update(self._last)
             self._store.set(f"{self._prefix}/{self._rank}", json.dumps(about))
 
@@ -208,7 +208,7 @@ def guarded(alive: Alive | None) -> Iterator[None]:
 
 def _gone(about: dict[str, Any]) -> bool:
     """Whether a rank's process is known to have ended."""
-    return about["machine"] == _machine() and not _lives(about["pid"])
+    return about["machine"] == machine() and not lives(about["pid"])
 
 
 def _error_of(rank: int, about: dict[str, Any]) -> str:
@@ -217,28 +217,6 @@ def _error_of(rank: int, about: dict[str, Any]) -> str:
     if failed.startswith(_AFTER):
         return failed.removeprefix(_AFTER)
     return f"rank {rank} failed during {about['doing']}: {failed}" if failed else ""
-
-
-def _machine() -> str:
-    """What tells machines, and containers on one machine, apart: processes see each other under equal ones."""
-    space = Path("/proc/self/ns/pid")
-    with contextlib.suppress(OSError):
-        return f"{socket.gethostname()} {os.readlink(space)}"
-    return socket.gethostname()
-
-
-def _lives(pid: int) -> bool:
-    """Whether a process of this machine runs; one that has ended and waits to be buried does not."""
-    try:
-        os.kill(pid, 0)
-    except ProcessLookupError:
-        return False
-    except PermissionError:
-        return True
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
-    except (OSError, IndexError):
-        return True
 
 
 def _end(message: str) -> None:

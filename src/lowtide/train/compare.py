@@ -126,7 +126,7 @@ def compare(
     if agree(room is not None and plan.plain_peak_bytes - standing > 0.9 * room):
         optimizer.zero_grad(set_to_none=True)
         runs = [run(planned=True)[0] for _ in range(pairs)]
-        return Comparison(plan, _measured("planned", runs, standing), None, None, None)
+        return Comparison(plan, _measured("planned", runs, standing + plan.slab_bytes), None, None, None)
     plain_digests = _digests(model, run(planned=False)[0].value)
     plain_runs, planned_runs = [], []
     began = time.perf_counter()

@@ -1,0 +1,58 @@
+"""Where backward's fetched and gathered values lie: static offsets in one slab on the device, from the lifetimes that the simulator sees.
+
+ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse, for what comes back: the slab is allocated once and stands for the
+whole step, so it is part of the predicted peak. Where it would take the step above its budget the plan goes without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import replace
+
+from lowtide.plan.layout import find
+from lowtide.plan.plan import Move, Plan, Shard, stages
+from lowtide.plan.simulate import Simulation
+from lowtide.plan.traffic import Moved
+
+ALIGN = 512
+"""Places begin at multiples of this, as what PyTorch's allocators give does: kernels choose their way by it."""
+
+_SECONDS = 0.5
+"""The most time that a layout is looked for where greedy orders do not meet the bound."""
+
+Spans = Mapping[tuple[int, bool], tuple[int, int]]
+"""(moved value, whether it is the encoded form on its way in) -> half-open lifetime, in turns of the backward"""
+
+
+def place_bytes(move: Moved | Move) -> int:
+    """Bytes of a value that has come back; a gathered one has its padding behind it."""
+    first, _ = stages(move.decision)
+    return move.encoded_bytes * first.size if isinstance(first, Shard) else move.bytes
+
+
+def lay_out(moved: Iterable[Moved], spans: Spans) -> tuple[dict[tuple[int, bool], int], int]:
+    """Offsets of everything in ``spans``, and the bytes of the slab."""
+    by_value = {m.value: m for m in moved}
+    keys = list(spans)
+    sizes = [by_value[value].encoded_bytes + ALIGN if arriving else place_bytes(by_value[value]) for value, arriving in keys]
+    lower, upper = [spans[key][0] for key in keys], [spans[key][1] for key in keys]
+    found = find(lower, upper, sizes, align=ALIGN, seconds=_SECONDS)
+    return {key: int(at) for key, at in zip(keys, found.offsets, strict=True)}, found.height
+
+
+def with_slab(simulation: Simulation, slab_bytes: int) -> Simulation:
+    """What a step takes that was simulated without its fetched values, when the slab that holds them stands throughout."""
+    return replace(
+        simulation,
+        peak_bytes=simulation.peak_bytes + slab_bytes,
+        live_bytes=simulation.live_bytes + slab_bytes,
+        top_bytes=simulation.top_bytes + slab_bytes,
+    )
+
+
+def without_slab(plan: Plan) -> Plan:
+    """The same plan with every value that comes back in memory of its own."""
+    if not plan.slab_bytes:
+        return plan
+    moves = tuple(replace(move, place=-1, arrival=-1) for move in plan.moves)
+    return replace(plan, moves=moves, slab_bytes=0, predicted_peak_bytes=plan.loose_peak_bytes, loose_peak_bytes=0)
