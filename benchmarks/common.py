@@ -109,7 +109,9 @@ def total_peak(model: torch.nn.Module, batch: dict[str, Any], step: Callable[[],
     model.zero_grad(set_to_none=True)
     gc.collect()
     inputs = sum(s.nbytes() for s in meter.storages(t for t in batch.values() if isinstance(t, torch.Tensor)))
-    return meter.resident_bytes(model) + inputs + meter.measure(step, timeline=False).peak_bytes
+    slab = getattr(getattr(model.__dict__.get("forward"), "stores", None), "slab", None)  # of a limited model whose values move
+    standing = meter.resident_bytes(model) + inputs + (slab.memory.nbytes if slab is not None else 0)
+    return standing + meter.measure(step, timeline=False).peak_bytes
 
 
 def paired(steps: Sequence[Callable[[], None]], rounds: int, warmup: int = 1) -> list[list[float]]:

@@ -93,7 +93,7 @@ def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, 
         "predicted": plan.predicted_peak_bytes,
         "left": [t.arena.taken_bytes for t in stores.tiers.values()],
         "slab": (plan.slab_bytes, stores.slab.memory.nbytes if stores.slab is not None else 0, stores.slab_allocations),
-        "fresh": stores.fresh,
+        "unplaced": stores.unplaced,
     }
 
 
@@ -205,7 +205,7 @@ def test_each_rank_keeps_its_part(found: list[dict[str, Any]], size: int, then: 
         assert not any(case["left"])
         planned, there, allocations = case["slab"]
         assert planned == there > 0 and allocations == 1  # the parts come together in a slab that was allocated once,
-        assert case["fresh"] == 0  # and in nothing else: no step allocated for them
+        assert case["unplaced"] == 0  # and in nothing else: no step allocated for them
 
 
 @pytest.mark.parametrize("then", ["device", "disk", "host"])

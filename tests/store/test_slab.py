@@ -50,7 +50,7 @@ def test_nothing_is_allocated_after_the_first_step_and_the_peak_is_exact(form: A
     plan = handle.plan
     assert plan is not None and plan.slab_bytes and stores.slab is not None
     assert stores.slab_allocations == 1 and stores.slab.memory.nbytes == plan.slab_bytes
-    assert stores.fresh == 0  # allocations for what comes back, in all steps
+    assert stores.unplaced == 0  # allocations for what comes back, in all steps
     limited.zero_grad(set_to_none=True)
     torch.manual_seed(0)
     measured = meter.measure(lambda: limited(X).backward(), timeline=False)
@@ -143,9 +143,9 @@ def test_a_retained_graph_and_hooks_keep_what_they_hold() -> None:
         loss.backward()
         found.append([*rows, *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
     assert same(*found)
-    again = stores.fresh
+    again = stores.unplaced
     assert again > 0  # the second backward's
-    assert same(step(plain), step(limited)) and stores.fresh == again
+    assert same(step(plain), step(limited)) and stores.unplaced == again
 
     class Leak(torch.autograd.Function):
         """Keeps what it saved."""
@@ -183,13 +183,13 @@ def test_a_retained_graph_and_hooks_keep_what_they_hold() -> None:
     kept, copies = Leak.seen, [t.clone() for t in Leak.seen]
     for _ in range(2):
         step(model)
-    assert inner.fresh > 0 and all(torch.equal(a, b) for a, b in zip(kept, copies, strict=False))
+    assert inner.unplaced > 0 and all(torch.equal(a, b) for a, b in zip(kept, copies, strict=False))
     assert len({t.data_ptr() for t in kept}) == len(kept)  # each step's is still its own
-    before = inner.fresh
+    before = inner.unplaced
     Leak.seen.clear()
     del kept
     step(model)
-    assert inner.fresh == before  # and the place is used again afterwards
+    assert inner.unplaced == before  # and the place is used again afterwards
 
 
 class Collective:

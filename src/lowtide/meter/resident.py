@@ -47,7 +47,7 @@ def resident_tensors(model: torch.nn.Module | None = None, optimizer: torch.opti
         own = getattr(optimizer, "resident_state", None)  # of an optimizer whose state is partly elsewhere
         leaves: list[Any] = tree_leaves([own() if own is not None else list(optimizer.state.values()), optimizer.param_groups])
         found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    slabs = [t.gradient_slab for t in found if hasattr(t, "gradient_slab")]  # it stands without gradients, too
+    slabs = [slab for t in found if isinstance(slab := getattr(t, "gradient_slab", None), torch.Tensor)]  # it stands without gradients, too
     return found + slabs + [t.grad for t in found if t.is_leaf and t.grad is not None]
 
 

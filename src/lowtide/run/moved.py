@@ -121,7 +121,7 @@ class Parcel:
         starts = [sum(-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes[:k]) for k in range(len(sizes))]
         taken = self._slab.take(at, starts[-1] + sizes[-1]) if self._slab is not None and at >= 0 else None
         if taken is None:
-            self._stores.fresh += 1
+            self._stores.unplaced += 1
         return _Room(starts, sizes, self._device, taken)
 
     def _gather(self, part: torch.Tensor) -> _Room:

@@ -64,7 +64,8 @@ class GradientSlab:
             hook.remove()
         self._hooks.clear()
         for parameter in self._parameters:
-            parameter.__dict__.pop("gradient_slab", None)
+            if hasattr(parameter, "gradient_slab"):
+                del parameter.gradient_slab  # pyright: ignore[reportAttributeAccessIssue]
         self._parameters.clear()
 
 

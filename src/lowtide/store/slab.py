@@ -12,6 +12,7 @@ import weakref
 from typing import Any
 
 import torch
+from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 
 from lowtide.store.tier import Transfer
 
@@ -92,7 +93,7 @@ class Slab:
             if end > self.memory.numel() or any(place.start < end and start < place.end for place in self._taken):
                 return None
             # the one public way to a storage that begins within another one and keeps it alive
-            tensor = torch.from_dlpack(torch.utils.dlpack.to_dlpack(self.memory[start:end]))
+            tensor = from_dlpack(to_dlpack(self.memory[start:end]))
             place = Place(self.memory, start, bytes_, tensor)
             self._taken.append(place)
             self.placed += 1

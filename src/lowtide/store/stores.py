@@ -29,7 +29,7 @@ class Stores:
         prepared: the plan that the tiers are laid out for.
         slab: where values come back to, for the plan that is prepared; ``None`` where each has memory of its own.
         slab_allocations: how often a slab was made.
-        fresh: how many values (and encoded forms) came back into memory of their own.
+        unplaced: how many values (and encoded forms) came back into memory of their own.
         tiers: those that are open.
 
     Example:
@@ -48,7 +48,7 @@ class Stores:
         self.prepared: Plan | None = None
         self.slab: Slab | None = None
         self.slab_allocations = 0
-        self.fresh = 0
+        self.unplaced = 0
 
     def reserve(self, bytes_: int, device: torch.device) -> None:
         """Have a slab of exactly so many bytes for values that come back. Kinds of steps that take turns each count their own in their peak: the slab
