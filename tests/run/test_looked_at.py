@@ -273,6 +273,31 @@ def _and_back(loss: torch.Tensor) -> torch.Tensor:
     return loss.detach()
 
 
+class Enlarges(nn.Module):
+    """One convolution takes most of the step: it reads, writes and unfolds what the rest is small beside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.conv(nn.functional.interpolate(x, scale_factor=2, mode="bicubic")).mean((2, 3)).square().sum()
+
+
+@needs_meter
+def test_the_smallest_budget_that_is_named_does_where_one_operation_is_most_of_the_step() -> None:
+    torch.manual_seed(0)
+    model, x = Enlarges(), torch.randn(4, 3, 16, 16)
+    with pytest.raises(lowtide.BudgetError) as refusal:
+        lowtide.limit_memory(copy.deepcopy(model), 1).prepare(x)
+    assert refusal.value.smallest_bytes is not None
+    lowtide.limit_memory(model, refusal.value.smallest_bytes)
+    for _ in range(2):
+        peak = meter.measure(lambda: model(x).backward(), timeline=False).peak_bytes
+        model.zero_grad()
+    assert meter.resident_bytes(model) + x.nbytes + peak <= refusal.value.smallest_bytes
+
+
 class LeavesOut(nn.Module):
     """Leaves layers out by chance: for a low number, as transformers do, or for a high one."""
 

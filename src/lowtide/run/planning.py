@@ -40,7 +40,6 @@ _REAL_SHARE = 0.9  # of the budget, for plans from a trace of real tensors
 _REAL_SHARE_AT_LEAST = 0.94  # where no plan fits in that: two traces of real tensors see scratch that differs by a little
 _SLACK_SHARE = 1e-3  # of the budget, at most `_SLACK_BYTES`, for the few bytes of scalars that a trace does not show
 _SLACK_BYTES = 1 << 16
-_TIMING_FLOOR = 0.6  # of what the plain step adds: a single operation takes less, and where it does not fit no plan does
 _TIMING_SHARE = 0.85  # of what the budget leaves; the rest is for what an operation allocates on the way
 
 
@@ -253,7 +252,7 @@ class Planner:
         if limit is None:
             return TimingRoom()
         left = max(0, int((limit - whole.resident_bytes) * _TIMING_SHARE))
-        return TimingRoom(max(left, int((plain(whole).peak_bytes - whole.resident_bytes) * _TIMING_FLOOR)), left)
+        return TimingRoom(max(left, plain(whole).peak_bytes - whole.resident_bytes), left)
 
     def _agreed(self, traced: StepGraph) -> StepGraph:
         """The step, with collectives that may run again where the ranks that share the model agree on it."""

@@ -30,7 +30,7 @@ _NEVER_RUN = frozenset({
 })  # fmt: skip
 _PATTERN_BYTES = 1 << 18  # 65,536 numbers of four bytes: then they repeat
 _PATTERN_BYTES_AT_LEAST = 1 << 10
-_PATTERN_SHARE = 16  # a small storage's numbers repeat so often, for making them takes room, too
+_PATTERN_SHARE = 64  # a small storage's numbers repeat so often, for making them takes room, too
 _HELD_BYTES = 64 << 20
 _MIN_RUNS = 2
 _HEAVY = 2
