@@ -6,6 +6,7 @@ import copy
 import inspect
 import io
 import pickle
+import re
 import subprocess
 import sys
 import warnings
@@ -49,6 +50,19 @@ def test_limiting_twice() -> None:
         lowtide.limit_memory(model, "80%")
     handle.remove()
     lowtide.limit_memory(model, "80%").remove()
+
+
+def test_too_small_a_share_names_the_smallest_and_that_works() -> None:
+    model, x = small(width=64), batch(64, 64)
+    handle = lowtide.limit_memory(model, "0.1%")
+    with pytest.raises(BudgetError, match=r"bytes, ([0-9.]+%) of the plain step's peak") as caught:
+        model(x)
+    found = re.search(r"bytes, ([0-9.]+%) of", str(caught.value))
+    assert found is not None
+    handle.remove()
+    handle = lowtide.limit_memory(model, found[1])
+    model(x).sum().backward()
+    assert handle.plan.predicted_peak_bytes <= caught.value.smallest_bytes * 1.01
 
 
 @needs_meter

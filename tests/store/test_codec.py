@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from lowtide import meter
+from lowtide import PlanError, meter
 from lowtide.store.codec import (
     CHUNK,
     BFloat16,
@@ -143,6 +143,11 @@ def test_stores_round_anew_each_time() -> None:
         first, second = (stores.codec("int4").encode(x)[0] for _ in range(2))
     assert not torch.equal(first, second)
     assert torch.equal(first, Blockwise(4).encode(x)[0])  # and in the same way in every run
+
+
+def test_groups_have_names() -> None:
+    with pytest.raises(PlanError, match="by the names that plans use"):
+        Stores(groups=3)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])

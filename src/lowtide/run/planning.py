@@ -380,7 +380,8 @@ class Planner:
             if least is None or limit is None:
                 raise
             if least > (_within(limit, _REAL_SHARE_AT_LEAST) if real else limit) and not (planned.margin_bytes and least <= limit):
-                raise _beyond(error, limit, real) from None
+                whole = plain(graph).peak_bytes if str(self.budget).rstrip().endswith("%") else None
+                raise _beyond(error, limit, real, whole) from None
         return make(graph, budget=least, policy=self.policy)
 
     def _seen(self, planned: Planned, holding: bool, moved_bytes: int | None = None, traced: StepGraph | None = None) -> StepGraph:
@@ -451,15 +452,16 @@ def _within(limit: int, share: float) -> int:
     return int((limit - min(limit * _SLACK_SHARE, _SLACK_BYTES)) * share)
 
 
-def _beyond(error: BudgetError, limit: int, real: bool) -> BudgetError:
-    """The refusal of a budget of `limit` bytes, with a smallest budget that will be accepted."""
+def _beyond(error: BudgetError, limit: int, real: bool, whole: int | None) -> BudgetError:
+    """The refusal of a budget of `limit` bytes, with a smallest budget that will be accepted; also as a share of `whole` bytes, where one was given."""
     assert error.smallest_bytes is not None
     wanted = error.smallest_bytes / (_REAL_SHARE if real else 1.0)
     smallest = math.ceil(min(wanted / (1 - _SLACK_SHARE), wanted + _SLACK_BYTES)) + 1
     detail = error.detail
     if real:
         detail += " A tenth of it is for what a trace of real tensors does not show (fake ones could not follow this model)."
-    return BudgetError(f"no plan fits in {limit:,} bytes: the smallest that can be met is {smallest:,} bytes.", smallest, detail)
+    share = f", {math.ceil(1000 * smallest / whole) / 10:g}% of the plain step's peak" if whole else ""
+    return BudgetError(f"no plan fits in {limit:,} bytes: the smallest that can be met is {smallest:,} bytes{share}.", smallest, detail)
 
 
 def _nothing(graph: StepGraph) -> Plan:

@@ -39,6 +39,10 @@ class Stores:
     """
 
     def __init__(self, *, groups: Mapping[str, Any] | None = None, codecs: Sequence[Codec] = (), fault: Fault | None = None) -> None:
+        if groups is not None and not isinstance(groups, Mapping):
+            raise PlanError(
+                f"groups={groups!r} is not a mapping: give the process groups by the names that plans use, groups={{'model': group}}"
+            )
         self._given = dict(groups or {})
         self._groups: dict[str, Any] = {}
         self.codecs = tuple(codecs)
