@@ -117,7 +117,7 @@ def _show(model: str, devices: int, kind: str, memory_bytes: int, found: Any) ->
     else:
         text = f"It does not fit: {where}. The least of {found.tried} configurations needs {format_bytes(best.total_bytes)}:"
         console.print(Text(text, style="bold red"))
-    console.print(suggestion_table(found))
+    console.print("", suggestion_table(found), "", sep="\n")
     console.print("Line by line:", style="bold")
     console.print(f"  lowtide estimate --model {model} {best.flags()}", soft_wrap=True, highlight=False)
     for note in ASSUMPTIONS:
