@@ -31,7 +31,7 @@ from lowtide.ops import (
     unreduced_bytes,
     written_tensors,
 )
-from lowtide.trace.chance import draws_one, extreme
+from lowtide.trace.chance import Chance, draws_one, extreme
 from lowtide.trace.costs import OpSpec
 from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
 from lowtide.trace.fake import shows_another_layout
@@ -66,7 +66,7 @@ class Tracer(TorchDispatchMode):
         fake: the step runs on fake tensors, and autograd gets stand-ins instead of tensors to hold.
         inner: pack and unpack of an executor that runs the step for real while it is traced.
         claims: indices of operations that are taken to run again: layers that ask (`gives_up`) save the results.
-        least: single numbers drawn at random (``drew`` says whether there were any) are the least there can be, else the greatest.
+        chance: what single numbers drawn at random are.
     """
 
     def __init__(
@@ -76,14 +76,15 @@ class Tracer(TorchDispatchMode):
         fake: bool = True,
         inner: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None,
         claims: frozenset[int] = frozenset(),
-        least: bool = False,
+        chance: Chance | None = None,
     ) -> None:
         super().__init__()
         private.keep_dynamo_out()
         self.model = model
         self.fake = fake
         self.inner = inner
-        self.claims, self.least, self.drew = claims, least, False
+        self.claims = claims
+        self.chance = Chance() if chance is None else chance
         self.operations: list[dict[str, Any]] = []
         self.signatures: list[Signature] = []
         self.specs: dict[Signature, OpSpec] = {}
@@ -246,7 +247,8 @@ class Tracer(TorchDispatchMode):
         else:
             result = private.call(func, args, kwargs)
         if draws_one(info, args):
-            self.drew, result = True, extreme(result, self.least)
+            self.chance.drew = True
+            result = result if self.chance.least is None else extreme(result, self.chance.least)
         outputs = [t for t in tensors_of(result) if has_plain_storage(t)]
         fresh = [t for t in outputs if private.storage_key(t) not in keys] if not info.returns_written else []
         if not fresh and not written:
