@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,16 +25,17 @@ from lowtide.ops import (
     OpInfo,
     covers_storage,
     has_plain_storage,
+    hidden_bytes,
     hidden_statistics,
     op_info,
     tensors_of,
-    unreduced_bytes,
     written_tensors,
 )
 from lowtide.trace.chance import Chance, draws_one, extreme
 from lowtide.trace.costs import OpSpec
 from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
 from lowtide.trace.fake import shows_another_layout
+from lowtide.trace.views import FreshViews, refuse_stale, taken
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
@@ -83,8 +84,7 @@ class Tracer(TorchDispatchMode):
         self.model = model
         self.fake = fake
         self.inner = inner
-        self.claims = claims
-        self.chance = Chance() if chance is None else chance
+        self.claims, self.chance = claims, Chance() if chance is None else chance
         self.operations: list[dict[str, Any]] = []
         self.signatures: list[Signature] = []
         self.specs: dict[Signature, OpSpec] = {}
@@ -108,6 +108,7 @@ class Tracer(TorchDispatchMode):
         self._uninitialized: set[int] = set()
         self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
         self._outputs: set[int] = set()
+        self._wrote = False  # in place, where autograd follows
         self._claimed: set[int] = set()  # operations whose results layers save because they were told to
         self._scopes: list[tuple[int, Any]] = []
         self._infos: list[OpInfo] = []
@@ -213,10 +214,9 @@ class Tracer(TorchDispatchMode):
             return NotImplemented
         info = op_info(func)
         if info.is_view:
-            if self.fake and not any(isinstance(t, FakeTensor) for t in tensors_of([args, kwargs])):
-                with private.without_fake_mode():
-                    return private.call(func, args, kwargs)
-            return private.call(func, args, kwargs)
+            constant = self.fake and not any(isinstance(t, FakeTensor) for t in tensors_of([args, kwargs]))
+            with private.without_fake_mode() if constant else nullcontext():
+                return taken(private.call(func, args, kwargs), args)
         inputs = [t for t in tensors_of([args, kwargs]) if has_plain_storage(t)]
         if self.fake:
             self._refuse_strangers(inputs)
@@ -225,8 +225,6 @@ class Tracer(TorchDispatchMode):
             if shows_another_layout(info, args):
                 raise TraceError(f"{info.name} lays its result out otherwise than fake tensors show: trace with real=True")
         written = written_tensors(info, args, kwargs)
-        if self.fake and written and torch.is_grad_enabled():
-            self._refuse_written_views(written, inputs)
         keys = {private.storage_key(t) for t in inputs}
         statistics = [args[position] for position in hidden_statistics(info, args)]
         ignored = {id(t) for t in statistics}
@@ -253,8 +251,11 @@ class Tracer(TorchDispatchMode):
         fresh = [t for t in outputs if private.storage_key(t) not in keys] if not info.returns_written else []
         if not fresh and not written:
             return result
+        if self.fake and torch.is_grad_enabled():
+            refuse_stale(inputs if self._wrote else [], written)
+            self._wrote = self._wrote or any(t.requires_grad for t in inputs if written)
         index = len(self.operations)
-        hidden = unreduced_bytes(info, args) if self.fake else 0
+        hidden = hidden_bytes(info, args) if self.fake else 0
         if signature not in self.specs:
             output_bytes = max(hidden, sum({private.storage_key(t): t.untyped_storage().nbytes() for t in fresh}.values()))
             self.specs[signature] = replace(spec, output_bytes=output_bytes)
@@ -312,11 +313,6 @@ class Tracer(TorchDispatchMode):
                     f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that the trace does not know: pass the module that owns it "
                     "as model=, or trace with real=True"
                 )
-
-    def _refuse_written_views(self, written: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        """An in-place write to a view has another backward on fake tensors (it replays the views) than on real ones (it copies strides)."""
-        if any(t._is_view() for t in written) and any(t.requires_grad for t in inputs):
-            raise TraceError("the step writes in place to a view, the backward of which fake tensors do not show: trace with real=True")
 
     # ---- saved tensors ----------------------------------------------------------------------------------------------------------
 
@@ -425,6 +421,8 @@ class Tracer(TorchDispatchMode):
             stack.callback(post.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             stack.enter_context(self)
+            if self.fake:
+                stack.enter_context(FreshViews(lambda: self._wrote))
             yield self
 
     def hold(self, result: Any) -> None:
