@@ -141,3 +141,10 @@ def test_a_model_that_makes_no_sense_of_the_extremes_is_traced_as_numbers_come()
     assert handle.graph is not None
     assert handle.graph.source == "fake"
     assert random.getstate() == state
+
+
+@pytest.mark.skipif(not meter.available(), reason="needs the counting allocator")
+def test_random_states_take_no_memory_meanwhile() -> None:
+    with meter.peak("cpu") as seen, same_random():
+        torch.rand(3)
+        assert seen.live_bytes == 0

@@ -59,13 +59,26 @@ def same_random(devices: Sequence[int] = (), modules: Sequence[torch.nn.Module] 
             write(_with_extreme(state, chance.least))
     began = [read() for read, _ in generators]
     try:
-        with torch.random.fork_rng(devices=list(devices)):
+        with same_torch_random(devices):
             yield
     finally:
         for (read, write), start, state in zip(generators, began, before, strict=True):
             if chance is not None and not isinstance(state, torch.Tensor) and not _equal(read(), start):
                 chance.drew = True
             write(state)
+
+
+@contextmanager
+def same_torch_random(devices: Sequence[int] = ()) -> Iterator[None]:
+    """`torch.random.fork_rng` that holds no tensor meanwhile: the budget of a small step has no room for the five kilobytes of a state."""
+    places = [None, *devices]
+    states = [(torch.get_rng_state() if at is None else torch.cuda.get_rng_state(at)).numpy().tobytes() for at in places]
+    try:
+        yield
+    finally:
+        for at, state in zip(places, states, strict=True):
+            tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+            torch.set_rng_state(tensor) if at is None else torch.cuda.set_rng_state(tensor, at)
 
 
 def _generators(modules: Sequence[torch.nn.Module]) -> list[tuple[Callable[[], Any], Callable[[Any], object]]]:
