@@ -7,6 +7,7 @@ packed and a stand-in is handed out as it is unpacked, so that the events show h
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -35,6 +36,8 @@ from lowtide.trace.chance import Chance, draws_one, extreme
 from lowtide.trace.costs import OpSpec
 from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
 from lowtide.trace.fake import shows_another_layout
+from lowtide.trace.settle import natural_ends
+from lowtide.trace.states import STATE, states_seen, without_strays
 from lowtide.trace.views import FreshViews, refuse_stale, taken
 
 OUTSIDE = "it runs outside the planned region"
@@ -189,6 +192,22 @@ class Tracer(TorchDispatchMode):
         self._watch(storage, lambda: self.event("free", number))
         self._new_value(number, producer)
         return number
+
+    def keeps_state(self, state: torch.Tensor) -> None:
+        """The step has read a random state, which it keeps from its next operation on."""
+        if self.paused or self.closed:
+            return
+        number, producer = len(self.storages), len(self.operations)
+        kind = "backward" if private.in_backward() else "forward"
+        self.storages.append({"id": number, "bytes": state.nbytes, "kind": kind, "producer": producer, "name": STATE})
+
+        def ended() -> None:
+            if producer < len(self.operations):
+                self.event("free", number)
+            else:
+                self.storages[number]["producer"] = sys.maxsize
+
+        self._watch(state.untyped_storage(), ended)
 
     def _new_value(self, storage: int, producer: int | None) -> int:
         version = self.values[self._current[storage]]["version"] + 1 if storage in self._current else 0
@@ -421,55 +440,19 @@ class Tracer(TorchDispatchMode):
             stack.callback(post.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             stack.enter_context(self)
-            if self.fake:
-                stack.enter_context(FreshViews(lambda: self._wrote))
+            stack.enter_context(FreshViews(lambda: self._wrote) if self.fake else nullcontext())
+            stack.enter_context(states_seen())
             yield self
 
     def hold(self, result: Any) -> None:
         """The step's caller may hold ``result`` (logits beside the loss, say) for as long as the step lasts: remember which storages."""
         self._outputs = {self._known[key] for key in map(private.storage_key, tensors_inside(result)) if key in self._known}
 
-    def _settle(self) -> None:
-        """Put the ends of storages where a plain step would have them.
-
-        In a trace on real tensors the executor or autograd held what they saved; the program itself is taken to need it until the last
-        forward operation that touches it.
-        """
-        events, moved = self.events, self._outputs
-        if not self.fake:
-            last: dict[int, int] = {}
-            freed_in_forward: set[int] = set()
-            for place, event in enumerate(events):
-                if event.kind == "op":
-                    operation = self.operations[event.index]
-                    if operation["phase"] == "backward":
-                        break
-                    for value in (*operation["reads"], *operation["writes"]):
-                        last[self.values[value]["storage"]] = place
-                elif event.kind == "pack":
-                    last[self.values[self.saved[event.index]["value"]]["storage"]] = place
-                elif event.kind == "free":
-                    freed_in_forward.add(event.index)
-            early = {
-                number: place
-                for number, place in last.items()
-                if number not in freed_in_forward and number not in moved and self.storages[number]["producer"] is not None
-            }
-            after: dict[int, list[Event]] = {}
-            for number, place in early.items():
-                after.setdefault(place, []).append(Event("free", number))
-            events = [
-                new
-                for place, event in enumerate(events)
-                if not (event.kind == "free" and event.index in early)
-                for new in (event, *after.get(place, []))
-            ]
-        self.events = events
-
     def graph(self, *, device: str, source: Any, extra_resident_bytes: int = 0, notes: tuple[str, ...] = ()) -> StepGraph:
         """What was recorded, as data, without times; ends the trace."""
         self.closed = True
-        self._settle()
+        if not self.fake:
+            self.events = natural_ends(self.events, self.operations, self.storages, self.values, self.saved, self._outputs)
         newest: dict[int, int] = {}
         for value in self.values:
             producer = value["producer"]
@@ -486,7 +469,7 @@ class Tracer(TorchDispatchMode):
         resident = sum(s["bytes"] for s in self.storages if s["producer"] is None)
         return StepGraph(
             operations=tuple(Operation(**operation) for operation in self.operations),
-            storages=tuple(Storage(**storage) for storage in self.storages),
+            storages=tuple(Storage(**storage) for storage in without_strays(self.storages, len(self.operations), device)),
             values=values,
             saved=tuple(Saved(**saved) for saved in self.saved),
             events=tuple(self.events),
