@@ -5,8 +5,9 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 
@@ -16,29 +17,33 @@ STATE = "a random state"
 """The name of the storage of one in a step graph."""
 
 
+@dataclass
 class _Seam:
     """The one place where `torch.get_rng_state` is replaced, however many traces run at once."""
 
-    lock: ClassVar[threading.Lock] = threading.Lock()
-    users: ClassVar[int] = 0
-    own: ClassVar[Callable[[], torch.Tensor]] = torch.get_rng_state
+    own: Callable[[], torch.Tensor] = torch.get_rng_state
+    users: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_SEAM = _Seam()
 
 
 @contextmanager
 def states_seen() -> Iterator[None]:
     """In the block, a tracer that is active on the calling thread is told of every random state that is read (its ``keeps_state``)."""
-    with _Seam.lock:
-        _Seam.users += 1
-        if _Seam.users == 1:
-            _Seam.own = torch.random.get_rng_state
-            _put(_seen(_Seam.own))
+    with _SEAM.lock:
+        _SEAM.users += 1
+        if _SEAM.users == 1:
+            _SEAM.own = torch.random.get_rng_state
+            _put(_seen(_SEAM.own))
     try:
         yield
     finally:
-        with _Seam.lock:
-            _Seam.users -= 1
-            if not _Seam.users:
-                _put(_Seam.own)
+        with _SEAM.lock:
+            _SEAM.users -= 1
+            if not _SEAM.users:
+                _put(_SEAM.own)
 
 
 def _put(function: Callable[[], torch.Tensor]) -> None:
