@@ -153,11 +153,14 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
-def unreduced_bytes(info: OpInfo, args: Sequence[Any]) -> int:
-    """Bytes that the one element of a reduced loss really stands on: the unreduced result, which its kernel reduces where it lies.
+def hidden_bytes(info: OpInfo, args: Sequence[Any]) -> int:
+    """Bytes of the storage that a result really stands on, where it is larger than the result: fake tensors do not show it.
 
-    Fake tensors do not show it.
+    The one element of a reduced loss stands on the unreduced result, which its kernel reduces where it lies, and a sum of patches on a storage
+    that was as large as they are when the kernel made it.
     """
+    if info.name == "aten.col2im.default":
+        return int(args[0].numel()) * args[0].element_size()
     position = _UNREDUCED.get(info.name)
     if position is None or (len(args) > position and args[position] == 0):
         return 0

@@ -357,3 +357,18 @@ def test_scopes_mark_what_they_force() -> None:
     kept = saved_by("aten.sigmoid.default")
     assert kept and not kept[0].droppable
     assert all(not s.forced for s in saved_by("aten.exp.default"))
+
+
+def test_a_window_that_a_function_looks_into_is_real() -> None:
+    """The inverse transform checks that its windows leave no gap, which fake numbers would not tell."""
+    lin, x = nn.Linear(17, 17), torch.randn(2, 200)
+
+    def step() -> torch.Tensor:
+        window = torch.hann_window(32)
+        spectrum = torch.stft(x, 32, 8, window=window, return_complex=True)
+        mask = lin(spectrum.abs().mT).sigmoid().mT
+        return torch.istft(spectrum * mask, 32, 8, window=window, length=200).square().mean()
+
+    graph = lowtide.trace(step, model=lin, costs=False)
+    assert graph.source == "fake"
+    assert [o.name for o in graph.operations] == [o.name for o in lowtide.trace(step, model=lin, costs=False, real=True).operations]

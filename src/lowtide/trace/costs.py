@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
 from ..meter import available, counting_allocator, peak, storages
+from .chance import same_torch_random
 from .roofline import Roofline, aside, calibrate, present
 from .staging import staging_bytes
 
@@ -195,6 +196,8 @@ class Bench:
         inputs = {key: lent[key] if key in lent else self._storage(leaves) for key, leaves in _by_storage(spec).items()}
         dirty = self._mutated(spec, inputs)
         args, kwargs = tree_map(lambda leaf: self._argument(leaf, inputs), (spec.args, spec.kwargs))
+        if short:
+            self._patterns.clear()
         run, func = self._run_cuda if _is_cuda(spec) else self._run_cpu, spec.func
         begin = time.perf_counter()
         warm = run(func, args, kwargs)[0]
@@ -411,7 +414,7 @@ def _undisturbed(cuda: bool) -> Iterator[None]:
         counting_allocator().install()
     try:
         devices = list(range(torch.cuda.device_count())) if cuda else []
-        with aside(), torch.random.fork_rng(devices=devices), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        with aside(), same_torch_random(devices), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
             yield
     finally:
         if counted:

@@ -34,32 +34,31 @@ def plain_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-_SMALL_ONES = 1 << 16
+_FEW = 1 << 16
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def stays_real(info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call on real constants only (or one that makes integers from nothing) is carried out for real in a fake trace.
 
-    So are small tensors of ones: models make them as masks, and ask whether they are ones. And single numbers, which `chance` decides.
+    So are small tensors of ones, and what is made of such: models make them as masks and windows, and ask what is in them. And single
+    numbers, which `chance` decides.
     """
     if inputs:
-        to_integers = info.name == "aten._to_copy.default" and kwargs.get("dtype") in _INTEGERS
-        most = _SMALL_ONES if to_integers else 1
-        return all(not isinstance(t, FakeTensor) and (is_small_constant(t) or _is_plain_number(t, most)) for t in inputs)
+        return all(not isinstance(t, FakeTensor) and (is_small_constant(t) or _is_small_and_plain(t)) for t in inputs)
     if draws_one(info, args):
         return True
     if info.name == "aten.ones.default":
-        return math.prod(args[0]) <= _SMALL_ONES
+        return math.prod(args[0]) <= _FEW
     dtype = kwargs.get("dtype")
     if dtype is not None:
         return dtype in _INTEGERS
     return bool(args) and all(isinstance(item, int) for item in args)
 
 
-def _is_plain_number(tensor: torch.Tensor, most: int) -> bool:
-    """Whether the tensor holds ``most`` numbers or fewer, and no gradient is asked for them."""
-    return tensor.numel() <= most and not tensor.requires_grad
+def _is_small_and_plain(tensor: torch.Tensor) -> bool:
+    """Whether the tensor holds few numbers, and no gradient is asked for them."""
+    return tensor.numel() <= _FEW and not tensor.requires_grad
 
 
 def tensors_inside(result: Any) -> Iterator[torch.Tensor]:

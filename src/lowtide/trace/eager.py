@@ -7,9 +7,10 @@ packed and a stand-in is handed out as it is unpacked, so that the events show h
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import replace
 from typing import Any
 
@@ -25,16 +26,19 @@ from lowtide.ops import (
     OpInfo,
     covers_storage,
     has_plain_storage,
+    hidden_bytes,
     hidden_statistics,
     op_info,
     tensors_of,
-    unreduced_bytes,
     written_tensors,
 )
-from lowtide.trace.chance import draws_one, extreme
+from lowtide.trace.chance import Chance, draws_one, extreme
 from lowtide.trace.costs import OpSpec
 from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
 from lowtide.trace.fake import shows_another_layout
+from lowtide.trace.settle import natural_ends
+from lowtide.trace.states import STATE, states_seen, without_strays
+from lowtide.trace.views import FreshViews, refuse_stale, taken
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
@@ -66,7 +70,7 @@ class Tracer(TorchDispatchMode):
         fake: the step runs on fake tensors, and autograd gets stand-ins instead of tensors to hold.
         inner: pack and unpack of an executor that runs the step for real while it is traced.
         claims: indices of operations that are taken to run again: layers that ask (`gives_up`) save the results.
-        least: single numbers drawn at random (``drew`` says whether there were any) are the least there can be, else the greatest.
+        chance: what single numbers drawn at random are.
     """
 
     def __init__(
@@ -76,14 +80,14 @@ class Tracer(TorchDispatchMode):
         fake: bool = True,
         inner: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None,
         claims: frozenset[int] = frozenset(),
-        least: bool = False,
+        chance: Chance | None = None,
     ) -> None:
         super().__init__()
         private.keep_dynamo_out()
         self.model = model
         self.fake = fake
         self.inner = inner
-        self.claims, self.least, self.drew = claims, least, False
+        self.claims, self.chance = claims, Chance() if chance is None else chance
         self.operations: list[dict[str, Any]] = []
         self.signatures: list[Signature] = []
         self.specs: dict[Signature, OpSpec] = {}
@@ -107,6 +111,7 @@ class Tracer(TorchDispatchMode):
         self._uninitialized: set[int] = set()
         self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
         self._outputs: set[int] = set()
+        self._wrote = False  # in place, where autograd follows
         self._claimed: set[int] = set()  # operations whose results layers save because they were told to
         self._scopes: list[tuple[int, Any]] = []
         self._infos: list[OpInfo] = []
@@ -188,6 +193,22 @@ class Tracer(TorchDispatchMode):
         self._new_value(number, producer)
         return number
 
+    def keeps_state(self, state: torch.Tensor) -> None:
+        """The step has read a random state, which it keeps from its next operation on."""
+        if self.paused or self.closed:
+            return
+        number, producer = len(self.storages), len(self.operations)
+        kind = "backward" if private.in_backward() else "forward"
+        self.storages.append({"id": number, "bytes": state.nbytes, "kind": kind, "producer": producer, "name": STATE})
+
+        def ended() -> None:
+            if producer < len(self.operations):
+                self.event("free", number)
+            else:
+                self.storages[number]["producer"] = sys.maxsize
+
+        self._watch(state.untyped_storage(), ended)
+
     def _new_value(self, storage: int, producer: int | None) -> int:
         version = self.values[self._current[storage]]["version"] + 1 if storage in self._current else 0
         number = len(self.values)
@@ -212,10 +233,9 @@ class Tracer(TorchDispatchMode):
             return NotImplemented
         info = op_info(func)
         if info.is_view:
-            if self.fake and not any(isinstance(t, FakeTensor) for t in tensors_of([args, kwargs])):
-                with private.without_fake_mode():
-                    return private.call(func, args, kwargs)
-            return private.call(func, args, kwargs)
+            constant = self.fake and not any(isinstance(t, FakeTensor) for t in tensors_of([args, kwargs]))
+            with private.without_fake_mode() if constant else nullcontext():
+                return taken(private.call(func, args, kwargs), args)
         inputs = [t for t in tensors_of([args, kwargs]) if has_plain_storage(t)]
         if self.fake:
             self._refuse_strangers(inputs)
@@ -224,8 +244,6 @@ class Tracer(TorchDispatchMode):
             if shows_another_layout(info, args):
                 raise TraceError(f"{info.name} lays its result out otherwise than fake tensors show: trace with real=True")
         written = written_tensors(info, args, kwargs)
-        if self.fake and written and torch.is_grad_enabled():
-            self._refuse_written_views(written, inputs)
         keys = {private.storage_key(t) for t in inputs}
         statistics = [args[position] for position in hidden_statistics(info, args)]
         ignored = {id(t) for t in statistics}
@@ -246,13 +264,17 @@ class Tracer(TorchDispatchMode):
         else:
             result = private.call(func, args, kwargs)
         if draws_one(info, args):
-            self.drew, result = True, extreme(result, self.least)
+            self.chance.drew = True
+            result = result if self.chance.least is None else extreme(result, self.chance.least)
         outputs = [t for t in tensors_of(result) if has_plain_storage(t)]
         fresh = [t for t in outputs if private.storage_key(t) not in keys] if not info.returns_written else []
         if not fresh and not written:
             return result
+        if self.fake and torch.is_grad_enabled():
+            refuse_stale(inputs if self._wrote else [], written)
+            self._wrote = self._wrote or any(t.requires_grad for t in inputs if written)
         index = len(self.operations)
-        hidden = unreduced_bytes(info, args) if self.fake else 0
+        hidden = hidden_bytes(info, args) if self.fake else 0
         if signature not in self.specs:
             output_bytes = max(hidden, sum({private.storage_key(t): t.untyped_storage().nbytes() for t in fresh}.values()))
             self.specs[signature] = replace(spec, output_bytes=output_bytes)
@@ -310,11 +332,6 @@ class Tracer(TorchDispatchMode):
                     f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that the trace does not know: pass the module that owns it "
                     "as model=, or trace with real=True"
                 )
-
-    def _refuse_written_views(self, written: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        """An in-place write to a view has another backward on fake tensors (it replays the views) than on real ones (it copies strides)."""
-        if any(t._is_view() for t in written) and any(t.requires_grad for t in inputs):
-            raise TraceError("the step writes in place to a view, the backward of which fake tensors do not show: trace with real=True")
 
     # ---- saved tensors ----------------------------------------------------------------------------------------------------------
 
@@ -423,53 +440,19 @@ class Tracer(TorchDispatchMode):
             stack.callback(post.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             stack.enter_context(self)
+            stack.enter_context(FreshViews(lambda: self._wrote) if self.fake else nullcontext())
+            stack.enter_context(states_seen())
             yield self
 
     def hold(self, result: Any) -> None:
         """The step's caller may hold ``result`` (logits beside the loss, say) for as long as the step lasts: remember which storages."""
         self._outputs = {self._known[key] for key in map(private.storage_key, tensors_inside(result)) if key in self._known}
 
-    def _settle(self) -> None:
-        """Put the ends of storages where a plain step would have them.
-
-        In a trace on real tensors the executor or autograd held what they saved; the program itself is taken to need it until the last
-        forward operation that touches it.
-        """
-        events, moved = self.events, self._outputs
-        if not self.fake:
-            last: dict[int, int] = {}
-            freed_in_forward: set[int] = set()
-            for place, event in enumerate(events):
-                if event.kind == "op":
-                    operation = self.operations[event.index]
-                    if operation["phase"] == "backward":
-                        break
-                    for value in (*operation["reads"], *operation["writes"]):
-                        last[self.values[value]["storage"]] = place
-                elif event.kind == "pack":
-                    last[self.values[self.saved[event.index]["value"]]["storage"]] = place
-                elif event.kind == "free":
-                    freed_in_forward.add(event.index)
-            early = {
-                number: place
-                for number, place in last.items()
-                if number not in freed_in_forward and number not in moved and self.storages[number]["producer"] is not None
-            }
-            after: dict[int, list[Event]] = {}
-            for number, place in early.items():
-                after.setdefault(place, []).append(Event("free", number))
-            events = [
-                new
-                for place, event in enumerate(events)
-                if not (event.kind == "free" and event.index in early)
-                for new in (event, *after.get(place, []))
-            ]
-        self.events = events
-
     def graph(self, *, device: str, source: Any, extra_resident_bytes: int = 0, notes: tuple[str, ...] = ()) -> StepGraph:
         """What was recorded, as data, without times; ends the trace."""
         self.closed = True
-        self._settle()
+        if not self.fake:
+            self.events = natural_ends(self.events, self.operations, self.storages, self.values, self.saved, self._outputs)
         newest: dict[int, int] = {}
         for value in self.values:
             producer = value["producer"]
@@ -486,7 +469,7 @@ class Tracer(TorchDispatchMode):
         resident = sum(s["bytes"] for s in self.storages if s["producer"] is None)
         return StepGraph(
             operations=tuple(Operation(**operation) for operation in self.operations),
-            storages=tuple(Storage(**storage) for storage in self.storages),
+            storages=tuple(Storage(**storage) for storage in without_strays(self.storages, len(self.operations), device)),
             values=values,
             saved=tuple(Saved(**saved) for saved in self.saved),
             events=tuple(self.events),

@@ -13,7 +13,7 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.ops import tensors_of
 from lowtide.private import fake_errors_untold, is_compiled
-from lowtide.trace.chance import BY_CHANCE, same_random
+from lowtide.trace.chance import BY_CHANCE, Chance, same_random
 from lowtide.trace.costs import OpCost, measure_costs
 from lowtide.trace.describe import Signature, plain_leaves, tensors_inside
 from lowtide.trace.eager import Tracer
@@ -87,31 +87,34 @@ def trace_model(
         del result
         (loss.sum() if loss.dim() else loss).backward()
 
-    def once(least: bool) -> Tracer:
+    def once(chance: Chance) -> Tracer:
         notes.clear()
         if astray:
             notes.append("traced for real: on fake tensors the model takes another way")
         elif not any(is_compiled(module) for module in model.modules()):
             try:
-                return _fake(run, model, args, kwargs, claims, least)
+                return _fake(run, model, args, kwargs, claims, chance)
             except TraceError as error:
                 notes[:] = [f"traced for real: {error}"]
         inner, below = small(model) if small is not None else (None, None)
-        return trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below, least)
+        return trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below, chance)
 
     found: list[tuple[Tracer, tuple[str, ...]]] = []
-    refusals: list[TraceError] = []
-    for least in (False, True):  # a layer may be left out for a high number, or for a low one
-        try:
-            found.append((once(least), tuple(notes)))
-        except TraceError as error:  # nothing may be left of it
-            refusals.append(error)
-        if found and not found[0][0].drew:
+    refused = 0
+    for least in (False, True, None):  # a layer may be left out for a high number, or for a low one
+        if least is None and found:
             break
-    if not found:
-        raise refusals[0]
+        chance = Chance(least)
+        try:
+            found.append((once(chance), tuple(notes)))
+        except Exception:  # nothing may be left of it, or the model may make no sense of such a number
+            refused += 1
+            if least is None or not (chance.drew or found):
+                raise
+        if not chance.drew:
+            break
     tracer, said = max(found, key=lambda way: len(way[0].operations))
-    if len({len(way.operations) for way, _ in found}) + len(refusals) > 1:
+    if len({len(way.operations) for way, _ in found}) + refused > 1:
         said = (*said, BY_CHANCE)
     graph = tracer.graph(device=device_of([model], args), source="fake" if tracer.fake else "real", notes=said)
     room = timing_room(graph) if timing_room is not None else TimingRoom()
@@ -126,16 +129,16 @@ def trace_model(
 
 
 def _fake(
-    run: Callable[..., None], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], claims: frozenset[int], least: bool
+    run: Callable[..., None], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], claims: frozenset[int], chance: Chance
 ) -> Tracer:
     faker = Faker()
     with ExitStack() as stack:
-        stack.enter_context(same_random())
+        stack.enter_context(same_random(modules=[model], chance=chance))
         stack.enter_context(fake_errors_untold())
         stack.enter_context(borrowed([model], faker))
         with faker.mode:
             fake_args, fake_kwargs = faker.tree(args), faker.tree(kwargs)
-            tracer = Tracer(model, fake=True, claims=claims, least=least)
+            tracer = Tracer(model, fake=True, claims=claims, chance=chance)
             try:
                 with tracer.recording(), torch.enable_grad():
                     run(tracer, fake_args, fake_kwargs)

@@ -8,14 +8,14 @@ from typing import Any
 
 import torch
 
-from lowtide.trace.chance import same_random
+from lowtide.trace.chance import Chance, same_random
 from lowtide.trace.eager import Tracer
 
 Packing = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 @contextmanager
-def untouched(modules: list[torch.nn.Module]) -> Iterator[None]:
+def untouched(modules: list[torch.nn.Module], chance: Chance | None = None) -> Iterator[None]:
     """Afterwards gradients, buffers and random state are what they were."""
     parameters = {id(p): p for module in modules for p in module.parameters()}
     gradients = {key: p.grad for key, p in parameters.items()}
@@ -23,7 +23,7 @@ def untouched(modules: list[torch.nn.Module]) -> Iterator[None]:
     buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
     devices = sorted({p.device.index for p in parameters.values() if p.device.type == "cuda" and p.device.index is not None})
     try:
-        with same_random(devices):
+        with same_random(devices, modules, chance):
             yield
     finally:
         with torch.no_grad():
@@ -52,7 +52,7 @@ def trace_real(
     root: torch.nn.Module | None,
     inner: Packing | None = None,
     below: Callable[[], Any] | None = None,
-    least: bool = False,
+    chance: Chance | None = None,
 ) -> Tracer:
     """Run a step under a tracer.
 
@@ -62,13 +62,13 @@ def trace_real(
         root: names modules and parameters.
         inner: packing of an executor that keeps the step small meanwhile.
         below: makes a context to be entered before the tracer, for that executor's own mode.
-        least: as of `lowtide.trace.eager.Tracer`.
+        chance: what single numbers drawn at random are.
     """
     with ExitStack() as stack:
-        stack.enter_context(untouched(modules))
+        stack.enter_context(untouched(modules, chance))
         if below is not None:
             stack.enter_context(below())
-        tracer = Tracer(root, fake=False, inner=inner, least=least)
+        tracer = Tracer(root, fake=False, inner=inner, chance=chance)
         with tracer.recording(), torch.enable_grad():
             run(tracer)
         tracer.closed = True

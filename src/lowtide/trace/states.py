@@ -1,0 +1,72 @@
+"""See the random states that a step keeps: `torch.utils.checkpoint` holds one for every call, five kilobytes of main memory that no operation makes."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import wraps
+from typing import Any
+
+import torch
+
+from lowtide import private
+
+STATE = "a random state"
+"""The name of the storage of one in a step graph."""
+
+
+@dataclass
+class _Seam:
+    """The one place where `torch.get_rng_state` is replaced, however many traces run at once."""
+
+    own: Callable[[], torch.Tensor] = torch.get_rng_state
+    users: int = 0
+    lock: threading.Lock = field(default_factory=threading.Lock)
+
+
+_SEAM = _Seam()
+
+
+@contextmanager
+def states_seen() -> Iterator[None]:
+    """In the block, a tracer that is active on the calling thread is told of every random state that is read (its ``keeps_state``)."""
+    with _SEAM.lock:
+        _SEAM.users += 1
+        if _SEAM.users == 1:
+            _SEAM.own = torch.random.get_rng_state
+            _put(_seen(_SEAM.own))
+    try:
+        yield
+    finally:
+        with _SEAM.lock:
+            _SEAM.users -= 1
+            if not _SEAM.users:
+                _put(_SEAM.own)
+
+
+def _put(function: Callable[[], torch.Tensor]) -> None:
+    torch.random.get_rng_state = torch.get_rng_state = function
+
+
+def _seen(own: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
+    @wraps(own)
+    def get_rng_state() -> torch.Tensor:
+        state = own()
+        for mode in private.dispatch_modes():
+            if hasattr(mode, "keeps_state"):
+                mode.keeps_state(state)  # type: ignore[attr-defined]
+        return state
+
+    return get_rng_state
+
+
+def without_strays(storages: list[dict[str, Any]], operations: int, device: str) -> list[dict[str, Any]]:
+    """Storages as the graph has them: what no operation follows, or what lies in main memory beside a GPU, takes none of the budget."""
+    return [
+        {**storage, "bytes": 0, "producer": min(storage["producer"], operations - 1)}
+        if storage["name"] == STATE and (storage["producer"] >= operations or device != "cpu")
+        else storage
+        for storage in storages
+    ]
