@@ -45,6 +45,7 @@ from lowtide.run.watch import StepWatch
 
 if TYPE_CHECKING:
     from lowtide.run.moved import Fetch, Mover
+    from lowtide.run.placed import Placer
 
 Verify = Literal["first", "always", "never"]
 
@@ -76,6 +77,7 @@ class Recorder(TorchDispatchMode):
         room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its position in the forward; what
             does not fit is not run twice but checked by digest in backward.
         mover: carries out the plan's moves.
+        placer: has kept values written into the slab.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Recorder(TorchDispatchMode):
         watch: StepWatch | None = None,
         room: Callable[[int], int] | None = None,
         mover: Mover | None = None,
+        placer: Placer | None = None,
     ) -> None:
         super().__init__()
         private.keep_dynamo_out()
@@ -103,6 +106,9 @@ class Recorder(TorchDispatchMode):
         self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._nodes: list[weakref.ref[Node]] = []
         self._order = 0
+        self.placer = placer
+        if placer is not None and isinstance(director, PlanDirector):
+            self.__dict__["_call"] = placer.around(director, self._call)
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -166,6 +172,7 @@ class Recorder(TorchDispatchMode):
                 self._unread(node)
             del node, outputs
         self._nodes.clear()
+        self.__dict__.pop("_call", None)  # refers back to this
 
     def _unread(self, node: Node) -> None:
         for source in node.inputs():
