@@ -15,7 +15,7 @@ from typing import Any, Literal, NamedTuple
 import torch
 
 from lowtide import private
-from lowtide.ops import op_info, tensors_of
+from lowtide.ops import may_stand_on_more, op_info, tensors_of
 
 _COPIES = {"aten.clone.default", "aten._to_copy.default"}
 _EMPTY = {"aten.empty_like.default"}
@@ -111,16 +111,9 @@ def into_of(func: Any, device: str) -> Into | None:
         device: its kind, ``cpu`` or ``cuda``.
     """
     info = op_info(func)
-    if (
-        info.written
-        or info.is_view
-        or info.random
-        or info.reason
-        or info.collective
-        or info.real_only
-        or info.loose
-        or func.namespace != "aten"
-    ):
+    if func.namespace != "aten" or info.written or info.is_view or info.random or info.reason:
+        return None
+    if info.real_only or info.loose or may_stand_on_more(info):
         return None
     if info.name in _COPIES:
         return Into(func, "copy", torch.ops.aten.copy_.default, ("out",))

@@ -153,6 +153,11 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
+def may_stand_on_more(info: OpInfo) -> bool:
+    """Whether the operation's result can be a part of a larger storage: see `unreduced_bytes`."""
+    return info.name in _UNREDUCED
+
+
 def unreduced_bytes(info: OpInfo, args: Sequence[Any]) -> int:
     """Bytes that the one element of a reduced loss really stands on: the unreduced result, which its kernel reduces where it lies.
 
