@@ -20,10 +20,11 @@ from lowtide.ops import may_stand_on_more, op_info, tensors_of
 _COPIES = {"aten.clone.default", "aten._to_copy.default"}
 _EMPTY = {"aten.empty_like.default"}
 _RELU = "aten.relu.default"
-_NOT_DENSE = {"aten.native_batch_norm.default": 0}
-"""Operations without a structured kernel: their result looks as fake tensors say only where this argument is contiguous."""
+_CONTIGUOUS = {"aten.native_batch_norm.default": 0}
+"""Operations whose result looks as one on the device ``meta`` does only where this argument is contiguous."""
 
 _TENSORS = (torch.Tensor, torch.nn.Parameter)
+Call = Callable[[Any, Any, dict[str, Any]], Any]
 _PLAIN = (bool, int, float, str, type(None), torch.dtype, torch.layout, torch.memory_format, torch.device)
 
 
@@ -70,7 +71,7 @@ class Into:
         """What the results of a call look like; ``None`` where that is not known, or they do not fill their storages."""
         if any(t.is_complex() or t.is_quantized for t in (*tensors_of(args), *tensors_of(kwargs))):
             return None
-        position = _NOT_DENSE.get(op_info(self.func).name)
+        position = _CONTIGUOUS.get(op_info(self.func).name)
         if position is not None and not args[position].is_contiguous():
             return None
         if kwargs.get("pin_memory") or kwargs.get("layout") not in (None, torch.strided):
@@ -89,10 +90,14 @@ class Into:
         looks = tuple(Geometry(tuple(t.shape), t.stride(), t.dtype, t.nbytes) for t in results)
         return looks if all(_fills(look) for look in looks) else None
 
-    def run(
-        self, args: Sequence[Any], kwargs: dict[str, Any], memory: Sequence[torch.Tensor], call: Callable[..., Any] = private.call
-    ) -> Any:
-        """The call, with its results in ``memory``, one tensor for each."""
+    def run(self, args: Sequence[Any], kwargs: dict[str, Any], memory: Sequence[torch.Tensor], call: Call = private.call) -> Any:
+        """The call, with its results in ``memory``, one tensor for each.
+
+        Args:
+            args, kwargs: of the operation.
+            memory: looks as the results do, and shares no byte with the arguments.
+            call: calls an operation with its arguments.
+        """
         if self.kind == "out":
             call(self.out, args, {**kwargs, **dict(zip(self.names, memory, strict=True))})
         elif self.kind == "copy":

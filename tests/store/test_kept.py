@@ -293,6 +293,68 @@ def test_gradients_within_the_forward_views_and_writes_in_place() -> None:
     assert beyond == peak_of(limited, loose.plan) - loose.plan.predicted_peak_bytes  # a scalar or two that a trace does not show
 
 
+class Resizes(nn.Module):
+    """Makes a tensor larger whose storage is kept."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(48, 48), nn.Linear(48, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        h = self.first(x).exp()
+        more = h.data  # with a version counter of its own
+        more.resize_(2 * h.shape[0], h.shape[1])
+        more[h.shape[0] :] = 0.5
+        return (self.second(h).sigmoid() * more[-1]).square().mean()
+
+
+def test_what_the_program_resizes_stays_where_it_is() -> None:
+    torch.manual_seed(0)
+    plain = Resizes()
+    limited = copy.deepcopy(plain)
+    handle = lowtide.limit_memory(limited, policy=policies.in_slab("keep_all"))
+    for seed in range(4):
+        assert same(step(plain, seed=seed), step(limited, seed=seed))
+    assert handle.plan is not None and handle.plan.places
+
+
+class Headless(Net):
+    """Returns its activations; the loss is its caller's."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.h:
+            x = block(x)
+        return self.out(x)
+
+
+@pytest.mark.parametrize("holds", [False, True])
+def test_a_loss_outside_the_model_within_a_budget(holds: bool) -> None:
+    torch.manual_seed(0)
+    plain = Headless()
+    limited = copy.deepcopy(plain)
+    handle = lowtide.limit_memory(limited, budget="85%", policy=policies.in_slab("optimal"))
+    held: list[torch.Tensor] = []
+
+    def outside(model: nn.Module, seed: int) -> list[torch.Tensor]:
+        model.zero_grad()
+        torch.manual_seed(seed)
+        output = model(X)
+        loss = (output * 2).square().mean()
+        if holds:
+            held.append(output.detach())
+        del output
+        loss.backward()
+        return [loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
+
+    copies = []
+    for seed in range(6):
+        assert same(outside(plain, seed), outside(limited, seed))
+        copies.append([t.clone() for t in held])
+    assert same(held, copies[-1]) and all(same(held[: len(c)], c) for c in copies)
+    plan = handle.plan
+    assert plan is not None and plan.places and handle._limiter.stores.unplaced == 0
+
+
 def test_a_slab_for_every_kind_of_step_and_no_fragmentation() -> None:
     plain, limited = net(layers=2), net(layers=2)
     handle = lowtide.limit_memory(limited, policy=policies.in_slab("keep_all"))

@@ -32,11 +32,13 @@ def placeable(sim: Simulator, stored: Collection[int]) -> dict[int, tuple[int, i
     graph = sim.graph
     device = graph.device.partition(":")[0]
     step = {op.index: k for k, op in enumerate(op for op in graph.operations if op.phase == "forward")}
-    outputs = set(graph.outputs)
+    excluded = set(graph.outputs) | (
+        {s.id for s in graph.storages} - {v.storage for v in graph.values if v.storable}
+    )  # the program resizes these
     found: dict[int, tuple[int, int]] = {}
     for value in sorted(stored):
         storage = graph.storages[sim.storage_of[value]]
-        if storage.producer not in step or storage.kind != "forward" or storage.id in outputs or storage.bytes < LEAST_BYTES:
+        if storage.producer not in step or storage.kind != "forward" or storage.id in excluded or storage.bytes < LEAST_BYTES:
             continue
         op = graph.operations[storage.producer]
         func = overload(op.name)

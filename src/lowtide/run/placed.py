@@ -21,6 +21,10 @@ from lowtide.store.stores import Stores
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any], bool], Any]
 
 
+def _plainly(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
+
+
 class Placer:
     """What the steps under one plan write into its slab.
 
@@ -63,7 +67,7 @@ class Placer:
             if memory is None:
                 self._stores.unplaced += len(places)
                 return call(func, args, kwargs, plain)
-            return into.run(args, kwargs, memory, call)
+            return into.run(args, kwargs, memory, _plainly if plain else private.call)
 
         return placing
 
