@@ -18,6 +18,8 @@ if TYPE_CHECKING:
 LEAST_BYTES = 4096
 """Smaller values stay where their operation puts them: what it takes to place one is the same for all sizes."""
 
+_RESIZE = ("aten.resize_", "aten.set_")
+
 _TRIES = 8
 """How often a policy is asked for a plan with less room, before its least is taken."""
 
@@ -32,9 +34,7 @@ def placeable(sim: Simulator, stored: Collection[int]) -> dict[int, tuple[int, i
     graph = sim.graph
     device = graph.device.partition(":")[0]
     step = {op.index: k for k, op in enumerate(op for op in graph.operations if op.phase == "forward")}
-    excluded = set(graph.outputs) | (
-        {s.id for s in graph.storages} - {v.storage for v in graph.values if v.storable}
-    )  # the program resizes these
+    excluded = set(graph.outputs) | _resized(graph)
     found: dict[int, tuple[int, int]] = {}
     for value in sorted(stored):
         storage = graph.storages[sim.storage_of[value]]
@@ -46,6 +46,15 @@ def placeable(sim: Simulator, stored: Collection[int]) -> dict[int, tuple[int, i
         fresh = fresh_storages(graph, op)
         if into is not None and len(into.names) == len(fresh):
             found[storage.id] = (step[op.index], fresh.index(storage.id))
+    return found
+
+
+def _resized(graph: StepGraph) -> set[int]:
+    """Storages whose size the program changes, which memory that was given to an operation does not allow."""
+    found = {s.id for s in graph.storages} - {v.storage for v in graph.values if v.storable}
+    for op in graph.operations:
+        if op.name.startswith(_RESIZE):
+            found.update(graph.values[v].storage for v in (*op.reads, *op.writes))
     return found
 
 
