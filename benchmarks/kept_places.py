@@ -12,7 +12,7 @@ from __future__ import annotations
 import resource
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -62,10 +62,10 @@ def faults(step: Any) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
 
 
-def measured(case: Case, kept_pages: bool) -> list[dict[str, Any]]:
-    """Both rows of a model."""
+def measured(case: Case, kept_pages: bool, names: Sequence[str] = ("keep_all", "optimal")) -> list[dict[str, Any]]:
+    """A row of a model for each policy."""
     rows = []
-    for name in ("keep_all", "optimal"):
+    for name in names:
         loose, slabbed = case.build(), case.build()
         batch = case.batch()
         budget = None if name == "keep_all" else f"{SHARE:.0%}"

@@ -32,10 +32,14 @@ class Placer:
         plan: has places.
         stores: have the slab and count what could not be written there.
         device: where it is.
+
+    Attributes:
+        replays: whether the plan gives anything up; else autograd may save what it likes without being asked.
     """
 
     def __init__(self, plan: Plan, stores: Stores, device: torch.device) -> None:
         assert stores.slab is not None
+        self.replays = any(step.replayed for step in plan.program)
         self._slab = stores.slab
         self._device = stores.slab.memory.device
         self._stores = stores

@@ -109,6 +109,7 @@ class Recorder(TorchDispatchMode):
         self.placer = placer
         if placer is not None and isinstance(director, PlanDirector):
             self.__dict__["_call"] = placer.around(director, self._call)
+        self._packs = placer is None or mover is not None or watch is not None or self.check or placer.replays
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -125,7 +126,8 @@ class Recorder(TorchDispatchMode):
         """Activate the mode and the hooks together; afterwards nothing but autograd's graph holds what was recorded."""
         with ExitStack() as stack:
             stack.callback(self.close)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
+            if self._packs:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
             stack.enter_context(self)
             yield self
 
