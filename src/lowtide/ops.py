@@ -28,6 +28,7 @@ _RUNNING_STATISTICS = {
     "aten._batch_norm_with_update.default": None,
     "aten._batch_norm_with_update_functional.default": None,
 }
+_SUM_OF_PATCHES = "aten.col2im.default"
 _UNREDUCED = {  # where a loss's reduction stands
     "aten.mse_loss.default": 2,
     "aten.smooth_l1_loss.default": 2,
@@ -153,13 +154,18 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
+def may_stand_on_more(info: OpInfo) -> bool:
+    """Whether the operation's result can be a part of a larger storage: see `hidden_bytes`."""
+    return info.name in _UNREDUCED or info.name == _SUM_OF_PATCHES
+
+
 def hidden_bytes(info: OpInfo, args: Sequence[Any]) -> int:
     """Bytes of the storage that a result really stands on, where it is larger than the result: fake tensors do not show it.
 
     The one element of a reduced loss stands on the unreduced result, which its kernel reduces where it lies, and a sum of patches on a storage
     that was as large as they are when the kernel made it.
     """
-    if info.name == "aten.col2im.default":
+    if info.name == _SUM_OF_PATCHES:
         return int(args[0].numel()) * args[0].element_size()
     position = _UNREDUCED.get(info.name)
     if position is None or (len(args) > position and args[position] == 0):

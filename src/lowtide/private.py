@@ -109,6 +109,11 @@ def replaying() -> Iterator[None]:
         torch._C._set_grad_enabled(before)
 
 
+def has_kernel(func: Any, device: str) -> bool:
+    """Whether an overload has a kernel of its own for a kind of device: one that is made of other operations does not count."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), device.upper())
+
+
 def storage_use_count(storage: torch.UntypedStorage) -> int:
     """How many references hold the storage, the Python object included."""
     return torch._C._storage_Use_Count(storage._cdata)

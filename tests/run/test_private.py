@@ -128,6 +128,13 @@ def test_replaying_ends_with_an_error_too() -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16 and torch.is_grad_enabled()
 
 
+def test_has_kernel() -> None:
+    aten = torch.ops.aten
+    assert private.has_kernel(aten.mul.out, "cpu") and private.has_kernel(aten.native_layer_norm.default, "cpu")
+    assert not private.has_kernel(aten.native_layer_norm.out, "cpu")  # generated: it is made of the other one
+    assert not private.has_kernel(aten.mul.out, "hpu")
+
+
 @pytest.mark.skipif(not hasattr(private, "storage_use_count"), reason="not used")
 def test_storage_use_count() -> None:
     x = torch.ones(4)

@@ -62,7 +62,13 @@ def step(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
     return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, values: str) -> dict[str, Any]:
+def half_kept(graph: lowtide.StepGraph, budget: int | None = None) -> lowtide.Plan:
+    """Every other value is sharded over two, the rest is kept; all of it in the slab."""
+    stored = sorted(lowtide.plan(graph, policy="keep_all").stored)
+    return policies.make_plan(graph, stored=stored, moves=dict.fromkeys(stored[::2], Shard("tp", 2)), slab="kept", budget=budget)
+
+
+def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, values: str, policy: Any = None) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = Net()
     torch.manual_seed(0)
@@ -70,7 +76,8 @@ def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, 
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
     untouched = x.clone()
     stores = lowtide.Stores(groups={"tp": group})
-    handle = lowtide.limit_memory(limited, policy=policies.partition("tp", size, values=values, min_bytes=1, then=then), stores=stores)
+    policy = policy or policies.partition("tp", size, values=values, min_bytes=1, then=then)
+    handle = lowtide.limit_memory(limited, policy=policy, stores=stores)
     same = True
     for seed in range(3):
         same &= all(torch.equal(a, b) for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True))
@@ -94,6 +101,7 @@ def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, 
         "left": [t.arena.taken_bytes for t in stores.tiers.values()],
         "slab": (plan.slab_bytes, stores.slab.memory.nbytes if stores.slab is not None else 0, stores.slab_allocations),
         "unplaced": stores.unplaced,
+        "places": len(plan.places),
     }
 
 
@@ -177,6 +185,7 @@ def work() -> dict[str, Any]:
     for then in (None, lowtide.Offload("disk"), lowtide.Offload("host")):
         found[f"delayed {then.tier if then is not None else 'device'}"] = delayed(four, 4, then)
     if rank < 2:
+        found["kept"] = run_case(pair, 2, None, "", half_kept)
         found["mixed fast"] = mixed_case(pair, 0.98, Link(1e15, 1e15))
         found["mixed slow"] = mixed_case(pair, 0.98, Link(1e2, 1e2))
         found["mixed measured"] = mixed_case(pair, 0.98, None)
@@ -206,6 +215,13 @@ def test_each_rank_keeps_its_part(found: list[dict[str, Any]], size: int, then: 
         planned, there, allocations = case["slab"]
         assert planned == there > 0 and allocations == 1  # the parts come together in a slab that was allocated once,
         assert case["unplaced"] == 0  # and in nothing else: no step allocated for them
+
+
+def test_what_is_gathered_and_what_is_kept_lie_in_one_slab(found: list[dict[str, Any]]) -> None:
+    for case in (found[0]["kept"], found[1]["kept"]):
+        planned, there, allocations = case["slab"]
+        assert case["same"] and case["sharded"] and case["places"] > 0
+        assert planned == there > 0 and allocations == 1 and case["unplaced"] == 0
 
 
 @pytest.mark.parametrize("then", ["device", "disk", "host"])

@@ -11,10 +11,11 @@ from typing import TYPE_CHECKING
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound, lower_bound
+from lowtide.plan.kept import place_rows, placeable
 from lowtide.plan.moves import move_rows, moved_of, not_replayable_from, refuse_moves
 from lowtide.plan.plan import Keep, ModuleRow, Moving, Plan, Recompute, program_of
 from lowtide.plan.simulate import Simulation, Simulator
-from lowtide.plan.slab import lay_out, with_slab
+from lowtide.plan.slab import Kept, SlabLayout, checked, lay_out, with_slab
 from lowtide.plan.traffic import Links, Moved
 
 if TYPE_CHECKING:
@@ -90,7 +91,7 @@ def make_plan(
     window_bytes: int = 0,
     links: Links | None = None,
     codecs: Sequence[Codec] = (),
-    slab: bool | None = None,
+    slab: bool | Kept | None = None,
 ) -> Plan:
     """The plan that stores ``stored``: closed to a feasible set, simulated, bounded and with its table.
 
@@ -108,12 +109,14 @@ def make_plan(
         links: how fast the tiers are; without it transfers take no time.
         codecs: codecs of the user's own that ``moves`` name.
         slab: whether moved values come back into a slab on the device that is allocated once (docs/stores.md); ``None`` for where the budget
-            has room for it, or without a budget where it costs nothing.
+            has room for it, or without a budget where it costs nothing. ``"kept"`` has kept values written there, too, as far as their operations
+            can.
 
     Raises:
         BudgetError: the plan's peak is above the budget.
         PlanError: a value cannot be moved.
     """
+    checked(slab)
     sim = simulator or Simulator(graph)
     wanted = dict(moves or {})
     refuse_moves(sim, wanted)
@@ -129,11 +132,12 @@ def make_plan(
             )  # fmt: skip
     window = window_bytes or max((m.encoded_bytes for m in moved), default=0)
     loose = simulation = (sim.moving(moved, window) if moved else sim).simulate(closed, links)
-    offsets, slab_bytes = dict[tuple[int, bool], int](), 0
-    if moved and slab is not False:
-        held, places, bytes_ = _in_a_slab(sim, moved, window, closed, links)
+    laid = SlabLayout({}, {}, 0)
+    places = placeable(sim, closed) if slab == "kept" else {}
+    if places or (moved and slab is not False):
+        held, layout = _in_a_slab(sim, moved, window, closed, links, places)
         if slab or held.peak_bytes <= (loose.peak_bytes if budget is None else budget):
-            simulation, offsets, slab_bytes = held, places, bytes_
+            simulation, laid = held, layout
     if budget is not None and simulation.peak_bytes > budget:
         raise BudgetError(
             f"policy {policy!r} needs {simulation.peak_bytes:,} bytes, the budget is {budget:,}.",
@@ -147,7 +151,7 @@ def make_plan(
     floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None
     given = set(simulation.given_up)
     going = {m.value for m in moved}
-    rows = move_rows(moved, simulation, offsets)
+    rows = move_rows(moved, simulation, laid.moved)
     return Plan(
         graph=graph.fingerprint(),
         policy=policy,
@@ -171,18 +175,19 @@ def make_plan(
         window_bytes=window if rows else 0,
         transfer_seconds=simulation.traffic.seconds if simulation.traffic else 0.0,
         crowding_seconds=simulation.traffic.crowding_seconds if simulation.traffic else 0.0,
-        slab_bytes=slab_bytes,
-        loose_peak_bytes=loose.peak_bytes if slab_bytes else 0,
+        slab_bytes=laid.bytes,
+        loose_peak_bytes=loose.peak_bytes if laid.bytes else 0,
+        places=place_rows(graph, places, laid.kept),
     )
 
 
 def _in_a_slab(
-    sim: Simulator, moved: Sequence[Moved], window: int, stored: frozenset[int], links: Links | None
-) -> tuple[Simulation, dict[tuple[int, bool], int], int]:
-    """The step with a slab for what comes back, the slab's layout and its bytes."""
-    held = sim.moving(moved, window, slab=True).simulate(stored, links)
-    offsets, slab_bytes = lay_out(moved, held.spans)
-    return with_slab(held, slab_bytes), offsets, slab_bytes
+    sim: Simulator, moved: Sequence[Moved], window: int, stored: frozenset[int], links: Links | None, kept: Collection[int]
+) -> tuple[Simulation, SlabLayout]:
+    """The step with a slab for what comes back and for the ``kept`` storages, and the slab's layout."""
+    held = (sim.moving(moved, window, slab=True) if moved else sim).placing(kept).simulate(stored, links)
+    laid = lay_out(moved, held, sim.storage_bytes)
+    return with_slab(held, laid.bytes), laid
 
 
 def standing(simulation: Simulation) -> str:

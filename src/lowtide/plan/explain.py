@@ -79,6 +79,11 @@ def render(plan: Plan) -> str:
         )
         where = f"into a slab of {format_bytes(plan.slab_bytes)}, allocated once" if plan.slab_bytes else "each into memory of its own"
         lines.append(f"       they come back {where}")
+    if plan.places:
+        inside = sum(place.bytes for place in plan.places)
+        lines.append(
+            f"slab   {len(plan.places)} kept values, {format_bytes(inside)}, are written into {format_bytes(plan.slab_bytes)}, allocated once"
+        )
     if plan.peak_operation:
         lines.append(f"peak stands at {plan.peak_operation} in module {plan.peak_module or 'root'!r}")
     lines += [f"note: {note}" for note in plan.notes]

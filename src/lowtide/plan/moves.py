@@ -12,6 +12,7 @@ from lowtide.plan.simulate import Simulation, Simulator
 from lowtide.plan.traffic import Links, Moved, ahead_bytes, gather_bytes
 
 if TYPE_CHECKING:
+    from lowtide.plan.slab import Kept
     from lowtide.store.codec import Codec, Form
 
 _ITEM_BYTES = {
@@ -142,12 +143,17 @@ def move_rows(moved: Sequence[Moved], simulation: Simulation, places: Mapping[tu
 def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     """The exact simulation of what ``plan`` does to the step it was made for (times of transfers aside)."""
     sim = Simulator(graph)
+    from lowtide.plan.kept import placed_storages
     from lowtide.plan.slab import with_slab
 
-    if not plan.moves:
+    if not plan.moves and not plan.places:
         return sim.simulate(plan.stored)
+    if plan.places:
+        sim = sim.placing(placed_storages(graph, plan))
     moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
-    simulation = sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0).simulate(plan.stored)
+    if moved:
+        sim = sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0)
+    simulation = sim.simulate(plan.stored)
     return with_slab(simulation, plan.slab_bytes) if plan.slab_bytes else simulation
 
 
@@ -182,7 +188,7 @@ def least_count(most: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def offload_policy(
-    decision: Offload, min_bytes: int, window_bytes: int | None, links: Links | None, slab: bool | None
+    decision: Offload, min_bytes: int, window_bytes: int | None, links: Links | None, slab: bool | Kept | None
 ) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.offload`."""
 
@@ -293,7 +299,7 @@ def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None, ev
     return compress
 
 
-def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload | None, slab: bool | None) -> Callable[..., Plan]:
+def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload | None, slab: bool | Kept | None) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.partition`."""
     if values not in ("checkpoints", "all"):
         raise PlanError(f"partition(values={values!r}): give 'checkpoints' or 'all'")

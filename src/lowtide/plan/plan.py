@@ -139,6 +139,23 @@ class Move:
 
 
 @dataclass(frozen=True, slots=True)
+class Place:
+    """Where in the plan's slab a kept value is written.
+
+    Attributes:
+        step: which operation of `Plan.program` writes it.
+        output: which of that operation's results it is.
+        bytes: of its storage.
+        start: the first of them in the slab.
+    """
+
+    step: int
+    output: int
+    bytes: int
+    start: int
+
+
+@dataclass(frozen=True, slots=True)
 class ModuleRow:
     """One line of a plan's table.
 
@@ -242,6 +259,7 @@ class Plan:
         slab_bytes: of the slab that fetched and gathered values come back into; it stands for the whole step and is part of the predicted peak.
             0 where each has memory of its own.
         loose_peak_bytes: the predicted peak without that slab.
+        places: where in that slab kept values are written, of those that are (docs/stores.md, "Kept values in the slab").
     """
 
     graph: str
@@ -268,11 +286,12 @@ class Plan:
     crowding_seconds: float = 0.0
     slab_bytes: int = 0
     loose_peak_bytes: int = 0
+    places: tuple[Place, ...] = field(default=(), repr=False)
 
     @property
     def changes_nothing(self) -> bool:
         """Whether the step runs as it would without this plan."""
-        return not self.replayed and not self.moves
+        return not self.replayed and not self.moves and not self.places
 
     @property
     def gap_seconds(self) -> float:
@@ -325,6 +344,7 @@ class Plan:
                 )
             data["decisions"] = {int(k): _decision_from_json(v) for k, v in data["decisions"].items()}
             data["moves"] = tuple(Move(**{**row, "decision": _decision_from_json(row["decision"])}) for row in data.get("moves", ()))
+            data["places"] = tuple(Place(**row) for row in data.get("places", ()))
             data["stored"] = frozenset(data["stored"])
             data["replayed"] = tuple(data["replayed"])
             data["modules"] = tuple(ModuleRow(**row) for row in data["modules"])

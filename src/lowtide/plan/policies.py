@@ -19,6 +19,7 @@ from lowtide.graph import Operation, StepGraph
 from lowtide.plan.build import make_plan
 from lowtide.plan.plan import Moving, Offload, Plan, Shard
 from lowtide.plan.simulate import Simulator
+from lowtide.plan.slab import Kept
 from lowtide.plan.traffic import Links
 
 if TYPE_CHECKING:
@@ -99,6 +100,31 @@ def optimal() -> Policy:
     return plan_optimally
 
 
+def in_slab(policy: str | Policy = "optimal", *, codecs: Sequence[Codec] = ()) -> Policy:
+    """Another policy's decisions, with kept values in a slab on the device that is allocated once and stands for the whole step: no step allocates
+    anything for them.
+
+    An operation that can writes its result right into its place, with the same bits; what others make stays where they put it (docs/stores.md). What comes
+    back after a move lies in the same slab. A budget counts the slab.
+
+    Args:
+        policy: a policy or its name.
+        codecs: codecs of your own that its moves name.
+
+    Example:
+        >>> import torch, lowtide
+        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
+        >>> handle = lowtide.limit_memory(model, policy=lowtide.policies.in_slab("keep_all"), loss_fn=torch.sum)
+        >>> model(torch.randn(32, 64)).sum().backward()
+        >>> len(handle.plan.places), handle.plan.slab_bytes
+        (4, 32768)
+        >>> handle.remove()
+    """
+    from lowtide.plan.kept import in_slab_policy
+
+    return in_slab_policy(policy, codecs)
+
+
 def offload(
     tier: str = "host",
     path: str = "",
@@ -106,7 +132,7 @@ def offload(
     min_bytes: int = 1 << 16,
     window_bytes: int | None = None,
     links: Links | None = None,
-    slab: bool | None = None,
+    slab: bool | Kept | None = None,
 ) -> Policy:
     """Let saved values wait in another tier, the earliest of the forward first: they have the most time for it, and those nearest the loss
     stay.
@@ -120,7 +146,7 @@ def offload(
         window_bytes: the most that is under way at one time in each direction; by default a sixteenth of what autograd saves.
         links: speeds of the tiers, for the predicted time.
         slab: whether what comes back lies in a slab on the device that is allocated once and stands for the whole step; ``None`` for where the
-            budget has room for it, or without a budget where it costs nothing.
+            budget has room for it, or without a budget where it costs nothing; ``"kept"`` for what is kept, too (`in_slab`).
     """
     from lowtide.plan.moves import offload_policy
 
@@ -152,7 +178,7 @@ def partition(
     values: str = "checkpoints",
     min_bytes: int = 1 << 10,
     then: Offload | None = None,
-    slab: bool | None = None,
+    slab: bool | Kept | None = None,
 ) -> Policy:
     """ZeRO-R's P_a (arXiv 1910.02054, section 6.1): recompute per block, and keep what enters a block in ``size`` parts over the ranks of a group.
 
@@ -163,7 +189,7 @@ def partition(
         min_bytes: smaller values stay whole.
         then: a tier that the parts go to (P_a+cpu).
         slab: whether the parts are gathered into a slab on the device that is allocated once and stands for the whole step (ZeRO-R's M_D); ``None``
-            for unless a budget has no room for it.
+            for unless a budget has no room for it; ``"kept"`` for what is kept, too (`in_slab`).
     """
     from lowtide.plan.moves import partition_policy
 

@@ -23,7 +23,7 @@ class Replay:
         until: operation -> the last release of what rests on it.
         fetched: moved values in the order in which they are fetched.
         work: (event, operations that run then, moved values that are asked to be fetched ahead after it), in order.
-        spans: see `lowtide.plan.simulate.Simulation`.
+        spans, turns: see `lowtide.plan.simulate.Simulation`.
     """
 
     operations: list[int]
@@ -36,6 +36,7 @@ class Replay:
     fetched: list[int]
     work: list[tuple[int, list[int], list[int]]]
     spans: dict[tuple[int, bool], tuple[int, int]]
+    turns: list[int]
 
 
 class Walk:
@@ -59,6 +60,8 @@ class Walk:
         self.lies: dict[int, int] = {}
         """value -> the moved value in whose place in the slab its copy lies"""
         self.turn = 0
+        self.turns = [-1]
+        """turn -> the event that it is part of"""
         if simulator.slab:
             for value in simulator.moved:
                 self.sizes[value] = 0
@@ -77,6 +80,10 @@ class Walk:
         self.level: list[tuple[int, int]] = []
         self.tops: list[tuple[int, int, int]] = []
         self.repeats: list[int] = []
+
+    def _begin_turn(self, event: int) -> None:
+        self.turn += 1
+        self.turns.append(event)
 
     def spans(self) -> dict[tuple[int, bool], tuple[int, int]]:
         """When places in the slab are taken."""
@@ -111,7 +118,7 @@ class Walk:
             events.append((sim.first_unpack, 3, 0))
         events.sort()
         for event, kind, tensor in events:
-            self.turn += 1
+            self._begin_turn(event)
             if kind == 3:
                 before = self.live
                 self._fetch_ahead(event)
@@ -160,7 +167,7 @@ class Walk:
         sim, asked = self.sim, []
         if event < sim.first_unpack:
             return
-        self.turn += 1
+        self._begin_turn(event)
         room = sim.window_bytes - sum(self.early.values())
         while self.next < len(self.ahead):
             value = self.ahead[self.next]
@@ -193,7 +200,7 @@ class Walk:
             op = self.operations[index]
             moved: set[int] = set()
             scratch = op.scratch_bytes
-            self.turn += 1
+            self._begin_turn(event)
             if index >= len(sim.graph.operations):
                 brought = op.writes[0]
                 self.fetched.append(brought)

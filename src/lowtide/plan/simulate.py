@@ -40,6 +40,8 @@ class Simulation:
         held_until: storage id -> event after which a plan lets a storage go that would naturally have died earlier.
         traffic: what transfers do, where values move.
         spans: (moved value, whether it is the encoded form on its way in) -> half-open lifetime in turns of the backward, where a slab holds them.
+        turns: turn -> the event that it is part of.
+        kept: storage id -> the events between which, both included, it lies in the slab, where that holds kept values, too.
     """
 
     stored: frozenset[int]
@@ -55,6 +57,8 @@ class Simulation:
     held_until: dict[int, int] = field(repr=False)
     traffic: Traffic | None = field(default=None, repr=False)
     spans: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict, repr=False)
+    turns: list[int] = field(default_factory=list, repr=False)
+    kept: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
     def peak_module(self) -> str:
@@ -71,6 +75,7 @@ class Simulator:
         self.moved: dict[int, Moved] = {}
         self.window_bytes = 0
         self.slab = False
+        self.placed: frozenset[int] = frozenset()
         self.end = len(graph.events)
         """The event index that stands for "never"."""
         self._index_values()
@@ -94,6 +99,13 @@ class Simulator:
         twin.window_bytes = window_bytes
         return twin
 
+    def placing(self, storages: Collection[int]) -> Simulator:
+        """This simulator when these storages lie in a slab, whose bytes it does not count, as far as the step lets go of them before it ends;
+        `Simulation.kept` says which and when."""
+        twin = copy.copy(self)
+        twin.placed = frozenset(storages)
+        return twin
+
     def place(self, index: int) -> float:
         """Where an operation stands in the forward; what fetches a value stands right behind what made it."""
         if index < len(self.graph.operations):
@@ -103,6 +115,7 @@ class Simulator:
     def _index_values(self) -> None:
         graph = self.graph
         storages = graph.storages
+        self.storage_bytes = {s.id: s.bytes for s in storages}
         self.value_bytes = [storages[v.storage].bytes for v in graph.values]
         self.producer = [v.producer if v.producer is not None else -1 for v in graph.values]
         self.storage_of = [v.storage for v in graph.values]
@@ -311,6 +324,9 @@ class Simulator:
             for sid, until in outgoing.hold.items():
                 hold[sid] = max(hold.get(sid, -1), until)
         live = self._live(hold)
+        kept = self._kept(hold)
+        if kept:
+            live = live - self._placed_live(kept)
         scratch = self.scratch
         if outgoing is not None:
             live = live + outgoing.encoded_live(self.end)
@@ -351,7 +367,26 @@ class Simulator:
             held_until={sid: until for sid, until in hold.items() if until > self.natural_end[sid]},
             traffic=traffic,
             spans=replay.spans,
+            turns=replay.turns,
+            kept=kept,
         )
+
+    def _kept(self, hold: dict[int, int]) -> dict[int, tuple[int, int]]:
+        """When the placed storages lie in their places."""
+        found: dict[int, tuple[int, int]] = {}
+        for sid in sorted(self.placed):
+            producer = self.graph.storages[sid].producer
+            until = max(self.natural_end[sid], hold.get(sid, -1))
+            if producer is not None and self.op_event[producer] < until < self.end:
+                found[sid] = (self.op_event[producer], until)
+        return found
+
+    def _placed_live(self, kept: dict[int, tuple[int, int]]) -> Bytes:
+        change = np.zeros(self.end + 1, dtype=np.int64)
+        for sid, (begin, until) in kept.items():
+            change[begin] += self.graph.storages[sid].bytes
+            change[until] -= self.graph.storages[sid].bytes
+        return np.cumsum(change[: self.end])
 
     def _standing(self, event: int, above: int, replay: Replay) -> tuple[Operation | None, bool]:
         """The operation that runs at ``event``, and whether it is a replay."""
@@ -371,7 +406,7 @@ class Simulator:
     def replay(self, given: list[int], flags: bytearray) -> Replay:
         """What giving up ``given`` does, when ``flags`` says what is stored."""
         if not given:
-            return Replay([], [], [], {}, [], [], {}, [], [], {})
+            return Replay([], [], [], {}, [], [], {}, [], [], {}, [-1])
         every = self.closure(given, flags)
         unpacked = [v for v in given if self.unpacked[v]]
         running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
@@ -384,7 +419,17 @@ class Simulator:
             walk.run(unpacked)
         hold, until = self._rests(order, given, flags)
         return Replay(
-            order, sorted(running, key=self.place), walk.repeats, hold, walk.level, walk.tops, until, walk.fetched, walk.work, walk.spans()
+            order,
+            sorted(running, key=self.place),
+            walk.repeats,
+            hold,
+            walk.level,
+            walk.tops,
+            until,
+            walk.fetched,
+            walk.work,
+            walk.spans(),
+            walk.turns,
         )
 
     def _rests(self, order: list[int], given: list[int], flags: bytearray) -> tuple[dict[int, int], dict[int, int]]:

@@ -1,6 +1,7 @@
-"""Where backward's fetched and gathered values lie: static offsets in one slab on the device, from the lifetimes that the simulator sees.
+"""Where backward's fetched and gathered values lie, and kept ones on request: static offsets in one slab on the device, from the lifetimes that the
+simulator sees.
 
-ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse, for what comes back: the slab is allocated once and stands for the
+ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: the slab is allocated once and stands for the
 whole step, so it is part of the predicted peak. Where it would take the step above its budget the plan goes without.
 """
 
@@ -8,7 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 from dataclasses import replace
+from typing import Literal, NamedTuple, get_args
 
+from lowtide.errors import PlanError
 from lowtide.plan.layout import find
 from lowtide.plan.plan import Move, Plan, Shard, stages
 from lowtide.plan.simulate import Simulation
@@ -20,8 +23,8 @@ ALIGN = 512
 _SECONDS = 0.5
 """The most time that a layout is looked for where greedy orders do not meet the bound."""
 
-Spans = Mapping[tuple[int, bool], tuple[int, int]]
-"""(moved value, whether it is the encoded form on its way in) -> half-open lifetime, in turns of the backward"""
+Kept = Literal["kept"]
+"""For ``slab=``: not only what comes back lies in the slab, but also what is kept."""
 
 
 def place_bytes(move: Moved | Move) -> int:
@@ -30,14 +33,57 @@ def place_bytes(move: Moved | Move) -> int:
     return move.encoded_bytes * first.size if isinstance(first, Shard) else move.bytes
 
 
-def lay_out(moved: Iterable[Moved], spans: Spans) -> tuple[dict[tuple[int, bool], int], int]:
-    """Offsets of everything in ``spans``, and the bytes of the slab."""
+class SlabLayout(NamedTuple):
+    """Offsets in a slab.
+
+    Attributes:
+        moved: of what comes back, by (moved value, whether it is the encoded form on its way in).
+        kept: of kept values, by storage.
+        bytes: of the slab.
+    """
+
+    moved: dict[tuple[int, bool], int]
+    kept: dict[int, int]
+    bytes: int
+
+
+def lay_out(moved: Iterable[Moved], simulation: Simulation, kept_bytes: Mapping[int, int]) -> SlabLayout:
+    """Offsets of everything that a simulation saw in the slab.
+
+    Args:
+        moved: the values that come back.
+        simulation: says when each place is taken.
+        kept_bytes: storage -> its bytes.
+    """
     by_value = {m.value: m for m in moved}
-    keys = list(spans)
+    keys = list(simulation.spans)
     sizes = [by_value[value].encoded_bytes + ALIGN if arriving else place_bytes(by_value[value]) for value, arriving in keys]
-    lower, upper = [spans[key][0] for key in keys], [spans[key][1] for key in keys]
-    found = find(lower, upper, sizes, align=ALIGN, seconds=_SECONDS)
-    return {key: int(at) for key, at in zip(keys, found.offsets, strict=True)}, found.height
+    turns = simulation.turns
+    spans = [simulation.spans[key] for key in keys]
+    # one axis for turns of the backward and events of the step: a turn is a moment of its event
+    lower: list[tuple[int, float]] = [(turns[first], first) for first, _ in spans]
+    upper: list[tuple[int, float]] = [(turns[until - 1], until - 0.5) for _, until in spans]
+    for begin, end in simulation.kept.values():
+        lower.append((begin, -1.0))
+        upper.append((end, float("inf")))
+    sizes += [kept_bytes[storage] for storage in simulation.kept]
+    place = {moment: k for k, moment in enumerate(sorted({*lower, *upper}))}
+    found = find([place[m] for m in lower], [place[m] for m in upper], sizes, align=ALIGN, seconds=_SECONDS)
+    offsets = [int(at) for at in found.offsets]
+    return SlabLayout(dict(zip(keys, offsets, strict=False)), dict(zip(simulation.kept, offsets[len(keys) :], strict=True)), found.height)
+
+
+def checked(slab: bool | Kept | None) -> bool | Kept | None:
+    """What was given for ``slab=``, if it can be.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    if slab is not None and not isinstance(slab, bool) and slab not in get_args(Kept):
+        raise PlanError(
+            f"slab={slab!r}: give True, False, 'kept' (kept values lie there, too), or None for where the budget has room for it"
+        )
+    return slab
 
 
 def with_slab(simulation: Simulation, slab_bytes: int) -> Simulation:
@@ -51,8 +97,8 @@ def with_slab(simulation: Simulation, slab_bytes: int) -> Simulation:
 
 
 def without_slab(plan: Plan) -> Plan:
-    """The same plan with every value that comes back in memory of its own."""
+    """The same plan with every value in memory of its own."""
     if not plan.slab_bytes:
         return plan
     moves = tuple(replace(move, place=-1, arrival=-1) for move in plan.moves)
-    return replace(plan, moves=moves, slab_bytes=0, predicted_peak_bytes=plan.loose_peak_bytes, loose_peak_bytes=0)
+    return replace(plan, moves=moves, places=(), slab_bytes=0, predicted_peak_bytes=plan.loose_peak_bytes, loose_peak_bytes=0)

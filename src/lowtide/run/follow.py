@@ -85,6 +85,8 @@ class Follower(Recorder):
             kind = WRITE if info.written else PASS
             keys = {private.storage_key(t) for t in written_tensors(info, args, kwargs) if has_plain_storage(t)}
             untouched = not any(keys & known.keys() for known in (self._given, self._held))
+        if self.placer is not None and self.placer.places(self.director, func):
+            untouched = False  # it needs the recorder to write into its place
         director = self.director
         at, departed = (director.at, director.departed) if isinstance(director, PlanDirector) else (0, 0)
         result = super().__torch_dispatch__(func, types, args, kwargs)

@@ -177,7 +177,7 @@ class Limiter:
         plan = planned.plan
         script = planned.script if planned.script is not None and planned.script.plan is plan else None
         listener = Listener(plan) if script is None and not verifying and self.verify != "always" else None
-        if plan.moves:
+        if plan.moves or plan.places:
             prepare(plan, self.stores, torch.device(plan.device))  # before memory is watched: what it reserves stands from now on
         watch = self._watch(planned, verifying, listener is not None)
         mover = Mover(plan, self.stores, verifying) if plan.moves else None
@@ -189,6 +189,7 @@ class Limiter:
             watch=watch,
             room=planned.room() if verifying else None,
             mover=mover,
+            placer=self.stores.placer if plan.places else None,
             script=script,
             listener=listener,
         )

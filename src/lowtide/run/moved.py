@@ -15,6 +15,7 @@ import torch
 from lowtide import private
 from lowtide.plan.plan import Compress, Move, Plan, Shard, stages
 from lowtide.plan.traffic import ahead_bytes
+from lowtide.run.placed import Placer
 from lowtide.run.tape import LiveValue, digest, unrecorded
 from lowtide.store.codec import CodecError
 from lowtide.store.slab import Place
@@ -324,7 +325,7 @@ class Mover:
 
 
 def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
-    """Lay out what every step under ``plan`` stores, and reserve it, if the stores are not laid out for it already.
+    """Lay out what every step under ``plan`` stores or places, and reserve it, if the stores are not laid out for it already.
 
     Raises:
         StoreError: there is no room for it.
@@ -353,4 +354,5 @@ def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
     for tier, expected in by_tier.items():
         tier.expect(*expected)
     stores.reserve(plan.slab_bytes, device)
+    stores.placer = Placer(plan, stores, device) if plan.places else None
     stores.prepared = plan

@@ -45,6 +45,7 @@ from lowtide.run.watch import StepWatch
 
 if TYPE_CHECKING:
     from lowtide.run.moved import Fetch, Mover
+    from lowtide.run.placed import Placer
 
 Verify = Literal["first", "always", "never"]
 
@@ -76,6 +77,7 @@ class Recorder(TorchDispatchMode):
         room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its position in the forward; what
             does not fit is not run twice but checked by digest in backward.
         mover: carries out the plan's moves.
+        placer: has kept values written into the slab.
     """
 
     def __init__(
@@ -87,6 +89,7 @@ class Recorder(TorchDispatchMode):
         watch: StepWatch | None = None,
         room: Callable[[int], int] | None = None,
         mover: Mover | None = None,
+        placer: Placer | None = None,
     ) -> None:
         super().__init__()
         private.keep_dynamo_out()
@@ -103,6 +106,10 @@ class Recorder(TorchDispatchMode):
         self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._nodes: list[weakref.ref[Node]] = []
         self._order = 0
+        self.placer = placer
+        if placer is not None and isinstance(director, PlanDirector):
+            self.__dict__["_call"] = placer.around(director, self._call)
+        self._packs = placer is None or mover is not None or watch is not None or self.check or placer.replays
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
@@ -119,7 +126,8 @@ class Recorder(TorchDispatchMode):
         """Activate the mode and the hooks together; afterwards nothing but autograd's graph holds what was recorded."""
         with ExitStack() as stack:
             stack.callback(self.close)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
+            if self._packs:
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
             stack.enter_context(self)
             yield self
 
@@ -166,6 +174,7 @@ class Recorder(TorchDispatchMode):
                 self._unread(node)
             del node, outputs
         self._nodes.clear()
+        self.__dict__.pop("_call", None)  # refers back to this
 
     def _unread(self, node: Node) -> None:
         for source in node.inputs():

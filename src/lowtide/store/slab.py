@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 
+from lowtide.into import Geometry
 from lowtide.store.tier import Transfer
 
 
@@ -27,16 +28,20 @@ class Place:
 
     Attributes:
         start, end: as given.
-        target: the same bytes as part of the slab, for transfers, whose threads let go of what they wrote when they get to it.
     """
 
-    __slots__ = ("_pending", "_storage", "end", "start", "target")
+    __slots__ = ("_memory", "_pending", "_storage", "end", "start")
 
     def __init__(self, memory: torch.Tensor, start: int, bytes_: int, tensor: torch.Tensor) -> None:
         self.start, self.end = start, start + bytes_
-        self.target = memory[start : start + bytes_]
+        self._memory = memory
         self._pending: list[Any] = []
         self._storage = weakref.ref(tensor.untyped_storage())
+
+    @property
+    def target(self) -> torch.Tensor:
+        """The same bytes as part of the slab, for transfers, whose threads let go of what they wrote when they get to it."""
+        return self._memory[self.start : self.end]
 
     def writing(self, work: list[Any]) -> None:
         """These transfers or collectives write there; nothing does when there are none.
@@ -82,19 +87,58 @@ class Slab:
     def __init__(self, device: torch.device, bytes_: int) -> None:
         self.memory = torch.empty(bytes_, dtype=torch.uint8, device=device)
         self.placed = 0
-        self._taken: list[Place] = []
+        self._taken: dict[tuple[int, int], Place] = {}
+        self._beside: dict[tuple[int, int], list[tuple[int, int]]] = {}
+        """bytes that were asked for -> those of the same kind that overlap with them, themselves included"""
+        self._aliases: dict[tuple[int, Geometry], torch.Tensor] = {}
         self._lock = threading.Lock()
 
     def take(self, start: int, bytes_: int) -> tuple[Place, torch.Tensor] | None:
         """The bytes from ``start`` on as a flat tensor of bytes with a storage of its own, or ``None`` where some of them are in use."""
-        end = start + bytes_
         with self._lock:
-            self._taken = [place for place in self._taken if not place.free]
-            if end > self.memory.numel() or any(place.start < end and start < place.end for place in self._taken):
+            if not self._free(start, start + bytes_):
                 return None
-            # the one public way to a storage that begins within another one and keeps it alive
-            tensor = from_dlpack(to_dlpack(self.memory[start:end]))
-            place = Place(self.memory, start, bytes_, tensor)
-            self._taken.append(place)
-            self.placed += 1
-        return place, tensor
+            tensor = _own_storage(self.memory[start : start + bytes_])
+            return self._enter(start, bytes_, tensor), tensor
+
+    def tensor(self, start: int, look: Geometry) -> torch.Tensor | None:
+        """The bytes from ``start`` on as a tensor that looks like this, with a storage of its own, or ``None`` where some of them are in use."""
+        with self._lock:
+            if not self._free(start, start + look.bytes):
+                return None
+            alias = self._aliases.get((start, look))
+            if alias is None:
+                alias = torch.empty(0, dtype=look.dtype, device=self.memory.device)
+                alias.set_(self.memory.untyped_storage(), start // look.dtype.itemsize, look.shape, look.stride)  # type: ignore[call-overload]
+                self._aliases[start, look] = alias
+            tensor = _own_storage(alias)
+            self._enter(start, look.bytes, tensor)
+        return tensor
+
+    def _free(self, start: int, end: int) -> bool:
+        """Whether nobody uses any of these bytes. A plan asks for the same ones in every step, so it is known which of them overlap."""
+        if end > self.memory.numel():
+            return False
+        beside = self._beside.get((start, end))
+        if beside is None:
+            beside = self._beside[start, end] = [(a, b) for a, b in self._beside if a < end and start < b]
+            for other in beside:
+                self._beside[other].append((start, end))
+            beside.append((start, end))
+        for key in beside:
+            place = self._taken.get(key)
+            if place is not None:
+                if not place.free:
+                    return False
+                del self._taken[key]
+        return True
+
+    def _enter(self, start: int, bytes_: int, tensor: torch.Tensor) -> Place:
+        place = self._taken[start, start + bytes_] = Place(self.memory, start, bytes_, tensor)
+        self.placed += 1
+        return place
+
+
+def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
+    """The same bytes on a storage that begins there: DLPack is the one public way to one that lies within another and keeps it alive."""
+    return from_dlpack(to_dlpack(tensor))
