@@ -3,8 +3,9 @@
 python -m benchmarks kept_places
 
 Each model runs with everything kept and with a quarter of the peak saved by recomputing; loose and in a slab in the same process, a step of each in turn.
-Pages are faulted in by the C library's defaults (*given back*: large blocks are mapped anew in every step) and with freed memory kept (see
-`benchmarks.common.keep_pages`). Also how long one operation takes: as it is, intercepted, and intercepted and placed.
+Where a plan recomputes, two models are compared, which differ by several percent from where their memory lies. Pages are faulted in by the C library's
+defaults (*given back*: large blocks are mapped anew in every step) and with freed memory kept (see `benchmarks.common.keep_pages`). Also how long one
+operation takes: as it is, intercepted, and intercepted and placed.
 """
 
 from __future__ import annotations
