@@ -35,17 +35,23 @@ def plain_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
 
 
 _SMALL_ONES = 1 << 16
+_OF_MASKS = {
+    "aten.cat.default",
+    *(f"aten.{name}.{kind}" for name in ("eq", "ne", "lt", "le", "gt", "ge") for kind in ("Scalar", "Tensor")),
+}
+"""What is done to a mask of numbers before a model asks for what is in it: it is put together with another, or made one of truth values."""
 _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
 
 
 def stays_real(info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call on real constants only (or one that makes integers from nothing) is carried out for real in a fake trace.
 
-    So are small tensors of ones: models make them as masks, and ask whether they are ones. And single numbers, which `chance` decides.
+    So are small tensors of ones: models make them as masks, put them together, and ask whether they are ones. And single numbers, which
+    `chance` decides.
     """
     if inputs:
         to_integers = info.name == "aten._to_copy.default" and kwargs.get("dtype") in _INTEGERS
-        most = _SMALL_ONES if to_integers else 1
+        most = _SMALL_ONES if to_integers or info.name in _OF_MASKS else 1
         return all(not isinstance(t, FakeTensor) and (is_small_constant(t) or _is_plain_number(t, most)) for t in inputs)
     if draws_one(info, args):
         return True

@@ -34,7 +34,8 @@ from lowtide.ops import (
 from lowtide.trace.chance import draws_one, extreme
 from lowtide.trace.costs import OpSpec
 from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
-from lowtide.trace.fake import shows_another_layout
+from lowtide.trace.ends import settled
+from lowtide.trace.fake import laid_out
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
@@ -221,8 +222,6 @@ class Tracer(TorchDispatchMode):
             self._refuse_strangers(inputs)
             if info.real_only:
                 raise TraceError(f"{info.name} allocates memory that fake tensors do not show: trace with real=True")
-            if shows_another_layout(info, args):
-                raise TraceError(f"{info.name} lays its result out otherwise than fake tensors show: trace with real=True")
         written = written_tensors(info, args, kwargs)
         if self.fake and written and torch.is_grad_enabled():
             self._refuse_written_views(written, inputs)
@@ -245,6 +244,8 @@ class Tracer(TorchDispatchMode):
             self.scratch[signature] = max(seen.peak_bytes - live, self.scratch.get(signature, 0))
         else:
             result = private.call(func, args, kwargs)
+        if self.fake:
+            result = laid_out(info, args, result)
         if draws_one(info, args):
             self.drew, result = True, extreme(result, self.least)
         outputs = [t for t in tensors_of(result) if has_plain_storage(t)]
@@ -429,47 +430,10 @@ class Tracer(TorchDispatchMode):
         """The step's caller may hold ``result`` (logits beside the loss, say) for as long as the step lasts: remember which storages."""
         self._outputs = {self._known[key] for key in map(private.storage_key, tensors_inside(result)) if key in self._known}
 
-    def _settle(self) -> None:
-        """Put the ends of storages where a plain step would have them.
-
-        In a trace on real tensors the executor or autograd held what they saved; the program itself is taken to need it until the last
-        forward operation that touches it.
-        """
-        events, moved = self.events, self._outputs
-        if not self.fake:
-            last: dict[int, int] = {}
-            freed_in_forward: set[int] = set()
-            for place, event in enumerate(events):
-                if event.kind == "op":
-                    operation = self.operations[event.index]
-                    if operation["phase"] == "backward":
-                        break
-                    for value in (*operation["reads"], *operation["writes"]):
-                        last[self.values[value]["storage"]] = place
-                elif event.kind == "pack":
-                    last[self.values[self.saved[event.index]["value"]]["storage"]] = place
-                elif event.kind == "free":
-                    freed_in_forward.add(event.index)
-            early = {
-                number: place
-                for number, place in last.items()
-                if number not in freed_in_forward and number not in moved and self.storages[number]["producer"] is not None
-            }
-            after: dict[int, list[Event]] = {}
-            for number, place in early.items():
-                after.setdefault(place, []).append(Event("free", number))
-            events = [
-                new
-                for place, event in enumerate(events)
-                if not (event.kind == "free" and event.index in early)
-                for new in (event, *after.get(place, []))
-            ]
-        self.events = events
-
     def graph(self, *, device: str, source: Any, extra_resident_bytes: int = 0, notes: tuple[str, ...] = ()) -> StepGraph:
         """What was recorded, as data, without times; ends the trace."""
         self.closed = True
-        self._settle()
+        events = self.events if self.fake else settled(self.events, self.operations, self.values, self.saved, self.storages, self._outputs)
         newest: dict[int, int] = {}
         for value in self.values:
             producer = value["producer"]
@@ -489,7 +453,7 @@ class Tracer(TorchDispatchMode):
             storages=tuple(Storage(**storage) for storage in self.storages),
             values=values,
             saved=tuple(Saved(**saved) for saved in self.saved),
-            events=tuple(self.events),
+            events=tuple(events),
             resident_bytes=resident + extra_resident_bytes,
             device=device,
             source=source,
