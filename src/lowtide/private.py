@@ -12,6 +12,7 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.utils._python_dispatch import (
     TorchDispatchMode,
@@ -86,6 +87,11 @@ def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     finally:
         exclude(_CONJUGATE, conjugate)
         exclude(_NEGATIVE, negative)
+
+
+def suggested_memory_format(tensor: torch.Tensor) -> torch.memory_format:
+    """The format that kernels take a tensor to have, by its strides: channels-last or, where they do not say so, contiguous."""
+    return suggest_memory_format(tensor)
 
 
 @contextmanager

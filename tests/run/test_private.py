@@ -111,6 +111,13 @@ def test_version_witness_tells_of_writes_and_holds_nothing() -> None:
     assert storage() is None
 
 
+def test_suggested_memory_format_is_what_kernels_go_by() -> None:
+    x = torch.ones(2, 3, 4, 5)
+    assert private.suggested_memory_format(x) is torch.contiguous_format
+    assert private.suggested_memory_format(x.to(memory_format=torch.channels_last)) is torch.channels_last
+    assert private.suggested_memory_format(torch.ones(2, 3, 1, 1).as_strided((2, 3, 1, 1), (3, 1, 3, 3))) is torch.channels_last
+
+
 def test_replaying_is_below_autograd_and_autocast() -> None:
     x = torch.ones(4, 4, requires_grad=True)
     with torch.autocast("cpu", dtype=torch.bfloat16):

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.plan.segment import Configuration, Segment
+from lowtide.plan.segment import LONGEST_SEGMENT, Configuration, Segment
 from lowtide.plan.simulate import Bytes, Simulator
 from lowtide.plan.stages import Stages
 
@@ -108,8 +108,8 @@ class Master:
             if length > 1 and share < 24:
                 break
             for first in range(count - length + 1):
-                if sum(len(self.stages.operations(k, k + 1)) for k in range(first, first + length)) > 160:
-                    continue
+                if length > 1 and len(self.stages.operations(first, first + length)) > LONGEST_SEGMENT:
+                    continue  # but a stage alone, however long where it cannot be cut: without it no path reaches the end
                 self._add(first, first + length, max(24, min(share, 2500)))
 
     def _add(self, first: int, last: int, effort: int) -> None:

@@ -20,6 +20,9 @@ from lowtide.plan.stages import Stages
 _PRICES = (1.0, 0.3, 3.0, 0.1, 10.0, 0.03, 0.55, 1.7, 100.0, 0.003)
 """Prices of a stored byte at which configurations are sought, in units of the segment's own average."""
 
+LONGEST_SEGMENT = 160
+"""Most operations of several stages that are searched together; a single stage that cannot be cut may be longer, and is searched less."""
+
 _LP_PRICES = (0.003, 0.01, 0.03, 0.07, 0.13, 0.22, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 9.0, 20.0, 60.0, 300.0)
 
 
@@ -214,13 +217,14 @@ class Segment:
         elif count:
             span = max(1, first.held_bytes - last.held_bytes)
             price = max(last.seconds - first.seconds, 1e-12) / span
+            most_known = effort if len(self.operations) > LONGEST_SEGMENT else 1 << 30
             for seed in [*self._relaxed([f * price for f in _LP_PRICES]), *seeds]:
                 self.evaluate(seed)
             for transient, pairs in ((0.0, False), (1.0, True), (0.3, False), (4.0, True), (0.0, True)):
                 for factor in _PRICES:
                     if len(self.known) > effort:
                         break
-                    self._descend(factor * price, transient * factor * price, pairs)
+                    self._descend(factor * price, transient * factor * price, pairs, most_known)
         return self.front(most)
 
     def _relaxed(self, prices: list[float]) -> list[int]:
@@ -276,8 +280,8 @@ class Segment:
         c = self.evaluate(kept)
         return c.seconds + price * c.held_bytes + transient * max(c.window_peak, c.forward_peak)
 
-    def _descend(self, price: float, transient: float, pairs: bool) -> int:
-        """First-improvement descent by flips, then by pairs of flips, from the best of what is known."""
+    def _descend(self, price: float, transient: float, pairs: bool, most_known: int) -> int:
+        """First-improvement descent by flips, then by pairs of flips, from the best of what is known, until ``most_known`` are known."""
         count = len(self.units)
         kept = min(self.known, key=lambda k: (self._score(k, price, transient), k))
         best = self._score(kept, price, transient)
@@ -286,7 +290,7 @@ class Segment:
             moves += [1 << i | 1 << j for i in range(count) for j in range(i + 1, min(count, i + 4))]
         quiet = 0
         at = 0
-        while quiet < len(moves):
+        while quiet < len(moves) and len(self.known) <= most_known:
             other = kept ^ moves[at]
             at = (at + 1) % len(moves)
             score = self._score(other, price, transient)

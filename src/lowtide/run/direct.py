@@ -8,6 +8,8 @@ from lowtide.ops import OpInfo
 from lowtide.plan.plan import Plan
 
 _LOOK_AHEAD = 400
+_MIRRORED = {f"aten.{one}.Tensor": f"aten.{other}.Tensor" for one, other in (("lt", "gt"), ("gt", "lt"), ("le", "ge"), ("ge", "le"))}
+"""What Python makes of a comparison whose right side alone is of a subclass, as a fake tensor is in a trace: it asks the right side first."""
 
 
 class Director(Protocol):
@@ -92,7 +94,7 @@ class PlanDirector:
 
     def _find(self, info: OpInfo) -> int | None:
         program, at = self._program, self.at
-        if at < len(program) and program[at].name == info.name:
+        if at < len(program) and program[at].name in (info.name, _MIRRORED.get(info.name)):
             return at
         for ahead in range(at, min(at + _LOOK_AHEAD, len(program))):
             if program[ahead].name == info.name:

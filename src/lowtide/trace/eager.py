@@ -35,8 +35,8 @@ from lowtide.ops import (
 from lowtide.trace.chance import Chance, draws_one, extreme
 from lowtide.trace.costs import OpSpec
 from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
-from lowtide.trace.fake import shows_another_layout
-from lowtide.trace.settle import natural_ends
+from lowtide.trace.ends import settled
+from lowtide.trace.fake import laid_out
 from lowtide.trace.states import STATE, states_seen, without_strays
 from lowtide.trace.views import FreshViews, refuse_stale, taken
 
@@ -241,8 +241,6 @@ class Tracer(TorchDispatchMode):
             self._refuse_strangers(inputs)
             if info.real_only:
                 raise TraceError(f"{info.name} allocates memory that fake tensors do not show: trace with real=True")
-            if shows_another_layout(info, args):
-                raise TraceError(f"{info.name} lays its result out otherwise than fake tensors show: trace with real=True")
         written = written_tensors(info, args, kwargs)
         keys = {private.storage_key(t) for t in inputs}
         statistics = [args[position] for position in hidden_statistics(info, args)]
@@ -263,6 +261,8 @@ class Tracer(TorchDispatchMode):
             self.scratch[signature] = max(seen.peak_bytes - live, self.scratch.get(signature, 0))
         else:
             result = private.call(func, args, kwargs)
+        if self.fake:
+            result = laid_out(info, args, result)
         if draws_one(info, args):
             self.chance.drew = True
             result = result if self.chance.least is None else extreme(result, self.chance.least)
@@ -451,8 +451,7 @@ class Tracer(TorchDispatchMode):
     def graph(self, *, device: str, source: Any, extra_resident_bytes: int = 0, notes: tuple[str, ...] = ()) -> StepGraph:
         """What was recorded, as data, without times; ends the trace."""
         self.closed = True
-        if not self.fake:
-            self.events = natural_ends(self.events, self.operations, self.storages, self.values, self.saved, self._outputs)
+        events = self.events if self.fake else settled(self.events, self.operations, self.values, self.saved, self.storages, self._outputs)
         newest: dict[int, int] = {}
         for value in self.values:
             producer = value["producer"]
@@ -472,7 +471,7 @@ class Tracer(TorchDispatchMode):
             storages=tuple(Storage(**storage) for storage in without_strays(self.storages, len(self.operations), device)),
             values=values,
             saved=tuple(Saved(**saved) for saved in self.saved),
-            events=tuple(self.events),
+            events=tuple(events),
             resident_bytes=resident + extra_resident_bytes,
             device=device,
             source=source,

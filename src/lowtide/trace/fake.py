@@ -65,19 +65,36 @@ def is_small_constant(tensor: torch.Tensor) -> bool:
     return tensor.layout is torch.strided and tensor.numel() * tensor.element_size() <= SMALL_BYTES
 
 
-def shows_another_layout(info: OpInfo, args: tuple[Any, ...]) -> bool:
-    """Whether the CPU's kernel lays its result out otherwise than its fake does, so that what follows takes other ways.
+def laid_out(info: OpInfo, args: tuple[Any, ...], result: Any) -> Any:
+    """What a call on fake tensors returned, with the strides that the CPU's kernel gives it: what follows goes other ways by them.
 
-    Batch norm writes a result that is contiguous or channels-last; the fake keeps whatever strides its input has.
+    Batch norm writes what is contiguous or channels-last, and where both names fit, contiguous; its fake keeps the strides of the input,
+    those of dimensions of one element included. Source: ``suggest_memory_format_contig`` in ATen/native/Normalization.cpp.
     """
-    if not info.name.startswith(("aten.native_batch_norm.", "aten._native_batch_norm_legit")) or args[0].device.type != "cpu":
-        return False
-    given = args[0]
-    formats = [
-        torch.contiguous_format,
-        *([torch.channels_last] if given.dim() == 4 else [torch.channels_last_3d] if given.dim() == 5 else []),
-    ]
-    return not any(given.is_contiguous(memory_format=layout) for layout in formats)
+    forward = info.name.startswith(_BATCH_NORMS)
+    if not forward and info.name != "aten.native_batch_norm_backward.default":
+        return result
+    first, *others = result
+    given = args[:1] if forward else (args[1], args[0])
+    if first is None or first.device.type != "cpu" or first.numel() == 0:
+        return result
+    suggested = private.suggested_memory_format(given[0])
+    alike = all(_gapless(tensor) is not None and private.suggested_memory_format(tensor) == suggested for tensor in given)
+    layout = (_gapless(given[0]) if alike else None) or suggested
+    wanted = torch.empty(first.shape, device="meta", memory_format=layout).stride()
+    if first.stride() != wanted:
+        first = torch.empty_strided(first.shape, wanted, dtype=first.dtype, device=first.device)
+    return (first, *others)
+
+
+_BATCH_NORMS = ("aten.native_batch_norm.", "aten._native_batch_norm_legit")
+
+
+def _gapless(tensor: torch.Tensor) -> torch.memory_format | None:
+    """The first format in which the tensor has no gaps, or ``None``."""
+    formats = [torch.contiguous_format]
+    formats += [torch.channels_last] if tensor.dim() == 4 else [torch.channels_last_3d] if tensor.dim() == 5 else []
+    return next((layout for layout in formats if tensor.is_contiguous(memory_format=layout)), None)
 
 
 def _swap_attribute(faker: Faker, item: Any) -> Any:
