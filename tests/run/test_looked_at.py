@@ -345,3 +345,40 @@ def test_layers_left_out_by_chance_are_planned_for(low: bool, stays: bool, same:
     assert handle.graph.source == "fake"
     assert sum(operation.name == "aten.gelu.default" for operation in handle.graph.operations) == 4
     assert len(handle.plans) == 1
+
+
+class Looks(nn.Module):
+    """Takes a gradient of its own inside, and gets an argument that it does not use."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lin, self.out = nn.Linear(32, 128), nn.Linear(128, 4)
+
+    def forward(self, x: torch.Tensor, unused: torch.Tensor) -> torch.Tensor:
+        weight = self.out.weight
+        inner = nn.functional.linear(torch.tanh(self.lin(x)), weight).softmax(-1).square().sum()
+        (grad,) = torch.autograd.grad(inner, weight, create_graph=True)
+        return nn.functional.linear(torch.tanh(self.lin(x)), weight - 0.1 * grad).softmax(-1).square().sum()
+
+
+@needs_meter
+def test_a_gradient_inside_and_an_unused_argument_are_counted(same: Callable[..., bool]) -> None:
+    torch.manual_seed(0)
+    plain, x, unused = Looks(), torch.randn(64, 32), torch.randn(1000)
+    model = copy.deepcopy(plain)
+    with pytest.raises(lowtide.BudgetError) as refusal:
+        lowtide.limit_memory(copy.deepcopy(model), 1).prepare(x, unused)
+    handle = lowtide.limit_memory(model, refusal.value.smallest_bytes)
+    for _ in range(2):
+        model.zero_grad()
+        standing = meter.resident_bytes(model) + x.nbytes + unused.nbytes
+        peak = standing + meter.measure(lambda: model(x, unused).backward(), timeline=False).peak_bytes
+    plain(x, unused).backward()
+    assert handle.plan is not None
+    assert handle.plan.budget_bytes is not None
+    assert peak <= handle.plan.budget_bytes
+    assert handle.graph is not None
+    assert sum(s.bytes == unused.nbytes for s in handle.graph.storages if s.kind == "input") == 1
+    assert not any(operation.replayable for operation in handle.graph.operations if operation.phase == "backward")
+    for a, b in zip(plain.parameters(), model.parameters(), strict=True):
+        assert same(a.grad, b.grad)

@@ -42,6 +42,7 @@ from lowtide.trace.views import FreshViews, refuse_stale, taken
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
+_INNER = "it runs in a backward inside the step, which is not recorded"
 
 
 class TraceHandle:
@@ -315,6 +316,8 @@ class Tracer(TorchDispatchMode):
     def _unsafe(self, info: OpInfo, reads: list[int], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
         if not self.in_region:
             return OUTSIDE
+        if private.in_backward():
+            return _INNER
         if info.uninitialized:
             return "it returns memory that nothing has written yet"
         for value in reads:

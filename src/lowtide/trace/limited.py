@@ -72,6 +72,8 @@ def trace_model(
     notes: list[str] = []
 
     def run(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        for tensor in tensors_inside((args, kwargs)):
+            tracer.value_of(tensor)  # it stands on the device, used or not
         result = forward(*args, **kwargs)
         tracer.in_region = False
         if loss_fn is not None:
