@@ -31,9 +31,9 @@ class Twice(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         into = into_of(func, "cpu")
-        again = (
-            [t.clone() if isinstance(t, torch.Tensor) else t for t in args] if into is not None else []
-        )  # batch norm writes its statistics
+        again = list(args)  # not copies: those of tensors with gaps have other strides, and kernels go other ways
+        if func is torch.ops.aten.native_batch_norm.default:
+            again = [t.clone() if isinstance(t, torch.Tensor) else t for t in args]  # its statistics are overwritten
         result = func(*args, **kwargs)
         if into is None:
             return result
