@@ -153,6 +153,31 @@ def mixes(found: dict[str, Any]) -> str:
     return _table(head, rows)
 
 
+def kept_places(found: dict[str, Any]) -> str:
+    """What a slab of kept values adds to the peak and to the time."""
+    rows = [
+        [
+            row["model"],
+            row["policy"],
+            row["pages"],
+            f"{100 * row['placed_share']:.0f} %",
+            _mib(row["loose_peak_bytes"]),
+            _mib(row["measured_peak_bytes"]),
+            _percent(row["added"]),
+            f"{row['loose_page_faults']:,}",
+            f"{row['page_faults']:,}",
+            _yes(
+                row["measured_peak_bytes"] == row["predicted_peak_bytes"]
+                and not row["unplaced"]
+                and not row["slab_allocations_after_the_first_step"]
+            ),
+        ]
+        for row in found["rows"]
+    ]
+    head = ["model", "policy", "pages", "placed", "peak MiB", "in the slab MiB", "time", "pages faulted in", "in the slab", "holds"]
+    return _table(head, rows)
+
+
 def codecs(found: dict[str, Any]) -> str:
     """The table of codecs: bytes, speed, gradients and losses."""
     rows = []
@@ -314,6 +339,15 @@ def stores() -> list[str]:
             "It *holds* at a gap of at most 1 % of the step."
         )
         parts += ["", "## Recompute and move together", "", _where(found), "", text, "", mixes(found)]
+    found = _load("kept_places")
+    if found:
+        text = (
+            "Kept values written by their operations right into one slab (`policies.in_slab`), against the same plan with each in memory of its own, "
+            "in turn. *Placed* is the share of the kept bytes whose operation can do that. Pages of freed memory are given back to the system, or "
+            "*kept*. It *holds* when the measured peak is the predicted one to the byte, and after the first step nothing is allocated for a placed "
+            "value."
+        )
+        parts += ["", "## Kept values in a slab", "", _where(found), "", text, "", kept_places(found)]
     found = _load("codecs")
     if found:
         text = (
