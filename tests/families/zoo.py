@@ -303,7 +303,7 @@ FAMILIES: tuple[Family, ...] = (
     Family("regnet", regnet),
     Family("convnext", convnext),
     Family("convolutions", convolutions),
-    Family("unet", unet, traced="real", accuracy=0.12),
+    Family("unet", unet),
     Family("mamba", mamba, accuracy=0.05),
     Family("mixtral", mixtral, traced="real", accuracy=0.05),
     Family("wav2vec2", wav2vec2, traced="real", accuracy=0.05),
