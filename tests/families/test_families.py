@@ -96,15 +96,24 @@ def test_everything_given_up(family: Any, verify: bool) -> None:
     assert recorder.findings.given_up_bytes > 0
 
 
-def limited(model: torch.nn.Module, batch: dict[str, Any], budget: str | int) -> tuple[lowtide.Handle, list[Step], list[int]]:
-    model = copy.deepcopy(model)
-    handle = lowtide.limit_memory(model, budget=budget)
+def limited(
+    model: torch.nn.Module, batch: dict[str, Any], budget: str | int, like: lowtide.Handle | None = None
+) -> tuple[lowtide.Handle, list[Step], list[int]]:
+    """The model's steps within the budget, or where that is refused within the smallest that is named; ``like`` knows what operations cost."""
+    inside = copy.deepcopy(model)
+    handle = lowtide.limit_memory(inside, budget=budget)
+    if like is not None:
+        handle.share_costs(like)
     with warnings.catch_warnings():
         warnings.simplefilter("error", lowtide.LowtideWarning)
         random = torch.get_rng_state()
-        handle.prepare(**batch)
+        try:
+            handle.prepare(**batch)
+        except lowtide.BudgetError as error:
+            assert like is None and error.smallest_bytes is not None
+            return limited(model, batch, error.smallest_bytes, handle)
         assert torch.equal(random, torch.get_rng_state())
-        found, peaks = steps(model, batch)
+        found, peaks = steps(inside, batch)
     return handle, found, peaks
 
 
@@ -130,14 +139,7 @@ def test_within_the_smallest_budget_in_other_families(name: str) -> None:
 def check_within(family: Any, budget: str) -> None:
     model, batch = build(family)
     plain, _ = steps(copy.deepcopy(model), batch)
-    limit: str | int = budget
-    try:
-        if budget == "smallest":
-            limit = 1
-        handle, found, peaks = limited(model, batch, limit)
-    except lowtide.BudgetError as error:
-        assert error.smallest_bytes is not None
-        handle, found, peaks = limited(model, batch, error.smallest_bytes)
+    handle, found, peaks = limited(model, batch, 1 if budget == "smallest" else budget)
     assert all(map(same, plain, found))
     plan = handle.plan
     assert plan is not None and plan.budget_bytes is not None and handle.graph is not None

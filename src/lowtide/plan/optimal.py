@@ -8,7 +8,7 @@ In: a step graph and a budget in bytes. Out: a `Plan` whose exactly simulated pe
 from __future__ import annotations
 
 import threading
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
@@ -46,7 +46,11 @@ class Planner:
         self.relaxation = Relaxation(self.sim, self.stages)
         self.bounds: dict[int, float] = {}
         """budget -> seconds that no schedule can undercut, the recording overhead aside"""
-        self.master = Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT)
+
+    @cached_property
+    def master(self) -> Master:
+        """The search over stages, where most of the time goes."""
+        return Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT)
 
     def family(self) -> list[Candidate]:
         """Plans that need no search: keep everything, give everything up, per block, by square root."""
@@ -150,6 +154,13 @@ class Planner:
 def planner_of(graph: StepGraph) -> Planner:
     """The planner of a step: a budget that cannot be met is often followed by another for the same step."""
     return Planner(graph)
+
+
+def hopeless(graph: StepGraph, budget: int) -> bool:
+    """Whether it is known without a search that recomputing cannot meet the budget."""
+    planner = planner_of(graph)
+    with planner.lock:
+        return planner.relaxation.least_peak() > budget
 
 
 def optimal(graph: StepGraph, budget: int | None = None) -> Plan:

@@ -18,6 +18,7 @@ from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.plan import make, make_plan
 from lowtide.plan.moves import simulate_plan
+from lowtide.plan.optimal import hopeless
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import plain
 from lowtide.plan.slab import without_slab
@@ -319,11 +320,18 @@ class Planner:
     def _solve_held(self, planned: Planned, limit: int | None) -> None:
         """Plan for a caller that may hold the outputs, or where that does not fit, for one that lets them go."""
         if planned.holding and not planned.held:
-            with suppress(BudgetError):
-                self._solve(planned, limit)
-                return
+            if not self._hopeless(planned, limit):
+                with suppress(BudgetError):
+                    self._solve(planned, limit)
+                    return
             planned.holding = False
         self._solve(planned, limit)
+
+    def _hopeless(self, planned: Planned, limit: int | None) -> bool:
+        """Whether it is known without solving that nothing meets the budget; ranks that share a plan solve together, whatever each knows."""
+        if limit is None or self.agreement is not None or self.policy != "optimal":
+            return False
+        return hopeless(self._seen(planned, planned.holding), limit)
 
     def _balance(self, planned: Planned, limit: int | None) -> None:
         """Where the optimizer leaves its share of the host open: move as much of its state as takes less time than recomputing would."""
