@@ -62,8 +62,12 @@ def check(outcomes: list[Any]) -> None:
             assert outcome.kept or any(word in outcome.name for word in ("sparse", "rrelu")), outcome
 
 
+SELDOM = ("conjugate", "negative")
+"""Variants of the same kernels behind the same seams as the others: in the slow tests."""
+
+
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("variant", op_check.VARIANTS)
+@pytest.mark.parametrize("variant", [pytest.param(v, marks=pytest.mark.slow) if v in SELDOM else v for v in op_check.VARIANTS])
 def test_a_part_of_the_database(variant: Any) -> None:
     names = set(PART if variant == "float" else PART[::3])
     ops = [op for op in op_check.operations() if op.name in names]

@@ -112,7 +112,7 @@ def all_models() -> list[str]:
     return faults
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_models(size: int) -> None:
     for faults in on_ranks(size, all_models):
         assert not faults, "\n".join(faults[:20])

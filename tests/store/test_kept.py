@@ -24,7 +24,7 @@ from lowtide.plan.simulate import Simulator
 from lowtide.plan.slab import without_slab
 
 FAMILIES = {family.name: family for family in zoo.FAMILIES}
-EVERY_TIME = ("gpt2", "bert", "t5", "vit", "resnet", "mamba", "mixtral", "wav2vec2", "lstm", "unet")
+EVERY_TIME = ("gpt2", "bert", "vit", "resnet", "mixtral", "lstm", "unet")
 
 
 def slabbed_offload(graph: lowtide.StepGraph, budget: int | None = None) -> Plan:
