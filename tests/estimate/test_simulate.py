@@ -77,7 +77,7 @@ def _on_rank(cases: list[tuple[Config, int, int]]) -> list[tuple[int, int]]:
 
 @needs_meter
 @needs_gloo
-@pytest.mark.parametrize("size", [pytest.param(2, marks=pytest.mark.slow), 4])
+@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shared_among_processes(size: int) -> None:
     """Real Gloo processes that share every layer, with and without sequence parallelism, under every recomputation."""
     chosen = SHARED if size == 2 else SHARED[3:]  # not all of plain tensor parallelism again

@@ -62,7 +62,7 @@ def check(outcomes: list[Any]) -> None:
             assert outcome.kept or any(word in outcome.name for word in ("sparse", "rrelu")), outcome
 
 
-SELDOM = ("conjugate", "negative")
+SELDOM = ("strided", "conjugate", "negative")
 """Variants of the same kernels behind the same seams as the others: in the slow tests."""
 
 

@@ -81,6 +81,7 @@ def resumed(text: Path, folder: Path) -> tuple[list[float], list[float], list[fl
     return whole.losses, first.losses + second.losses + third.losses, third.gradient_norms
 
 
+@pytest.mark.slow
 def test_a_sharded_run_goes_on_in_any_layout(text: Path, tmp_path: Path) -> None:
     for whole, parts, _ in on_ranks(4, resumed, text, tmp_path):
         assert parts == pytest.approx(whole[:5], rel=2e-5)
