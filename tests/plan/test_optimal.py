@@ -18,7 +18,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan import Plan, policies
 from lowtide.plan.bound import lower_bound
 from lowtide.plan.build import close
-from lowtide.plan.optimal import Planner, optimal, planner_of
+from lowtide.plan.optimal import Planner, hopeless, optimal, planner_of
 from lowtide.plan.segment import distinct_answers
 from lowtide.plan.simulate import Simulator
 
@@ -195,3 +195,16 @@ def test_prices_between_two_with_the_same_answer_are_not_tried() -> None:
         few = len(tried)
         assert found == list(dict.fromkeys(best(price) for price in prices))
         assert few == 2 if len(found) == 1 else few <= len(prices)
+
+
+def test_what_the_bound_rules_out_is_told_without_a_search() -> None:
+    graph = transformer(layers=2)
+    planner_of.cache_clear()
+    planner = planner_of(graph)
+    least = planner.relaxation.least_peak()
+    assert hopeless(graph, least - 1) and not hopeless(graph, least)
+    assert "master" not in vars(planner), "the stages were searched"
+    with pytest.raises(BudgetError) as refusal:
+        optimal(graph, least - 1)
+    assert "master" in vars(planner)
+    assert refusal.value.smallest_bytes is not None and not hopeless(graph, refusal.value.smallest_bytes)

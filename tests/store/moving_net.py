@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -84,3 +85,19 @@ LOSSLESS = {
     "sparse": policies.compress("sparse0.97", min_bytes=1),
     "full, then disk and host": both("full"),
 }
+
+
+def check_same_steps(plain: nn.Module, limited: nn.Module, batch: dict[str, Any], steps: int) -> None:
+    """Loss, gradients and buffers of a Hugging Face model and its limited twin, bit by bit and without a warning."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        for seed in range(steps):
+            found = []
+            for which in (plain, limited):
+                which.zero_grad()
+                torch.manual_seed(seed)
+                loss = which(**batch).loss
+                loss.backward()
+                gradients = [p.grad.clone() for p in which.parameters() if p.grad is not None]
+                found.append([loss.detach(), *gradients, *(b.clone() for b in which.buffers())])
+            assert same(*found)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import copy
-import warnings
 
 import pytest
 import torch
 import zoo
+from moving_net import check_same_steps
 
 import lowtide
 from lowtide import policies
@@ -45,20 +45,7 @@ def test_a_mix_of_all_stores(name: str) -> None:
     model, batch = FAMILIES[name].build()
     twin = copy.deepcopy(model.train())
     handle = lowtide.limit_memory(twin, policy=quarters)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", lowtide.LowtideWarning)
-        for seed in range(3):
-            found = []
-            for which in (model, twin):
-                which.zero_grad()
-                torch.manual_seed(seed)
-                loss = which(**batch).loss
-                loss.backward()
-                gradients = [p.grad.clone() for p in which.parameters() if p.grad is not None]
-                found.append([loss.detach(), *gradients, *(b.clone() for b in which.buffers())])
-            assert len(found[0]) == len(found[1])
-            for a, b in zip(*found, strict=True):
-                assert torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+    check_same_steps(model, twin, batch, 3)
     assert handle.plan is not None and handle.plan.moves
     for tier in handle._limiter.stores.tiers.values():
         assert tier.arena.taken_bytes == 0

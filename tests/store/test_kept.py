@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 import torch
 import zoo
-from moving_net import Net, X, net, same, step
+from moving_net import Net, X, check_same_steps, net, same, step
 from torch import nn
 
 import lowtide
@@ -97,18 +97,7 @@ def test_the_same_bits_on_every_family(name: str, policy: str) -> None:
     twin = copy.deepcopy(model.train())
     handle = lowtide.limit_memory(twin, policy=policies.in_slab(quarters if policy == "quarters" else policy))
     stores = handle._limiter.stores
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", lowtide.LowtideWarning)
-        for seed in range(4):
-            found = []
-            for which in (model, twin):
-                which.zero_grad()
-                torch.manual_seed(seed)
-                loss = which(**batch).loss
-                loss.backward()
-                gradients = [p.grad.clone() for p in which.parameters() if p.grad is not None]
-                found.append([loss.detach(), *gradients, *(b.clone() for b in which.buffers())])
-            assert same(*found)
+    check_same_steps(model, twin, batch, 4)
     plan = handle.plan
     assert plan is not None
     if plan.places:

@@ -20,24 +20,13 @@ def settled(
     storages: Sequence[dict[str, Any]],
     outputs: Collection[int],
 ) -> list[Event]:
-    """The events of a real trace with such ends moved.
+    """The events of a real trace with such ends moved. The program itself is taken to need what the forward made until the last forward operation
+    that touches it.
 
     Args:
         events, operations, values, saved, storages: as `lowtide.trace.eager.Tracer` takes them down.
         outputs: storages that the step's caller may hold.
     """
-    return _handed_back(_freed(events, operations, values, saved, storages, outputs), operations, saved)
-
-
-def _freed(
-    events: Sequence[Event],
-    operations: Sequence[dict[str, Any]],
-    values: Sequence[dict[str, Any]],
-    saved: Sequence[dict[str, Any]],
-    storages: Sequence[dict[str, Any]],
-    outputs: Collection[int],
-) -> list[Event]:
-    """The program itself is taken to need what the forward made until the last forward operation that touches it."""
     last: dict[int, int] = {}
     freed_in_forward: set[int] = set()
     for place, event in enumerate(events):
@@ -59,12 +48,13 @@ def _freed(
     after: dict[int, list[Event]] = {}
     for number, place in early.items():
         after.setdefault(place, []).append(Event("free", number))
-    return [
+    freed = [
         new
         for place, event in enumerate(events)
         if not (event.kind == "free" and event.index in early)
         for new in (event, *after.get(place, []))
     ]
+    return _handed_back(freed, operations, saved)
 
 
 def _handed_back(events: list[Event], operations: Sequence[dict[str, Any]], saved: Sequence[dict[str, Any]]) -> list[Event]:
