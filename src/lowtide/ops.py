@@ -51,6 +51,8 @@ FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional.broadcast.default",
     "_c10d_functional.reduce_scatter_tensor.default",
 }
+_QUESTIONS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+_BY_MASK = {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"}
 _UNREPLAYABLE = {
     "aten.set_.source_Storage": "it swaps a tensor's storage",
     "aten.set_.source_Storage_storage_offset": "it swaps a tensor's storage",
@@ -152,6 +154,21 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if position is None:
         return True
     return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
+
+
+def asks(func: torch._ops.OpOverload) -> bool:
+    """Whether what a call returns, or how large it is, depends on the numbers in its arguments; for what masks pick see `masks_of`."""
+    return not _QUESTIONS.isdisjoint(func.tags) and str(func) not in _BY_MASK
+
+
+def is_mask(index: torch.Tensor | None) -> bool:
+    """Whether an index says of every element whether it is meant."""
+    return index is not None and index.dtype in (torch.bool, torch.uint8)
+
+
+def masks_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> list[torch.Tensor]:
+    """The masks by which an indexing call picks elements: how many it picks depends on what is in them."""
+    return [index for index in args[1] if is_mask(index)] if str(func) in _BY_MASK else []
 
 
 def may_stand_on_more(info: OpInfo) -> bool:

@@ -32,13 +32,14 @@ from lowtide.run.scope import small_executor
 from lowtide.run.unseen import LossMemory, overlapped_bytes, with_loss, with_overhead
 from lowtide.run.watch import StepWatch
 from lowtide.trace.costs import OpCost
-from lowtide.trace.limited import LOSS_OUTSIDE, TimingRoom, trace_model
+from lowtide.trace.limited import ANSWERED, LOSS_OUTSIDE, TimingRoom, trace_model
 
 Policy = str | Callable[..., Plan]
 _PACE_STEPS = 9  # are timed under a plan
 _PACE_STEPS_AT_LEAST = 2  # before their pace says anything
-_REAL_SHARE = 0.9  # of the budget, for plans from a trace of real tensors
-_REAL_SHARE_AT_LEAST = 0.94  # where no plan fits in that: two traces of real tensors see scratch that differs by a little
+_REAL_SHARES = 0.9, 0.94  # of the budget, for plans from a trace of real tensors; the second where no plan fits in the first, for two
+# such traces see scratch that differs by a little
+_ANSWERED_SHARES = 0.95, 0.95  # and from one of a step that goes by what is in its tensors, which will be something else another time
 _SLACK_SHARE = 1e-3  # of the budget, at most `_SLACK_BYTES`, for the few bytes of scalars that a trace does not show
 _SLACK_BYTES = 1 << 16
 _TIMING_SHARE = 0.85  # of what the budget leaves; the rest is for what an operation allocates on the way
@@ -173,6 +174,7 @@ class Planner:
                 timing_room=self._timing_room,
                 claims=claims,
                 astray=astray,
+                hears=self.agreement is None,
             )
             return with_overhead(self._whole(traced))
 
@@ -373,11 +375,10 @@ class Planner:
 
         Where the decisions of ``like`` fit as they are, the plan has those.
         """
-        real = graph.source == "real"
-        target = limit
+        share, share_at_least = _REAL_SHARES if graph.source == "real" else _ANSWERED_SHARES if ANSWERED in graph.notes else (1.0, 1.0)
+        target, enough = limit, plain(graph).peak_bytes + planned.margin_bytes  # for nothing to be given up
         if limit is not None:
-            enough = plain(graph).peak_bytes + planned.margin_bytes <= limit  # then nothing has to be given up
-            target = (limit if enough else _within(limit, _REAL_SHARE if real else 1.0)) - planned.margin_bytes
+            target = (limit if enough <= limit else _within(limit, share)) - planned.margin_bytes
         if like is not None:
             with suppress(BudgetError):
                 return make_plan(graph, stored=like.stored, policy=like.policy, budget=target)
@@ -387,9 +388,9 @@ class Planner:
             least = error.smallest_bytes
             if least is None or limit is None:
                 raise
-            if least > (_within(limit, _REAL_SHARE_AT_LEAST) if real else limit) and not (planned.margin_bytes and least <= limit):
+            if least > (_within(limit, share_at_least) if share < 1 else limit) and not (planned.margin_bytes and least <= limit):
                 whole = plain(graph).peak_bytes if str(self.budget).rstrip().endswith("%") else None
-                raise _beyond(error, limit, real, whole) from None
+                raise _beyond(error, limit, share, enough, whole) from None
         return make(graph, budget=least, policy=self.policy)
 
     def _seen(self, planned: Planned, holding: bool, moved_bytes: int | None = None, traced: StepGraph | None = None) -> StepGraph:
@@ -460,16 +461,17 @@ def _within(limit: int, share: float) -> int:
     return int((limit - min(limit * _SLACK_SHARE, _SLACK_BYTES)) * share)
 
 
-def _beyond(error: BudgetError, limit: int, real: bool, whole: int | None) -> BudgetError:
-    """The refusal of a budget of `limit` bytes, with a smallest budget that will be accepted; also as a share of `whole` bytes, where one was given."""
+def _beyond(error: BudgetError, limit: int, share: float, enough: int, whole: int | None) -> BudgetError:
+    """The refusal of a budget of `limit` bytes, with a smallest budget that will be accepted, of which a plan may use a share; nothing has to be
+    given up in `enough` bytes. Also as a share of `whole` bytes, where one was given."""
     assert error.smallest_bytes is not None
-    wanted = error.smallest_bytes / (_REAL_SHARE if real else 1.0)
-    smallest = math.ceil(min(wanted / (1 - _SLACK_SHARE), wanted + _SLACK_BYTES)) + 1
+    wanted = error.smallest_bytes / share
+    smallest = min(enough, math.ceil(min(wanted / (1 - _SLACK_SHARE), wanted + _SLACK_BYTES)) + 1)
     detail = error.detail
-    if real:
-        detail += " A tenth of it is for what a trace of real tensors does not show (fake ones could not follow this model)."
-    share = f", {math.ceil(1000 * smallest / whole) / 10:g}% of the plain step's peak" if whole else ""
-    return BudgetError(f"no plan fits in {limit:,} bytes: the smallest that can be met is {smallest:,} bytes{share}.", smallest, detail)
+    if share < 1 and smallest < enough:
+        detail += f" {100 * (1 - share):.0f}% of it is for what the trace does not show: other steps of this model may need other amounts."
+    said = f", {math.ceil(1000 * smallest / whole) / 10:g}% of the plain step's peak" if whole else ""
+    return BudgetError(f"no plan fits in {limit:,} bytes: the smallest that can be met is {smallest:,} bytes{said}.", smallest, detail)
 
 
 def _nothing(graph: StepGraph) -> Plan:

@@ -19,6 +19,7 @@ from torch.utils.flop_counter import flop_registry
 
 from ..meter import available, counting_allocator, peak, storages
 from .chance import same_torch_random
+from .contents import fit
 from .roofline import Roofline, aside, calibrate, present
 from .staging import staging_bytes
 
@@ -83,12 +84,14 @@ class OpSpec:
         func: the ATen (or custom) overload.
         args, kwargs: its arguments.
         output_bytes: bytes of the storages that it allocates for its outputs, 0 when not known.
+        trues: how many elements of each mask that it picks by are true; none where that is not known.
     """
 
     func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     output_bytes: int = 0
+    trues: tuple[int, ...] = ()
 
     def tensors(self) -> list[TensorSpec]:
         """The tensor leaves, in argument order."""
@@ -196,6 +199,7 @@ class Bench:
         inputs = {key: lent[key] if key in lent else self._storage(leaves) for key, leaves in _by_storage(spec).items()}
         dirty = self._mutated(spec, inputs)
         args, kwargs = tree_map(lambda leaf: self._argument(leaf, inputs), (spec.args, spec.kwargs))
+        fit(spec.func, args, spec.trues)
         if short:
             self._patterns.clear()
         run, func = self._run_cuda if _is_cuda(spec) else self._run_cpu, spec.func

@@ -24,6 +24,7 @@ from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKi
 from lowtide.meter import available, peak
 from lowtide.ops import (
     OpInfo,
+    asks,
     covers_storage,
     has_plain_storage,
     hidden_bytes,
@@ -32,11 +33,13 @@ from lowtide.ops import (
     tensors_of,
     written_tensors,
 )
+from lowtide.trace.answers import Answers, Looks
 from lowtide.trace.chance import Chance, draws_one, extreme
+from lowtide.trace.contents import GROUPED
 from lowtide.trace.costs import OpSpec
 from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
 from lowtide.trace.ends import settled
-from lowtide.trace.fake import laid_out
+from lowtide.trace.fake import grouped, laid_out, refuse_strangers
 from lowtide.trace.states import STATE, states_seen, without_strays
 from lowtide.trace.views import FreshViews, refuse_stale, taken
 
@@ -72,6 +75,7 @@ class Tracer(TorchDispatchMode):
         inner: pack and unpack of an executor that runs the step for real while it is traced.
         claims: indices of operations that are taken to run again: layers that ask (`gives_up`) save the results.
         chance: what single numbers drawn at random are.
+        answers: to what the model asks of fake tensors.
     """
 
     def __init__(
@@ -82,6 +86,7 @@ class Tracer(TorchDispatchMode):
         inner: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None,
         claims: frozenset[int] = frozenset(),
         chance: Chance | None = None,
+        answers: Answers | None = None,
     ) -> None:
         super().__init__()
         private.keep_dynamo_out()
@@ -89,6 +94,7 @@ class Tracer(TorchDispatchMode):
         self.fake = fake
         self.inner = inner
         self.claims, self.chance = claims, Chance() if chance is None else chance
+        self.answers = Answers() if answers is None else answers
         self.operations: list[dict[str, Any]] = []
         self.signatures: list[Signature] = []
         self.specs: dict[Signature, OpSpec] = {}
@@ -239,7 +245,7 @@ class Tracer(TorchDispatchMode):
                 return taken(private.call(func, args, kwargs), args)
         inputs = [t for t in tensors_of([args, kwargs]) if has_plain_storage(t)]
         if self.fake:
-            self._refuse_strangers(inputs)
+            refuse_strangers(inputs)
             if info.real_only:
                 raise TraceError(f"{info.name} allocates memory that fake tensors do not show: trace with real=True")
         written = written_tensors(info, args, kwargs)
@@ -252,9 +258,10 @@ class Tracer(TorchDispatchMode):
         behind = [self.value_of(t) for t in statistics if isinstance(t, torch.Tensor) and has_plain_storage(t)]
         self._updated.update(value for value in behind if self.values[value]["producer"] is not None)
         signature, spec = signature_of(func, args, kwargs)
-        if self.fake and stays_real(info, inputs, args, kwargs):
-            with private.without_fake_mode():
-                result = private.call(func, args, kwargs)
+        if self.fake:
+            result, trues = self._on_fakes(func, info, inputs, args, kwargs)
+            if trues:
+                signature, spec = (*signature, trues), replace(spec, trues=trues)
         elif self._measures and private.in_backward():
             with peak("cpu", "allocator") as seen:
                 result = private.call(func, args, kwargs)
@@ -262,8 +269,6 @@ class Tracer(TorchDispatchMode):
             self.scratch[signature] = max(seen.peak_bytes - live, self.scratch.get(signature, 0))
         else:
             result = private.call(func, args, kwargs)
-        if self.fake:
-            result = laid_out(info, args, result)
         if draws_one(info, args):
             self.chance.drew = True
             result = result if self.chance.least is None else extreme(result, self.chance.least)
@@ -313,6 +318,21 @@ class Tracer(TorchDispatchMode):
         self.event("op", index)
         return result
 
+    def _on_fakes(
+        self, func: Any, info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> tuple[Any, tuple[int, ...]]:
+        """What a call returns in a trace on fake tensors, and how many elements of its masks are true, where that is known."""
+        told = self.answers.tell(info.name) if asks(func) else NotImplemented
+        positions, trues = self.answers.pick(func, args, self.value_of)
+        if stays_real(info, inputs, args, kwargs):
+            with private.without_fake_mode():
+                return private.call(func, args, kwargs), trues
+        if told is not NotImplemented:
+            return told, trues
+        if info.name == GROUPED:
+            return grouped(args, kwargs), ()
+        return laid_out(info, args, private.call(func, positions, kwargs)), trues
+
     def _unsafe(self, info: OpInfo, reads: list[int], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
         if not self.in_region:
             return OUTSIDE
@@ -326,15 +346,6 @@ class Tracer(TorchDispatchMode):
         if not outputs:
             return "it returns no tensor"
         return ""
-
-    def _refuse_strangers(self, inputs: list[torch.Tensor]) -> None:
-        for tensor in inputs:
-            # ``is_leaf`` of a fake view may wait for a lock that autograd holds around this very call
-            if not isinstance(tensor, FakeTensor) and tensor.requires_grad and tensor.is_leaf:
-                raise TraceError(
-                    f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that the trace does not know: pass the module that owns it "
-                    "as model=, or trace with real=True"
-                )
 
     # ---- saved tensors ----------------------------------------------------------------------------------------------------------
 
@@ -443,7 +454,9 @@ class Tracer(TorchDispatchMode):
             stack.callback(post.remove)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
             stack.enter_context(self)
-            stack.enter_context(FreshViews(lambda: self._wrote) if self.fake else nullcontext())
+            if self.fake:
+                stack.enter_context(FreshViews(lambda: self._wrote))
+                stack.enter_context(Looks(self.answers))
             stack.enter_context(states_seen())
             yield self
 

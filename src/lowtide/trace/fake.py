@@ -7,10 +7,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from lowtide import private
+from lowtide.errors import TraceError
 from lowtide.ops import OpInfo
 
 SMALL_BYTES = 1 << 24
@@ -58,6 +59,14 @@ class Faker:
         return pytree.tree_map_only(torch.Tensor, self.tensor, items)
 
 
+class Unchanged(Faker):
+    """Lends a module its own tensors, for a forward on real ones after which nothing is to be left."""
+
+    def tensor(self, real: torch.Tensor) -> torch.Tensor:
+        """The tensor itself."""
+        return real
+
+
 def is_small_constant(tensor: torch.Tensor) -> bool:
     """Whether a trace keeps the tensor real: small, without gradients, of integers or truth values."""
     if tensor.requires_grad or tensor.is_floating_point() or tensor.is_complex() or tensor.is_quantized:
@@ -87,6 +96,24 @@ def laid_out(info: OpInfo, args: tuple[Any, ...], result: Any) -> Any:
     return (first, *others)
 
 
+def grouped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+    """What a product of matrices in groups returns for fake tensors: the fake kernel refuses what is not of bfloat16, which real ones take.
+
+    Source: ``create_grouped_gemm_output_tensor`` in ATen/native/GroupedMMUtils.h, which pads rows to 16 bytes where PyTorch is built for CUDA.
+    """
+    first, second, offsets, _, dtype = (*args, *(kwargs.get(name) for name in ("offs", "bias", "out_dtype")[len(args) - 2 :]))
+    dtype = dtype or first.dtype
+    rows, columns = first.shape[-2], second.shape[-1]
+    if first.dim() == second.dim():
+        shape: tuple[int, ...] = (offsets.shape[0] if first.dim() == 2 else first.shape[0], rows, columns)
+    else:
+        shape = (rows, columns)
+    step = 16 // dtype.itemsize if torch.version.cuda else 1
+    wide = -(-columns // step) * step
+    strides = (rows * wide, wide, 1)[-len(shape) :]
+    return torch.empty_strided(shape, strides, dtype=dtype, device=first.device)
+
+
 _BATCH_NORMS = ("aten.native_batch_norm.", "aten._native_batch_norm_legit")
 
 
@@ -95,6 +122,21 @@ def _gapless(tensor: torch.Tensor) -> torch.memory_format | None:
     formats = [torch.contiguous_format]
     formats += [torch.channels_last] if tensor.dim() == 4 else [torch.channels_last_3d] if tensor.dim() == 5 else []
     return next((layout for layout in formats if tensor.is_contiguous(memory_format=layout)), None)
+
+
+def refuse_strangers(inputs: list[torch.Tensor]) -> None:
+    """A call on real tensors that train, which a trace on fake tensors knows nothing of.
+
+    Raises:
+        TraceError: one is among the inputs.
+    """
+    for tensor in inputs:
+        # ``is_leaf`` of a fake view may wait for a lock that autograd holds around this very call
+        if not isinstance(tensor, FakeTensor) and tensor.requires_grad and tensor.is_leaf:
+            raise TraceError(
+                f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that the trace does not know: pass the module that owns it "
+                "as model=, or trace with real=True"
+            )
 
 
 def _swap_attribute(faker: Faker, item: Any) -> Any:

@@ -13,6 +13,7 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.ops import tensors_of
 from lowtide.private import fake_errors_untold, is_compiled
+from lowtide.trace.answers import Answers, hear
 from lowtide.trace.chance import BY_CHANCE, Chance, same_random
 from lowtide.trace.costs import OpCost, measure_costs
 from lowtide.trace.describe import Signature, plain_leaves, tensors_inside
@@ -20,6 +21,9 @@ from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker, borrowed
 from lowtide.trace.real import Packing, trace_real
 from lowtide.trace.step import device_of, loss_of, with_costs
+
+ANSWERED = "what the model asks of its tensors is answered as in one forward of the same batch"
+"""A note of a graph that other numbers in tensors of the same shapes may make another one."""
 
 LOSS_OUTSIDE = "the loss lies outside the model and was stood in for by the sum of its outputs"
 
@@ -49,11 +53,13 @@ def trace_model(
     timing_room: Callable[[StepGraph], TimingRoom] | None = None,
     claims: frozenset[int] = frozenset(),
     astray: bool = False,
+    hears: bool = True,
 ) -> StepGraph:
     """The step graph of ``loss_fn(forward(*args, **kwargs))`` and its backward.
 
-    Fake tensors are tried first. A model that cannot be followed so runs one extra step for real, kept small by the executor that
-    ``small`` makes; gradients, buffers and random state are put back. A loss that lies outside is stood in for by the sum of the outputs.
+    Fake tensors are tried first. A model that asks what is in them runs one forward for real, of which nothing is saved, and is answered as
+    there. A model that cannot be followed so runs one extra step for real, kept small by the executor that ``small`` makes. Gradients,
+    buffers and random state are put back. A loss that lies outside is stood in for by the sum of the outputs.
 
     Args:
         model: owns the parameters.
@@ -65,26 +71,32 @@ def trace_model(
         timing_room: from the graph, still without costs, to the bytes that timing its operations may take.
         claims: as of `lowtide.trace.eager.Tracer`; a trace for real takes none.
         astray: a step has shown that the model takes another way on fake tensors: do not try them.
+        hears: the model may run its forward alone, as one that is shared with other processes may not.
 
     Raises:
         TraceError: no output requires a gradient.
     """
     notes: list[str] = []
 
+    def loss_from(result: Any) -> torch.Tensor:
+        if loss_fn is not None:
+            loss = loss_fn(result)
+            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+                raise TraceError(f"loss_fn returned {type(loss).__name__}: it has to return the loss, a tensor of one element")
+            return loss
+        loss = loss_of(result)
+        if loss is None:
+            loss = _stand_in(result)
+            notes.append(LOSS_OUTSIDE)
+        return loss
+
     def run(tracer: Tracer, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         for tensor in tensors_inside((args, kwargs)):
             tracer.value_of(tensor)  # it stands on the device, used or not
         result = forward(*args, **kwargs)
         tracer.in_region = False
-        if loss_fn is not None:
-            loss = loss_fn(result)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise TraceError(f"loss_fn returned {type(loss).__name__}: it has to return the loss, a tensor of one element")
-        else:
-            loss = loss_of(result)
-            if loss is None:
-                loss = _stand_in(result)
-                notes.append(LOSS_OUTSIDE)
+        loss = loss_from(result)
+        tracer.answers.end()
         tracer.hold(result)
         del result
         (loss.sum() if loss.dim() else loss).backward()
@@ -94,10 +106,19 @@ def trace_model(
         if astray:
             notes.append("traced for real: on fake tensors the model takes another way")
         elif not any(is_compiled(module) for module in model.modules()):
+            answers = Answers()
             try:
-                return _fake(run, model, args, kwargs, claims, chance)
+                return _fake(run, model, args, kwargs, claims, chance, answers)
             except TraceError as error:
-                notes[:] = [f"traced for real: {error}"]
+                reason = str(error)
+            if answers.missed and hears:
+                try:
+                    answers = hear(lambda: loss_from(forward(*args, **kwargs)), model, chance)
+                    notes[:] = [ANSWERED]
+                    return _fake(run, model, args, kwargs, claims, chance, answers)
+                except Exception as error:  # whatever it is, the step for real will show it
+                    reason = str(error)
+            notes[:] = [f"traced for real: {reason}"]
         inner, below = small(model) if small is not None else (None, None)
         return trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below, chance)
 
@@ -131,7 +152,13 @@ def trace_model(
 
 
 def _fake(
-    run: Callable[..., None], model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any], claims: frozenset[int], chance: Chance
+    run: Callable[..., None],
+    model: torch.nn.Module,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    claims: frozenset[int],
+    chance: Chance,
+    answers: Answers,
 ) -> Tracer:
     faker = Faker()
     with ExitStack() as stack:
@@ -140,7 +167,7 @@ def _fake(
         stack.enter_context(borrowed([model], faker))
         with faker.mode:
             fake_args, fake_kwargs = faker.tree(args), faker.tree(kwargs)
-            tracer = Tracer(model, fake=True, claims=claims, chance=chance)
+            tracer = Tracer(model, fake=True, claims=claims, chance=chance, answers=answers)
             try:
                 with tracer.recording(), torch.enable_grad():
                     run(tracer, fake_args, fake_kwargs)

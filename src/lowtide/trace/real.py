@@ -10,20 +10,21 @@ import torch
 
 from lowtide.trace.chance import Chance, same_random
 from lowtide.trace.eager import Tracer
+from lowtide.trace.fake import Unchanged, borrowed
 
 Packing = tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]]
 
 
 @contextmanager
 def untouched(modules: list[torch.nn.Module], chance: Chance | None = None) -> Iterator[None]:
-    """Afterwards gradients, buffers and random state are what they were."""
+    """Afterwards gradients, buffers, module attributes and random state are what they were."""
     parameters = {id(p): p for module in modules for p in module.parameters()}
     gradients = {key: p.grad for key, p in parameters.items()}
     accumulated = {key: grad.clone() for key, grad in gradients.items() if grad is not None}
     buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
     devices = sorted({p.device.index for p in parameters.values() if p.device.type == "cuda" and p.device.index is not None})
     try:
-        with same_random(devices, modules, chance):
+        with same_random(devices, modules, chance), borrowed(modules, Unchanged()):
             yield
     finally:
         with torch.no_grad():
