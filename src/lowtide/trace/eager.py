@@ -177,6 +177,10 @@ class Tracer(TorchDispatchMode):
 
         self._watches.append(weakref.ref(storage, ended))
 
+    def holds_any(self) -> bool:
+        """Whether a fake tensor of the trace is still held by anyone."""
+        return any(storage is not None and storage.device.type == "meta" for storage in (watch() for watch in self._watches))
+
     def _storage_of(self, tensor: torch.Tensor, producer: int | None = None) -> int:
         """The id of the tensor's storage, registered now if it is new."""
         storage = tensor.untyped_storage()
