@@ -93,9 +93,7 @@ class Outside:
                     self._names(namespace.__dict__, further)
         for module in inside:
             own = [item for name, item in vars(module).items() if type(item) not in _INERT and name not in _MODULES_OWN]
-            kept = [
-                entry for item in own if issubclass(type(item), _CONTAINERS) for entry in _entries(item)
-            ]  # the container is the module's
+            kept = [entry for item in own if issubclass(type(item), _CONTAINERS) for entry in _entries(item)]  # of containers of the module
             self._ahead.append(([item for item in own if not issubclass(type(item), _CONTAINERS)] + kept, _DEEP, 1))
         self._ahead.append((list(others), _DEEP, 1))
         for values, deep, further in self._ahead:  # it grows meanwhile
