@@ -224,6 +224,11 @@ def fake_mode() -> FakeTensorMode:
     return mode
 
 
+def is_fake_of(item: object, mode: FakeTensorMode) -> bool:
+    """Whether ``item`` is a fake tensor that ``mode`` made. Its type alone is asked: some objects do something when asked for more."""
+    return issubclass(type(item), FakeTensor) and item.fake_mode is mode  # type: ignore[attr-defined]
+
+
 @contextmanager
 def fake_errors_untold() -> Iterator[None]:
     """What fake tensors cannot follow is an answer here, not a failure to be logged with its stack."""

@@ -421,3 +421,27 @@ def test_private_interfaces_stay_in_one_place() -> None:
     lines = [(file.name, line.strip()) for file in run.glob("*.py") for line in file.read_text().splitlines()]
     found = [line for line in lines if private_name.search(line[1])]
     assert found == []
+
+
+def test_is_fake_of_tells_whose_fake_it_is() -> None:
+    class Pretends:
+        @property
+        def __class__(self) -> Any:  # type: ignore[override]
+            raise AssertionError("asked for more than its type")
+
+    mine, other = private.fake_mode(), private.fake_mode()
+    fake = mine.from_tensor(torch.ones(2))
+    assert private.is_fake_of(fake, mine) and not private.is_fake_of(fake, other)
+    assert not private.is_fake_of(torch.ones(2), mine) and not private.is_fake_of(Pretends(), mine)
+
+
+def test_the_storage_of_a_fake_is_of_the_meta_device_and_ends_with_it() -> None:
+    import weakref
+
+    mode = private.fake_mode()
+    with mode:
+        fakes = [torch.ones(2), torch.ones(2, device="cuda") if torch.cuda.is_available() else torch.ones(3), torch.ones(4)[1:]]
+    watches = [weakref.ref(fake.untyped_storage()) for fake in fakes]
+    assert all(storage is not None and storage.device.type == "meta" for storage in (watch() for watch in watches))
+    del fakes
+    assert all(watch() is None for watch in watches)

@@ -93,8 +93,7 @@ class Tracer(TorchDispatchMode):
         self.model = model
         self.fake = fake
         self.inner = inner
-        self.claims, self.chance = claims, Chance() if chance is None else chance
-        self.answers = Answers() if answers is None else answers
+        self.claims, self.chance, self.answers = claims, chance or Chance(), answers or Answers()
         self.operations: list[dict[str, Any]] = []
         self.signatures: list[Signature] = []
         self.specs: dict[Signature, OpSpec] = {}
@@ -182,6 +181,10 @@ class Tracer(TorchDispatchMode):
                 on_end()
 
         self._watches.append(weakref.ref(storage, ended))
+
+    def holds_any(self) -> bool:
+        """Whether a fake tensor of the trace is still held by anyone."""
+        return any(storage is not None and storage.device.type == "meta" for storage in (watch() for watch in self._watches))
 
     def _storage_of(self, tensor: torch.Tensor, producer: int | None = None) -> int:
         """The id of the tensor's storage, registered now if it is new."""

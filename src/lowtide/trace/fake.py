@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -53,6 +54,12 @@ class Faker:
             if name not in vars(fake):
                 setattr(fake, name, _swap_attribute(self, item))
         return fake
+
+    def give_up(self) -> list[weakref.ref[torch.UntypedStorage]]:
+        """Forget every fake that was made; returns what tells whether somebody else still holds one."""
+        watches = [weakref.ref(fake.untyped_storage()) for _, fake in self._made.values() if private.is_fake_of(fake, self.mode)]
+        self._made.clear()
+        return watches
 
     def tree(self, items: Any) -> Any:
         """The same nest of containers with fake tensors in place of real ones."""

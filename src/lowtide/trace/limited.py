@@ -19,6 +19,7 @@ from lowtide.trace.costs import OpCost, measure_costs
 from lowtide.trace.describe import Signature, plain_leaves, tensors_inside
 from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker, borrowed
+from lowtide.trace.leaks import nothing_outside
 from lowtide.trace.real import Packing, trace_real
 from lowtide.trace.step import device_of, loss_of, with_costs
 
@@ -164,10 +165,11 @@ def _fake(
     with ExitStack() as stack:
         stack.enter_context(same_random(modules=[model], chance=chance))
         stack.enter_context(fake_errors_untold())
+        outside = stack.enter_context(nothing_outside(faker, [model], run))
         stack.enter_context(borrowed([model], faker))
         with faker.mode:
             fake_args, fake_kwargs = faker.tree(args), faker.tree(kwargs)
-            tracer = Tracer(model, fake=True, claims=claims, chance=chance, answers=answers)
+            tracer = outside.tracer = Tracer(model, fake=True, claims=claims, chance=chance, answers=answers)
             try:
                 with tracer.recording(), torch.enable_grad():
                     run(tracer, fake_args, fake_kwargs)
@@ -177,6 +179,7 @@ def _fake(
                 raise TraceError(f"{type(error).__name__}: {error}") from error
             finally:
                 tracer.closed = True
+            del fake_args, fake_kwargs
     return tracer
 
 

@@ -18,6 +18,7 @@ from lowtide.trace.costs import OpCost, executor_overheads, measure_costs
 from lowtide.trace.describe import Signature
 from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker, borrowed
+from lowtide.trace.leaks import nothing_outside
 from lowtide.trace.real import trace_real
 
 
@@ -172,11 +173,12 @@ def _trace_fake(
     faker = Faker()
     with ExitStack() as stack:
         stack.enter_context(same_random())
+        outside = stack.enter_context(nothing_outside(faker, modules, step, *args, *kwargs.values()))
         stack.enter_context(borrowed(modules, faker))
         with faker.mode:
             fake_args = faker.tree(args)
             fake_kwargs = faker.tree(kwargs)
-            tracer = Tracer(root, fake=True)
+            tracer = outside.tracer = Tracer(root, fake=True)
             try:
                 with tracer.recording(), torch.enable_grad():
                     _run(step, fake_args, fake_kwargs, tracer)
