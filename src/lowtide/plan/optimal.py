@@ -14,6 +14,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound, Relaxation
 from lowtide.plan.build import feasible_replays, make_plan, standing
+from lowtide.plan.lean import leanest
 from lowtide.plan.master import Master
 from lowtide.plan.plan import Plan
 from lowtide.plan.search import Candidate, Search
@@ -25,6 +26,9 @@ _EFFORT = 4000
 
 _GOOD_GAP = 0.005
 """Distance to the bound, as a share of the step, at which the search stops."""
+
+_NEAR = 1.05
+"""Budgets up to this many times the least memory that measured seconds lead to are near the smallest."""
 
 _WHOLE_COLUMNS = 3500
 """Largest program that is solved in whole numbers."""
@@ -52,15 +56,20 @@ class Planner:
         """The search over stages, where most of the time goes."""
         return Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT)
 
-    def family(self) -> list[Candidate]:
+    @cached_property
+    def leanest(self) -> Candidate:
+        """The plan with the smallest peak that is found, whatever the measured seconds are: what a refusal names can be met in every process."""
+        return self.search.candidate(leanest(self.sim, self.stages, _EFFORT, self.family))
+
+    def family(self, search: Search | None = None) -> list[Candidate]:
         """Plans that need no search: keep everything, give everything up, per block, by square root."""
         from lowtide.plan import policies
 
-        everything = self.search.candidate(frozenset(self.sim.droppable))
-        found = [everything, self.search.candidate(frozenset())]
+        search = search or self.search
+        found = [search.candidate(frozenset(self.sim.droppable)), search.candidate(frozenset())]
         for make in (policies.full_stored, policies.sqrt_stored):
             try:
-                found.append(self.search.candidate(make(self.graph, self.sim)))
+                found.append(search.candidate(make(self.graph, self.sim)))
             except PlanError:
                 continue
         return found
@@ -74,6 +83,8 @@ class Planner:
         family = self.family()
         if family[0].simulation.peak_bytes <= budget:
             return family[0]
+        if self.relaxation.least_peak() > budget:
+            raise self._refusal(budget)
         pool = [c for c in [*family, *self.search.everything()] if c.simulation.peak_bytes <= budget]
         self.master.restore()
         target = budget
@@ -91,15 +102,11 @@ class Planner:
                 target -= over
             self.master.correct(found[1], candidate.simulation.top_bytes)
         self.master.restore()
-        least = self.least(family)
-        if least.simulation.peak_bytes <= budget:
-            pool.append(least)
+        least = self.search.candidate(self.master.stored(self.master.least()[1]))
+        tried = [least] if budget > _NEAR * least.simulation.peak_bytes else [least, self.leanest]
+        pool += [c for c in tried if c.simulation.peak_bytes <= budget]
         if not pool:
-            raise BudgetError(
-                f"no plan fits in {budget:,} bytes: the smallest that can be met is {least.simulation.peak_bytes:,} bytes.",
-                least.simulation.peak_bytes,
-                f"At its peak stands {standing(least.simulation)}.",
-            )
+            raise self._refusal(budget)
         best = min(pool, key=lambda c: c.key)
         if self.search.everything() or best.simulation.peak_bytes > budget:
             return best
@@ -143,11 +150,13 @@ class Planner:
             target -= over
         return best
 
-    def least(self, family: list[Candidate]) -> Candidate:
-        """The plan with the smallest peak that the search finds."""
-        _, path = self.master.least()
-        found = [*family, *self.search.everything(), self.search.candidate(self.master.stored(path))]
-        return min(found, key=lambda c: (c.simulation.peak_bytes, c.simulation.extra_seconds))
+    def _refusal(self, budget: int) -> BudgetError:
+        least = self.leanest.simulation
+        return BudgetError(
+            f"no plan fits in {budget:,} bytes: the smallest that can be met is {least.peak_bytes:,} bytes.",
+            least.peak_bytes,
+            f"At its peak stands {standing(least)}.",
+        )
 
 
 @lru_cache(maxsize=2)
@@ -171,6 +180,6 @@ def optimal(graph: StepGraph, budget: int | None = None) -> Plan:
     """
     planner = planner_of(graph)
     with planner.lock:
-        limit = planner.least(planner.family()).simulation.peak_bytes if budget is None else budget
+        limit = planner.leanest.simulation.peak_bytes if budget is None else budget
         best = planner.solve(limit)
         return make_plan(graph, stored=best.stored, policy="optimal", budget=budget, simulator=planner.sim, bound=planner.bound(limit))
