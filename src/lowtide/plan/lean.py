@@ -36,7 +36,9 @@ def priced_by_bytes(sim: Simulator) -> Simulator:
     graph = sim.graph
     operations = tuple(replace(op, seconds=float(sum(sim.value_bytes[v] for v in {*op.reads, *op.writes}))) for op in graph.operations)
     twin = copy.copy(sim)
-    twin.graph = replace(graph, operations=operations, plain_seconds=0.0, overhead_seconds=0.0, replay_overhead_seconds=float(_OVERHEAD_BYTES))
+    twin.graph = replace(
+        graph, operations=operations, plain_seconds=0.0, overhead_seconds=0.0, replay_overhead_seconds=float(_OVERHEAD_BYTES)
+    )
     twin.operations = operations
     return twin
 

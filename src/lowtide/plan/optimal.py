@@ -30,6 +30,12 @@ _GOOD_GAP = 0.005
 _NEAR = 1.05
 """Budgets up to this many times the least memory that measured seconds lead to are near the smallest."""
 
+_LOWER = (0.25, 0.5, 0.75)
+"""Near the smallest budget, paths for budgets in between are starts as well: with all windows tight, a path that has more room may waste it."""
+
+_STARTS = 4
+"""Plans that are polished near the smallest budget."""
+
 _WHOLE_COLUMNS = 3500
 """Largest program that is solved in whole numbers."""
 
@@ -86,31 +92,42 @@ class Planner:
         if self.relaxation.least_peak() > budget:
             raise self._refusal(budget)
         pool = [c for c in [*family, *self.search.everything()] if c.simulation.peak_bytes <= budget]
+        pool += self._walked(budget)
+        least = self.search.candidate(self.master.stored(self.master.least()[1]))
+        near = budget <= _NEAR * least.simulation.peak_bytes
+        pool += [c for c in ([least, self.leanest] if near else [least]) if c.simulation.peak_bytes <= budget]
+        if near and self.leanest.simulation.peak_bytes < budget:
+            low = self.leanest.simulation.peak_bytes
+            pool += [c for share in _LOWER for c in self._walked(low + int(share * (budget - low)))]
+        if not pool:
+            raise self._refusal(budget)
+        pool.sort(key=lambda c: c.key)
+        if self.search.everything():
+            return pool[0]
+        starts = list({c.stored: c for c in pool}.values())[: _STARTS if near else 1]
+        return self.improve(min((self.search.polish(start, budget) for start in starts), key=lambda c: c.key), budget)
+
+    def _walked(self, budget: int) -> list[Candidate]:
+        """What paths through the stages come to that fit in ``budget``, as exact simulations correct what the stages say."""
+        found: list[Candidate] = []
         self.master.restore()
         target = budget
         for _ in range(5):
-            found = self.master.best(target)
-            if found is None:
+            path = self.master.best(target)
+            if path is None:
                 break
-            candidate = self.search.candidate(self.master.stored(found[1]))
+            candidate = self.search.candidate(self.master.stored(path[1]))
             over = candidate.simulation.peak_bytes - budget
             if over <= 0:
-                pool.append(candidate)
-                if over > -0.002 * budget or target < budget:
+                same = any(candidate.stored == other.stored for other in found)
+                found.append(candidate)
+                if same or over > -0.002 * budget or target < budget:
                     break
             elif over < 0.01 * budget:
                 target -= over
-            self.master.correct(found[1], candidate.simulation.top_bytes)
+            self.master.correct(path[1], candidate.simulation.top_bytes)
         self.master.restore()
-        least = self.search.candidate(self.master.stored(self.master.least()[1]))
-        tried = [least] if budget > _NEAR * least.simulation.peak_bytes else [least, self.leanest]
-        pool += [c for c in tried if c.simulation.peak_bytes <= budget]
-        if not pool:
-            raise self._refusal(budget)
-        best = min(pool, key=lambda c: c.key)
-        if self.search.everything() or best.simulation.peak_bytes > budget:
-            return best
-        return self.improve(self.search.polish(best, budget), budget)
+        return found
 
     def bound(self, budget: int) -> Bound:
         """Lower bounds for ``budget``: what `improve` has found, or what the linear program says."""
