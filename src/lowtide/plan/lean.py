@@ -1,21 +1,21 @@
 """The plan with the smallest peak, found from a step's bytes alone.
 
 In: a `Simulator` and its `Stages`. Out: the values that stay. Measured seconds differ from process to process, and a search that they lead ends at another
-plan each time; the smallest budget that a refusal names has to be met by whoever asks for it, in another process, too. So here every
-operation costs as many "seconds" as it reads and writes bytes: the stages are searched with these, the path of least memory is taken and
-corrected by exact simulations, and single decisions are turned round where the peak stands for as long as that lowers it. Nothing here
-looks at a clock or at a measured second.
+plan each time; the smallest budget that a refusal names has to be met by whoever asks for it, in another process, too. So here an operation
+costs as many "seconds" as it reads and writes bytes, and in a second search all operations cost the same: the stages are searched with these,
+the path of least memory is taken and corrected by exact simulations, and single decisions of the better plan are turned round where the peak
+stands for as long as that lowers it. Nothing here looks at a clock or at a measured second.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import numpy as np
 
-from lowtide.plan.build import feasible_replays
+from lowtide.plan.build import close, feasible_replays
 from lowtide.plan.master import Master
 from lowtide.plan.search import Candidate, Search
 from lowtide.plan.simulate import Simulator
@@ -31,10 +31,11 @@ _OVERHEAD_BYTES = 4096
 """What one more operation costs, in the bytes that could be read or written meanwhile."""
 
 
-def priced_by_bytes(sim: Simulator) -> Simulator:
-    """The same simulator for a step whose operations take as many seconds as they touch bytes."""
+def priced(sim: Simulator, alike: bool) -> Simulator:
+    """The same simulator for a step whose operations take as many seconds as they touch bytes, or each the same time when ``alike``."""
     graph = sim.graph
-    operations = tuple(replace(op, seconds=float(sum(sim.value_bytes[v] for v in {*op.reads, *op.writes}))) for op in graph.operations)
+    prices = [0 if alike else sum(sim.value_bytes[v] for v in {*op.reads, *op.writes}) for op in graph.operations]
+    operations = tuple(replace(op, seconds=float(price)) for op, price in zip(graph.operations, prices, strict=True))
     twin = copy.copy(sim)
     twin.graph = replace(
         graph, operations=operations, plain_seconds=0.0, overhead_seconds=0.0, replay_overhead_seconds=float(_OVERHEAD_BYTES)
@@ -45,20 +46,28 @@ def priced_by_bytes(sim: Simulator) -> Simulator:
 
 def leanest(sim: Simulator, stages: Stages, effort: int, start: Callable[[Search], list[Candidate]]) -> frozenset[int]:
     """The values that stay in the plan with the smallest peak that is found; ``start`` gives plans that are known without a search."""
-    priced = priced_by_bytes(sim)
-    search = Search(priced)
-    master = Master(priced, stages, feasible_replays(priced), effort)
-    found = [*start(search), *search.everything()]
+    search = Search(priced(sim, alike=False))
+    every = search.everything()
+    if every:
+        return min([*start(search), *every], key=_height).stored
+    found = start(search)
+    for alike in (False, True):
+        found += [search.candidate(stored) for stored in _paths(priced(sim, alike), stages, effort)]
+    return lowered(search, min(found, key=_height)).stored
+
+
+def _paths(sim: Simulator, stages: Stages, effort: int) -> Iterator[frozenset[int]]:
+    """What paths of least memory store, each corrected by the exact simulation of the one before."""
+    master = Master(sim, stages, feasible_replays(sim), effort)
+    seen: set[frozenset[int]] = set()
     for _ in range(_CORRECTIONS):
         _, path = master.least()
-        candidate = search.candidate(master.stored(path))
-        seen = any(candidate.stored == other.stored for other in found)
-        found.append(candidate)
-        if seen:
+        stored = close(sim.graph, master.stored(path), sim)
+        if stored in seen:
             break
-        master.correct(path, candidate.simulation.top_bytes)
-    best = min(found, key=_height)
-    return (best if search.everything() else lowered(search, best)).stored
+        seen.add(stored)
+        yield stored
+        master.correct(path, sim.simulate(stored).top_bytes)
 
 
 def _height(candidate: Candidate) -> tuple[int, int, float]:
