@@ -20,6 +20,11 @@ class BudgetError(LowtideError):
         self.smallest_bytes = smallest_bytes
         self.detail = detail
 
+    def add(self, more: str) -> None:
+        """Another sentence of detail."""
+        self.detail = f"{self.detail} {more}".strip()
+        self.args = (f"{self} {more}",)
+
 
 class TraceError(LowtideError):
     """A step could not be recorded."""

@@ -189,7 +189,7 @@ class Mixer:
     def least(self) -> Mix:
         """The mix with the smallest peak that is found: all that may move does, and the rest is what the recomputing planner finds least with."""
         family = self.planner.family()
-        sets = {c.stored for c in [*family, self.planner.least(family)]}
+        sets = {c.stored for c in [*family, self.planner.leanest]}
         smallest = {v: min(rows, key=lambda m: (0 if m.tier else m.encoded_bytes, self._costs(m))) for v, rows in self.ways.items()}
         found = []
         for stored in sets:

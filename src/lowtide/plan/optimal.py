@@ -14,6 +14,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound, Relaxation
 from lowtide.plan.build import feasible_replays, make_plan, standing
+from lowtide.plan.lean import leanest
 from lowtide.plan.master import Master
 from lowtide.plan.plan import Plan
 from lowtide.plan.search import Candidate, Search
@@ -25,6 +26,15 @@ _EFFORT = 4000
 
 _GOOD_GAP = 0.005
 """Distance to the bound, as a share of the step, at which the search stops."""
+
+_NEAR = 1.05
+"""Budgets up to this many times the least memory that measured seconds lead to are near the smallest."""
+
+_LOWER = (0.25, 0.5, 0.75)
+"""Near the smallest budget, paths for budgets in between are starts as well: with all windows tight, a path that has more room may waste it."""
+
+_STARTS = 4
+"""Plans that are polished near the smallest budget."""
 
 _WHOLE_COLUMNS = 3500
 """Largest program that is solved in whole numbers."""
@@ -52,15 +62,20 @@ class Planner:
         """The search over stages, where most of the time goes."""
         return Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT)
 
-    def family(self) -> list[Candidate]:
+    @cached_property
+    def leanest(self) -> Candidate:
+        """The plan with the smallest peak that is found, whatever the measured seconds are: what a refusal names can be met in every process."""
+        return self.search.candidate(leanest(self.sim, self.stages, _EFFORT, self.family))
+
+    def family(self, search: Search | None = None) -> list[Candidate]:
         """Plans that need no search: keep everything, give everything up, per block, by square root."""
         from lowtide.plan import policies
 
-        everything = self.search.candidate(frozenset(self.sim.droppable))
-        found = [everything, self.search.candidate(frozenset())]
+        search = search or self.search
+        found = [search.candidate(frozenset(self.sim.droppable)), search.candidate(frozenset())]
         for make in (policies.full_stored, policies.sqrt_stored):
             try:
-                found.append(self.search.candidate(make(self.graph, self.sim)))
+                found.append(search.candidate(make(self.graph, self.sim)))
             except PlanError:
                 continue
         return found
@@ -74,36 +89,45 @@ class Planner:
         family = self.family()
         if family[0].simulation.peak_bytes <= budget:
             return family[0]
+        if self.relaxation.least_peak() > budget:
+            raise self._refusal(budget)
         pool = [c for c in [*family, *self.search.everything()] if c.simulation.peak_bytes <= budget]
+        pool += self._walked(budget)
+        least = self.search.candidate(self.master.stored(self.master.least()[1]))
+        near = budget <= _NEAR * least.simulation.peak_bytes
+        pool += [c for c in ([least, self.leanest] if near else [least]) if c.simulation.peak_bytes <= budget]
+        if near and self.leanest.simulation.peak_bytes < budget:
+            low = self.leanest.simulation.peak_bytes
+            pool += [c for share in _LOWER for c in self._walked(low + int(share * (budget - low)))]
+        if not pool:
+            raise self._refusal(budget)
+        pool.sort(key=lambda c: c.key)
+        if self.search.everything():
+            return pool[0]
+        starts = list({c.stored: c for c in pool}.values())[: _STARTS if near else 1]
+        return self.improve(min((self.search.polish(start, budget) for start in starts), key=lambda c: c.key), budget)
+
+    def _walked(self, budget: int) -> list[Candidate]:
+        """What paths through the stages come to that fit in ``budget``, as exact simulations correct what the stages say."""
+        found: list[Candidate] = []
         self.master.restore()
         target = budget
         for _ in range(5):
-            found = self.master.best(target)
-            if found is None:
+            path = self.master.best(target)
+            if path is None:
                 break
-            candidate = self.search.candidate(self.master.stored(found[1]))
+            candidate = self.search.candidate(self.master.stored(path[1]))
             over = candidate.simulation.peak_bytes - budget
             if over <= 0:
-                pool.append(candidate)
-                if over > -0.002 * budget or target < budget:
+                same = any(candidate.stored == other.stored for other in found)
+                found.append(candidate)
+                if same or over > -0.002 * budget or target < budget:
                     break
             elif over < 0.01 * budget:
                 target -= over
-            self.master.correct(found[1], candidate.simulation.top_bytes)
+            self.master.correct(path[1], candidate.simulation.top_bytes)
         self.master.restore()
-        least = self.least(family)
-        if least.simulation.peak_bytes <= budget:
-            pool.append(least)
-        if not pool:
-            raise BudgetError(
-                f"no plan fits in {budget:,} bytes: the smallest that can be met is {least.simulation.peak_bytes:,} bytes.",
-                least.simulation.peak_bytes,
-                f"At its peak stands {standing(least.simulation)}.",
-            )
-        best = min(pool, key=lambda c: c.key)
-        if self.search.everything() or best.simulation.peak_bytes > budget:
-            return best
-        return self.improve(self.search.polish(best, budget), budget)
+        return found
 
     def bound(self, budget: int) -> Bound:
         """Lower bounds for ``budget``: what `improve` has found, or what the linear program says."""
@@ -143,11 +167,13 @@ class Planner:
             target -= over
         return best
 
-    def least(self, family: list[Candidate]) -> Candidate:
-        """The plan with the smallest peak that the search finds."""
-        _, path = self.master.least()
-        found = [*family, *self.search.everything(), self.search.candidate(self.master.stored(path))]
-        return min(found, key=lambda c: (c.simulation.peak_bytes, c.simulation.extra_seconds))
+    def _refusal(self, budget: int) -> BudgetError:
+        least = self.leanest.simulation
+        return BudgetError(
+            f"no plan fits in {budget:,} bytes: the smallest that can be met is {least.peak_bytes:,} bytes.",
+            least.peak_bytes,
+            f"At its peak stands {standing(least)}.",
+        )
 
 
 @lru_cache(maxsize=2)
@@ -171,6 +197,6 @@ def optimal(graph: StepGraph, budget: int | None = None) -> Plan:
     """
     planner = planner_of(graph)
     with planner.lock:
-        limit = planner.least(planner.family()).simulation.peak_bytes if budget is None else budget
+        limit = planner.leanest.simulation.peak_bytes if budget is None else budget
         best = planner.solve(limit)
         return make_plan(graph, stored=best.stored, policy="optimal", budget=budget, simulator=planner.sim, bound=planner.bound(limit))

@@ -24,6 +24,7 @@ from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector
 from lowtide.run.follow import Follower
 from lowtide.run.key import StepKey, step_key
+from lowtide.run.later import later_steps_told
 from lowtide.run.moved import Mover, prepare
 from lowtide.run.planning import Planned, Planner, Policy, slack_bytes
 from lowtide.run.quiet import quiet
@@ -255,7 +256,7 @@ class Limiter:
                 if self.plans:
                     last = next(reversed(self.plans))
                     warnings.warn(f"lowtide plans for another kind of step: {key.difference(last)}", LowtideWarning, stacklevel=8)
-                with unwatched():
+                with unwatched(), later_steps_told(self.model):
                     found = self.planner.first(self.forward, args, kwargs)
                 self.plans[key] = found
             else:

@@ -1,0 +1,116 @@
+"""The plan with the smallest peak, found from a step's bytes alone.
+
+In: a `Simulator` and its `Stages`. Out: the values that stay. Measured seconds differ from process to process, and a search that they lead ends at another
+plan each time; the smallest budget that a refusal names has to be met by whoever asks for it, in another process, too. So here an operation
+costs as many "seconds" as it reads and writes bytes, and in a second search all operations cost the same: the stages are searched with these,
+the path of least memory is taken and corrected by exact simulations, and single decisions of the better plan are turned round where the peak
+stands for as long as that lowers it. Nothing here looks at a clock or at a measured second.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import numpy as np
+
+from lowtide.plan.build import close, feasible_replays
+from lowtide.plan.master import Master
+from lowtide.plan.search import Candidate, Search
+from lowtide.plan.simulate import Simulator
+from lowtide.plan.stages import Stages
+
+_CORRECTIONS = 4
+"""Times that the exact simulation corrects what the stages say of the path of least memory."""
+
+_TURNS = 240
+"""Single decisions that are turned round and simulated."""
+
+_OVERHEAD_BYTES = 4096
+"""What one more operation costs, in the bytes that could be read or written meanwhile."""
+
+
+def priced(sim: Simulator, alike: bool) -> Simulator:
+    """The same simulator for a step whose operations take as many seconds as they touch bytes, or each the same time when ``alike``."""
+    graph = sim.graph
+    prices = [0 if alike else sum(sim.value_bytes[v] for v in {*op.reads, *op.writes}) for op in graph.operations]
+    operations = tuple(replace(op, seconds=float(price)) for op, price in zip(graph.operations, prices, strict=True))
+    twin = copy.copy(sim)
+    twin.graph = replace(
+        graph, operations=operations, plain_seconds=0.0, overhead_seconds=0.0, replay_overhead_seconds=float(_OVERHEAD_BYTES)
+    )
+    twin.operations = operations
+    return twin
+
+
+def leanest(sim: Simulator, stages: Stages, effort: int, start: Callable[[Search], list[Candidate]]) -> frozenset[int]:
+    """The values that stay in the plan with the smallest peak that is found; ``start`` gives plans that are known without a search."""
+    search = Search(priced(sim, alike=False))
+    every = search.everything()
+    if every:
+        return min([*start(search), *every], key=_height).stored
+    found = start(search)
+    for alike in (False, True):
+        found += [search.candidate(stored) for stored in _paths(priced(sim, alike), stages, effort)]
+    return lowered(search, min(found, key=_height)).stored
+
+
+def _paths(sim: Simulator, stages: Stages, effort: int) -> Iterator[frozenset[int]]:
+    """What paths of least memory store, each corrected by the exact simulation of the one before."""
+    master = Master(sim, stages, feasible_replays(sim), effort)
+    seen: set[frozenset[int]] = set()
+    for _ in range(_CORRECTIONS):
+        _, path = master.least()
+        stored = close(sim.graph, master.stored(path), sim)
+        if stored in seen:
+            break
+        seen.add(stored)
+        yield stored
+        master.correct(path, sim.simulate(stored).top_bytes)
+
+
+def _height(candidate: Candidate) -> tuple[int, int, float]:
+    """How high a plan reaches, at how many moments, and what it costs."""
+    simulation = candidate.simulation
+    return (simulation.peak_bytes, int(np.count_nonzero(simulation.top_bytes == simulation.peak_bytes)), simulation.extra_seconds)
+
+
+def lowered(search: Search, best: Candidate) -> Candidate:
+    """``best`` after single decisions were turned round at its peak, each of which made it lower, or as high at fewer moments."""
+    tried: set[frozenset[int]] = {best.stored}
+    turns = _TURNS
+    improved = True
+    while improved:
+        improved = False
+        for stored in _turned(search, best):
+            if turns <= 0:
+                return best
+            if stored in tried:
+                continue
+            tried.add(stored)
+            turns -= 1
+            other = search.candidate(stored)
+            if _height(other) < _height(best):
+                best, improved = other, True
+                break
+    return best
+
+
+def _turned(search: Search, best: Candidate) -> list[frozenset[int]]:
+    """Sets of stored values that differ in one decision that matters at the peak, what takes most bytes there first."""
+    sim, graph = search.sim, search.sim.graph
+    at = best.simulation.peak_event
+    moves: list[tuple[int, int, frozenset[int]]] = []
+    for v in best.stored:
+        sid = sim.storage_of[v]
+        until = best.simulation.held_until.get(sid)
+        if until is not None and sim.natural_end[sid] <= at < until:
+            moves.append((-sim.value_bytes[v], v, best.stored - {v}))
+    for index in best.simulation.replayed:
+        outputs = [w for w in graph.operations[index].writes if graph.values[w].storable and w not in best.stored]
+        outputs += [earlier for w in outputs for earlier in sim.companions.get(w, ())]
+        if outputs:
+            size = sum(sim.value_bytes[w] for w in outputs)
+            moves.append((size, graph.operations[index].writes[0], best.stored.union(outputs)))
+    return [stored for _, _, stored in sorted(moves, key=lambda move: move[:2])]
