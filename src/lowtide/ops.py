@@ -9,6 +9,8 @@ from typing import Any
 
 import torch
 
+from lowtide import private
+
 _UNINITIALIZED = {
     "aten.empty.memory_format",
     "aten.empty_like.default",
@@ -53,6 +55,12 @@ FUNCTIONAL_COLLECTIVES = {
 }
 _QUESTIONS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _BY_MASK = {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"}
+_UNWATCHED = {
+    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
+    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
+    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
+}
+_PICKING = ("Cummax", "Cummin", "Gather", "IndexSelect", "Kthvalue", "Max", "Median", "Min", "Mode", "Nanmedian", "Sort", "Topk")
 _UNREPLAYABLE = {
     "aten.set_.source_Storage": "it swaps a tensor's storage",
     "aten.set_.source_Storage_storage_offset": "it swaps a tensor's storage",
@@ -169,6 +177,18 @@ def is_mask(index: torch.Tensor | None) -> bool:
 def masks_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> list[torch.Tensor]:
     """The masks by which an indexing call picks elements: how many it picks depends on what is in them."""
     return [index for index in args[1] if is_mask(index)] if str(func) in _BY_MASK else []
+
+
+def unwatched(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
+    """What backward calls where no dispatch mode watches it: nodes that picked elements then write gradients into their zeros in place.
+
+    Their formulas (``gather_backward`` and others in torch/csrc/autograd/FunctionsManual.cpp) make a second tensor as large where a mode is
+    active or a tensor is a subclass, for the sake of ``vmap``.
+    """
+    instead = _UNWATCHED.get(func)
+    if instead is None or not private.in_backward() or torch.is_grad_enabled() or not private.backward_node().startswith(_PICKING):
+        return func
+    return instead
 
 
 def may_stand_on_more(info: OpInfo) -> bool:

@@ -32,6 +32,12 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
+def backward_node() -> str:
+    """The name of the autograd node that runs on the calling thread, empty where none does."""
+    node = torch._C._current_autograd_node()
+    return "" if node is None else node.name()
+
+
 def storage_key(tensor: torch.Tensor) -> int:
     """The address of the tensor's storage object: unique while the storage lives, reused after."""
     return tensor.untyped_storage()._cdata

@@ -445,3 +445,18 @@ def test_the_storage_of_a_fake_is_of_the_meta_device_and_ends_with_it() -> None:
     assert all(storage is not None and storage.device.type == "meta" for storage in (watch() for watch in watches))
     del fakes
     assert all(watch() is None for watch in watches)
+
+
+def test_backward_nodes_have_names() -> None:
+    names = []
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(private.backward_node())
+            return func(*args, **(kwargs or {}))
+
+    assert private.backward_node() == ""
+    loss = torch.ones(3, requires_grad=True).max(0).values
+    with Names():
+        loss.backward()
+    assert "MaxBackward0" in names

@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.ops import asks, has_plain_storage, hidden_statistics, is_mask, masks_of, op_info, tensors_of, written_tensors
-from lowtide.trace.chance import Chance, draws_one, extreme, same_random
+from lowtide.trace.chance import Chance, same_random
 from lowtide.trace.describe import is_wrapper_type
 from lowtide.trace.fake import Unchanged, borrowed
 
@@ -192,10 +192,7 @@ class _Hearing(TorchDispatchMode):
         self._keep([*written_tensors(info, args, kwargs), *(args[position] for position in hidden_statistics(info, args))])
         for mask in masks_of(func, args):
             self._answers.hear(_TRUES, int(torch.count_nonzero(mask)))
-        result = private.call(func, args, kwargs)
-        if draws_one(info, args):
-            self._chance.drew = True
-            result = result if self._chance.least is None else extreme(result, self._chance.least)
+        result = self._chance.drawn(info, args, private.call(func, args, kwargs))
         if not info.is_view and not info.written:
             self._made.update(private.storage_key(tensor) for tensor in tensors_of(result) if has_plain_storage(tensor))
         if asks(func):

@@ -34,6 +34,16 @@ class Chance:
     least: bool | None = False
     drew: bool = False
 
+    def drawn(self, info: OpInfo, args: Sequence[Any], result: Any) -> Any:
+        """What a call returns: the extreme number in place of one that was drawn alone."""
+        if not draws_one(info, args):
+            return result
+        self.drew = True
+        if self.least is None:
+            return result
+        with private.without_fake_mode():
+            return result.fill_(0.0 if self.least else 1 - torch.finfo(result.dtype).eps / 2)  # from [0, 1)
+
 
 @contextmanager
 def same_random(devices: Sequence[int] = (), modules: Sequence[torch.nn.Module] = (), chance: Chance | None = None) -> Iterator[None]:
@@ -144,9 +154,3 @@ def _untempered(output: int) -> int:
 def draws_one(info: OpInfo, args: Sequence[Any]) -> bool:
     """Whether the call draws a single number, as models do to decide whether a layer runs."""
     return info.name in ("aten.rand.default", "aten.rand.generator") and tuple(args[0]) in ((), (1,))
-
-
-def extreme(drawn: torch.Tensor, least: bool) -> torch.Tensor:
-    """What was drawn from [0, 1), with the least or the greatest number that there is in it."""
-    with private.without_fake_mode():
-        return drawn.fill_(0.0 if least else 1 - torch.finfo(drawn.dtype).eps / 2)

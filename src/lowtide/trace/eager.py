@@ -7,7 +7,6 @@ packed and a stand-in is handed out as it is unpacked, so that the events show h
 
 from __future__ import annotations
 
-import sys
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
@@ -31,16 +30,18 @@ from lowtide.ops import (
     hidden_statistics,
     op_info,
     tensors_of,
+    unwatched,
     written_tensors,
 )
 from lowtide.trace.answers import Answers, Looks
-from lowtide.trace.chance import Chance, draws_one, extreme
+from lowtide.trace.chance import Chance
 from lowtide.trace.contents import GROUPED
 from lowtide.trace.costs import OpSpec
 from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
 from lowtide.trace.ends import settled
 from lowtide.trace.fake import grouped, laid_out, refuse_strangers
-from lowtide.trace.states import STATE, states_seen, without_strays
+from lowtide.trace.numbers import Numbers
+from lowtide.trace.states import states_seen, take_down, without_strays
 from lowtide.trace.views import FreshViews, refuse_stale, taken
 
 OUTSIDE = "it runs outside the planned region"
@@ -118,6 +119,7 @@ class Tracer(TorchDispatchMode):
         self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
         self._outputs: set[int] = set()
         self._wrote = False  # in place, where autograd follows
+        self._numbers = Numbers(self)
         self._claimed: set[int] = set()  # operations whose results layers save because they were told to
         self._scopes: list[tuple[int, Any]] = []
         self._infos: list[OpInfo] = []
@@ -171,7 +173,8 @@ class Tracer(TorchDispatchMode):
         if not self.closed:
             self.events.append(Event(kind, index))
 
-    def _watch(self, storage: torch.UntypedStorage, on_end: Callable[[], None]) -> None:
+    def watch(self, storage: torch.UntypedStorage, on_end: Callable[[], None]) -> None:
+        """Call ``on_end`` when the storage ends, if that is before the trace does."""
         key = storage._cdata
 
         def ended(_: object) -> None:
@@ -199,25 +202,14 @@ class Tracer(TorchDispatchMode):
         number = len(self.storages)
         self.storages.append({"id": number, "bytes": storage.nbytes(), "kind": kind, "producer": producer, "name": name})
         self._known[key] = number
-        self._watch(storage, lambda: self.event("free", number))
+        self.watch(storage, lambda: self.event("free", number))
         self._new_value(number, producer)
         return number
 
     def keeps_state(self, state: torch.Tensor) -> None:
         """The step has read a random state, which it keeps from its next operation on."""
-        if self.paused or self.closed:
-            return
-        number, producer = len(self.storages), len(self.operations)
-        kind = "backward" if private.in_backward() else "forward"
-        self.storages.append({"id": number, "bytes": state.nbytes, "kind": kind, "producer": producer, "name": STATE})
-
-        def ended() -> None:
-            if producer < len(self.operations):
-                self.event("free", number)
-            else:
-                self.storages[number]["producer"] = sys.maxsize
-
-        self._watch(state.untyped_storage(), ended)
+        if not (self.paused or self.closed):
+            take_down(self, state)
 
     def _new_value(self, storage: int, producer: int | None) -> int:
         version = self.values[self._current[storage]]["version"] + 1 if storage in self._current else 0
@@ -241,6 +233,7 @@ class Tracer(TorchDispatchMode):
             return private.call(func, args, kwargs)
         if any(is_wrapper_type(kind) for kind in types):
             return NotImplemented
+        func = unwatched(func)
         info = op_info(func)
         if info.is_view:
             constant = self.fake and not any(isinstance(t, FakeTensor) for t in tensors_of([args, kwargs]))
@@ -272,9 +265,7 @@ class Tracer(TorchDispatchMode):
             self.scratch[signature] = max(seen.peak_bytes - live, self.scratch.get(signature, 0))
         else:
             result = private.call(func, args, kwargs)
-        if draws_one(info, args):
-            self.chance.drew = True
-            result = result if self.chance.least is None else extreme(result, self.chance.least)
+        result = self.chance.drawn(info, args, result)
         outputs = [t for t in tensors_of(result) if has_plain_storage(t)]
         fresh = [t for t in outputs if private.storage_key(t) not in keys] if not info.returns_written else []
         if not fresh and not written:
@@ -319,6 +310,7 @@ class Tracer(TorchDispatchMode):
             }
         )
         self.event("op", index)
+        self._numbers.seen(info, args, index)
         return result
 
     def _on_fakes(
@@ -397,7 +389,7 @@ class Tracer(TorchDispatchMode):
                 self.event("done", number)
             else:
                 self._restored[key] = value
-                self._watch(tensor.untyped_storage(), lambda: self.event("done", number))
+                self.watch(tensor.untyped_storage(), lambda: self.event("done", number))
             return tensor
 
     @contextmanager

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import wraps
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide import private
+
+if TYPE_CHECKING:
+    from lowtide.trace.eager import Tracer
 
 STATE = "a random state"
 """The name of the storage of one in a step graph."""
@@ -60,6 +64,21 @@ def _seen(own: Callable[[], torch.Tensor]) -> Callable[[], torch.Tensor]:
         return state
 
     return get_rng_state
+
+
+def take_down(tracer: Tracer, state: torch.Tensor) -> None:
+    """Add a random state to a tracer's storages, from its next operation until it ends."""
+    number, producer = len(tracer.storages), len(tracer.operations)
+    kind = "backward" if private.in_backward() else "forward"
+    tracer.storages.append({"id": number, "bytes": state.nbytes, "kind": kind, "producer": producer, "name": STATE})
+
+    def ended() -> None:
+        if producer < len(tracer.operations):
+            tracer.event("free", number)
+        else:
+            tracer.storages[number]["producer"] = sys.maxsize
+
+    tracer.watch(state.untyped_storage(), ended)
 
 
 def without_strays(storages: list[dict[str, Any]], operations: int, device: str) -> list[dict[str, Any]]:
