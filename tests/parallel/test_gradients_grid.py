@@ -205,7 +205,7 @@ def run_grid(cells: list[Case]) -> list[str]:
     return [f"{asdict(case)}: {fault}" for case in cells for fault in check(case)]
 
 
-@pytest.mark.parametrize("size", [1, 2, 4])
+@pytest.mark.parametrize("size", [1, 2, pytest.param(4, marks=pytest.mark.slow)])
 def test_every_option(size: int) -> None:
     cells = grid()
     if size == 4:
