@@ -251,7 +251,7 @@ def test_products_in_groups_are_laid_out_as_real_ones(layout: str, dtype: torch.
     call = arguments[layout]
     real = torch._grouped_mm(*call)
     with private.fake_mode() as mode:
-        fake = grouped(tuple(mode.from_tensor(item) for item in call), {})
+        fake = grouped(*(mode.from_tensor(item) for item in call))
     assert (fake.shape, fake.stride(), fake.dtype) == (real.shape, real.stride(), real.dtype)
 
 

@@ -325,7 +325,7 @@ class Tracer(TorchDispatchMode):
         if told is not NotImplemented:
             return told, trues
         if info.name == GROUPED:
-            return grouped(args, kwargs), ()
+            return grouped(*args, **kwargs), ()
         return laid_out(info, args, private.call(func, positions, kwargs)), trues
 
     def _unsafe(self, info: OpInfo, reads: list[int], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:

@@ -103,18 +103,24 @@ def laid_out(info: OpInfo, args: tuple[Any, ...], result: Any) -> Any:
     return (first, *others)
 
 
-def grouped(args: tuple[Any, ...], kwargs: dict[str, Any]) -> torch.Tensor:
+def grouped(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    _bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
     """What a product of matrices in groups returns for fake tensors: the fake kernel refuses what is not of bfloat16, which real ones take.
 
     Source: ``create_grouped_gemm_output_tensor`` in ATen/native/GroupedMMUtils.h, which pads rows to 16 bytes where PyTorch is built for CUDA.
     """
-    first, second, offsets, _, dtype = (*args, *(kwargs.get(name) for name in ("offs", "bias", "out_dtype")[len(args) - 2 :]))
-    dtype = dtype or first.dtype
-    rows, columns = first.shape[-2], second.shape[-1]
-    if first.dim() == second.dim():
-        shape: tuple[int, ...] = (offsets.shape[0] if first.dim() == 2 else first.shape[0], rows, columns)
+    dtype, rows, columns = out_dtype or first.dtype, first.shape[-2], second.shape[-1]
+    if first.dim() != second.dim():
+        shape: tuple[int, ...] = (rows, columns)
+    elif offs is not None and first.dim() == 2:
+        shape = (offs.shape[0], rows, columns)
     else:
-        shape = (rows, columns)
+        shape = (first.shape[0], rows, columns)
     step = 16 // dtype.itemsize if torch.version.cuda else 1
     wide = -(-columns // step) * step
     strides = (rows * wide, wide, 1)[-len(shape) :]
