@@ -24,8 +24,8 @@ from lowtide.plan.stages import Stages
 _CORRECTIONS = 4
 """Times that the exact simulation corrects what the stages say of the path of least memory."""
 
-_TURNS = 240
-"""Single decisions that are turned round and simulated."""
+_TURNS = 60
+"""Single decisions that are turned round and simulated in vain before that ends."""
 
 _OVERHEAD_BYTES = 4096
 """What one more operation costs, in the bytes that could be read or written meanwhile."""
@@ -70,47 +70,57 @@ def _paths(sim: Simulator, stages: Stages, effort: int) -> Iterator[frozenset[in
         master.correct(path, sim.simulate(stored).top_bytes)
 
 
-def _height(candidate: Candidate) -> tuple[int, int, float]:
-    """How high a plan reaches, at how many moments, and what it costs."""
+def _height(candidate: Candidate) -> tuple[int, int]:
+    """How high a plan reaches, and at how many moments."""
     simulation = candidate.simulation
-    return (simulation.peak_bytes, int(np.count_nonzero(simulation.top_bytes == simulation.peak_bytes)), simulation.extra_seconds)
+    return (simulation.peak_bytes, int(np.count_nonzero(simulation.top_bytes == simulation.peak_bytes)))
 
 
-def lowered(search: Search, best: Candidate) -> Candidate:
-    """``best`` after single decisions were turned round at its peak, each of which made it lower, or as high at fewer moments."""
+def lowered(search: Search, best: Candidate, budget: int = 0) -> Candidate:
+    """``best`` after single decisions were turned round at its peak, each of which made it lower, or as high at fewer moments, until it fits."""
     tried: set[frozenset[int]] = {best.stored}
     turns = _TURNS
     improved = True
-    while improved:
+    while improved and best.simulation.peak_bytes > budget:
         improved = False
-        for stored in _turned(search, best):
+        peak, at = best.simulation.peak_bytes, best.simulation.peak_event
+        for stored in _turned(search, best, budget):
             if turns <= 0:
                 return best
-            if stored in tried:
+            closed = close(search.sim.graph, stored, search.sim)
+            if closed in tried:
                 continue
-            tried.add(stored)
+            tried.add(closed)
+            if search.sim.least_at(closed, at) >= peak:
+                continue
             turns -= 1
-            other = search.candidate(stored)
+            other = Candidate(closed, search.sim.simulate(closed))
             if _height(other) < _height(best):
-                best, improved = other, True
+                best, improved, turns = other, True, _TURNS
                 break
     return best
 
 
-def _turned(search: Search, best: Candidate) -> list[frozenset[int]]:
-    """Sets of stored values that differ in one decision that matters at the peak, what takes most bytes there first."""
+def _turned(search: Search, best: Candidate, budget: int) -> Iterator[frozenset[int]]:
+    """Sets of stored values that differ in one decision that may matter at the peak. First those that give up what stands there: what suffices
+    and costs least, then what takes most bytes. Then those that store what is replayed, the smallest first."""
     sim, graph = search.sim, search.sim.graph
     at = best.simulation.peak_event
-    moves: list[tuple[int, int, frozenset[int]]] = []
+    over = best.simulation.peak_bytes - budget
+    given: list[tuple[bool, float, int]] = []
     for v in best.stored:
         sid = sim.storage_of[v]
         until = best.simulation.held_until.get(sid)
         if until is not None and sim.natural_end[sid] <= at < until:
-            moves.append((-sim.value_bytes[v], v, best.stored - {v}))
+            size = sim.value_bytes[v]
+            given.append((size < over, graph.operations[sim.producer[v]].seconds if size >= over else -size, v))
+    for _, _, v in sorted(given):
+        yield best.stored - {v}
+    kept: list[tuple[int, int, list[int]]] = []
     for index in best.simulation.replayed:
         outputs = [w for w in graph.operations[index].writes if graph.values[w].storable and w not in best.stored]
         outputs += [earlier for w in outputs for earlier in sim.companions.get(w, ())]
         if outputs:
-            size = sum(sim.value_bytes[w] for w in outputs)
-            moves.append((size, graph.operations[index].writes[0], best.stored.union(outputs)))
-    return [stored for _, _, stored in sorted(moves, key=lambda move: move[:2])]
+            kept.append((sum(sim.value_bytes[w] for w in outputs), graph.operations[index].writes[0], outputs))
+    for _, _, outputs in sorted(kept):
+        yield best.stored.union(outputs)

@@ -276,28 +276,34 @@ class Segment:
 
         return distinct_answers(solved, prices)
 
-    def _score(self, kept: int, price: float, transient: float) -> float:
-        c = self.evaluate(kept)
-        return c.seconds + price * c.held_bytes + transient * max(c.window_peak, c.forward_peak)
-
     def _descend(self, price: float, transient: float, pairs: bool, most_known: int) -> int:
         """First-improvement descent by flips, then by pairs of flips, from the best of what is known, until ``most_known`` are known."""
         count = len(self.units)
-        kept = min(self.known, key=lambda k: (self._score(k, price, transient), k))
-        best = self._score(kept, price, transient)
+        known, evaluate = self.known, self.evaluate
+        kept, best = self._best(price, transient)
         moves = [1 << k for k in range(count)]
         if pairs:
             moves += [1 << i | 1 << j for i in range(count) for j in range(i + 1, min(count, i + 4))]
-        quiet = 0
-        at = 0
-        while quiet < len(moves) and len(self.known) <= most_known:
+        quiet = at = 0
+        total = len(moves)
+        while quiet < total and len(known) <= most_known:
             other = kept ^ moves[at]
-            at = (at + 1) % len(moves)
-            score = self._score(other, price, transient)
+            at = (at + 1) % total
+            c = known.get(other) or evaluate(other)
+            score = c.seconds + price * c.held_bytes + transient * max(c.window_peak, c.forward_peak)
             quiet += 1
             if score < best - 1e-15:
                 kept, best, quiet = other, score, 0
         return kept
+
+    def _best(self, price: float, transient: float) -> tuple[int, float]:
+        """The best of what is known, at prices of a held byte and of a byte at the peak, and its score."""
+        rows = np.array([(c.seconds, c.held_bytes, max(c.window_peak, c.forward_peak)) for c in self.known.values()])
+        scores = rows[:, 0] + price * rows[:, 1] + transient * rows[:, 2]
+        best = float(scores.min())
+        alike = np.flatnonzero(scores == best).tolist()
+        kept = list(self.known)
+        return min(kept[k] for k in alike), best
 
     def front(self, most: int) -> list[Configuration]:
         """The configurations that no other one beats in held bytes, seconds and both peaks, thinned to about ``most``."""
