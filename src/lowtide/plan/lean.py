@@ -18,6 +18,7 @@ import numpy as np
 from lowtide.plan.build import close, feasible_replays
 from lowtide.plan.master import Master
 from lowtide.plan.search import Candidate, Search
+from lowtide.plan.segment import Segment
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.stages import Stages
 
@@ -44,21 +45,26 @@ def priced(sim: Simulator, alike: bool) -> Simulator:
     return twin
 
 
-def leanest(sim: Simulator, stages: Stages, effort: int, start: Callable[[Search], list[Candidate]]) -> frozenset[int]:
-    """The values that stay in the plan with the smallest peak that is found; ``start`` gives plans that are known without a search."""
+def leanest(
+    sim: Simulator, stages: Stages, effort: int, start: Callable[[Search], list[Candidate]], segments: dict[tuple[int, ...], Segment]
+) -> frozenset[int]:
+    """The values that stay in the plan with the smallest peak that is found; ``start`` gives plans that are known without a search, and ``segments``
+    holds what is known of the memory of stages."""
     search = Search(priced(sim, alike=False))
     every = search.everything()
     if every:
         return min([*start(search), *every], key=_height).stored
     found = start(search)
     for alike in (False, True):
-        found += [search.candidate(stored) for stored in _paths(priced(sim, alike), stages, effort)]
+        found += [
+            search.candidate(stored) for stored in _paths(Master(priced(sim, alike), stages, feasible_replays(sim), effort, segments))
+        ]
     return lowered(search, min(found, key=_height)).stored
 
 
-def _paths(sim: Simulator, stages: Stages, effort: int) -> Iterator[frozenset[int]]:
+def _paths(master: Master) -> Iterator[frozenset[int]]:
     """What paths of least memory store, each corrected by the exact simulation of the one before."""
-    master = Master(sim, stages, feasible_replays(sim), effort)
+    sim = master.sim
     seen: set[frozenset[int]] = set()
     for _ in range(_CORRECTIONS):
         _, path = master.least()

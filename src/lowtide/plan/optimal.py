@@ -18,6 +18,7 @@ from lowtide.plan.lean import leanest, lowered
 from lowtide.plan.master import Master
 from lowtide.plan.plan import Plan
 from lowtide.plan.search import Candidate, Search
+from lowtide.plan.segment import Segment
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.stages import find_stages
 
@@ -57,6 +58,8 @@ class Planner:
         self.sim = Simulator(graph)
         self.search = Search(self.sim)
         self.stages = find_stages(self.sim)
+        self.segments: dict[tuple[int, ...], Segment] = {}
+        """what is known of the memory of stages, whatever prices operations have"""
         self.relaxation = Relaxation(self.sim, self.stages)
         self._last: tuple[int, float, Floats] | None = None
         self.bounds: dict[int, float] = {}
@@ -65,12 +68,12 @@ class Planner:
     @cached_property
     def master(self) -> Master:
         """The search over stages, where most of the time goes."""
-        return Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT)
+        return Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT, self.segments)
 
     @cached_property
     def leanest(self) -> Candidate:
         """The plan with the smallest peak that is found, whatever the measured seconds are: what a refusal names can be met in every process."""
-        return self.search.candidate(leanest(self.sim, self.stages, _EFFORT, self.family))
+        return self.search.candidate(leanest(self.sim, self.stages, _EFFORT, self.family, self.segments))
 
     def family(self, search: Search | None = None) -> list[Candidate]:
         """Plans that need no search: keep everything, give everything up, per block, by square root."""

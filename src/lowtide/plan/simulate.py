@@ -427,7 +427,8 @@ class Simulator:
         every = self.closure(given, flags)
         unpacked = [v for v in given if self.unpacked[v]]
         running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
-        order = sorted(every, key=self.place)
+        place = self.place if self.moved else None
+        order = sorted(every, key=place)
         walk = Walk(self, flags, running)
         walk.run(unpacked)
         if walk.fetched and self.window_bytes:  # who comes first is known now: once more, with fetching ahead
@@ -437,7 +438,7 @@ class Simulator:
         hold, until = self._rests(order, given, flags)
         return Replay(
             order,
-            sorted(running, key=self.place),
+            order if running is every else sorted(running, key=place),
             walk.repeats,
             hold,
             walk.level,
