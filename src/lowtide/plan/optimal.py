@@ -73,7 +73,8 @@ class Planner:
     @cached_property
     def leanest(self) -> Candidate:
         """The plan with the smallest peak that is found, whatever the measured seconds are: what a refusal names can be met in every process."""
-        return self.search.candidate(leanest(self.sim, self.stages, _EFFORT, self.family, self.segments))
+        stored = leanest(self.sim, self.stages, _EFFORT, self.family, self.segments)
+        return Candidate(stored, self.sim.simulate(stored))
 
     def family(self, search: Search | None = None) -> list[Candidate]:
         """Plans that need no search: keep everything, give everything up, per block, by square root."""
@@ -110,10 +111,8 @@ class Planner:
         best = self._polished(pool, budget, 1)
         if best is None or (near and self._gap(best, budget) > _GOOD_GAP * self.graph.plain_seconds):
             low = self.leanest.simulation.peak_bytes
-            if low > budget:
-                raise self._refusal(budget)
-            lower = [budget - int(share * (budget - low)) for share in _LOWER] if low < budget else []
-            pool += [self.leanest, *(c for target in lower for c in self._walked(target))]
+            pool += [self.leanest] if low <= budget else []
+            pool += [c for share in _LOWER if low < budget for c in self._walked(low + int(share * (budget - low)))]
             best = self._polished(pool, budget, _STARTS)
         if best is None:
             raise self._refusal(budget)
