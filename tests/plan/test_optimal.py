@@ -7,7 +7,7 @@ import time
 from itertools import combinations
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from random_graphs import random_graph
 from synthetic import residual_network, transformer
@@ -55,6 +55,7 @@ def test_bound_is_below_every_plan(seed: int, operations: int):
 
 @settings(max_examples=60, deadline=None)
 @given(st.integers(0, 10**9), st.integers(2, 6))
+@example(2099354, 3)
 def test_small_graphs_are_planned_as_well_as_by_brute_force(seed: int, operations: int):
     graph = random_graph(seed, operations)
     plans = all_plans(graph)

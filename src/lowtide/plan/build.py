@@ -24,11 +24,10 @@ if TYPE_CHECKING:
 
 def feasible_replays(sim: Simulator) -> list[bool]:
     """Per operation: whether it can run again when everything that can be stored is stored."""
-    graph = sim.graph
-    feasible: list[bool] = []
-    for op in graph.operations:
-        feasible.append(op.replayable and all(_available(sim, feasible, u) for u in op.reads))
-    return feasible
+    if not sim.feasible:
+        for op in sim.graph.operations:
+            sim.feasible.append(op.replayable and all(_available(sim, sim.feasible, u) for u in op.reads))
+    return sim.feasible
 
 
 def _available(sim: Simulator, feasible: list[bool], value: int) -> bool:

@@ -18,14 +18,15 @@ import numpy as np
 from lowtide.plan.build import close, feasible_replays
 from lowtide.plan.master import Master
 from lowtide.plan.search import Candidate, Search
+from lowtide.plan.segment import Segment
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.stages import Stages
 
 _CORRECTIONS = 4
 """Times that the exact simulation corrects what the stages say of the path of least memory."""
 
-_TURNS = 240
-"""Single decisions that are turned round and simulated."""
+_TURNS = 60
+"""Single decisions that are turned round and simulated in vain before that ends."""
 
 _OVERHEAD_BYTES = 4096
 """What one more operation costs, in the bytes that could be read or written meanwhile."""
@@ -44,21 +45,26 @@ def priced(sim: Simulator, alike: bool) -> Simulator:
     return twin
 
 
-def leanest(sim: Simulator, stages: Stages, effort: int, start: Callable[[Search], list[Candidate]]) -> frozenset[int]:
-    """The values that stay in the plan with the smallest peak that is found; ``start`` gives plans that are known without a search."""
+def leanest(
+    sim: Simulator, stages: Stages, effort: int, start: Callable[[Search], list[Candidate]], segments: dict[tuple[int, ...], Segment]
+) -> frozenset[int]:
+    """The values that stay in the plan with the smallest peak that is found; ``start`` gives plans that are known without a search, and ``segments``
+    holds what is known of the memory of stages."""
     search = Search(priced(sim, alike=False))
     every = search.everything()
     if every:
         return min([*start(search), *every], key=_height).stored
     found = start(search)
     for alike in (False, True):
-        found += [search.candidate(stored) for stored in _paths(priced(sim, alike), stages, effort)]
+        found += [
+            search.candidate(stored) for stored in _paths(Master(priced(sim, alike), stages, feasible_replays(sim), effort, segments))
+        ]
     return lowered(search, min(found, key=_height)).stored
 
 
-def _paths(sim: Simulator, stages: Stages, effort: int) -> Iterator[frozenset[int]]:
+def _paths(master: Master) -> Iterator[frozenset[int]]:
     """What paths of least memory store, each corrected by the exact simulation of the one before."""
-    master = Master(sim, stages, feasible_replays(sim), effort)
+    sim = master.sim
     seen: set[frozenset[int]] = set()
     for _ in range(_CORRECTIONS):
         _, path = master.least()
@@ -70,47 +76,57 @@ def _paths(sim: Simulator, stages: Stages, effort: int) -> Iterator[frozenset[in
         master.correct(path, sim.simulate(stored).top_bytes)
 
 
-def _height(candidate: Candidate) -> tuple[int, int, float]:
-    """How high a plan reaches, at how many moments, and what it costs."""
+def _height(candidate: Candidate) -> tuple[int, int]:
+    """How high a plan reaches, and at how many moments."""
     simulation = candidate.simulation
-    return (simulation.peak_bytes, int(np.count_nonzero(simulation.top_bytes == simulation.peak_bytes)), simulation.extra_seconds)
+    return (simulation.peak_bytes, int(np.count_nonzero(simulation.top_bytes == simulation.peak_bytes)))
 
 
-def lowered(search: Search, best: Candidate) -> Candidate:
-    """``best`` after single decisions were turned round at its peak, each of which made it lower, or as high at fewer moments."""
+def lowered(search: Search, best: Candidate, budget: int = 0) -> Candidate:
+    """``best`` after single decisions were turned round at its peak, each of which made it lower, or as high at fewer moments, until it fits."""
     tried: set[frozenset[int]] = {best.stored}
     turns = _TURNS
     improved = True
-    while improved:
+    while improved and best.simulation.peak_bytes > budget:
         improved = False
-        for stored in _turned(search, best):
+        peak, at = best.simulation.peak_bytes, best.simulation.peak_event
+        for stored in _turned(search, best, budget):
             if turns <= 0:
                 return best
-            if stored in tried:
+            closed = close(search.sim.graph, stored, search.sim)
+            if closed in tried:
                 continue
-            tried.add(stored)
+            tried.add(closed)
+            if search.sim.least_at(closed, at) >= peak:
+                continue
             turns -= 1
-            other = search.candidate(stored)
+            other = Candidate(closed, search.sim.simulate(closed))
             if _height(other) < _height(best):
-                best, improved = other, True
+                best, improved, turns = other, True, _TURNS
                 break
     return best
 
 
-def _turned(search: Search, best: Candidate) -> list[frozenset[int]]:
-    """Sets of stored values that differ in one decision that matters at the peak, what takes most bytes there first."""
+def _turned(search: Search, best: Candidate, budget: int) -> Iterator[frozenset[int]]:
+    """Sets of stored values that differ in one decision that may matter at the peak. First those that give up what stands there: what suffices
+    and costs least, then what takes most bytes. Then those that store what is replayed, the smallest first."""
     sim, graph = search.sim, search.sim.graph
     at = best.simulation.peak_event
-    moves: list[tuple[int, int, frozenset[int]]] = []
+    over = best.simulation.peak_bytes - budget
+    given: list[tuple[bool, float, int]] = []
     for v in best.stored:
         sid = sim.storage_of[v]
         until = best.simulation.held_until.get(sid)
         if until is not None and sim.natural_end[sid] <= at < until:
-            moves.append((-sim.value_bytes[v], v, best.stored - {v}))
+            size = sim.value_bytes[v]
+            given.append((size < over, graph.operations[sim.producer[v]].seconds if size >= over else -size, v))
+    for _, _, v in sorted(given):
+        yield best.stored - {v}
+    kept: list[tuple[int, int, list[int]]] = []
     for index in best.simulation.replayed:
         outputs = [w for w in graph.operations[index].writes if graph.values[w].storable and w not in best.stored]
         outputs += [earlier for w in outputs for earlier in sim.companions.get(w, ())]
         if outputs:
-            size = sum(sim.value_bytes[w] for w in outputs)
-            moves.append((size, graph.operations[index].writes[0], best.stored.union(outputs)))
-    return [stored for _, _, stored in sorted(moves, key=lambda move: move[:2])]
+            kept.append((sum(sim.value_bytes[w] for w in outputs), graph.operations[index].writes[0], outputs))
+    for _, _, outputs in sorted(kept):
+        yield best.stored.union(outputs)

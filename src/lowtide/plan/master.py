@@ -48,8 +48,12 @@ class Option:
 class Master:
     """All options of a step, and the best path through them for a budget."""
 
-    def __init__(self, sim: Simulator, stages: Stages, feasible: list[bool], effort: int) -> None:
+    def __init__(
+        self, sim: Simulator, stages: Stages, feasible: list[bool], effort: int, segments: dict[tuple[int, ...], Segment] | None = None
+    ) -> None:
         self.sim = sim
+        self.segments = {} if segments is None else segments
+        """segments of this step that stand already, at other prices of its operations maybe; new ones are added"""
         self.stages = stages
         self.feasible = feasible
         self.classes: dict[tuple[int, ...], tuple[Segment, list[Configuration]]] = {}
@@ -115,7 +119,9 @@ class Master:
     def _add(self, first: int, last: int, effort: int) -> None:
         key = self.stages.signature[first:last]
         if key not in self.classes:
-            segment = Segment(self.sim, self.stages, first, last, self.feasible)
+            if key not in self.segments:
+                self.segments[key] = Segment(self.sim, self.stages, first, last, self.feasible)
+            segment = self.segments[key].at(self.sim)
             front = segment.search(effort, self._seeds(segment, first, last), 64 if last - first < 3 else 24)
             self.evaluations += len(segment.known)
             segment.known.clear()

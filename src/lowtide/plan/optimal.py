@@ -12,12 +12,13 @@ from functools import cached_property, lru_cache
 
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.bound import Bound, Relaxation
+from lowtide.plan.bound import Bound, Floats, Relaxation
 from lowtide.plan.build import feasible_replays, make_plan, standing
-from lowtide.plan.lean import leanest
+from lowtide.plan.lean import leanest, lowered
 from lowtide.plan.master import Master
 from lowtide.plan.plan import Plan
 from lowtide.plan.search import Candidate, Search
+from lowtide.plan.segment import Segment
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.stages import find_stages
 
@@ -31,7 +32,11 @@ _NEAR = 1.05
 """Budgets up to this many times the least memory that measured seconds lead to are near the smallest."""
 
 _LOWER = (0.25, 0.5, 0.75)
-"""Near the smallest budget, paths for budgets in between are starts as well: with all windows tight, a path that has more room may waste it."""
+"""Where that leaves a gap near the smallest budget, paths for budgets in between are starts as well: with all windows tight, a path that has
+more room may waste it."""
+
+_MORE = (1.0, 1.0005)
+"""Near the smallest budget, paths for so many times as much, or as what paths need at least, are starts as well, once single decisions have made them fit."""
 
 _STARTS = 4
 """Plans that are polished near the smallest budget."""
@@ -53,19 +58,23 @@ class Planner:
         self.sim = Simulator(graph)
         self.search = Search(self.sim)
         self.stages = find_stages(self.sim)
+        self.segments: dict[tuple[int, ...], Segment] = {}
+        """what is known of the memory of stages, whatever prices operations have"""
         self.relaxation = Relaxation(self.sim, self.stages)
+        self._last: tuple[int, float, Floats] | None = None
         self.bounds: dict[int, float] = {}
         """budget -> seconds that no schedule can undercut, the recording overhead aside"""
 
     @cached_property
     def master(self) -> Master:
         """The search over stages, where most of the time goes."""
-        return Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT)
+        return Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT, self.segments)
 
     @cached_property
     def leanest(self) -> Candidate:
         """The plan with the smallest peak that is found, whatever the measured seconds are: what a refusal names can be met in every process."""
-        return self.search.candidate(leanest(self.sim, self.stages, _EFFORT, self.family))
+        stored = leanest(self.sim, self.stages, _EFFORT, self.family, self.segments)
+        return Candidate(stored, self.sim.simulate(stored))
 
     def family(self, search: Search | None = None) -> list[Candidate]:
         """Plans that need no search: keep everything, give everything up, per block, by square root."""
@@ -95,17 +104,46 @@ class Planner:
         pool += self._walked(budget)
         least = self.search.candidate(self.master.stored(self.master.least()[1]))
         near = budget <= _NEAR * least.simulation.peak_bytes
-        pool += [c for c in ([least, self.leanest] if near else [least]) if c.simulation.peak_bytes <= budget]
-        if near and self.leanest.simulation.peak_bytes < budget:
+        everything = bool(self.search.everything())
+        if near and not everything:
+            pool += self._squeezed(budget, least.simulation.peak_bytes)
+        pool += [least] if least.simulation.peak_bytes <= budget else []
+        best = self._polished(pool, budget, 1)
+        if best is None or (near and self._gap(best, budget) > _GOOD_GAP * self.graph.plain_seconds):
             low = self.leanest.simulation.peak_bytes
-            pool += [c for share in _LOWER for c in self._walked(low + int(share * (budget - low)))]
-        if not pool:
+            pool += [self.leanest] if low <= budget else []
+            pool += [c for share in _LOWER if low < budget for c in self._walked(low + int(share * (budget - low)))]
+            best = self._polished(pool, budget, _STARTS)
+        if best is None:
             raise self._refusal(budget)
-        pool.sort(key=lambda c: c.key)
+        return best if everything else self.improve(best, budget)
+
+    def _polished(self, pool: list[Candidate], budget: int, starts: int) -> Candidate | None:
+        """The best plan after the ``starts`` best ones of the pool were polished; ``None`` where it is empty."""
+        ordered = sorted({c.stored: c for c in pool}.values(), key=lambda c: c.key)
         if self.search.everything():
-            return pool[0]
-        starts = list({c.stored: c for c in pool}.values())[: _STARTS if near else 1]
-        return self.improve(min((self.search.polish(start, budget) for start in starts), key=lambda c: c.key), budget)
+            return ordered[0] if ordered else None
+        return min((self.search.polish(start, budget) for start in ordered[:starts]), key=lambda c: c.key, default=None)
+
+    def _squeezed(self, budget: int, least: int) -> list[Candidate]:
+        """Plans that paths for a little more than ``budget`` come to, after single decisions at their peaks were turned round until they fit."""
+        found: list[Candidate] = []
+        starts = {c.stored: c for more in _MORE for c in self._walked(int(more * max(budget, least)))}
+        for start in sorted(starts.values(), key=lambda c: c.key):
+            squeezed = lowered(self.search, start, budget)
+            if squeezed.simulation.peak_bytes <= budget:
+                found.append(squeezed)
+        return found
+
+    def _solved(self, target: int) -> tuple[float, Floats]:
+        """The relaxation's answer, which is not looked for again when it was the last."""
+        if self._last is None or self._last[0] != target:
+            self._last = (target, *self.relaxation.solve(target))
+        return self._last[1:]
+
+    def _gap(self, candidate: Candidate, budget: int) -> float:
+        """Seconds between a plan and the bound for ``budget``."""
+        return candidate.simulation.extra_seconds - self.graph.overhead_seconds - self._solved(budget)[0]
 
     def _walked(self, budget: int) -> list[Candidate]:
         """What paths through the stages come to that fit in ``budget``, as exact simulations correct what the stages say."""
@@ -134,7 +172,7 @@ class Planner:
         if budget >= self.sim.plain_peak:
             return Bound(0.0, self.relaxation.least_peak())
         if budget not in self.bounds:
-            self.bounds[budget] = self.relaxation.solve(budget)[0]
+            self.bounds[budget] = self._solved(budget)[0]
         return Bound(self.bounds[budget] + self.graph.overhead_seconds, self.relaxation.least_peak())
 
     def improve(self, best: Candidate, budget: int) -> Candidate:
@@ -144,7 +182,7 @@ class Planner:
         good = _GOOD_GAP * self.graph.plain_seconds
         target = budget
         for attempt in range(3):
-            bound, point = relaxation.solve(target)
+            bound, point = self._solved(target)
             if not attempt:
                 self.bounds[budget] = bound
             if best.simulation.extra_seconds - self.graph.overhead_seconds - self.bounds[budget] <= good or bound == float("inf"):

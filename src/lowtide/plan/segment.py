@@ -7,11 +7,15 @@ because an operation that runs again brings all its outputs back.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import copy
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
+from itertools import accumulate
+from typing import Any
 
 import numpy as np
-from scipy.optimize import linprog
+from scipy.optimize import Bounds, LinearConstraint, milp
+from scipy.sparse import csc_array
 
 from lowtide.errors import PlanError
 from lowtide.plan.simulate import Bytes, Simulator
@@ -79,6 +83,14 @@ class Segment:
         self.owned_set = {*self.owned, *self.local}
         """Values whose bytes this segment accounts for."""
         self.known: dict[int, Configuration] = {}
+        self.walked: dict[int, Configuration] = {}
+        """configurations at whatever prices they were walked through"""
+
+    def at(self, sim: Simulator) -> Segment:
+        """This segment of the same step at other prices of its operations: what is known of its memory is known there, too."""
+        twin = copy.copy(self)
+        twin.sim, twin.known = sim, {}
+        return twin
 
     def _find_units(self, inside: set[int], feasible: list[bool]) -> None:
         """The operations whose outputs may be stored or not, and those without a choice."""
@@ -124,6 +136,18 @@ class Segment:
         found = self.known.get(kept)
         if found is not None:
             return found
+        walked = self.walked.get(kept)
+        if walked is None:
+            self.known[kept] = self.walked[kept] = walked = self._walk(kept)
+        else:
+            self.known[kept] = walked = replace(walked, seconds=self._seconds(self.operations[k] for k in walked.replayed))
+        return walked
+
+    def _seconds(self, running: Iterable[int]) -> float:
+        graph = self.sim.graph
+        return sum(graph.operations[i].seconds + graph.replay_overhead_seconds for i in running)
+
+    def _walk(self, kept: int) -> Configuration:
         sim, flags = self.sim, self.flags
         for v in self.never:
             flags[v] = 0
@@ -156,19 +180,16 @@ class Segment:
         natural = self.natural
         live = natural + profile
         split = self.size_forward
-        graph = sim.graph
-        found = Configuration(
+        return Configuration(
             kept,
             held,
             late,
-            sum(graph.operations[i].seconds + graph.replay_overhead_seconds for i in replay.running),
+            self._seconds(replay.running),
             tuple(self.position[i] for i in replay.running),
             profile,
             int(live[:split].max(initial=0)),
             int(live[split:].max(initial=0)),
         )
-        self.known[kept] = found
-        return found
 
     @staticmethod
     def _longer(hold: dict[int, int], sid: int, until: int) -> None:
@@ -179,30 +200,31 @@ class Segment:
         sim = self.sim
         (fa, fb), (wa, wb) = self.ranges
         split = self.size_forward
-        change = np.zeros(split + (wb - wa) + 1, dtype=np.int64)
+        change = [0] * (split + (wb - wa) + 1)
         held = late = 0
+        storages = sim.graph.storages
         for sid, until in hold.items():
             start = sim.natural_end[sid]
             if start >= until:
                 continue
-            size = sim.graph.storages[sid].bytes
+            size = storages[sid].bytes
             if start < wa:
                 held += size
                 late += size if start >= self.forward_end else 0
             change[min(max(start, fa), fb) - fa if start < wa else min(start - wa, wb - wa) + split] += size
             change[split + min(max(until, wa), wb) - wa] -= size
+        copies = [0] * (wb - wa + 1)
         for event, size in level:
-            change[split + min(max(event, wa), wb) - wa] += size
-        profile = np.cumsum(change[:-1])
+            at = min(max(event, wa), wb) - wa
+            change[split + at] += size
+            copies[at] += size
+        profile = np.array(list(accumulate(change[:-1])), dtype=np.int64)
         if tops:
-            copies = np.zeros(wb - wa + 1, dtype=np.int64)
-            for event, size in level:
-                copies[min(max(event, wa), wb) - wa] += size
-            after = np.cumsum(copies[:-1])
+            after = list(accumulate(copies))
             for event, most, _ in tops:
                 if wa <= event < wb:
                     k = event - wa
-                    profile[split + k] += max(0, most - int(after[k]))
+                    profile[split + k] += max(0, most - after[k])
         return held, late, profile
 
     def search(self, effort: int, seeds: list[int], most: int) -> list[Configuration]:
@@ -259,7 +281,11 @@ class Segment:
         matrix = np.zeros((len(rows), total))
         for k, (columns, signs, _) in enumerate(rows):
             matrix[k, columns] += signs
-        right = np.array([r for _, _, r in rows])
+        right: Any = np.array([r for _, _, r in rows])
+        none: Any = -np.inf
+        zero: Any = 0
+        one: Any = 1
+        limits, between = LinearConstraint(csc_array(matrix), none, right), Bounds(zero, one)
         cost = np.zeros(total)
         size = np.zeros(total)
         for i in operations:
@@ -269,35 +295,41 @@ class Segment:
         scale = 1.0 / max(cost.max(), 1e-12)
 
         def solved(price: float) -> int | None:
-            answer = linprog((cost + price * size) * scale, A_ub=matrix, b_ub=right, bounds=(0, 1), method="highs")
-            if answer.status != 0:
+            answer = milp((cost + price * size) * scale, constraints=limits, bounds=between, options={"presolve": False})
+            if answer.status != 0 or answer.x is None:
                 return None
             return sum(1 << k for k, i in enumerate(self.units) if answer.x[unit[i]] > 0.5)
 
         return distinct_answers(solved, prices)
 
-    def _score(self, kept: int, price: float, transient: float) -> float:
-        c = self.evaluate(kept)
-        return c.seconds + price * c.held_bytes + transient * max(c.window_peak, c.forward_peak)
-
     def _descend(self, price: float, transient: float, pairs: bool, most_known: int) -> int:
         """First-improvement descent by flips, then by pairs of flips, from the best of what is known, until ``most_known`` are known."""
         count = len(self.units)
-        kept = min(self.known, key=lambda k: (self._score(k, price, transient), k))
-        best = self._score(kept, price, transient)
+        known, evaluate = self.known, self.evaluate
+        kept, best = self._best(price, transient)
         moves = [1 << k for k in range(count)]
         if pairs:
             moves += [1 << i | 1 << j for i in range(count) for j in range(i + 1, min(count, i + 4))]
-        quiet = 0
-        at = 0
-        while quiet < len(moves) and len(self.known) <= most_known:
+        quiet = at = 0
+        total = len(moves)
+        while quiet < total and len(known) <= most_known:
             other = kept ^ moves[at]
-            at = (at + 1) % len(moves)
-            score = self._score(other, price, transient)
+            at = (at + 1) % total
+            c = known.get(other) or evaluate(other)
+            score = c.seconds + price * c.held_bytes + transient * max(c.window_peak, c.forward_peak)
             quiet += 1
             if score < best - 1e-15:
                 kept, best, quiet = other, score, 0
         return kept
+
+    def _best(self, price: float, transient: float) -> tuple[int, float]:
+        """The best of what is known, at prices of a held byte and of a byte at the peak, and its score."""
+        rows = np.array([(c.seconds, c.held_bytes, max(c.window_peak, c.forward_peak)) for c in self.known.values()])
+        scores = rows[:, 0] + price * rows[:, 1] + transient * rows[:, 2]
+        best = float(scores.min())
+        alike = np.flatnonzero(scores == best).tolist()
+        kept = list(self.known)
+        return min(kept[k] for k in alike), best
 
     def front(self, most: int) -> list[Configuration]:
         """The configurations that no other one beats in held bytes, seconds and both peaks, thinned to about ``most``."""

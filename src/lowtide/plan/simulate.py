@@ -76,6 +76,8 @@ class Simulator:
         self.window_bytes = 0
         self.slab = False
         self.placed: frozenset[int] = frozenset()
+        self.feasible: list[bool] = []
+        """what `lowtide.plan.build.feasible_replays` has found"""
         self.end = len(graph.events)
         """The event index that stands for "never"."""
         self._index_values()
@@ -371,6 +373,21 @@ class Simulator:
             kept=kept,
         )
 
+    def least_at(self, stored: Collection[int], event: int) -> int:
+        """No more than `simulate` finds at its most within ``event``: what replays bring back is left out, so there is nothing to walk through."""
+        flags = self.flags(stored)
+        given = [v for v in self.droppable if not flags[v]]
+        hold: dict[int, int] = {}
+        for value, until in self.saved_hold.items():
+            if flags[value] and until > event:
+                hold[self.storage_of[value]] = until
+        rests, _ = self._rests(sorted(self.closure(given, flags)), given, flags) if given else ({}, {})
+        for value, until in rests.items():
+            if until > event:
+                hold[self.storage_of[value]] = until
+        held = sum(self.graph.storages[sid].bytes for sid in hold if self.natural_end[sid] <= event)
+        return int(self.natural_live[event] + self.scratch[event]) + held
+
     def _kept(self, hold: dict[int, int]) -> dict[int, tuple[int, int]]:
         """When the placed storages lie in their places."""
         found: dict[int, tuple[int, int]] = {}
@@ -410,7 +427,8 @@ class Simulator:
         every = self.closure(given, flags)
         unpacked = [v for v in given if self.unpacked[v]]
         running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
-        order = sorted(every, key=self.place)
+        place = self.place if self.moved else None
+        order = sorted(every, key=place)
         walk = Walk(self, flags, running)
         walk.run(unpacked)
         if walk.fetched and self.window_bytes:  # who comes first is known now: once more, with fetching ahead
@@ -420,7 +438,7 @@ class Simulator:
         hold, until = self._rests(order, given, flags)
         return Replay(
             order,
-            sorted(running, key=self.place),
+            order if running is every else sorted(running, key=place),
             walk.repeats,
             hold,
             walk.level,
