@@ -128,7 +128,7 @@ def ddp(rank: int) -> None:
 
 
 def ddp_traced_for_real(rank: int) -> None:
-    """A model that looks at its numbers is traced by a step for real, of which the reducer must not hear."""
+    """A model that looks at its numbers runs a forward more, one that asks for an address a step: of neither must the reducer hear."""
     from torch.nn.parallel import DistributedDataParallel as Wrap
 
     class Looks(Model):
@@ -136,15 +136,22 @@ def ddp_traced_for_real(rank: int) -> None:
             loss = super().forward(tokens)
             return loss if loss.item() < 1e9 else loss * 0
 
-    def looks() -> Model:
-        torch.manual_seed(0)
-        return Looks()
+    class Locates(Model):
+        def forward(self, tokens: torch.Tensor) -> torch.Tensor:
+            loss = super().forward(tokens)
+            return loss if loss.data_ptr() else loss * 0
 
-    expected = train(Wrap(looks()), rank)
-    model = looks()
-    handle = lowtide.limit_memory(model, policy="full")
-    assert equal(expected, train(Wrap(model), rank))
-    assert handle.plan is not None and handle.plan.replayed and handle.graph.source == "real"
+    for kind, source in ((Looks, "fake"), (Locates, "real")):
+
+        def make(kind: type[Model] = kind) -> Model:
+            torch.manual_seed(0)
+            return kind()
+
+        expected = train(Wrap(make()), rank)
+        model = make()
+        handle = lowtide.limit_memory(model, policy="full")
+        assert equal(expected, train(Wrap(model), rank))
+        assert handle.plan is not None and handle.plan.replayed and handle.graph.source == source
 
 
 def ddp_no_sync(rank: int) -> None:
