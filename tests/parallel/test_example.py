@@ -42,6 +42,7 @@ def test_it_trains_alike_everywhere() -> None:
     assert plain[0] == plain[1] == pytest.approx(alone, abs=1e-4)
 
 
+@pytest.mark.slow
 def test_it_trains_alike_under_a_budget() -> None:
     assert on_ranks(2, trained, "75%") == on_ranks(2, trained, None)
 

@@ -305,6 +305,7 @@ def torchrun(folder: Path, text: Path, **environment: str) -> subprocess.Complet
     return subprocess.run(line, capture_output=True, text=True, timeout=120, check=False, env=environment)
 
 
+@pytest.mark.slow
 def test_torchrun(text: Path, tmp_path: Path) -> None:
     done = torchrun(tmp_path, text)
     assert done.returncode == 0, done.stderr

@@ -29,6 +29,7 @@ def runs(text: Path, cases: list[dict[str, Any]]) -> list[tuple[list[float], int
     return [(trail(result), max(result.step_peak_bytes[1:], default=0)) for result in results]
 
 
+@pytest.mark.slow
 def test_the_losses_are_those_of_one_process_and_of_ddp(text: Path) -> None:
     pytest.importorskip("transformers")
     shared: dict[str, Any] = {"tp": 2, "dp": 2, "sequence_parallel": True}

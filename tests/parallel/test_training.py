@@ -43,6 +43,7 @@ def run(text: Path, changes: list[dict[str, Any]]) -> list[list[float]]:
     return [trail(train(options(text, **each))) for each in changes]
 
 
+@pytest.mark.slow
 def test_every_layout_has_the_losses_of_one_process(text: Path) -> None:
     cases = [{"model": model, **layout} for model in ("gpt-nano", "llama-nano") for layout in LAYOUTS]
     alone = {model: trail(train(options(text, model=model))) for model in ("gpt-nano", "llama-nano")}
