@@ -30,7 +30,7 @@ from lowtide import BudgetError, limit_memory
 SHARES = (80, 65, 50)
 
 
-def rows_of(case: Case, seconds_for_a_row: float = 28.0) -> list[dict[str, Any]]:
+def rows_of(case: Case, seconds_for_a_row: float = 40.0) -> list[dict[str, Any]]:
     """One row a budget: three shares of the plain peak, and the smallest budget that can be met."""
     limited, batch = case.build(), case.batch()
     plain_step = unlimited_step_of(limited, batch)
