@@ -186,6 +186,16 @@ def test_the_forward_that_is_heard_leaves_everything_as_it_was() -> None:
     assert all(p.grad is None for p in net.parameters())
 
 
+def test_what_an_operation_hands_back_of_its_arguments_is_not_taken_for_new() -> None:
+    def writes_through(net: Net, x: torch.Tensor) -> torch.Tensor:
+        torch.unsafe_chunk(net.total.view(1), 1)[0].add_(1)  # by its schema a new tensor, and yet on the same storage
+        return x if x.sum().item() < 1e9 else -x
+
+    net, x = Net(writes_through), torch.randn(ROWS, WIDTH)
+    hear(lambda: net(x), net, Chance())
+    assert net.total.item() == 0
+
+
 @needs_meter
 def test_the_forward_that_is_heard_holds_no_more_than_lives_at_once() -> None:
     net, x = Net(until_small), torch.randn(4 * ROWS, WIDTH)

@@ -185,11 +185,9 @@ class Recorder(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
-        if private.in_backward():
-            return self._call(unwatched(func), args, kwargs)
         info = op_info(func)
-        if info.is_view or info.waits or is_unrecorded():
-            return self._call(func, args, kwargs)
+        if info.is_view or info.waits or private.in_backward() or is_unrecorded():
+            return self._call(unwatched(func), args, kwargs)
         for kind in types:
             if kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented

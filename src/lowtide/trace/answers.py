@@ -23,7 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.ops import asks, has_plain_storage, hidden_statistics, is_mask, masks_of, op_info, tensors_of, written_tensors
-from lowtide.trace.chance import Chance, same_random
+from lowtide.trace.chance import Chance, gpus_of, same_random
 from lowtide.trace.describe import is_wrapper_type
 from lowtide.trace.fake import Unchanged, borrowed
 
@@ -193,8 +193,8 @@ class _Hearing(TorchDispatchMode):
         for mask in masks_of(func, args):
             self._answers.hear(_TRUES, int(torch.count_nonzero(mask)))
         result = self._chance.drawn(info, args, private.call(func, args, kwargs))
-        if not info.is_view and not info.written:
-            self._made.update(private.storage_key(tensor) for tensor in tensors_of(result) if has_plain_storage(tensor))
+        given = {private.storage_key(tensor) for tensor in tensors_of([args, kwargs]) if has_plain_storage(tensor)}
+        self._made.update({private.storage_key(tensor) for tensor in tensors_of(result) if has_plain_storage(tensor)} - given)
         if asks(func):
             self._answers.hear(info.name, result)
         return result
@@ -228,10 +228,9 @@ def hear(forward: Callable[[], object], model: torch.nn.Module, chance: Chance) 
     """
     answers = Answers()
     hearing = _Hearing(answers, chance)
-    devices = sorted({p.device.index for p in model.parameters() if p.device.type == "cuda" and p.device.index is not None})
     with ExitStack() as stack:
         stack.callback(torch.clear_autocast_cache)  # of casts that are no part of the step
-        stack.enter_context(same_random(devices, [model], chance))
+        stack.enter_context(same_random(gpus_of([model]), [model], chance))
         stack.enter_context(borrowed([model], Unchanged()))
         stack.callback(hearing.put_back)
         stack.enter_context(torch.autograd.graph.saved_tensors_hooks(lambda _: None, _not_saved))

@@ -45,6 +45,12 @@ class Chance:
             return result.fill_(0.0 if self.least else 1 - torch.finfo(result.dtype).eps / 2)  # from [0, 1)
 
 
+def gpus_of(modules: Sequence[torch.nn.Module]) -> list[int]:
+    """The GPUs on which the modules have parameters."""
+    devices = {parameter.device for module in modules for parameter in module.parameters()}
+    return sorted(device.index for device in devices if device.type == "cuda" and device.index is not None)
+
+
 @contextmanager
 def same_random(devices: Sequence[int] = (), modules: Sequence[torch.nn.Module] = (), chance: Chance | None = None) -> Iterator[None]:
     """Afterwards the random states of PyTorch, of NumPy and of Python are what they were: models draw masks and layers to leave out from all.

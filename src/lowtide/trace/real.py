@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowtide.trace.chance import Chance, same_random
+from lowtide.trace.chance import Chance, gpus_of, same_random
 from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Unchanged, borrowed
 
@@ -22,9 +22,8 @@ def untouched(modules: list[torch.nn.Module], chance: Chance | None = None) -> I
     gradients = {key: p.grad for key, p in parameters.items()}
     accumulated = {key: grad.clone() for key, grad in gradients.items() if grad is not None}
     buffers = [(buffer, buffer.detach().clone()) for module in modules for buffer in module.buffers()]
-    devices = sorted({p.device.index for p in parameters.values() if p.device.type == "cuda" and p.device.index is not None})
     try:
-        with same_random(devices, modules, chance), borrowed(modules, Unchanged()):
+        with same_random(gpus_of(modules), modules, chance), borrowed(modules, Unchanged()):
             yield
     finally:
         with torch.no_grad():
