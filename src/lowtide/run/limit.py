@@ -291,14 +291,15 @@ class Limiter:
         if not (learning or measuring or timing):
             return None
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
+        learns = learning or measuring or self.planner.learns(planned)
         watch = StepWatch(
-            lambda: self._learn(planned, watch),
+            lambda: self._learn(planned, watch) if learns else None,
             lambda: self._compare(planned, watch, measuring),
             device,
             memory=learning or measuring,
             small_bytes=slack_bytes(planned.plan.budget_bytes) // 2,
         )
-        planned.timed = watch if timing else None
+        planned.timed = watch if timing else planned.timed
         return watch
 
     def _learn(self, planned: Planned, watch: StepWatch) -> None:
@@ -354,7 +355,7 @@ class Handle:
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest step, or ``None`` before the first. Its seconds are those of operations timed alone until some steps have
-        run, and then at the pace that whole steps were seen to have."""
+        run, and then at the pace that the latest of the whole steps that are timed had: the first ones, and every fourth of the others."""
         latest = self._limiter.latest
         return latest.paced() if latest is not None else None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -35,7 +36,8 @@ from lowtide.trace.costs import OpCost
 from lowtide.trace.limited import ANSWERED, LOSS_OUTSIDE, TimingRoom, trace_model
 
 Policy = str | Callable[..., Plan]
-_PACE_STEPS = 9  # are timed under a plan
+_PACE_STEPS = 9  # are timed under a plan before it settles, and make up its pace from then on, too
+_PACE_EVERY = 4  # a settled plan times every so many steps: a machine does not stay as fast as it was
 _PACE_STEPS_AT_LEAST = 2  # before their pace says anything
 _REAL_SHARES = 0.9, 0.94  # of the budget, for plans from a trace of real tensors; the second where no plan fits in the first, for two
 # such traces see scratch that differs by a little
@@ -64,7 +66,7 @@ class Planned:
         departed: operations of the latest step that the plan did not know.
         again: why it is to be made again before the next step, or empty.
         timed: watches the time of the latest step.
-        seconds: of each step that has been timed under the plan as it is, and of recording and replaying in it where the host knows.
+        seconds: of the latest steps that were timed under the plan as it is, and of recording and replaying in them where the host knows.
         script: what a step under the plan taught of the next ones.
         astray: its first step showed other operations than the trace on fake tensors: it is to be traced for real.
     """
@@ -82,14 +84,19 @@ class Planned:
     departed: int = 0
     again: str = ""
     timed: StepWatch | None = None
-    seconds: list[tuple[float, float | None]] = field(default_factory=list)
+    seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
     script: Script | None = None
     claimed: StepGraph | None = None
     astray: bool = False
 
+    @property
+    def settled(self) -> bool:
+        """Whether enough steps were timed for a pace."""
+        return len(self.seconds) == _PACE_STEPS
+
     def wants_pace(self) -> bool:
-        """Whether more steps are to be timed."""
-        return len(self.seconds) < _PACE_STEPS
+        """Whether the coming step is to be timed."""
+        return self.timed is None and (not self.settled or self.steps % _PACE_EVERY == 0)
 
     def paced(self) -> Plan:
         """The plan with the times of the steps that were timed: of whole steps, and of recording and replaying in them."""
@@ -236,13 +243,19 @@ class Planner:
             planned.graph, planned.plan = graph, plan
 
     def note_pace(self, planned: Planned) -> None:
-        """Take down how long the latest step took, if that was watched."""
+        """Take down how long the latest step that was watched took, once that is known without waiting for the device."""
+        if planned.timed is not None and not planned.timed.over():
+            return
         watch, planned.timed = planned.timed, None
         seconds = watch.seconds() if watch is not None else None
         if watch is not None and seconds is not None:
             unseen = executor_overhead(watch.device.type).unseen_seconds * watch.entries
             extra = watch.replay_seconds + watch.recording_seconds + unseen
             planned.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
+
+    def learns(self, planned: Planned) -> bool:
+        """Whether what the coming step shows of its caller may still change the plan; ranks that share one hear it of each other."""
+        return planned.steps < LEARNING_STEPS or (self.agreement is None and not planned.settled)
 
     def _timing_room(self, graph: StepGraph) -> TimingRoom:
         """What the budget leaves for timing operations while only the model stands in memory.

@@ -174,10 +174,14 @@ class StepWatch:
         self.close()
         self._on_end()
 
+    def over(self) -> bool:
+        """Whether the time is known without waiting; of a step whose backward never ended it never will be, which is known, too."""
+        return isinstance(self._marks[-1], float) or self._marks[-1].query()
+
     def seconds(self) -> float | None:
         """Time of forward and backward, without what the caller does between them; ``None`` before backward has ended.
 
-        On a GPU this waits for the backward's end: ask when the next step begins.
+        On a GPU this waits for the backward's end: ask when it is `over`.
         """
         if len(self._marks) != 4:
             return None
