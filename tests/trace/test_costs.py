@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -93,6 +94,25 @@ def test_scratch_is_what_comes_and_goes_within() -> None:
     )
     assert cost.source == "measured"
     assert cost.scratch_bytes >= 2 * 32 * 4  # a partial sum of both weight gradients per thread
+
+
+def test_a_few_heavy_operations_leave_time_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    clock, runs = [0.0], {}
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
+        seconds = 1.5 if func is aten.mm.default else 0.001
+        clock[0] += seconds
+        runs[args[0].shape] = runs.get(args[0].shape, 0) + 1
+        return seconds, func(*args, **kwargs)
+
+    monkeypatch.setattr("lowtide.trace.costs.Bench._run_cpu", staticmethod(run))
+    monkeypatch.setattr("lowtide.trace.costs.time", SimpleNamespace(perf_counter=lambda: clock[0]))
+    specs = {n: OpSpec(aten.mm.default, (spec_of(n, n), spec_of(n, n, key=1))) for n in (100, 101)}
+    specs |= {n: OpSpec(aten.neg.default, (spec_of(n, 2),)) for n in range(2, 22)}
+    costs = measure_costs(specs, roofline=Roofline(1e10, 1e10, 1e-6))
+    assert all(cost.source == "measured" for cost in costs.values())
+    assert costs[100].seconds == 1.5 and runs[100, 100] == runs[101, 101] == 1
+    assert all(runs[n, 2] >= 2 for n in range(2, 22))
 
 
 def test_inputs_have_their_layout_and_share_storages() -> None:

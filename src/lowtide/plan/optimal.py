@@ -28,6 +28,9 @@ _EFFORT = 4000
 _GOOD_GAP = 0.005
 """Distance to the bound, as a share of the step, at which the search stops."""
 
+_WIDE_GAP = 0.01
+"""The distance at which a search for the least memory, which takes the longest, is worth its while near the smallest budget."""
+
 _NEAR = 1.05
 """Budgets up to this many times the least memory that measured seconds lead to are near the smallest."""
 
@@ -40,6 +43,9 @@ _MORE = (1.0, 1.0005)
 
 _STARTS = 4
 """Plans that are polished near the smallest budget."""
+
+_OVER = 0.25
+"""How far beyond the budget, as a share of it, a plan from the bound's own program may be for single decisions to bring it back."""
 
 _WHOLE_COLUMNS = 3500
 """Largest program that is solved in whole numbers."""
@@ -109,11 +115,13 @@ class Planner:
             pool += self._squeezed(budget, least.simulation.peak_bytes)
         pool += [least] if least.simulation.peak_bytes <= budget else []
         best = self._polished(pool, budget, 1)
-        if best is None or (near and self._gap(best, budget) > _GOOD_GAP * self.graph.plain_seconds):
+        if best is not None and near and not everything and self._far(best, budget, _GOOD_GAP):
+            pool += self._between(min(c.simulation.peak_bytes for c in pool), budget)
+            best = self._polished(pool, budget, _STARTS)
+        if best is None or (near and self._far(best, budget, _WIDE_GAP)):
             low = self.leanest.simulation.peak_bytes
             pool += [self.leanest] if low <= budget else []
-            pool += [c for share in _LOWER if low < budget for c in self._walked(low + int(share * (budget - low)))]
-            best = self._polished(pool, budget, _STARTS)
+            best = self._polished(pool + self._between(low, budget), budget, _STARTS)
         if best is None:
             raise self._refusal(budget)
         return best if everything else self.improve(best, budget)
@@ -141,9 +149,14 @@ class Planner:
             self._last = (target, *self.relaxation.solve(target))
         return self._last[1:]
 
-    def _gap(self, candidate: Candidate, budget: int) -> float:
-        """Seconds between a plan and the bound for ``budget``."""
-        return candidate.simulation.extra_seconds - self.graph.overhead_seconds - self._solved(budget)[0]
+    def _far(self, candidate: Candidate, budget: int, share: float) -> bool:
+        """Whether more than a share of the step lies between a plan and the bound for ``budget``."""
+        gap = candidate.simulation.extra_seconds - self.graph.overhead_seconds - self._solved(budget)[0]
+        return gap > share * self.graph.plain_seconds
+
+    def _between(self, low: int, budget: int) -> list[Candidate]:
+        """What paths for budgets between ``low``, which can be met, and ``budget`` come to."""
+        return [c for share in _LOWER if low < budget for c in self._walked(low + int(share * (budget - low)))]
 
     def _walked(self, budget: int) -> list[Candidate]:
         """What paths through the stages come to that fit in ``budget``, as exact simulations correct what the stages say."""
@@ -176,7 +189,8 @@ class Planner:
         return Bound(self.bounds[budget] + self.graph.overhead_seconds, self.relaxation.least_peak())
 
     def improve(self, best: Candidate, budget: int) -> Candidate:
-        """Where the gap to the bound is wide, take decisions from the bound's own program: rounded, then in whole numbers."""
+        """Where the gap to the bound is wide, take decisions from the bound's own program: rounded, then in whole numbers; those that exceed the budget
+        are turned round at the peak until they fit."""
         relaxation = self.relaxation
         values, column = relaxation.values, relaxation.column
         good = _GOOD_GAP * self.graph.plain_seconds
@@ -198,9 +212,11 @@ class Planner:
             for decisions in points:
                 other = self.search.candidate(frozenset(v for v in values if decisions[column[v]] > 0.5))
                 over = other.simulation.peak_bytes - budget
-                if over <= 0:
+                if 0 < over < _OVER * budget:
+                    other = lowered(self.search, other, budget)
+                if other.simulation.peak_bytes <= budget:
                     best = min(best, self.search.polish(other, budget), key=lambda c: c.key)
-            if not 0 < over < 0.1 * budget:
+            if not 0 < over < _OVER * budget:
                 break
             target -= over
         return best

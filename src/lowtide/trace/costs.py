@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 import time
 from collections import deque
@@ -35,7 +36,8 @@ _PATTERN_BYTES_AT_LEAST = 1 << 10
 _PATTERN_SHARE = 64  # a small storage's numbers repeat so often, for making them takes room, too
 _HELD_BYTES = 64 << 20
 _MIN_RUNS = 2
-_HEAVY = 2
+_HEAVY = 2  # times its share, and it runs only once more after warming up
+_ALONE = 6  # times what each would get if all got the same, and not even that
 _MAX_RUNS = 25
 
 
@@ -182,9 +184,9 @@ class Bench:
         while self._held_bytes > room:
             self._held_bytes -= self._held.popleft().nbytes()
 
-    def time(self, spec: OpSpec, share: float, room: int = _HELD_BYTES, short: bool = False) -> OpCost:
+    def time(self, spec: OpSpec, share: float, room: int = _HELD_BYTES, short: bool = False, long: float = math.inf) -> OpCost:
         """Run an operation once to warm up, then at least twice, more often while that takes less than ``share`` seconds together;
-        one that takes twice its share runs once more only.
+        one that takes twice its share runs once more only, and one that takes ``long`` seconds not even that.
 
         Args:
             spec: the operation.
@@ -192,6 +194,7 @@ class Bench:
             room: bytes of earlier outputs that may stay meanwhile.
             short: they are few, and the operation's scratch has to fit in them, too: no output stays until it is known, and what it can
                 be lent is not made up.
+            long: seconds that no operation may take twice.
         """
         room = 0 if _is_cuda(spec) else min(room, _HELD_BYTES)
         self._hold((), set(), 0 if short else room)
@@ -203,19 +206,28 @@ class Bench:
         if short:
             self._patterns.clear()
         run, func = self._run_cuda if _is_cuda(spec) else self._run_cpu, spec.func
-        begin = time.perf_counter()
-        warm = run(func, args, kwargs)[0]
-        self._refill(dirty)
-        with peak(_device_of(spec)) as seen:
-            first, out = run(func, args, kwargs)
-            live = seen.live_bytes if seen.source != "profiler" else 0
         known = {data.untyped_storage()._cdata for data in inputs.values()}
-        fresh = sum(s.nbytes() for s in _own(out, known))
-        scratch = max(0, seen.peak_bytes - (max(live, fresh) if _is_cuda(spec) else fresh))
+
+        def watched() -> tuple[float, Any, int, bool]:
+            """Seconds of a run, its output, its scratch in bytes, and whether the watching took time itself."""
+            with peak(_device_of(spec)) as seen:
+                seconds, out = run(func, args, kwargs)
+                live = seen.live_bytes if seen.source != "profiler" else 0
+            fresh = sum(s.nbytes() for s in _own(out, known))
+            return seconds, out, max(0, seen.peak_bytes - (max(live, fresh) if _is_cuda(spec) else fresh)), seen.source == "profiler"
+
+        begin = time.perf_counter()
+        warm, out, scratch, slower = watched()
+        if warm > long and not slower:
+            self._hold(out, known, max(0, room - scratch) if short else room)
+            return OpCost(warm, scratch, "measured")
+        del out
+        self._refill(dirty)
+        first, out, scratch, slower = watched()
         room = max(0, room - scratch) if short else room
         self._hold(out, known, room)
         del out
-        times = [] if seen.source == "profiler" else [first]  # watched by the profiler it is slower
+        times = [] if slower else [first]
         if warm > _HEAVY * share:
             times.append(warm)  # what runs so long does not notice that it is the first
         while len(times) < _MIN_RUNS or (len(times) < _MAX_RUNS and time.perf_counter() - begin < share):
@@ -362,7 +374,8 @@ def measure_costs(
 ) -> dict[K, OpCost]:
     """Time operations one at a time, on inputs made up to have the same layout, outside autograd and every mode.
 
-    Each is run once to warm up and at least twice more, short ones more often, those that take more than twice their share once more.
+    Each is run once to warm up and at least twice more, short ones more often, those that take more than twice their share once more, and
+    those that take six times what each would get if all got the same only once in all.
     What may not or cannot be run is estimated: other namespaces than ATen's (collectives among them), devices that are not there, inputs
     that the operation rejects, what would not fit, and what is left when twice the time budget is spent. Random state is as before, and no
     memory stays.
@@ -389,7 +402,7 @@ def measure_costs(
             for key, spec in todo.items()
         }
         order = sorted(todo, key=lambda key: -guess[key].seconds)  # the heavy ones first: where time runs out, little is left to guess
-        begin = time.perf_counter()
+        begin, long = time.perf_counter(), _ALONE * time_budget / len(order)
         for done, key in enumerate(order):
             spec, cost = todo[key], guess[key]
             left = time_budget - (time.perf_counter() - begin)
@@ -401,7 +414,7 @@ def measure_costs(
             held = room if held_limit_bytes is None else min(room, held_limit_bytes - taken)
             if runnable(spec.func) and room >= 0 and left > -time_budget and all(map(present, _devices(spec))):
                 try:
-                    cost = bench.time(spec, max(0.0, left) / (len(order) - done), max(0, held), short)
+                    cost = bench.time(spec, max(0.0, left) / (len(order) - done), max(0, held), short, long)
                 except Exception:  # made-up inputs that the operation rejects: its estimate stands
                     cost = guess[key]
             costs[key] = cost
