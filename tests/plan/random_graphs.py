@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 from synthetic import Tape
 
-from lowtide.graph import StepGraph
+from lowtide.graph import Event, StepGraph
 
 
 def random_graph(seed: int, operations: int = 7) -> StepGraph:
@@ -41,3 +42,15 @@ def random_graph(seed: int, operations: int = 7) -> StepGraph:
         alive += made
     tape.backward()
     return tape.graph(replay_overhead_seconds=random.choice([0.0, 0.25]), overhead_seconds=random.choice([0.0, 0.5]))
+
+
+def with_unasked(graph: StepGraph, seed: int, share: float = 0.3) -> StepGraph:
+    """The same step where backward never asks for some of the saved tensors, which are released at any time after they were packed."""
+    random = Random(seed)
+    events = list(graph.events)
+    for saved in graph.saved:
+        if random.random() < share:
+            events = [e for e in events if e.kind not in ("unpack", "done", "release") or e.index != saved.id]
+            at = random.randint(events.index(Event("pack", saved.id)) + 1, len(events))
+            events.insert(at, Event("release", saved.id))
+    return replace(graph, events=tuple(events))

@@ -81,13 +81,14 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
     freed: set[int] = set()
     copies: dict[int, int] = {}  # value -> bytes
     readers: dict[int, set[tuple[str, int]]] = {}
-    for i in again:
+    for i in every:
         for u in graph.operations[i].reads:
             if u not in stored:
                 readers.setdefault(u, set()).add(("op", i))
     for s in given_tensors:
-        if s.id in unpacked:
-            readers.setdefault(s.value, set()).add(("saved", s.id))
+        readers.setdefault(s.value, set()).add(("saved", s.id))
+    # Who could ask for an operation: the given-up tensors that are not released yet. One that nobody can ask for reads nothing any more.
+    may_ask = {s.id: needed_operations(graph, [s.value], stored) for s in given_tensors}
     handed: dict[int, set[int]] = {}
     ran: set[int] = set()
     peak = graph.resident_bytes
@@ -158,6 +159,10 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
                     holders.discard(index)
             for waits in keeps.values():
                 waits.discard((kind, index))
+            if kind == "release" and index in may_ask:
+                let_go = may_ask.pop(index) - set().union(*may_ask.values())
+                for waiting in readers.values():
+                    waiting -= {("saved", index), *(("op", i) for i in let_go)}
         tidy()
         peak = max(peak, total())
     if given:

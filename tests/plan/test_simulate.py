@@ -7,7 +7,7 @@ from random import Random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from random_graphs import random_graph
+from random_graphs import random_graph, with_unasked
 from reference import Infeasible, walk
 from synthetic import Tape, residual_network, transformer
 
@@ -162,6 +162,30 @@ def test_saved_tensor_that_nobody_unpacks_is_not_replayed():
     assert step.replayed == () and step.extra_seconds == 0.5
 
 
+def test_copy_waits_for_a_reader_that_never_comes_until_it_is_let_go():
+    tape = Tape()
+    x = tape.before(8, "parameter", "x")
+    (a,) = tape.op("f", [x], [16], seconds=1)
+    (side,) = tape.op("side", [a], [2], seconds=1)
+    unasked = tape.save(side)
+    (b,) = tape.op("g", [a], [32], seconds=1)
+    tape.node("g_back", [tape.save(b)], b, [a], 1)
+    tape.backward()
+    graph = tape.graph()
+    done = graph.events.index(Event("done", 1))
+    begins = graph.events.index(Event("unpack", 1))
+
+    def copies(released: int) -> int:
+        events = list(graph.events)
+        events.insert(released, Event("release", unasked))
+        step = simulate(StepGraph(**{**graph.__dict__, "events": tuple(events)}), [])
+        assert step.replayed == (0, 2)
+        return int(step.live_bytes[begins + (released <= begins)]) - 8
+
+    assert copies(done) == 16 + 32, "side's operation, which reads a, could still be asked for"
+    assert copies(begins) == 32, "nobody can ask for it any more"
+
+
 def test_undroppable_saved_tensor_stays():
     graph = chain()
     fixed = tuple(Saved(s.id, s.value, False) if s.id == 1 else s for s in graph.saved)
@@ -229,9 +253,9 @@ def test_models_agree_with_the_reference(make):
 
 
 @settings(max_examples=300, deadline=None)
-@given(st.integers(0, 10**9), st.integers(2, 10), st.integers(0, 10**9))
-def test_random_graphs_agree_with_the_reference(seed: int, operations: int, choice: int):
-    graph = random_graph(seed, operations)
+@given(st.integers(0, 10**9), st.integers(2, 10), st.integers(0, 10**9), st.sampled_from([0.0, 0.3]))
+def test_random_graphs_agree_with_the_reference(seed: int, operations: int, choice: int, unasked: float):
+    graph = with_unasked(random_graph(seed, operations), choice, unasked)
     random = Random(choice)
     wanted = [v.id for v in graph.values if v.producer is not None and v.storable and random.random() < 0.4]
     try:

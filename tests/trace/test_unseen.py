@@ -105,3 +105,30 @@ def test_numbers_are_let_go_where_backward_takes_them() -> None:
     numbers = {storage.id for storage in graph.storages if storage.name == NUMBER}
     order = [event.index for event in graph.events if event.kind == "free" and event.index in numbers]
     assert order == sorted(order, reverse=True)
+
+
+class Reflectors(nn.Module):
+    """Some columns of a product of Householder reflectors, or a matrix times it."""
+
+    def __init__(self, rows: int, columns: int, reflectors: int, of: str) -> None:
+        super().__init__()
+        vectors, scales = torch.geqrf(torch.randn(rows, columns))
+        self.vectors, self.scales, self.of = nn.Parameter(vectors), nn.Parameter(scales[:reflectors].clone()), of
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.of == "columns":
+            return (x @ torch.linalg.householder_product(self.vectors, self.scales)).sum()
+        return torch.ormqr(self.vectors, self.scales, x.mT, transpose=self.of == "transposed").square().sum()
+
+
+@pytest.mark.parametrize("real", [False, True], ids=["fake", "real"])
+@pytest.mark.parametrize(
+    "case", [(32, 16, 16, "columns"), (24, 24, 24, "columns"), (32, 16, 9, "columns"), (32, 1, 1, "columns"), (32, 16, 16, "times"),
+             (32, 16, 16, "transposed")],
+    ids=lambda case: "-".join(map(str, case)),
+)  # fmt: skip
+def test_gradients_of_reflectors_are_written_into_zeros(case: tuple[int, int, int, str], real: bool) -> None:
+    torch.manual_seed(0)
+    model, x = Reflectors(*case), torch.randn(4, case[0])
+    graph = lowtide.trace(model, x, real=real)
+    assert plain(graph).peak_bytes == pytest.approx(measured(model, x, lambda: model(x).backward()), abs=4)

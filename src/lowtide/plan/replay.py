@@ -42,10 +42,17 @@ class Replay:
 class Walk:
     """Rules 4, 5 and 7: which replayed copies are alive when.
 
-    Moved values are fetched when they are needed, or ahead of that in the order ``ahead``.
+    Args:
+        simulator: of the step.
+        flags: as of `Simulator.flags`.
+        running: the operations that run again.
+        idle: those that could and never do, for what rests on them is never unpacked -> when the last of that is released.
+        ahead: moved values in the order in which they are fetched ahead of need; without it they are fetched when they are needed.
     """
 
-    def __init__(self, simulator: Simulator, flags: bytearray, running: set[int], ahead: list[int] | None = None) -> None:
+    def __init__(
+        self, simulator: Simulator, flags: bytearray, running: set[int], idle: dict[int, int], ahead: list[int] | None = None
+    ) -> None:
         self.sim = simulator
         self.flags = flags
         self.operations = simulator.operations
@@ -69,10 +76,11 @@ class Walk:
         self.work: list[tuple[int, list[int], list[int]]] = []
         self.left: dict[int, int] = {}
         """value -> readers that have not read it yet."""
-        for index in running:
+        for index in (*running, *idle):
             for u in self.operations[index].reads:
                 if not flags[u]:
                     self.left[u] = self.left.get(u, 0) + 1
+        self.idle = idle
         self.handed: dict[int, int] = {}
         """value -> tensors of it that backward holds now."""
         self.cached: set[int] = set()
@@ -107,8 +115,8 @@ class Walk:
         if lies is not None:
             self.died[lies, False] = self.turn + 1
 
-    def run(self, given: list[int]) -> None:
-        """Walk the unpack and done events of ``given``."""
+    def run(self, given: list[int], unasked: list[int]) -> None:
+        """Walk the unpack and done events of ``given``, and the releases of the saved tensors ``unasked``, which wait for nothing."""
         sim = self.sim
         events: list[tuple[int, int, int]] = []
         for value in given:
@@ -116,17 +124,17 @@ class Walk:
             self.left[value] = self.left.get(value, 0) + sum(1 for t in sim.saved_of[value] if sim.unpacks[t])
         if sim.moved and sim.first_unpack < sim.end:
             events.append((sim.first_unpack, 3, 0))
+        for tensor in unasked:
+            value = sim.graph.saved[tensor].value
+            self.left[value] = self.left.get(value, 0) + 1
+            if sim.release_event[tensor] < sim.end:
+                events.append((sim.release_event[tensor], 4, tensor))
+        events += [(until, 5, index) for index, until in self.idle.items() if until < sim.end]
         events.sort()
         for event, kind, tensor in events:
             self._begin_turn(event)
-            if kind == 3:
-                before = self.live
-                self._fetch_ahead(event)
-                if self.live != before:
-                    self.level.append((event, self.live - before))
-                continue
-            value = sim.graph.saved[tensor].value
             before = self.live
+            value = sim.graph.saved[tensor].value if kind in (0, 1, 2, 4) else -1
             if kind == 0:
                 self.handed[value] -= 1
                 self._drop(value)
@@ -137,8 +145,15 @@ class Walk:
                 self.left[value] -= 1
                 self.handed[value] = self.handed.get(value, 0) + 1
                 self._drop(value)
-            else:
+            elif kind == 2:
                 self._again(value, event)
+            elif kind == 3:
+                self._fetch_ahead(event)
+            else:
+                for u in (value,) if kind == 4 else self.operations[tensor].reads:
+                    if not self.flags[u]:
+                        self.left[u] -= 1
+                        self._drop(u)
             if self.live != before:
                 self.level.append((event, self.live - before))
 

@@ -173,6 +173,11 @@ class Simulator:
         inside = [self.unpacks[s.id][0][0] for s in graph.saved if self.unpacks[s.id] and self.pack_event[s.id] <= last]
         self.first_unpack = min(inside, default=end)
         """the event at which backward asks for the first tensor that an executor has packed"""
+        self.unasked: dict[int, list[int]] = {}
+        """value -> its droppable saved tensors that are released while backward runs, or later, and that nobody unpacks."""
+        for saved in graph.saved:
+            if saved.droppable and not self.unpacks[saved.id] and self.release_event[saved.id] > self.first_unpack:
+                self.unasked.setdefault(saved.value, []).append(saved.id)
         self.own_hold = [max([self.release_event[t], *(until for _, until in self.unpacks[t])]) for t in range(len(graph.saved))]
         self.saved_release: dict[int, int] = {}
         """value -> the last release of its droppable saved tensors."""
@@ -429,13 +434,15 @@ class Simulator:
         running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
         place = self.place if self.moved else None
         order = sorted(every, key=place)
-        walk = Walk(self, flags, running)
-        walk.run(unpacked)
+        hold, until = self._rests(order, given, flags)
+        idle = {i: until[i] for i in every - running if until[i] > self.first_unpack} if running is not every else {}
+        unasked = [t for v in given for t in self.unasked.get(v, ())] if self.unasked else []
+        walk = Walk(self, flags, running, idle)
+        walk.run(unpacked, unasked)
         if walk.fetched and self.window_bytes:  # who comes first is known now: once more, with fetching ahead
             ahead = walk.fetched
-            walk = Walk(self, flags, running, ahead)
-            walk.run(unpacked)
-        hold, until = self._rests(order, given, flags)
+            walk = Walk(self, flags, running, idle, ahead)
+            walk.run(unpacked, unasked)
         return Replay(
             order,
             order if running is every else sorted(running, key=place),

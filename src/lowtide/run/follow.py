@@ -77,7 +77,7 @@ class Follower(Recorder):
     def _heard(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A dispatch, with what there is to learn from it."""
         assert self.listener is not None
-        info, seen, nodes, untouched = op_info(func), self._seen, len(self._nodes), True
+        info, seen, newest, untouched = op_info(func), self._seen, self._newest, True
         kind: int | Recipe = ASK
         if info.is_view or info.waits or private.in_backward() or is_unrecorded():
             kind = PASS
@@ -90,8 +90,8 @@ class Follower(Recorder):
         director = self.director
         at, departed = (director.at, director.departed) if isinstance(director, PlanDirector) else (0, 0)
         result = super().__torch_dispatch__(func, types, args, kwargs)
-        if isinstance(director, PlanDirector) and len(self._nodes) == nodes + 1 and (director.at, director.departed) == (at + 1, departed):
-            node = self._nodes[-1]()
+        if isinstance(director, PlanDirector) and self._newest is not newest and (director.at, director.departed) == (at + 1, departed):
+            node = self._newest() if self._newest is not None else None
             if node is not None and not any(move >= 0 for move in director.moves):
                 kind = Recipe.of(node, info, result) or ASK
         self.listener.heard(func, kind, self._seen - seen, untouched, tensors_around(args, kwargs, result))
@@ -129,7 +129,6 @@ class Follower(Recorder):
         flat = (result,) if recipe.single else flat_results(result)
         for position in recipe.outputs:
             node.outputs.append((position, weakref.ref(self._give(node, flat[position]))))
-        self._nodes.append(weakref.ref(node))
         return result
 
     def _noted(self, item: Any, inputs: dict[int, LiveValue]) -> Any:

@@ -56,12 +56,17 @@ class GivenUp:
     ) -> None:
         self.mover = mover
         self.ref = ref
+        self.asked = True  # it counts among the readers when all of it stands
         self.witness = private.version_witness(tensor)
         self.version = self.witness._version
         self.digest = checked
-        self.asked = False
         self.watch = watch
+        self.asked = False
         ref.value.readers += 1
+
+    def __del__(self) -> None:
+        if not self.asked:
+            self.ref.value.read()
 
     def unpack(self) -> torch.Tensor:
         """The tensor, replayed or from the cache of an earlier replay."""
@@ -89,10 +94,7 @@ class GivenUp:
             )
         if not self.asked:
             self.asked = True
-            if value.readers > 0:
-                value.readers -= 1
-                if value.readers == 0:
-                    value.cached = None
+            value.read()
         return self.ref.view(base)
 
 

@@ -105,7 +105,7 @@ class Recorder(TorchDispatchMode):
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
         self._held: dict[int, weakref.ref[LiveValue]] = {}
         self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._nodes: list[weakref.ref[Node]] = []
+        self._newest: weakref.ref[Node] | None = None
         self._order = 0
         self.placer = placer
         if placer is not None and isinstance(director, PlanDirector):
@@ -162,24 +162,11 @@ class Recorder(TorchDispatchMode):
         return isinstance(entry[0].node, Node) and entry[0].node.claimed
 
     def close(self) -> None:
-        """Forget every value that no saved tensor rests on, and take it out of the counts of what it would have read."""
+        """Forget every value that no saved tensor rests on."""
         self._given.clear()
         self._held.clear()
         self._blank.clear()
-        for reference in reversed(self._nodes):
-            node = reference()
-            if node is None:
-                continue
-            outputs = [o() for _, o in node.outputs] + [o() for _, _, o in node.written]
-            if not any(o is not None and o.readers > 0 for o in outputs):
-                self._unread(node)
-            del node, outputs
-        self._nodes.clear()
         self.__dict__.pop("_call", None)  # refers back to this
-
-    def _unread(self, node: Node) -> None:
-        for source in node.inputs():
-            source.readers = max(0, source.readers - 1)
 
     # ---- operations -------------------------------------------------------------------------------------------------------------
 
@@ -366,7 +353,7 @@ class Recorder(TorchDispatchMode):
             node.written.append((ref, matter[id(ref)], weakref.ref(value)))
             place += 1
         node.reads(node.inputs())
-        self._nodes.append(weakref.ref(node))
+        self._newest = weakref.ref(node)
 
     def _move(self, moves: tuple[int, ...], wrote: list[torch.Tensor], info: OpInfo, fresh: dict[int, int]) -> None:
         """What was just written and moves: store it, and let readers find its way back."""

@@ -74,6 +74,13 @@ class LiveValue:
         value.version = value.held._version
         return value
 
+    def read(self) -> None:
+        """One of its readers has read it, or never will; a copy that nobody waits for any more goes."""
+        if self.readers > 0:
+            self.readers -= 1
+            if self.readers == 0:
+                self.cached = None
+
     def here(self) -> torch.Tensor | None:
         """A tensor on the value's bytes if they are at hand.
 
@@ -139,11 +146,12 @@ class Node:
         exact: whether its replay starts from the very bits of the forward.
         grad: whether gradients were on, which some kernels look at.
         claimed: whether layers that ask are told to save what it writes.
+        waits: whether it counts among the readers of what it reads: until it has run once more, or is gone.
     """
 
     __slots__ = (
         "__weakref__", "_inputs", "args", "claimed", "device", "exact", "func", "generator", "grad", "kwargs", "order", "outputs", "random_state",
-        "statistics", "written",
+        "statistics", "waits", "written",
     )  # fmt: skip
 
     def __init__(self, func: Any, order: int, device: torch.device) -> None:
@@ -160,6 +168,7 @@ class Node:
         self.generator: torch.Generator | None = None
         self.grad = torch.is_grad_enabled()
         self.claimed = False
+        self.waits = False
         self._inputs: list[LiveValue] | None = None
 
     def inputs(self) -> list[LiveValue]:
@@ -177,10 +186,22 @@ class Node:
     def reads(self, values: list[LiveValue]) -> None:
         """All of the node is known, and these are the values that it reads."""
         self._inputs = values
+        self.waits = True
         for value in values:
             value.readers += 1
             if value.node is not None and not value.node.exact:
                 self.exact = False
+
+    def has_read(self) -> None:
+        """It has run again, or nobody is left who could ask for that: it is no reader any more."""
+        if self.waits:
+            self.waits = False
+            for value in self.inputs():
+                value.read()
+
+    def __del__(self) -> None:
+        if self.waits:
+            self.has_read()
 
 
 def generator_state(device: torch.device, generator: torch.Generator | None) -> bytes:
@@ -299,11 +320,8 @@ def _run(node: Node | Fetch, transient: dict[int, torch.Tensor], uses: dict[int,
     for ref, _, output in node.written:
         _place(output(), substitutes[id(ref)], transient, uses)
     del flat, substitutes
+    node.has_read()
     for source in inputs:
-        if source.readers > 0:
-            source.readers -= 1
-            if source.readers == 0:
-                source.cached = None
         left = uses.get(id(source), 0) - 1
         uses[id(source)] = left
         if left <= 0:

@@ -35,6 +35,7 @@ from lowtide.ops import (
 )
 from lowtide.trace.answers import Answers, Looks
 from lowtide.trace.chance import Chance
+from lowtide.trace.columns import Columns
 from lowtide.trace.contents import GROUPED
 from lowtide.trace.costs import OpSpec
 from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
@@ -119,7 +120,7 @@ class Tracer(TorchDispatchMode):
         self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
         self._outputs: set[int] = set()
         self._wrote = False  # in place, where autograd follows
-        self._numbers = Numbers(self)
+        self._numbers, self._columns = Numbers(self), Columns(self)
         self._claimed: set[int] = set()  # operations whose results layers save because they were told to
         self._scopes: list[tuple[int, Any]] = []
         self._infos: list[OpInfo] = []
@@ -311,6 +312,7 @@ class Tracer(TorchDispatchMode):
         )
         self.event("op", index)
         self._numbers.seen(info, args, index)
+        self._columns.seen(info, index)
         return result
 
     def _on_fakes(
@@ -462,7 +464,8 @@ class Tracer(TorchDispatchMode):
     def graph(self, *, device: str, source: Any, extra_resident_bytes: int = 0, notes: tuple[str, ...] = ()) -> StepGraph:
         """What was recorded, as data, without times; ends the trace."""
         self.closed = True
-        events = self.events if self.fake else settled(self.events, self.operations, self.values, self.saved, self.storages, self._outputs)
+        events = self._columns.events()
+        events = events if self.fake else settled(events, self.operations, self.values, self.saved, self.storages, self._outputs)
         newest: dict[int, int] = {}
         for value in self.values:
             producer = value["producer"]

@@ -1,0 +1,72 @@
+"""Copies that replays make wait for those who can still ask for them, and for nobody else: what is predicted is what is measured."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from small_model import needs_meter
+from torch import nn
+
+import lowtide
+from lowtide import meter
+
+
+class Unasked(torch.autograd.Function):
+    """Saves what its backward does not look at."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(torch.exp(x))
+        return torch.sin(x)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> Any:
+        return grads[0].neg()
+
+
+class Net(nn.Module):
+    """``made`` has readers in a branch that autograd lets go of at some time without ever asking for anything in it."""
+
+    def __init__(self, branch: str) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(32, 64), nn.Linear(64, 64)
+        self.branch = branch
+        self.held: list[torch.Tensor] = []
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        made = torch.cos(self.first(x))
+        if self.branch == "goes in forward":
+            made = made * torch.sigmoid(torch.exp(made)).argmax(1, keepdim=True)
+        elif self.branch == "goes in backward":
+            made = Unasked.apply(made)
+        elif self.branch == "stays":
+            self.held.append(torch.sigmoid(torch.exp(made)).square())
+        return self.last(torch.tanh(made)).square().mean()
+
+
+@needs_meter
+@pytest.mark.parametrize("branch", ["goes in forward", "goes in backward", "stays"])
+def test_copies_wait_for_those_who_can_ask(branch: str, everything: Any) -> None:
+    torch.manual_seed(0)
+    net = Net(branch)
+
+    def step(x: torch.Tensor) -> None:
+        net(x).backward()
+        net.held.clear()
+
+    x = torch.randn(96, 32)
+    graph = lowtide.trace(step, x, model=net, costs=False)
+    plan = everything(graph)
+    assert plan.replayed
+
+    def limited() -> None:
+        with lowtide.apply(plan, verify="never"):
+            loss = net(x)
+        loss.backward()
+        net.held.clear()
+
+    net.zero_grad()
+    measured = meter.measure(limited, timeline=False)
+    assert graph.resident_bytes + measured.peak_bytes == plan.predicted_peak_bytes
