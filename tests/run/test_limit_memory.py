@@ -17,7 +17,7 @@ from torch import nn
 
 import lowtide
 from lowtide import BudgetError
-from lowtide.meter import measure
+from lowtide.meter import measure, resident_bytes
 from lowtide.run.limit import Limiter
 
 
@@ -155,3 +155,42 @@ def test_handle_and_model_die_together() -> None:
     del model, handle
     gc.collect()
     assert reference() is None
+
+
+class SetsOut(nn.Module):
+    """Layers that take the range of what they see in their first step, and a moving average of it from then on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(64, 64) for _ in range(6))
+        self.register_buffer("top", torch.zeros(6))
+
+    def forward(self, x: torch.Tensor) -> dict[str, torch.Tensor]:
+        tops = []
+        for k, layer in enumerate(self.layers):
+            h = layer(x)
+            now = h.detach().max()
+            tops.append(self.top[k] + now if self.top[k] < 1e-6 else self.top[k] * 0.9 + now * 0.1)
+            x = x + torch.tanh(torch.sin(h / tops[-1]) * tops[-1])
+        self.top = torch.stack(tops)
+        return {"loss": x.square().mean()}
+
+
+@needs_meter
+def test_a_model_whose_first_step_is_another_keeps_the_budget_from_where_it_was_seen_on() -> None:
+    torch.manual_seed(0)
+    model, x = SetsOut(), torch.randn(1024, 64)
+    handle = lowtide.limit_memory(model, budget="60%")
+    peaks = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)
+        for _ in range(5):
+
+            def step() -> None:
+                model(x)["loss"].backward()
+
+            model.zero_grad(set_to_none=True)
+            standing = resident_bytes(model) + x.nbytes
+            peaks.append(standing + measure(step, timeline=False).peak_bytes)
+    assert handle.plan is not None and handle.plan.budget_bytes is not None
+    assert max(peaks[3:]) <= handle.plan.budget_bytes < max(peaks), "the second step departs, and the plan is made anew"

@@ -267,10 +267,15 @@ class Limiter:
             return found
 
     def _traced_again(self, key: StepKey, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        """The plan from a trace for real, for a step that went astray from its trace on fake tensors; where none fits, the plan as it is."""
-        planned.astray = False
+        """The plan from a new trace; where none fits, the plan as it is.
+
+        A first step that went astray is traced for real: on fake tensors the model takes another way. A later one that did, and took too much,
+        is traced as it is now: some models make a start in their first step (ranges of activations, say) and go on otherwise.
+        """
+        planned.astray, later = False, planned.steps > 1
         with suppress(BudgetError), unwatched():
-            planned = self.plans[key] = self.planner.first(self.forward, args, kwargs, astray=True)
+            planned = self.plans[key] = self.planner.first(self.forward, args, kwargs, astray=not later)
+            planned.renewed = later
         return planned
 
     def _keep(self, planned: Planned, kept: dict[str, str]) -> None:
@@ -339,6 +344,7 @@ class Limiter:
             )
             planned.margin_bytes += max(0, excess)
             planned.again = "a step took more than predicted"
+            planned.astray = planned.departed > 0 and planned.steps > 1 and not planned.renewed
 
 
 class Handle:

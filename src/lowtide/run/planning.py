@@ -68,7 +68,8 @@ class Planned:
         timed: watches the time of the latest step.
         seconds: of the latest steps that were timed under the plan as it is, and of recording and replaying in them where the host knows.
         script: what a step under the plan taught of the next ones.
-        astray: its first step showed other operations than the trace on fake tensors: it is to be traced for real.
+        astray: a step showed other operations than the trace: it is to be traced again (`Limiter._traced_again`).
+        renewed: it is from a trace of a later step, because that departed from the first one.
     """
 
     traced: StepGraph
@@ -88,6 +89,7 @@ class Planned:
     script: Script | None = None
     claimed: StepGraph | None = None
     astray: bool = False
+    renewed: bool = False
 
     @property
     def settled(self) -> bool:
