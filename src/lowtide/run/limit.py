@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import inspect
-import sys
 import threading
 import time
 import warnings
@@ -18,7 +17,6 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan import resolve
 from lowtide.plan.plan import Plan
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector
@@ -29,6 +27,7 @@ from lowtide.run.moved import Mover, prepare
 from lowtide.run.planning import Planned, Planner, Policy, slack_bytes
 from lowtide.run.quiet import quiet
 from lowtide.run.record import Recorder, Verify
+from lowtide.run.refuse import refuse_other_kinds, refuse_sharded
 from lowtide.run.rehearse import Listener
 from lowtide.run.timed import TimedRecorder
 from lowtide.run.unseen import LossMemory
@@ -252,7 +251,7 @@ class Limiter:
             if found is not None and found.astray:
                 found = self._traced_again(key, found, args, kwargs)
             if found is None:
-                _refuse_sharded(self.model)
+                refuse_sharded(self.model)
                 if self.plans:
                     last = next(reversed(self.plans))
                     warnings.warn(f"lowtide plans for another kind of step: {key.difference(last)}", LowtideWarning, stacklevel=8)
@@ -453,7 +452,7 @@ def limit_memory(
         raise BudgetError("limit_memory needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, such as 'full'")
     if budget is not None:
         budgets.parse(budget, 1 << 60)
-    _refuse_other_kinds(policy, loss_fn, optimizer, stores)
+    refuse_other_kinds(policy, loss_fn, optimizer, stores)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     if private.is_compiled(model):
@@ -463,41 +462,10 @@ def limit_memory(
         )
     if isinstance(model.__dict__.get("forward"), Limiter):
         raise PlanError("this model is limited already: call remove() on its handle first")
-    _refuse_sharded(model)
+    refuse_sharded(model)
     limiter = Limiter(model, budget=budget, policy=policy, loss_fn=loss_fn, optimizer=optimizer, verify=verify, stores=stores)
     model.__dict__["forward"] = limiter
     return Handle(limiter)
-
-
-def _refuse_other_kinds(policy: Any, loss_fn: Any, optimizer: Any, stores: Any) -> None:
-    """What cannot be is said where it is given, not in the middle of the first step."""
-    if policy is not None:
-        resolve(policy)
-    if loss_fn is not None and not callable(loss_fn):
-        raise PlanError(f"loss_fn={loss_fn!r}: give a function from the model's output to the loss")
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
-        given = optimizer.__name__ + ", a class" if isinstance(optimizer, type) else type(optimizer).__name__
-        raise PlanError(f"optimizer= takes a torch.optim.Optimizer of the model's parameters, not {given}")
-    if stores is not None and not isinstance(stores, Stores):
-        raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
-
-
-def _refuse_sharded(model: torch.nn.Module) -> None:
-    """A replay never reaches into a sharded unit from outside: its weights are not there then.
-
-    Raises:
-        PlanError: the model holds units that FSDP shards on their own.
-    """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    units = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
-    if units:
-        raise PlanError(
-            f"this model holds modules that FSDP shards on their own ({', '.join(units[:3])}{' ...' if len(units) > 3 else ''}): put the "
-            "limit on these one by one, for example `for block in model.blocks: lowtide.limit_memory(block, ...)`"
-        )
 
 
 def _watched() -> bool:

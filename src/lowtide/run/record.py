@@ -41,7 +41,7 @@ from lowtide.run.tape import (
     reach,
     unrecorded,
 )
-from lowtide.run.verify import why_not_reproduced
+from lowtide.run.verify import copied, why_not_reproduced
 from lowtide.run.watch import StepWatch
 
 if TYPE_CHECKING:
@@ -308,7 +308,7 @@ class Recorder(TorchDispatchMode):
             node.generator = generator if isinstance(generator, torch.Generator) else None
             node.random_state = generator_state(node.device, node.generator)
         if self.verify and self._fits(2 * sum(t.untyped_storage().nbytes() for t in written)):
-            before.extend((t, t.clone(memory_format=torch.preserve_format)) for t in written)
+            before.extend((t, copied(t)) for t in written)
         return node, writes
 
     def _reference(self, item: Any, fills: set[int], overwritten: set[int], writes: list[Ref]) -> Any:

@@ -1,0 +1,47 @@
+"""What `limit_memory` does not take, said where it is given and not in the middle of the first step."""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+import torch
+
+from lowtide.errors import PlanError
+from lowtide.plan import resolve
+from lowtide.store.stores import Stores
+
+
+def refuse_other_kinds(policy: Any, loss_fn: Any, optimizer: Any, stores: Any) -> None:
+    """Whether every argument of `limit_memory` is of its kind.
+
+    Raises:
+        PlanError: one is not.
+    """
+    if policy is not None:
+        resolve(policy)
+    if loss_fn is not None and not callable(loss_fn):
+        raise PlanError(f"loss_fn={loss_fn!r}: give a function from the model's output to the loss")
+    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+        given = optimizer.__name__ + ", a class" if isinstance(optimizer, type) else type(optimizer).__name__
+        raise PlanError(f"optimizer= takes a torch.optim.Optimizer of the model's parameters, not {given}")
+    if stores is not None and not isinstance(stores, Stores):
+        raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
+
+
+def refuse_sharded(model: torch.nn.Module) -> None:
+    """A replay never reaches into a sharded unit from outside: its weights are not there then.
+
+    Raises:
+        PlanError: the model holds units that FSDP shards on their own.
+    """
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    units = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
+    if units:
+        raise PlanError(
+            f"this model holds modules that FSDP shards on their own ({', '.join(units[:3])}{' ...' if len(units) > 3 else ''}): put the "
+            "limit on these one by one, for example `for block in model.blocks: lowtide.limit_memory(block, ...)`"
+        )
