@@ -37,6 +37,7 @@ _PATTERN_SHARE = 64  # a small storage's numbers repeat so often, for making the
 _HELD_BYTES = 64 << 20
 _MIN_RUNS = 2
 _HEAVY = 2  # times its share, and it runs only once more after warming up
+_PATIENCE = 2  # more than the time budget, in units of it, before operations are estimated: a light one whose estimate is wrong misleads a plan
 _ALONE = 6  # times what each would get if all got the same, and not even that
 _MAX_RUNS = 25
 
@@ -377,13 +378,13 @@ def measure_costs(
     Each is run once to warm up and at least twice more, short ones more often, those that take more than twice their share once more, and
     those that take six times what each would get if all got the same only once in all.
     What may not or cannot be run is estimated: other namespaces than ATen's (collectives among them), devices that are not there, inputs
-    that the operation rejects, what would not fit, and what is left when twice the time budget is spent. Random state is as before, and no
+    that the operation rejects, what would not fit, and what is left when three times the time budget is spent. Random state is as before, and no
     memory stays.
 
     Args:
         specs: a signature for each distinct operation.
         cache: costs known from before, by signature; what is measured now is added.
-        time_budget: seconds for all of them together, calibration apart; a few heavy operations may take it up to twice that.
+        time_budget: seconds for all of them together, calibration apart; a few heavy operations may take it up to three times that.
         memory_limit_bytes: the most that an operation's inputs and outputs may take, earlier outputs still held included; what needs more
             is estimated. The operation's scratch is not known before and comes on top.
         held_limit_bytes: as the former where earlier outputs are concerned, if that is less: none are held for an operation beyond it.
@@ -412,7 +413,7 @@ def measure_costs(
                 taken -= bench.lent_bytes(spec)
             room = _HELD_BYTES if memory_limit_bytes is None else memory_limit_bytes - taken
             held = room if held_limit_bytes is None else min(room, held_limit_bytes - taken)
-            if runnable(spec.func) and room >= 0 and left > -time_budget and all(map(present, _devices(spec))):
+            if runnable(spec.func) and room >= 0 and left > -_PATIENCE * time_budget and all(map(present, _devices(spec))):
                 try:
                     cost = bench.time(spec, max(0.0, left) / (len(order) - done), max(0, held), short, long)
                 except Exception:  # made-up inputs that the operation rejects: its estimate stands

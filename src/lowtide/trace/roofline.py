@@ -12,7 +12,8 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-_SIDE, _MOVED_BYTES = 512, 1 << 22  # of the matrices, and of the copy
+_SIDE, _MOVED_BYTES = 512, 1 << 26  # of the matrices, and of the copy: activations of large steps do not lie in the processor's cache
+_MOVED_BYTES_ENOUGH = 1 << 22  # where room is short the copy shrinks first, to this
 _SIDE_AT_LEAST, _MOVED_BYTES_AT_LEAST = 32, 1 << 13
 
 
@@ -89,5 +90,6 @@ def calibrate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.flo
     while (
         room is not None and 2 * (side * side * known.itemsize + moved) > room and (side, moved) != (_SIDE_AT_LEAST, _MOVED_BYTES_AT_LEAST)
     ):
-        side, moved = max(_SIDE_AT_LEAST, side // 2), max(_MOVED_BYTES_AT_LEAST, moved // 4)
+        side = side if moved > _MOVED_BYTES_ENOUGH else max(_SIDE_AT_LEAST, side // 2)
+        moved = max(_MOVED_BYTES_AT_LEAST, moved // 4)
     return _calibrated(kind, known, torch.get_num_threads(), side, moved)
