@@ -37,7 +37,9 @@ _PATTERN_SHARE = 64  # a small storage's numbers repeat so often, for making the
 _HELD_BYTES = 64 << 20
 _MIN_RUNS = 2
 _HEAVY = 2  # times its share, and it runs only once more after warming up
-_PATIENCE = 2  # more than the time budget, in units of it, before operations are estimated: a light one whose estimate is wrong misleads a plan
+_PATIENCE = (
+    2  # more than the time budget, in units of it, before operations are estimated: a light one whose estimate is wrong misleads a plan
+)
 _ALONE = 6  # times what each would get if all got the same, and not even that
 _MAX_RUNS = 25
 
