@@ -46,5 +46,6 @@ class Notice:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         self._timer.cancel()
+        self._timer.join()
         if self._shown and sys.stderr.isatty():
             print(" " * 78, end="\r", file=sys.stderr, flush=True)
