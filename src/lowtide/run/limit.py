@@ -220,7 +220,10 @@ class Limiter:
         if watch is not None:
             there = {id(t) for t in (loss_of(result), *tensors_inside((args, kwargs)), *self.model.parameters(), *self.model.buffers())}
             watch.recording_seconds += inside - begin + time.perf_counter() - outside
-            watch.forward_ends(t for t in tensors_inside(result) if id(t) not in there)
+            outputs = list(tensors_inside(result))
+            aside = [outputs[place] for place in planned.traced.aside if place < len(outputs)]
+            watch.forward_ends([t for t in outputs if id(t) not in there], aside)
+            del outputs, aside
         if verifying:
             planned.verified = True
             self._keep(planned, recorder.findings.kept)
@@ -302,6 +305,7 @@ class Limiter:
             device,
             memory=learning or measuring,
             small_bytes=slack_bytes(planned.plan.budget_bytes) // 2,
+            withheld_bytes=sum(planned.traced.storages[storage].bytes for storage in planned.traced.withheld_storages()),
         )
         planned.timed = watch if timing else planned.timed
         return watch
