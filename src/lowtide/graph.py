@@ -158,6 +158,9 @@ class StepGraph:
         notes: what should be known about how it was made.
         outputs: ids of the storages that the step's caller can hold on to (logits beside the loss). The events have them freed where the
             step itself lets go of them; `holding_outputs` is the graph of a caller that does not.
+        withheld: what ends with such outputs' own history, of which the loss has no part: saved tensors (``release``) and storages (``free``)
+            that who holds the outputs holds, too.
+        aside: places of those outputs among the tensors in what the forward returned.
         claims: indices of the operations that layers were told run again, so that they saved the results and not what these are made from.
     """
 
@@ -174,6 +177,8 @@ class StepGraph:
     source: Literal["fake", "real"] = "fake"
     notes: tuple[str, ...] = field(default=())
     outputs: tuple[int, ...] = field(default=())
+    withheld: tuple[Event, ...] = field(default=())
+    aside: tuple[int, ...] = field(default=())
     claims: tuple[int, ...] = field(default=())
 
     def __repr__(self) -> str:
@@ -185,11 +190,16 @@ class StepGraph:
         )
 
     def holding_outputs(self) -> StepGraph:
-        """The same step when its caller holds what the forward returned until the step ends."""
-        held = set(self.outputs)
-        events = [event for event in self.events if not (event.kind == "free" and event.index in held)]
-        freed = [event for event in self.events if event.kind == "free" and event.index in held]
-        return replace(self, events=(*events, *freed)) if freed else self
+        """The same step when its caller holds what the forward returned until the step ends, and so what autograd saved for it alone."""
+        held = {*self.withheld, *(Event("free", storage) for storage in self.outputs)}
+        events = [event for event in self.events if event not in held]
+        ended = [event for event in self.events if event in held]
+        return replace(self, events=(*events, *ended)) if ended else self
+
+    def withheld_storages(self) -> frozenset[int]:
+        """Those of the step's own that stay, at most, with such outputs' history, beside the outputs."""
+        held = {index if kind == "free" else self.values[self.saved[index].value].storage for kind, index in self.withheld}
+        return frozenset(storage for storage in held if self.storages[storage].producer is not None)
 
     def structure(self) -> list[Any]:
         """Everything but times and scratch, as nested lists: two traces of one step agree on it."""
@@ -228,7 +238,7 @@ class StepGraph:
         def rows(kind: type, items: list[dict[str, Any]]) -> tuple[Any, ...]:
             return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}) for item in items)
 
-        parts = ("format", "operations", "storages", "values", "saved", "events", "notes", "outputs", "claims")
+        parts = ("format", "operations", "storages", "values", "saved", "events", "notes", "outputs", "withheld", "aside", "claims")
         rest = {k: v for k, v in data.items() if k not in parts}
         return cls(
             operations=rows(Operation, data["operations"]),
@@ -238,6 +248,8 @@ class StepGraph:
             events=tuple(Event(kind, index) for kind, index in data["events"]),
             notes=tuple(data["notes"]),
             outputs=tuple(data["outputs"]),
+            withheld=tuple(Event(kind, index) for kind, index in data.get("withheld", ())),
+            aside=tuple(data.get("aside", ())),
             claims=tuple(data.get("claims", ())),
             **rest,
         )

@@ -34,7 +34,7 @@ def placeable(sim: Simulator, stored: Collection[int]) -> dict[int, tuple[int, i
     graph = sim.graph
     device = graph.device.partition(":")[0]
     step = {op.index: k for k, op in enumerate(op for op in graph.operations if op.phase == "forward")}
-    excluded = set(graph.outputs) | _resized(graph)
+    excluded = {*graph.outputs, *graph.withheld_storages(), *_resized(graph)}
     found: dict[int, tuple[int, int]] = {}
     for value in sorted(stored):
         storage = graph.storages[sim.storage_of[value]]

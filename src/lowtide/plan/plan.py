@@ -290,8 +290,9 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the step runs as it would without this plan."""
-        return not self.replayed and not self.moves and not self.places
+        """Whether the step runs as it would without this plan; what is given up and never asked for runs again nowhere, and is not there."""
+        again = self.replayed or any(step.replayed for step in self.program)
+        return not again and not self.moves and not self.places
 
     @property
     def gap_seconds(self) -> float:

@@ -8,7 +8,7 @@ import threading
 import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -208,8 +208,7 @@ class Limiter:
             planned.script = listener.script()
         planned.steps += 1
         planned.departed = director.departed
-        fake = planned.traced.source == "fake" and self.planner.agreement is None and BY_CHANCE not in planned.traced.notes
-        if planned.steps == 1 and fake and plan.budget_bytes is not None:
+        if planned.steps == 1 and planned.traced.source == "fake" and self._alone(planned) and plan.budget_bytes is not None:
             planned.astray = director.missed > 0 or recorder.findings.strange_bytes > slack_bytes(plan.budget_bytes)
         if mover is not None and mover.notes and planned.steps == 1:
             warnings.warn(
@@ -220,7 +219,10 @@ class Limiter:
         if watch is not None:
             there = {id(t) for t in (loss_of(result), *tensors_inside((args, kwargs)), *self.model.parameters(), *self.model.buffers())}
             watch.recording_seconds += inside - begin + time.perf_counter() - outside
-            watch.forward_ends(t for t in tensors_inside(result) if id(t) not in there)
+            outputs = list(tensors_inside(result))
+            aside = [outputs[place] for place in planned.traced.aside if place < len(outputs)]
+            watch.forward_ends([t for t in outputs if id(t) not in there], aside)
+            del outputs, aside
         if verifying:
             planned.verified = True
             self._keep(planned, recorder.findings.kept)
@@ -268,13 +270,20 @@ class Limiter:
     def _traced_again(self, key: StepKey, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
         """The plan from a new trace; where none fits, the plan as it is.
 
-        A first step that went astray is traced for real: on fake tensors the model takes another way. A later one that did, and took too much,
-        is traced as it is now: some models make a start in their first step (ranges of activations, say) and go on otherwise.
+        A first step that went astray is traced for real, under the plan as it is: on fake tensors the model takes another way. A later one
+        that did, and took too much, is traced as it is now: some models make a start in their first step (ranges of activations, say) and
+        go on otherwise.
         """
-        planned.astray, later = False, planned.steps > 1
-        with suppress(BudgetError), unwatched():
-            planned = self.plans[key] = self.planner.first(self.forward, args, kwargs, astray=not later)
+        planned.astray, planned.renewed, later, exceeds = False, True, planned.steps > 1, bool(planned.again)
+        try:
+            if exceeds and not later:  # a step for real goes by the plan as it is: let that take less first
+                self.planner.solve(planned)
+            with unwatched():
+                planned = self.plans[key] = self.planner.first(self.forward, args, kwargs, astray=not later, under=planned.plan)
             planned.renewed = later
+        except BudgetError as error:
+            if exceeds:
+                warnings.warn(f"lowtide traced a step again, and goes on with the plan that it has: {error}", LowtideWarning, stacklevel=9)
         return planned
 
     def _keep(self, planned: Planned, kept: dict[str, str]) -> None:
@@ -290,18 +299,20 @@ class Limiter:
     def _watch(self, planned: Planned, verifying: bool, listening: bool) -> StepWatch | None:
         """What to learn from the coming step, if anything is left to learn; one that is verified or listened to takes longer than others."""
         learning = planned.loss_unknown or (not planned.held and bool(planned.traced.outputs) and planned.steps == 0)
-        measuring = not verifying and planned.steps <= 2 and planned.plan.budget_bytes is not None
+        measuring = planned.steps <= 2 and planned.plan.budget_bytes is not None
         timing = not verifying and not listening and planned.wants_pace()
         if not (learning or measuring or timing):
             return None
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
         learns = learning or measuring or self.planner.learns(planned)
+        plan = planned.plan
         watch = StepWatch(
             lambda: self._learn(planned, watch) if learns else None,
-            lambda: self._compare(planned, watch, measuring),
+            lambda: self._compare(planned, watch, plan, verifying) if measuring else None,
             device,
             memory=learning or measuring,
             small_bytes=slack_bytes(planned.plan.budget_bytes) // 2,
+            withheld_bytes=sum(planned.traced.storages[storage].bytes for storage in planned.traced.withheld_storages()),
         )
         planned.timed = watch if timing else planned.timed
         return watch
@@ -327,23 +338,33 @@ class Limiter:
             planned.holding = planned.held = True
             self.planner.settle(planned, "the caller holds the outputs")
 
-    def _compare(self, planned: Planned, watch: StepWatch, measuring: bool) -> None:
-        """Backward has ended: hold what the step took against the budget."""
-        limit = planned.plan.budget_bytes
-        if not measuring or watch.peak_bytes is None or limit is None or planned.again:
+    def _compare(self, planned: Planned, watch: StepWatch, plan: Plan, verifying: bool) -> None:
+        """Backward of a step under ``plan`` has ended: hold what the step took against the budget.
+
+        One that was verified took more than predicted, and one that taught something, another plan is for; if they departed from their trace,
+        too, that is what is to be put right.
+        """
+        limit = plan.budget_bytes
+        if watch.peak_bytes is None or limit is None:
             return
-        measured = planned.graph.resident_bytes + planned.plan.slab_bytes + watch.peak_bytes
-        if measured > limit:
-            excess = measured - planned.plan.predicted_peak_bytes
-            warnings.warn(
-                f"a planned step took {budgets.format_bytes(measured)} where {budgets.format_bytes(planned.plan.predicted_peak_bytes)} was "
-                f"predicted, above the budget of {budgets.format_bytes(limit)}: lowtide plans again with that much less",
-                LowtideWarning,
-                stacklevel=2,
-            )
-            planned.margin_bytes += max(0, excess)
-            planned.again = "a step took more than predicted"
-            planned.astray = planned.departed > 0 and planned.steps > 1 and not planned.renewed
+        measured = planned.graph.resident_bytes + plan.slab_bytes + watch.peak_bytes
+        departed = planned.astray or (planned.departed > 0 and planned.steps > 1 and not planned.renewed and self._alone(planned))
+        if measured <= limit or not (departed or (planned.plan is plan and not planned.again and not verifying)):
+            return
+        what = "it departed from its trace, and lowtide traces the next one" if departed else "lowtide plans again with that much less"
+        warnings.warn(
+            f"a planned step took {budgets.format_bytes(measured)} where {budgets.format_bytes(plan.predicted_peak_bytes)} was "
+            f"predicted, above the budget of {budgets.format_bytes(limit)}: {what}",
+            LowtideWarning,
+            stacklevel=2,
+        )
+        planned.margin_bytes += max(0, measured - (limit if verifying else plan.predicted_peak_bytes))
+        planned.again = planned.again or "a step took more than predicted"
+        planned.astray = departed
+
+    def _alone(self, planned: Planned) -> bool:
+        """Whether the step may be traced again: no other ranks would have to do so, too, and it is not left to chance what it does."""
+        return self.planner.agreement is None and BY_CHANCE not in planned.traced.notes
 
 
 class Handle:

@@ -161,8 +161,10 @@ class Planner:
         self._neighbours: Agreement | None = None  # ranks that share layers and run other programs: each plans alone
         self._asked = False  # whether other ranks share the model: a copy of a model is not whole yet when this is made
 
-    def first(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], astray: bool = False) -> Planned:
-        """The plan for a step that has not been seen yet, or has been and went ``astray`` from its trace on fake tensors.
+    def first(
+        self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], astray: bool = False, under: Plan | None = None
+    ) -> Planned:
+        """The plan for a step that has not been seen yet, or has been and went ``astray`` from its trace on fake tensors, ``under`` a plan.
 
         Raises:
             BudgetError: no plan fits.
@@ -179,7 +181,7 @@ class Planner:
                 kwargs,
                 loss_fn=self.loss_fn,
                 cost_cache=self.costs,
-                small=small_executor,
+                small=lambda model: small_executor(model, under),
                 timing_room=self._timing_room,
                 claims=claims,
                 astray=astray,

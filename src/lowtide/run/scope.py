@@ -11,8 +11,9 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError
+from lowtide.plan.plan import Plan
 from lowtide.run.compiled import left_alone
-from lowtide.run.direct import Director, IdleDirector, RegionDirector
+from lowtide.run.direct import Director, IdleDirector, PlanDirector, RegionDirector
 from lowtide.run.record import Recorder, unpack
 
 RegionPolicy = str | Callable[[str], bool] | None
@@ -100,18 +101,25 @@ def checkpointing(policy: RegionPolicy = None, *, check: bool = True) -> Iterato
         yield
 
 
-def small_executor(model: torch.nn.Module) -> tuple[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], Callable[[], Any]]:
+def small_executor(
+    model: torch.nn.Module, plan: Plan | None = None
+) -> tuple[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], Callable[[], Any]]:
     """An executor for a step of which nothing is known yet: every block of the model keeps only what enters it.
+
+    Args:
+        model: whose step it is.
+        plan: one that steps like it have run under; then it keeps what that keeps, unless that moves values.
 
     Returns:
         Its pack and unpack, and a function that makes the context in which it records.
     """
-    recorder = Recorder(RegionDirector())
+    known = plan is not None and bool(plan.program) and not plan.moves
+    recorder = Recorder(PlanDirector(plan) if plan is not None and known else RegionDirector())
 
     @contextmanager
     def active() -> Iterator[None]:
         with ExitStack() as stack:
-            for block in blocks_of(model):
+            for block in [] if known else blocks_of(model):
                 stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
                 stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
             stack.callback(recorder.close)

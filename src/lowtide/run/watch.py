@@ -13,6 +13,7 @@ import torch
 
 from lowtide import private
 from lowtide.meter import MeterError, Peak, available, peak
+from lowtide.run.aside import Histories
 
 
 class _Here(threading.local):
@@ -91,9 +92,11 @@ class StepWatch:
         device: whose memory and time are watched.
         memory: whether to watch memory, too.
         small_bytes: outputs that take no more than this together do not count as held: a model may keep a few numbers itself.
+        withheld_bytes: what those outputs hold beside themselves that have a history aside from the loss.
 
     Attributes:
-        outputs_dropped: whether the caller had let go of what the forward returned (other than the loss) when backward began.
+        outputs_dropped: whether the caller had let go of what the forward returned (other than the loss) when backward began, and of
+            what autograd saved for it alone.
         loss_peak_bytes, loss_live_bytes: most and last live bytes between forward and backward, above those at the forward's end; ``None``
             where they cannot be measured.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where it cannot be measured.
@@ -110,6 +113,7 @@ class StepWatch:
         *,
         memory: bool = True,
         small_bytes: int = 0,
+        withheld_bytes: int = 0,
     ) -> None:
         self._on_backward = on_backward
         self._on_end = on_end
@@ -119,6 +123,8 @@ class StepWatch:
         self._loss: _Stretch | None = None
         self._memory = memory
         self._small_bytes = small_bytes
+        self._withheld_bytes = withheld_bytes
+        self._histories = Histories()
         self.device = device
         self._marks = [_now(device)]
         self.outputs_dropped = False
@@ -134,9 +140,10 @@ class StepWatch:
         """What is being measured."""
         return [stretch for stretch in (self._whole, self._loss) if stretch is not None]
 
-    def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
-        """The forward returned ``outputs``."""
+    def forward_ends(self, outputs: Iterable[torch.Tensor], aside: Iterable[torch.Tensor] = ()) -> None:
+        """The forward returned ``outputs``; those ``aside`` have a history that the loss does not share."""
         self._outputs = [weakref.ref(t) for t in outputs if t.numel() > 1]
+        self._histories.follow(aside)
         self._loss = _stretch(self.device) if self._memory else None
         self._marks.append(_now(self.device))
 
@@ -147,7 +154,8 @@ class StepWatch:
         self._began = True
         self._marks.append(_now(self.device))
         held = [output for reference in self._outputs if (output := reference()) is not None]
-        self.outputs_dropped = sum(output.nbytes for output in held) <= self._small_bytes
+        history_bytes = self._withheld_bytes if self._histories.any_held() else 0
+        self.outputs_dropped = sum(output.nbytes for output in held) + history_bytes <= self._small_bytes
         del held
         if self._loss is not None:
             self.loss_peak_bytes, self.loss_live_bytes = self._loss.peak_bytes, self._loss.live_bytes

@@ -38,10 +38,11 @@ from lowtide.trace.chance import Chance
 from lowtide.trace.columns import Columns
 from lowtide.trace.contents import GROUPED
 from lowtide.trace.costs import OpSpec
-from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
+from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real
 from lowtide.trace.ends import settled
 from lowtide.trace.fake import grouped, laid_out, refuse_strangers
 from lowtide.trace.numbers import Numbers
+from lowtide.trace.outputs import Outputs
 from lowtide.trace.states import states_seen, take_down, without_strays
 from lowtide.trace.views import FreshViews, refuse_stale, taken
 
@@ -118,9 +119,8 @@ class Tracer(TorchDispatchMode):
         self._module_names: dict[int, str] = {}
         self._uninitialized: set[int] = set()
         self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
-        self._outputs: set[int] = set()
         self._wrote = False  # in place, where autograd follows
-        self._numbers, self._columns = Numbers(self), Columns(self)
+        self._numbers, self._columns, self.outputs = Numbers(self), Columns(self), Outputs(self)
         self._claimed: set[int] = set()  # operations whose results layers save because they were told to
         self._scopes: list[tuple[int, Any]] = []
         self._infos: list[OpInfo] = []
@@ -457,15 +457,15 @@ class Tracer(TorchDispatchMode):
             stack.enter_context(states_seen())
             yield self
 
-    def hold(self, result: Any) -> None:
-        """The step's caller may hold ``result`` (logits beside the loss, say) for as long as the step lasts: remember which storages."""
-        self._outputs = {self._known[key] for key in map(private.storage_key, tensors_inside(result)) if key in self._known}
+    def known(self, tensor: torch.Tensor) -> int | None:
+        """The id of the tensor's storage, if it has been seen."""
+        return self._known.get(private.storage_key(tensor))
 
     def graph(self, *, device: str, source: Any, extra_resident_bytes: int = 0, notes: tuple[str, ...] = ()) -> StepGraph:
         """What was recorded, as data, without times; ends the trace."""
         self.closed = True
         events = self._columns.events()
-        events = events if self.fake else settled(events, self.operations, self.values, self.saved, self.storages, self._outputs)
+        events = events if self.fake else settled(events, self.operations, self.values, self.saved, self.storages, self.outputs.storages)
         newest: dict[int, int] = {}
         for value in self.values:
             producer = value["producer"]
@@ -490,6 +490,8 @@ class Tracer(TorchDispatchMode):
             device=device,
             source=source,
             notes=notes,
-            outputs=tuple(sorted(self._outputs)),
+            outputs=tuple(sorted(self.outputs.storages)),
+            withheld=tuple(self.outputs.withheld),
+            aside=tuple(self.outputs.aside),
             claims=tuple(sorted(self._claimed)),
         )

@@ -98,8 +98,9 @@ def trace_model(
         tracer.in_region = False
         loss = loss_from(result)
         tracer.answers.end()
-        tracer.hold(result)
+        tracer.outputs.hold(result, loss)
         del result
+        tracer.outputs.let_go()
         (loss.sum() if loss.dim() else loss).backward()
 
     def once(chance: Chance) -> Tracer:

@@ -80,8 +80,9 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
             f"the step returned {_described(step_result)}, in which there is no loss: return a scalar tensor that requires grad, or an output "
             "with .loss, or run backward in the step"
         )
-    tracer.hold(step_result)
+    tracer.outputs.hold(step_result, loss)
     del step_result
+    tracer.outputs.let_go()
     (loss.sum() if loss.dim() else loss).backward()
 
 
