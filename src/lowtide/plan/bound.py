@@ -26,6 +26,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -282,15 +283,17 @@ class Relaxation:
                     change[b] -= size
         return np.cumsum(change[:-1])
 
+    @cached_property
+    def _spread(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
+        """All pieces: whose they are, and the events between which they last."""
+        table = np.array([(value, a, b) for value, pieces in self.pieces.items() for a, b in pieces], dtype=np.int64).reshape(-1, 3)
+        return table[:, 0], table[:, 1], table[:, 2]
+
     def held_at(self, event: int, without: set[int] | None = None) -> list[tuple[int, float]]:
         """Entries of the stored values that take memory at ``event``."""
-        entries = [
-            (self.column[value], float(self.sim.value_bytes[value]))
-            for value, pieces in self.pieces.items()
-            if self.span[value][0] <= event < self.span[value][1]
-            and (without is None or value not in without)
-            and any(a <= event < b for a, b in pieces)
-        ]
+        whose, start, stop = self._spread
+        there = dict.fromkeys(whose[(start <= event) & (event < stop)].tolist())
+        entries = [(self.column[v], float(self.sim.value_bytes[v])) for v in there if without is None or v not in without]
         first = len(self.values) + len(self.operations)
         for k, (value, pieces, _) in enumerate(self.extras):
             own = without is not None and value in without and value not in self.sim.saved_of

@@ -37,6 +37,15 @@ def _available(sim: Simulator, feasible: list[bool], value: int) -> bool:
     return not v.must_store and v.producer is not None and v.producer < len(feasible) and feasible[v.producer]
 
 
+def _must(sim: Simulator) -> bytearray:
+    """Per value: whether it stays wherever it is needed, for nothing may bring it back."""
+    must = sim.reach.must
+    if not must:
+        feasible = feasible_replays(sim)
+        must.extend(v.must_store or v.producer is None or not feasible[v.producer] for v in sim.graph.values)
+    return must
+
+
 def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None = None) -> frozenset[int]:
     """The smallest feasible set of stored values that includes what ``stored`` keeps.
 
@@ -45,36 +54,14 @@ def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None =
     not kept where it can come back.
     """
     sim = simulator or Simulator(graph)
-    feasible = feasible_replays(sim)
-    forced = {tensor.value for tensor in graph.saved if tensor.forced}
-    kept = set(stored) - forced
-    producer, values = sim.producer, graph.values
-
-    def must(value: int) -> bool:
-        return values[value].must_store or producer[value] < 0 or not feasible[producer[value]]
-
-    kept.update(v for v in sim.droppable if v not in kept and must(v))
+    producer, storable = sim.producer, sim.reach.storable
+    must = _must(sim)
+    kept = set(stored).difference(sim.reach.forced)
+    kept.update(v for v in sim.droppable if must[v])
     kept.update(earlier for v, companions in sim.companions.items() if v in kept and v in sim.saved_of for earlier in companions)
     used = {v for v in kept if v in sim.saved_of}
-    seen: set[int] = set()
-    stack = [v for v in sim.droppable if v not in kept]
-    while stack:
-        value = stack.pop()
-        index = producer[value]
-        if index in seen:
-            continue
-        seen.add(index)
-        for u in graph.operations[index].reads:
-            if sim.base_flags[u]:
-                continue
-            if values[u].storable and (u in kept or must(u)):
-                used.add(u)
-            else:
-                # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be replayed, too.
-                used.discard(u)
-                kept.discard(u)
-                stack.append(u)
-    return frozenset(v for v in used if producer[v] >= 0 and (values[v].storable or v in sim.saved_of))
+    used = sim.reach.close(kept, used, [v for v in sim.droppable if v not in kept], must)
+    return frozenset(v for v in used if producer[v] >= 0 and (storable[v] or v in sim.saved_of))
 
 
 def make_plan(

@@ -51,11 +51,12 @@ class Walk:
     """
 
     def __init__(
-        self, simulator: Simulator, flags: bytearray, running: set[int], idle: dict[int, int], ahead: list[int] | None = None
+        self, simulator: Simulator, flags: bytearray, running: list[int], idle: dict[int, int], ahead: list[int] | None = None
     ) -> None:
         self.sim = simulator
         self.flags = flags
         self.operations = simulator.operations
+        self.reads = simulator.reach.reads
         self.ahead = ahead or []
         self.next = 0
         self.early: dict[int, int] = {}
@@ -76,10 +77,11 @@ class Walk:
         self.work: list[tuple[int, list[int], list[int]]] = []
         self.left: dict[int, int] = {}
         """value -> readers that have not read it yet."""
+        left, reads = self.left, self.reads
         for index in (*running, *idle):
-            for u in self.operations[index].reads:
+            for u in reads[index]:
                 if not flags[u]:
-                    self.left[u] = self.left.get(u, 0) + 1
+                    left[u] = left.get(u, 0) + 1
         self.idle = idle
         self.handed: dict[int, int] = {}
         """value -> tensors of it that backward holds now."""
@@ -158,7 +160,7 @@ class Walk:
                 self.level.append((event, self.live - before))
 
     def _needed(self, value: int, cached: set[int]) -> list[int]:
-        producer, flags = self.sim.producer, self.flags
+        producer, flags, reads = self.sim.producer, self.flags, self.reads
         needed: set[int] = set()
         stack = [value]
         while stack:
@@ -167,7 +169,7 @@ class Walk:
             if index in needed:
                 continue
             needed.add(index)
-            for u in self.operations[index].reads:
+            for u in reads[index]:
                 if not flags[u] and u not in cached:
                     stack.append(u)
         return sorted(needed, key=self.sim.place) if self.sim.moved else sorted(needed)
@@ -208,15 +210,17 @@ class Walk:
         slab = sim.slab and not again
         live = self.live
         most, most_op = -1, -1
+        operations, reads, turns, count = self.operations, self.reads, self.turns, len(sim.graph.operations)
         needed = self._needed(value, cached)
         if sim.moved:
             self.work.append((event, needed, []))
         for index in needed:
-            op = self.operations[index]
+            op = operations[index]
             moved: set[int] = set()
             scratch = op.scratch_bytes
-            self._begin_turn(event)
-            if index >= len(sim.graph.operations):
+            self.turn += 1
+            turns.append(event)
+            if index >= count:
                 brought = op.writes[0]
                 self.fetched.append(brought)
                 if self.early.pop(brought, 0):
@@ -242,7 +246,7 @@ class Walk:
                     live -= sizes[w]
                     if slab:
                         self._ends(w)
-            for u in op.reads:
+            for u in reads[index]:
                 if flags[u]:
                     continue
                 left[u] -= 1

@@ -278,14 +278,14 @@ class Segment:
         if not rows:
             return []
         total = len(operations) + len(self.units)
-        matrix = np.zeros((len(rows), total))
-        for k, (columns, signs, _) in enumerate(rows):
-            matrix[k, columns] += signs
+        down = [k for k, (columns, _, _) in enumerate(rows) for _ in columns]
+        across = [c for columns, _, _ in rows for c in columns]
+        matrix = csc_array(([x for _, signs, _ in rows for x in signs], (down, across)), shape=(len(rows), total))
         right: Any = np.array([r for _, _, r in rows])
         none: Any = -np.inf
         zero: Any = 0
         one: Any = 1
-        limits, between = LinearConstraint(csc_array(matrix), none, right), Bounds(zero, one)
+        limits, between = LinearConstraint(matrix, none, right), Bounds(zero, one)
         cost = np.zeros(total)
         size = np.zeros(total)
         for i in operations:

@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
+from lowtide.plan.reach import Reach, refuse
 from lowtide.plan.replay import Replay, Walk
 from lowtide.plan.traffic import Links, Moved, Outgoing, Traffic, fetch_operations
 
@@ -83,6 +84,7 @@ class Simulator:
         self._index_values()
         self._index_events()
         self._natural_timeline()
+        self.reach = Reach(self)
         self.plain_live, self.plain_peak = self._plain()
 
     def moving(self, moved: Sequence[Moved], window_bytes: int, slab: bool = False) -> Simulator:
@@ -97,6 +99,7 @@ class Simulator:
         twin.producer = list(self.producer)
         for fetch in fetches:
             twin.producer[fetch.writes[0]] = fetch.index
+        twin.reach = self.reach.fetching(fetches, twin.producer)
         twin.moved = {m.value: m for m in moved}
         twin.window_bytes = window_bytes
         return twin
@@ -256,8 +259,9 @@ class Simulator:
             PlanError: a value cannot be stored.
         """
         flags = bytearray(self.base_flags)
+        storable = self.reach.storable
         for value in stored:
-            if self.graph.values[value].storable:
+            if storable[value]:
                 flags[value] = 1
             elif value in self.saved_of:
                 flags[value] = 2
@@ -273,38 +277,14 @@ class Simulator:
         op = self.graph.operations[index]
         return f"output of {op.name} (operation {index}, module {op.module or 'root'!r})"
 
-    def closure(self, given: Iterable[int], flags: bytearray) -> set[int]:
-        """The operations that bring ``given`` back from what ``flags`` says is stored.
+    def closure(self, given: list[int], flags: bytearray) -> list[int]:
+        """The operations that bring ``given`` back from what ``flags`` says is stored, in their order.
 
         Raises:
             PlanError: one of them is not replayable, or rests on a value that is not there.
         """
-        operations, producer = self.operations, self.producer
-        needed: set[int] = set()
-        stack = list(given)
-        while stack:
-            value = stack.pop()
-            index = producer[value]
-            if index < 0:
-                raise PlanError(
-                    f"a replay rests on value {value} ({self.describe(value)}), which the step overwrites: store what is made from it"
-                )
-            if index in needed:
-                continue
-            needed.add(index)
-            op = operations[index]
-            if not op.replayable:
-                raise PlanError(f"value {value} must be stored: {self.describe(value)} is not replayable ({op.reason or 'unknown reason'})")
-            for u in op.reads:
-                if flags[u] == 2:
-                    raise PlanError(
-                        f"a replay rests on value {u} ({self.describe(u)}), which the step overwrites: store what is made from it"
-                    )
-                if not flags[u]:
-                    if self.graph.values[u].must_store:
-                        raise PlanError(f"value {u} must be stored: {self.describe(u)} is read by a replay that may not reach further back")
-                    stack.append(u)
-        return needed
+        needed = self.reach.closure(given, flags)
+        return refuse(self, given, flags) if needed is None else needed
 
     def simulate(self, stored: Collection[int], links: Links | None = None) -> Simulation:
         """The step under ``stored`` (rules 1 to 7 of docs/design.md; for values that move, see docs/stores.md).
@@ -386,7 +366,7 @@ class Simulator:
         for value, until in self.saved_hold.items():
             if flags[value] and until > event:
                 hold[self.storage_of[value]] = until
-        rests, _ = self._rests(sorted(self.closure(given, flags)), given, flags) if given else ({}, {})
+        rests, _ = self._rests(self.closure(given, flags), given, flags) if given else ({}, {})
         for value, until in rests.items():
             if until > event:
                 hold[self.storage_of[value]] = until
@@ -432,10 +412,9 @@ class Simulator:
         every = self.closure(given, flags)
         unpacked = [v for v in given if self.unpacked[v]]
         running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
-        place = self.place if self.moved else None
-        order = sorted(every, key=place)
+        order = sorted(every, key=self.place) if self.moved else every
         hold, until = self._rests(order, given, flags)
-        idle = {i: until[i] for i in every - running if until[i] > self.first_unpack} if running is not every else {}
+        idle = {i: until[i] for i in set(every).difference(running) if until[i] > self.first_unpack} if running is not every else {}
         unasked = [t for v in given for t in self.unasked.get(v, ())] if self.unasked else []
         walk = Walk(self, flags, running, idle)
         walk.run(unpacked, unasked)
@@ -445,7 +424,7 @@ class Simulator:
             walk.run(unpacked, unasked)
         return Replay(
             order,
-            order if running is every else sorted(running, key=place),
+            order if running is every else sorted(running, key=self.place) if self.moved else running,
             walk.repeats,
             hold,
             walk.level,
@@ -459,23 +438,13 @@ class Simulator:
 
     def _rests(self, order: list[int], given: list[int], flags: bytearray) -> tuple[dict[int, int], dict[int, int]]:
         """Rule 3: stored value -> the last release of a given-up saved tensor whose replay reads it; the same for replayed operations."""
-        operations, producer = self.operations, self.producer
+        producer, release = self.producer, self.saved_release
         until: dict[int, int] = {}
         for value in given:
             index = producer[value]
-            until[index] = max(until.get(index, -1), self.saved_release[value])
-        hold: dict[int, int] = {}
-        for index in reversed(order):
-            last = until[index]
-            for u in operations[index].reads:
-                if flags[u]:
-                    if last > hold.get(u, -1):
-                        hold[u] = last
-                else:
-                    p = producer[u]
-                    if last > until.get(p, -1):
-                        until[p] = last
-        return hold, until
+            if release[value] > until.get(index, -1):
+                until[index] = release[value]
+        return self.reach.rests(order, until, flags), until
 
 
 def simulate(graph: StepGraph, stored: Collection[int]) -> Simulation:
