@@ -36,11 +36,13 @@ from lowtide.ops import (
 from lowtide.trace.answers import Answers, Looks
 from lowtide.trace.chance import Chance
 from lowtide.trace.columns import Columns
+from lowtide.trace.constants import Unknown, stays_real
 from lowtide.trace.contents import GROUPED
 from lowtide.trace.costs import OpSpec
-from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real, tensors_inside
+from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, tensors_inside
 from lowtide.trace.ends import settled
 from lowtide.trace.fake import grouped, laid_out, refuse_strangers
+from lowtide.trace.guise import Alike, passing_for_real
 from lowtide.trace.numbers import Numbers
 from lowtide.trace.states import states_seen, take_down, without_strays
 from lowtide.trace.views import FreshViews, refuse_stale, taken
@@ -120,7 +122,7 @@ class Tracer(TorchDispatchMode):
         self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
         self._outputs: set[int] = set()
         self._wrote = False  # in place, where autograd follows
-        self._numbers, self._columns = Numbers(self), Columns(self)
+        self._numbers, self._columns, self._unknown = Numbers(self), Columns(self), Unknown()
         self._claimed: set[int] = set()  # operations whose results layers save because they were told to
         self._scopes: list[tuple[int, Any]] = []
         self._infos: list[OpInfo] = []
@@ -257,6 +259,7 @@ class Tracer(TorchDispatchMode):
         signature, spec = signature_of(func, args, kwargs)
         if self.fake:
             result, trues = self._on_fakes(func, info, inputs, args, kwargs)
+            self._unknown.seen(inputs, written)
             if trues:
                 signature, spec = (*signature, trues), replace(spec, trues=trues)
         elif self._measures and private.in_backward():
@@ -321,7 +324,7 @@ class Tracer(TorchDispatchMode):
         """What a call returns in a trace on fake tensors, and how many elements of its masks are true, where that is known."""
         told = self.answers.tell(info.name) if asks(func) else NotImplemented
         positions, trues = self.answers.pick(func, args, self.value_of)
-        if stays_real(info, inputs, args, kwargs):
+        if stays_real(info, inputs, args, kwargs) and not any(map(self._unknown.has, inputs)):
             with private.without_fake_mode():
                 return private.call(func, args, kwargs), trues
         if told is not NotImplemented:
@@ -453,7 +456,9 @@ class Tracer(TorchDispatchMode):
             stack.enter_context(self)
             if self.fake:
                 stack.enter_context(FreshViews(lambda: self._wrote))
-                stack.enter_context(Looks(self.answers))
+                stack.enter_context(Looks(self.answers, self._unknown.has))
+                stack.enter_context(Alike(self.answers))
+                stack.enter_context(passing_for_real())
             stack.enter_context(states_seen())
             yield self
 
