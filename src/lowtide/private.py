@@ -227,12 +227,58 @@ def fake_mode() -> FakeTensorMode:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode._allow_unsafe_data_ptr_access = False
+    mode._lowtide_traces = True  # type: ignore[attr-defined]
     return mode
 
 
 def is_fake_of(item: object, mode: FakeTensorMode) -> bool:
     """Whether ``item`` is a fake tensor that ``mode`` made. Its type alone is asked: some objects do something when asked for more."""
     return issubclass(type(item), FakeTensor) and item.fake_mode is mode  # type: ignore[attr-defined]
+
+
+def is_traced(item: object) -> bool:
+    """Whether ``item`` is a fake tensor of a mode that `fake_mode` made."""
+    return issubclass(type(item), FakeTensor) and hasattr(item.fake_mode, "_lowtide_traces")  # type: ignore[attr-defined]
+
+
+def set_fake_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
+    """``tensor.data = data`` for fake tensors, which keep their device elsewhere."""
+    tensor.data = data
+    tensor.fake_device = data.fake_device  # type: ignore[attr-defined]
+
+
+class _ToldOtherwise(type(FakeTensor)):
+    """Asked for instances, its class knows all fake tensors but those that are traced."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, FakeTensor) and not is_traced(instance)
+
+    def __subclasscheck__(cls, subclass: type) -> bool:
+        return issubclass(subclass, FakeTensor)
+
+
+class _Untold(FakeTensor, metaclass=_ToldOtherwise):
+    """What stands for the class of fake tensors while a trace runs. Who imports it then may go on using it."""
+
+
+@contextmanager
+def fakes_untold() -> Iterator[None]:
+    """For everybody but PyTorch itself, no tensor that is traced is of ``torch._subclasses.FakeTensor``."""
+
+    def asked(name: str) -> Any:
+        if name != "FakeTensor":
+            raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
+        own = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
+        return FakeTensor if own else _Untold
+
+    package = torch._subclasses
+    package.__getattr__ = asked  # type: ignore[method-assign]
+    del package.FakeTensor
+    try:
+        yield
+    finally:
+        package.FakeTensor = FakeTensor  # type: ignore[misc]
+        del package.__getattr__
 
 
 @contextmanager
@@ -250,6 +296,11 @@ def fake_errors_untold() -> Iterator[None]:
 def without_fake_mode() -> AbstractContextManager[object]:
     """Operations in the block see no fake tensor mode, whatever is active outside."""
     return unset_fake_temporarily()
+
+
+def own_backend() -> str:
+    """The name of the device type that is kept for backends outside PyTorch."""
+    return torch._C._get_privateuse1_backend_name()
 
 
 def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:

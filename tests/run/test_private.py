@@ -460,3 +460,26 @@ def test_backward_nodes_have_names() -> None:
     with Names():
         loss.backward()
     assert "MaxBackward0" in names
+
+
+def test_a_fake_tensor_takes_other_data() -> None:
+    mode = private.fake_mode()
+    tensor, data = mode.from_tensor(torch.ones(2)), mode.from_tensor(torch.ones(2, dtype=torch.float64))
+    private.set_fake_data(tensor, data)
+    assert tensor.dtype == torch.float64 and private.storage_key(tensor) == private.storage_key(data)
+    assert private.is_traced(tensor) and not private.is_traced(torch.ones(2))
+
+
+def test_only_pytorch_is_told_what_is_fake() -> None:
+    fake, own = private.fake_mode().from_tensor(torch.ones(2)), torch._subclasses.FakeTensor
+    with private.fakes_untold():
+        assert not isinstance(fake, torch._subclasses.FakeTensor) and isinstance(fake, own)
+        assert torch._meta_registrations.device_hint(fake) == "cpu" and device_hint_elsewhere(fake) == "meta"
+        with pytest.raises(AttributeError, match="nothing"):
+            _ = torch._subclasses.nothing
+    assert torch._subclasses.FakeTensor is own and not hasattr(torch._subclasses, "__getattr__")
+    assert private.own_backend()
+
+
+def device_hint_elsewhere(tensor: torch.Tensor) -> str:
+    return "cpu" if isinstance(tensor, torch._subclasses.FakeTensor) else "meta"

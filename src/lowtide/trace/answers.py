@@ -144,12 +144,14 @@ class Looks(TorchFunctionMode):
 
     Args:
         answers: of the trace.
+        unknown: whether nobody knows what is in a real tensor.
         hearing: take the answers down.
     """
 
-    def __init__(self, answers: Answers, *, hearing: bool = False) -> None:
+    def __init__(self, answers: Answers, unknown: Callable[[torch.Tensor], bool] = lambda _: False, *, hearing: bool = False) -> None:
         super().__init__()
         self._answers = answers
+        self._unknown = unknown
         self._hearing = hearing
 
     def __torch_function__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
@@ -162,10 +164,13 @@ class Looks(TorchFunctionMode):
             result = func(*args, **kwargs)
             self._answers.hear(name, result)
             return result
-        if not isinstance(tensor, FakeTensor) and not self._answers.known:
+        fake = isinstance(tensor, FakeTensor) or self._unknown(tensor)
+        if not fake and not self._answers.known:
             return func(*args, **kwargs)
         told = self._answers.tell_list(tensor.shape) if func is torch.Tensor.tolist else self._answers.tell(name)
-        return func(*args, **kwargs) if told is NotImplemented or not isinstance(tensor, FakeTensor) else told
+        if told is NotImplemented and fake and not isinstance(tensor, FakeTensor):
+            raise TraceError("the model asks what is in a tensor that it has written what is fake to")
+        return func(*args, **kwargs) if told is NotImplemented or not fake else told
 
 
 class _Hearing(TorchDispatchMode):

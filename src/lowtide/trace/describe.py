@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
-from lowtide.ops import OpInfo, has_plain_storage, is_wrapper
-from lowtide.trace.chance import draws_one
+from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.trace.costs import OpSpec, TensorSpec
-from lowtide.trace.fake import is_small_constant
 
 Signature = tuple[Any, ...]
 
@@ -32,33 +28,6 @@ def plain_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
                 yield from plain_leaves(inner)
     elif has_plain_storage(tensor):
         yield tensor
-
-
-_FEW = 1 << 16
-_INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64}
-
-
-def stays_real(info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a call on real constants only (or one that makes integers from nothing) is carried out for real in a fake trace.
-
-    So are small tensors of ones, and what is made of such: models make them as masks and windows, and ask what is in them. And single
-    numbers, which `chance` decides.
-    """
-    if inputs:
-        return all(not isinstance(t, FakeTensor) and (is_small_constant(t) or _is_small_and_plain(t)) for t in inputs)
-    if draws_one(info, args):
-        return True
-    if info.name == "aten.ones.default":
-        return math.prod(args[0]) <= _FEW
-    dtype = kwargs.get("dtype")
-    if dtype is not None:
-        return dtype in _INTEGERS
-    return bool(args) and all(isinstance(item, int) for item in args)
-
-
-def _is_small_and_plain(tensor: torch.Tensor) -> bool:
-    """Whether the tensor holds few numbers, and no gradient is asked for them."""
-    return tensor.numel() <= _FEW and not tensor.requires_grad
 
 
 def tensors_inside(result: Any) -> Iterator[torch.Tensor]:

@@ -36,11 +36,13 @@ from lowtide.ops import (
 from lowtide.trace.answers import Answers, Looks
 from lowtide.trace.chance import Chance
 from lowtide.trace.columns import Columns
+from lowtide.trace.constants import Unknown, stays_real
 from lowtide.trace.contents import GROUPED
 from lowtide.trace.costs import OpSpec
-from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of, stays_real
+from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of
 from lowtide.trace.ends import settled
 from lowtide.trace.fake import grouped, laid_out, refuse_strangers
+from lowtide.trace.guise import Alike, passing_for_real
 from lowtide.trace.numbers import Numbers
 from lowtide.trace.outputs import Outputs
 from lowtide.trace.states import states_seen, take_down, without_strays
@@ -120,7 +122,7 @@ class Tracer(TorchDispatchMode):
         self._uninitialized: set[int] = set()
         self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
         self._wrote = False  # in place, where autograd follows
-        self._numbers, self._columns, self.outputs = Numbers(self), Columns(self), Outputs(self)
+        self._numbers, self._columns, self._unknown, self.outputs = Numbers(self), Columns(self), Unknown(), Outputs(self)
         self._claimed: set[int] = set()  # operations whose results layers save because they were told to
         self._scopes: list[tuple[int, Any]] = []
         self._infos: list[OpInfo] = []
@@ -257,6 +259,7 @@ class Tracer(TorchDispatchMode):
         signature, spec = signature_of(func, args, kwargs)
         if self.fake:
             result, trues = self._on_fakes(func, info, inputs, args, kwargs)
+            self._unknown.seen(inputs, written)
             if trues:
                 signature, spec = (*signature, trues), replace(spec, trues=trues)
         elif self._measures and private.in_backward():
@@ -321,7 +324,7 @@ class Tracer(TorchDispatchMode):
         """What a call returns in a trace on fake tensors, and how many elements of its masks are true, where that is known."""
         told = self.answers.tell(info.name) if asks(func) else NotImplemented
         positions, trues = self.answers.pick(func, args, self.value_of)
-        if stays_real(info, inputs, args, kwargs):
+        if stays_real(info, inputs, args, kwargs) and not any(map(self._unknown.has, inputs)):
             with private.without_fake_mode():
                 return private.call(func, args, kwargs), trues
         if told is not NotImplemented:
@@ -353,7 +356,7 @@ class Tracer(TorchDispatchMode):
         with self._pause():
             value = self.value_of(tensor)
             storage = self.storages[self.values[value]["storage"]]
-            droppable = self.in_region and storage["producer"] is not None and not self._is_exempt(value)
+            droppable = self.in_region and storage["producer"] is not None and self._wanted(value) is not False
             number = len(self.saved)
             self.saved.append(
                 {
@@ -363,7 +366,7 @@ class Tracer(TorchDispatchMode):
                     "module": self.module,
                     "shape": tuple(tensor.shape),
                     "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "forced": self._is_forced(value) or self.values[value]["producer"] in self._claimed,
+                    "forced": self._wanted(value) is True or self.values[value]["producer"] in self._claimed,
                 }
             )
             self.event("pack", number)
@@ -409,26 +412,18 @@ class Tracer(TorchDispatchMode):
             return False
         value = self.value_of(tensor)
         producer = self.values[value]["producer"]
-        if producer not in self.claims or not self.in_region or self._is_exempt(value):
+        if producer not in self.claims or not self.in_region or self._wanted(value) is False:
             return False
         self._claimed.add(producer)
         return True
 
-    def _scope_of(self, value: int) -> Any:
-        """The director of the innermost scope that is open and in which the value was written, and its operation."""
+    def _wanted(self, value: int) -> bool | None:
+        """Whether the innermost scope that is open gives up what the value's operation writes; ``None`` where it was not written in one."""
         producer = self.values[value]["producer"]
         if producer is None or not self._scopes:
             return None
         start, director = self._scopes[-1]
-        return director if producer >= start else None
-
-    def _is_forced(self, value: int) -> bool:
-        director = self._scope_of(value)
-        return director is not None and director.wants(self._infos[self.values[value]["producer"]])
-
-    def _is_exempt(self, value: int) -> bool:
-        director = self._scope_of(value)
-        return director is not None and not director.wants(self._infos[self.values[value]["producer"]])
+        return bool(director.wants(self._infos[producer])) if producer >= start and director is not None else None
 
     @contextmanager
     def _pause(self) -> Iterator[None]:
@@ -453,7 +448,9 @@ class Tracer(TorchDispatchMode):
             stack.enter_context(self)
             if self.fake:
                 stack.enter_context(FreshViews(lambda: self._wrote))
-                stack.enter_context(Looks(self.answers))
+                stack.enter_context(Looks(self.answers, self._unknown.has))
+                stack.enter_context(Alike(self.answers))
+                stack.enter_context(passing_for_real())
             stack.enter_context(states_seen())
             yield self
 

@@ -13,7 +13,7 @@ from torch.utils import _pytree as pytree
 
 from lowtide import private
 from lowtide.errors import TraceError
-from lowtide.ops import OpInfo
+from lowtide.ops import OpInfo, has_plain_storage
 
 SMALL_BYTES = 1 << 24
 """Tensors of integers and truth values up to this size are real in a trace."""
@@ -61,6 +61,9 @@ class Faker:
         self._made.clear()
         return watches
 
+    def put_back(self) -> None:
+        """The modules have their own tensors again: nothing was done to those."""
+
     def tree(self, items: Any) -> Any:
         """The same nest of containers with fake tensors in place of real ones."""
         return pytree.tree_map_only(torch.Tensor, self.tensor, items)
@@ -69,9 +72,24 @@ class Faker:
 class Unchanged(Faker):
     """Lends a module its own tensors, for a forward on real ones after which nothing is to be left."""
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._before: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
         """The tensor itself."""
+        if real.is_leaf and id(real) not in self._before and has_plain_storage(real):
+            self._before[id(real)] = real, real.data
+            if real.grad is not None:
+                self.tensor(real.grad)
         return real
+
+    def put_back(self) -> None:
+        """Every tensor has the data that it had: a module that is converted within its forward gives its parameters other ones."""
+        for tensor, before in self._before.values():
+            if tensor.dtype != before.dtype or private.storage_key(tensor) != private.storage_key(before):
+                tensor.data = before
+        self._before.clear()
 
 
 def is_small_constant(tensor: torch.Tensor) -> bool:
@@ -215,3 +233,4 @@ def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
             module.__dict__.update(attributes)
             for container, before in contents:
                 _put_back(container, before)
+        faker.put_back()
