@@ -47,7 +47,7 @@ _STARTS = 4
 _OVER = 0.25
 """How far beyond the budget, as a share of it, a plan from the bound's own program may be for single decisions to bring it back."""
 
-_WHOLE_COLUMNS = 3500
+_WHOLE_COLUMNS = 6000
 """Largest program that is solved in whole numbers."""
 
 _NODES = 20
