@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -113,6 +115,23 @@ def test_a_few_heavy_operations_leave_time_for_the_others(monkeypatch: pytest.Mo
     assert all(cost.source == "measured" for cost in costs.values())
     assert costs[100].seconds == 1.5 and runs[100, 100] == runs[101, 101] == 1
     assert all(runs[n, 2] >= 2 for n in range(2, 22))
+
+
+def test_a_run_that_is_slower_for_being_watched_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    watching: list[bool] = []
+
+    @contextmanager
+    def profiled(_: torch.device) -> Iterator[SimpleNamespace]:
+        watching.append(True)
+        yield SimpleNamespace(source="profiler", live_bytes=0, peak_bytes=1 << 20)
+        watching.clear()
+
+    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
+        return 100.0 if watching else 0.5, func(*args, **kwargs)
+
+    monkeypatch.setattr("lowtide.trace.costs.Bench._run_cpu", staticmethod(run))
+    monkeypatch.setattr("lowtide.trace.costs.peak", profiled)
+    assert one(OpSpec(aten.neg.default, (spec_of(4, 4),))).seconds == 0.5
 
 
 def test_inputs_have_their_layout_and_share_storages() -> None:

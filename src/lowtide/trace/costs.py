@@ -231,7 +231,7 @@ class Bench:
         self._hold(out, known, room)
         del out
         times = [] if slower else [first]
-        if warm > _HEAVY * share:
+        if warm > _HEAVY * share and not slower:
             times.append(warm)  # what runs so long does not notice that it is the first
         while len(times) < _MIN_RUNS or (len(times) < _MAX_RUNS and time.perf_counter() - begin < share):
             self._refill(dirty)

@@ -10,10 +10,9 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
+from functools import wraps
 from typing import Any
 
 import torch
@@ -23,6 +22,7 @@ from torch.overrides import TorchFunctionMode
 
 from lowtide import private
 from lowtide.trace.answers import Answers
+from lowtide.trace.seam import Seam
 
 _UNCHECKED = ("cuda", "mps", "xla", private.own_backend())
 """Devices on which nobody looks whether one-hot numbers are in range."""
@@ -67,43 +67,34 @@ class Alike(TorchFunctionMode):
         return zeros.scatter_(-1, tensor.unsqueeze(-1), 1)
 
 
-@dataclass
-class _Seam:
-    """The places in PyTorch where something is replaced, however many traces run at once."""
-
-    apply: Callable[..., torch.nn.Module] = torch.nn.Module._apply
-    users: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    stack: ExitStack = field(default_factory=ExitStack)
-
-
-_SEAM = _Seam()
-
-
 @contextmanager
-def passing_for_real() -> Iterator[None]:
-    """In the block, fakes of traces are converted as real tensors are, and nobody outside PyTorch is told that they are fake."""
-    with _SEAM.lock:
-        _SEAM.users += 1
-        if _SEAM.users == 1:
-            _SEAM.apply = torch.nn.Module._apply
-            torch.nn.Module._apply = _apply  # type: ignore[method-assign]
-            _SEAM.stack.enter_context(private.fakes_untold())
+def _replaced() -> Iterator[None]:
+    own = torch.nn.Module._apply
+
+    @wraps(own)
+    def _apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+        traced = any(item is not None and private.is_traced(item) for item in self._parameters.values())
+        return _converted(self, fn, recurse) if traced else own(self, fn, recurse)
+
+    torch.nn.Module._apply = _apply  # type: ignore[method-assign]
     try:
-        yield
+        with private.fakes_untold():
+            yield
     finally:
-        with _SEAM.lock:
-            _SEAM.users -= 1
-            if not _SEAM.users:
-                torch.nn.Module._apply = _SEAM.apply  # type: ignore[method-assign]
-                _SEAM.stack.close()
+        torch.nn.Module._apply = own  # type: ignore[method-assign]
 
 
-def _apply(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool = True) -> torch.nn.Module:
+_SEAM = Seam(_replaced)
+
+
+def passing_for_real() -> AbstractContextManager[None]:
+    """In the block, fakes of traces are converted as real tensors are, and nobody outside PyTorch is told that they are fake."""
+    return _SEAM.open()
+
+
+def _converted(self: torch.nn.Module, fn: Callable[[torch.Tensor], torch.Tensor], recurse: bool) -> torch.nn.Module:
     """``Module._apply``, which hands the fakes of a trace new data as it does real parameters."""
     own = {key: item for key, item in self._parameters.items() if item is not None and private.is_traced(item)}
-    if not own:
-        return _SEAM.apply(self, fn, recurse)
     if recurse:
         for module in self.children():
             module._apply(fn)

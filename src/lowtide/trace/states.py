@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from contextlib import AbstractContextManager, contextmanager
 from functools import wraps
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from lowtide import private
+from lowtide.trace.seam import Seam
 
 if TYPE_CHECKING:
     from lowtide.trace.eager import Tracer
@@ -21,33 +20,22 @@ STATE = "a random state"
 """The name of the storage of one in a step graph."""
 
 
-@dataclass
-class _Seam:
-    """The one place where `torch.get_rng_state` is replaced, however many traces run at once."""
-
-    own: Callable[[], torch.Tensor] = torch.get_rng_state
-    users: int = 0
-    lock: threading.Lock = field(default_factory=threading.Lock)
-
-
-_SEAM = _Seam()
-
-
 @contextmanager
-def states_seen() -> Iterator[None]:
-    """In the block, a tracer that is active on the calling thread is told of every random state that is read (its ``keeps_state``)."""
-    with _SEAM.lock:
-        _SEAM.users += 1
-        if _SEAM.users == 1:
-            _SEAM.own = torch.random.get_rng_state
-            _put(_seen(_SEAM.own))
+def _replaced() -> Iterator[None]:
+    own = torch.random.get_rng_state
+    _put(_seen(own))
     try:
         yield
     finally:
-        with _SEAM.lock:
-            _SEAM.users -= 1
-            if not _SEAM.users:
-                _put(_SEAM.own)
+        _put(own)
+
+
+_SEAM = Seam(_replaced)
+
+
+def states_seen() -> AbstractContextManager[None]:
+    """In the block, a tracer that is active on the calling thread is told of every random state that is read (its ``keeps_state``)."""
+    return _SEAM.open()
 
 
 def _put(function: Callable[[], torch.Tensor]) -> None:
