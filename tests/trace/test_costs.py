@@ -119,6 +119,7 @@ def test_a_few_heavy_operations_leave_time_for_the_others(monkeypatch: pytest.Mo
 
 def test_a_run_that_is_slower_for_being_watched_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     watching: list[bool] = []
+    clock = [0.0]
 
     @contextmanager
     def profiled(_: torch.device) -> Iterator[SimpleNamespace]:
@@ -127,11 +128,14 @@ def test_a_run_that_is_slower_for_being_watched_counts_for_nothing(monkeypatch: 
         watching.clear()
 
     def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
-        return 100.0 if watching else 0.5, func(*args, **kwargs)
+        seconds = 100.0 if watching else 0.5
+        clock[0] += seconds
+        return seconds, func(*args, **kwargs)
 
     monkeypatch.setattr("lowtide.trace.costs.Bench._run_cpu", staticmethod(run))
+    monkeypatch.setattr("lowtide.trace.costs.time", SimpleNamespace(perf_counter=lambda: clock[0]))
     monkeypatch.setattr("lowtide.trace.costs.peak", profiled)
-    assert one(OpSpec(aten.neg.default, (spec_of(4, 4),))).seconds == 0.5
+    assert one(OpSpec(aten.neg.default, (spec_of(4, 4),)), roofline=Roofline(1e10, 1e10, 1e-6)).seconds == 0.5
 
 
 def test_inputs_have_their_layout_and_share_storages() -> None:
