@@ -7,8 +7,9 @@ from __future__ import annotations
 
 import logging
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
+from functools import cache
 from typing import Any
 
 import torch
@@ -21,6 +22,8 @@ from torch.utils._python_dispatch import (
     _pop_mode,
     _push_mode,
 )
+
+NodeKey = tuple[str, int]
 
 _INPLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 _CONJUGATE = torch._C.DispatchKey.Conjugate
@@ -36,6 +39,65 @@ def backward_node() -> str:
     """The name of the autograd node that runs on the calling thread, empty where none does."""
     node = torch._C._current_autograd_node()
     return "" if node is None else node.name()
+
+
+def node_key() -> NodeKey | None:
+    """What tells the autograd node that runs on the calling thread from the others, without holding it; ``None`` where none does."""
+    node = torch._C._current_autograd_node()
+    return None if node is None else _key_of(node)
+
+
+def nodes_from_here(known: Container[NodeKey]) -> dict[NodeKey, tuple[NodeKey, ...]]:
+    """The autograd nodes that can be reached from the one that runs, each with those that it hands gradients to.
+
+    Args:
+        known: nodes that are left out, with what lies behind them.
+    """
+    node = torch._C._current_autograd_node()
+    found: dict[NodeKey, tuple[NodeKey, ...]] = {}
+    ahead = [] if node is None else [node]
+    while ahead:
+        node = ahead.pop()
+        key = _key_of(node)
+        if key not in found and key not in known:
+            following = [following for following, _ in node.next_functions if following is not None]
+            found[key] = tuple(map(_key_of, following))
+            ahead += following
+    return found
+
+
+def _key_of(node: Any) -> NodeKey:
+    variable = getattr(node, "variable", None)  # nodes that accumulate leaves' gradients all have one number
+    return ("leaf", id(variable)) if variable is not None else (node.name(), node._sequence_nr())
+
+
+def only_engine_holds(args: tuple[Any, ...]) -> bool:
+    """Whether nobody but the autograd engine, which asks for an operation, holds its first argument; for use in a mode, with what it was given."""
+    return isinstance(args[0], torch.Tensor) and _holders(args) == engine_holds()
+
+
+def _holders(args: tuple[Any, ...]) -> tuple[int, int, int]:
+    """How many references there are to an operation's first argument, to its storage, and to its Python object."""
+    tensor = args[0]
+    return tensor._use_count(), storage_use_count(tensor.untyped_storage()), sys.getrefcount(tensor)
+
+
+@cache
+def engine_holds() -> tuple[int, int, int]:
+    """What `_holders` are, in a mode, of a gradient that the engine alone holds as it adds another to it; found out by watching it once."""
+    found = (-1, -1, -1)
+
+    class Counting(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+            nonlocal found
+            if func is torch.ops.aten.add.Tensor:
+                found = _holders(args)
+            return func(*args, **(kwargs or {}))
+
+    with without_modes(), torch.inference_mode(False), torch.enable_grad(), Counting():
+        leaf = torch.ones(2, requires_grad=True)
+        torch.autograd.grad([2 * leaf, 3 * leaf], leaf, [torch.ones(2), torch.ones(2)])
+    return found
 
 
 def storage_key(tensor: torch.Tensor) -> int:

@@ -79,8 +79,10 @@ class Follower(Recorder):
         assert self.listener is not None
         info, seen, newest, untouched = op_info(func), self._seen, self._newest, True
         kind: int | Recipe = ASK
-        if info.is_view or info.waits or private.in_backward() or is_unrecorded():
+        if info.is_view or info.waits or is_unrecorded():
             kind = PASS
+        elif private.in_backward():
+            pass  # what it runs hangs on who holds the gradients
         elif self.director.passes(info) and not hidden_statistics(info, args):
             kind = WRITE if info.written else PASS
             keys = {private.storage_key(t) for t in written_tensors(info, args, kwargs) if has_plain_storage(t)}

@@ -43,6 +43,7 @@ from lowtide.run.tape import (
 )
 from lowtide.run.verify import copied, why_not_reproduced
 from lowtide.run.watch import StepWatch
+from lowtide.sums import Sums
 
 if TYPE_CHECKING:
     from lowtide.run.moved import Fetch, Mover
@@ -107,6 +108,7 @@ class Recorder(TorchDispatchMode):
         self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._newest: weakref.ref[Node] | None = None
         self._order = 0
+        self._sums = Sums()
         self.placer = placer
         if placer is not None and isinstance(director, PlanDirector):
             self.__dict__["_call"] = placer.around(director, self._call)
@@ -173,8 +175,10 @@ class Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         kwargs = kwargs or {}
         info = op_info(func)
-        if info.is_view or info.waits or private.in_backward() or is_unrecorded():
+        if info.is_view or info.waits or is_unrecorded():
             return self._call(unwatched(func), args, kwargs)
+        if private.in_backward():
+            return self._backward(func, args, kwargs)
         for kind in types:
             if kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__"):
                 return NotImplemented
@@ -189,6 +193,15 @@ class Recorder(TorchDispatchMode):
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool = False) -> Any:
         return func(*args, **kwargs) if plain else private.call(func, args, kwargs)
+
+    def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """An operation of a backward that is watched: autograd's own sums run in place, as they do where no mode is active."""
+        func = unwatched(self._sums.instead(func, args, kwargs))
+        result = self._call(func, args, kwargs)
+        info = op_info(func)
+        touched = (*flat_results(result), *written_tensors(info, args, kwargs))
+        self._sums.ran(info.name, [private.storage_key(t) for t in touched if isinstance(t, torch.Tensor) and has_plain_storage(t)])
+        return result
 
     def _passing(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation that is not recorded and overwrites nothing that a replay may rest on."""

@@ -33,6 +33,7 @@ from lowtide.ops import (
     unwatched,
     written_tensors,
 )
+from lowtide.sums import Sums
 from lowtide.trace.answers import Answers, Looks
 from lowtide.trace.chance import Chance
 from lowtide.trace.columns import Columns
@@ -122,7 +123,8 @@ class Tracer(TorchDispatchMode):
         self._uninitialized: set[int] = set()
         self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
         self._wrote = False  # in place, where autograd follows
-        self._numbers, self._columns, self._unknown, self.outputs = Numbers(self), Columns(self), Unknown(), Outputs(self)
+        self._numbers, self._columns, self._sums = Numbers(self), Columns(self), Sums()
+        self._unknown, self.outputs = Unknown(), Outputs(self)
         self._claimed: set[int] = set()  # operations whose results layers save because they were told to
         self._scopes: list[tuple[int, Any]] = []
         self._infos: list[OpInfo] = []
@@ -236,7 +238,7 @@ class Tracer(TorchDispatchMode):
             return private.call(func, args, kwargs)
         if any(is_wrapper_type(kind) for kind in types):
             return NotImplemented
-        func = unwatched(func)
+        func = unwatched(self._sums.instead(func, args, kwargs))
         info = op_info(func)
         if info.is_view:
             constant = self.fake and not any(isinstance(t, FakeTensor) for t in tensors_of([args, kwargs]))
@@ -314,6 +316,8 @@ class Tracer(TorchDispatchMode):
             }
         )
         self.event("op", index)
+        if private.in_backward():
+            self._sums.ran(info.name, [private.storage_key(t) for t in (*fresh, *written) if has_plain_storage(t)])
         self._numbers.seen(info, args, index)
         self._columns.seen(info, index)
         return result
