@@ -46,6 +46,7 @@ from lowtide.trace.fake import grouped, laid_out, refuse_strangers
 from lowtide.trace.guise import Alike, passing_for_real
 from lowtide.trace.numbers import Numbers
 from lowtide.trace.outputs import Outputs
+from lowtide.trace.overwritten import settled_operations
 from lowtide.trace.states import states_seen, take_down, without_strays
 from lowtide.trace.views import FreshViews, refuse_stale, taken
 
@@ -482,7 +483,7 @@ class Tracer(TorchDispatchMode):
         )
         resident = sum(s["bytes"] for s in self.storages if s["producer"] is None)
         return StepGraph(
-            operations=tuple(Operation(**operation) for operation in self.operations),
+            operations=tuple(Operation(**op) for op in settled_operations(self.operations, self.values, self.saved, self.storages)),
             storages=tuple(Storage(**storage) for storage in without_strays(self.storages, len(self.operations), device)),
             values=values,
             saved=tuple(Saved(**saved) for saved in self.saved),

@@ -1,0 +1,65 @@
+"""Two forwards of one model before one backward, as a discriminator's loss has them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from torch.nn.functional import softplus
+
+import lowtide
+from lowtide.trace.overwritten import UNSETTLED
+
+
+def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(norm(nn.Linear(32, 64)), nn.LeakyReLU(0.2), norm(nn.Linear(64, 64)), nn.LeakyReLU(0.2), nn.Linear(64, 1))
+
+
+def losses(model: nn.Sequential, steps: int = 3) -> list[torch.Tensor]:
+    optimizer = torch.optim.Adam(model.parameters())
+    found = []
+    for step in range(steps):
+        torch.manual_seed(step)
+        real, made = torch.randn(1024, 32), torch.randn(1024, 32)
+        loss = softplus(-model(real)).mean() + softplus(model(made)).mean()
+        loss.backward()
+        found += [loss.detach(), *(p.grad for p in model.parameters() if p.grad is not None)]
+        optimizer.step()
+        optimizer.zero_grad()
+    return [*found, *model.state_dict().values()]
+
+
+@pytest.mark.parametrize("budget", ["95%", "90%"])
+@pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
+def test_state_that_each_forward_overwrites(norm: Callable[[nn.Module], nn.Module], budget: str) -> None:
+    plain, model = losses(normed(norm)), normed(norm)
+    handle = lowtide.limit_memory(model, budget)
+    limited = losses(model)
+    assert handle.plan is not None and handle.plan.replayed
+    assert all(torch.equal(one, other) for one, other in zip(plain, limited, strict=True))
+
+
+class Scaled(nn.Module):
+    """Scales by its weight, which its forward halves first, and by a count of its forwards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(8, 8))
+        self.register_buffer("count", torch.zeros(1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+            self.count += 1  # type: ignore[operator]
+        return (torch.tanh(x @ self.weight) + self.count.exp()).sum()
+
+
+def test_only_what_autograd_does_not_save_itself_is_not_replayed_from() -> None:
+    model = Scaled()
+    graph = lowtide.trace(lambda x: model(x), torch.randn(8, 8, requires_grad=True), model=model)
+    reasons = {op.name: op.reason for op in graph.operations if op.phase == "forward"}
+    assert reasons["aten.exp.default"] == UNSETTLED
+    assert reasons["aten.mm.default"] == reasons["aten.tanh.default"] == ""
