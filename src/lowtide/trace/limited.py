@@ -21,7 +21,7 @@ from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker, borrowed
 from lowtide.trace.leaks import nothing_outside
 from lowtide.trace.real import Packing, trace_real
-from lowtide.trace.step import device_of, loss_of, with_costs
+from lowtide.trace.step import device_of, model_loss_of, with_costs
 
 ANSWERED = "what the model asks of its tensors is answered as in one forward of the same batch"
 """A note of a graph that other numbers in tensors of the same shapes may make another one."""
@@ -85,7 +85,7 @@ def trace_model(
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise TraceError(f"loss_fn returned {type(loss).__name__}: it has to return the loss, a tensor of one element")
             return loss
-        loss = loss_of(result)
+        loss = model_loss_of(result)
         if loss is None:
             loss = _stand_in(result)
             notes.append(LOSS_OUTSIDE)
