@@ -26,6 +26,7 @@ from lowtide.trace.step import device_of, model_loss_of, with_costs
 ANSWERED = "what the model asks of its tensors is answered as in one forward of the same batch"
 """A note of a graph that other numbers in tensors of the same shapes may make another one."""
 
+_NO_HOOKS = "don't yet support saved tensor hooks"
 LOSS_OUTSIDE = "the loss lies outside the model and was stood in for by the sum of its outputs"
 
 
@@ -122,7 +123,15 @@ def trace_model(
                     reason = str(error)
             notes[:] = [f"traced for real: {reason}"]
         inner, below = small(model) if small is not None else (None, None)
-        return trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below, chance)
+        try:
+            return trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below, chance)
+        except RuntimeError as error:
+            if _NO_HOOKS not in str(error):
+                raise
+            raise TraceError(
+                "the model calls torch.func.grad, vjp, jacrev or the like in its forward, which PyTorch does not do where anything stands between "
+                "autograd and what it saves: use torch.autograd.grad(..., create_graph=True) there, or put the limit on the modules around it"
+            ) from error
 
     found: list[tuple[Tracer, tuple[str, ...]]] = []
     refused = 0
