@@ -128,7 +128,7 @@ def test_one_limited_model_in_two_threads() -> None:
 
 
 def test_planning_in_one_thread_does_not_disturb_another() -> None:
-    """While one thread traces on fake parameters, another uses its own model."""
+    """While one thread traces on fake parameters, another uses its own model; both drop out by the one default generator."""
     model, other = small(layers=6), small()
     errors: list[BaseException] = []
     stop = threading.Event()

@@ -99,3 +99,18 @@ def test_a_plan_is_needed_to_apply_one() -> None:
 def test_a_graph_is_read_from_its_dictionary() -> None:
     with pytest.raises(ValueError, match=r"json\.loads it first"):
         StepGraph.from_json("{}")  # type: ignore[arg-type]
+
+
+def test_gradients_that_functorch_takes_in_the_forward_are_refused_in_words() -> None:
+    class Inner(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = torch.nn.Linear(8, 8)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.func.grad(lambda rows: self.layer(rows).square().sum())(x).square().mean()
+
+    model = Inner()
+    lowtide.limit_memory(model, "60%")
+    with pytest.raises(lowtide.TraceError, match=r"torch\.autograd\.grad"):
+        model(torch.randn(4, 8))

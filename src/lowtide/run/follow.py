@@ -12,9 +12,10 @@ import torch
 from lowtide import private
 from lowtide.ops import draws, has_plain_storage, hidden_statistics, op_info, written_tensors
 from lowtide.run.direct import Director, PlanDirector
+from lowtide.run.drawn import drawn
 from lowtide.run.record import Recorder, Unrecordable
 from lowtide.run.rehearse import ASK, PASS, WRITE, Listener, Recipe, Script, tensors_around
-from lowtide.run.tape import LiveValue, Node, Ref, flat_results, generator_state, is_unrecorded
+from lowtide.run.tape import LiveValue, Node, Ref, flat_results, is_unrecorded
 
 _NO_KEYWORD = (torch.Tensor, torch.Generator, list, tuple)
 """An operation with such a keyword argument takes a closer look."""
@@ -123,8 +124,9 @@ class Follower(Recorder):
             return super().__torch_dispatch__(func, types, args, kwargs)
         node.kwargs = kwargs
         if recipe.info.random and draws(recipe.info, args, kwargs):
-            node.random_state = generator_state(recipe.device, None)
-        result = self._call(func, args, kwargs, plain=True)
+            result = drawn(node, self._call, args, kwargs, fills=False)
+        else:
+            result = self._call(func, args, kwargs, plain=True)
         self.skip(1)
         node.reads(list(inputs.values()))
         node.claimed = recipe.claimed

@@ -36,7 +36,7 @@ from lowtide.store.stores import Stores
 from lowtide.trace.chance import BY_CHANCE
 from lowtide.trace.describe import tensors_inside
 from lowtide.trace.eager import Tracer
-from lowtide.trace.step import loss_of
+from lowtide.trace.step import model_loss_of
 
 
 class LowtideWarning(UserWarning):
@@ -217,7 +217,9 @@ class Limiter:
                 stacklevel=5,
             )
         if watch is not None:
-            there = {id(t) for t in (loss_of(result), *tensors_inside((args, kwargs)), *self.model.parameters(), *self.model.buffers())}
+            there = {
+                id(t) for t in (model_loss_of(result), *tensors_inside((args, kwargs)), *self.model.parameters(), *self.model.buffers())
+            }
             watch.recording_seconds += inside - begin + time.perf_counter() - outside
             outputs = list(tensors_inside(result))
             aside = [outputs[place] for place in planned.traced.aside if place < len(outputs)]

@@ -29,6 +29,7 @@ from lowtide.ops import (
     written_tensors,
 )
 from lowtide.run.direct import Director, PlanDirector
+from lowtide.run.drawn import drawn
 from lowtide.run.handles import GivenUp, Kept, Wrapped, unpack
 from lowtide.run.tape import (
     LiveValue,
@@ -36,7 +37,6 @@ from lowtide.run.tape import (
     Ref,
     digest,
     flat_results,
-    generator_state,
     is_unrecorded,
     reach,
     unrecorded,
@@ -244,7 +244,10 @@ class Recorder(TorchDispatchMode):
         touched = [*written, *(args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor))]
         if touched:
             self._copy_on_write(touched)
-        result = self._call(func, args, kwargs)
+        if node is not None and info.random and draws(info, args, kwargs):
+            result = drawn(node, self._call, args, kwargs, info.fills)
+        else:
+            result = self._call(func, args, kwargs)
         flat = flat_results(result)
         if info.collective and node is not None:
             flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be looked at below
@@ -316,10 +319,6 @@ class Recorder(TorchDispatchMode):
             node.kwargs = {name: self._reference(item, fills, overwritten, writes) for name, item in kwargs.items()}
         except Unrecordable:
             return None
-        if info.random and draws(info, args, kwargs):
-            generator = kwargs.get("generator")
-            node.generator = generator if isinstance(generator, torch.Generator) else None
-            node.random_state = generator_state(node.device, node.generator)
         if self.verify and self._fits(2 * sum(t.untyped_storage().nbytes() for t in written)):
             before.extend((t, copied(t)) for t in written)
         return node, writes

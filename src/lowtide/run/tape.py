@@ -15,6 +15,7 @@ import torch
 from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.ops import covers_storage, op_info
+from lowtide.run.drawn import drawn_again
 
 if TYPE_CHECKING:
     from lowtide.run.moved import Fetch
@@ -204,28 +205,6 @@ class Node:
             self.has_read()
 
 
-def generator_state(device: torch.device, generator: torch.Generator | None) -> bytes:
-    """The random state that an operation on ``device`` is about to use. It lies outside the memory that the budget is about."""
-    if generator is not None:
-        state = generator.get_state()
-    elif device.type == "cpu":
-        state = torch.get_rng_state()
-    else:
-        state = torch.get_device_module(device.type).get_rng_state(device)
-    return state.numpy().tobytes()
-
-
-def set_generator_state(device: torch.device, generator: torch.Generator | None, state: bytes) -> None:
-    """Set what `generator_state` reads."""
-    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    if generator is not None:
-        generator.set_state(tensor)
-    elif device.type == "cpu":
-        torch.set_rng_state(tensor)
-    else:
-        torch.get_device_module(device.type).set_rng_state(tensor, device)
-
-
 def flat_results(result: Any) -> list[Any]:
     """The results of an operation as a flat list."""
     if isinstance(result, (tuple, list)):
@@ -366,12 +345,7 @@ def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if node.random_state is None:
         result = private.call(node.func, args, kwargs)
         return private.wait_for_collective(result) if op_info(node.func).collective else result
-    before = generator_state(node.device, node.generator)
-    set_generator_state(node.device, node.generator, node.random_state)
-    try:
-        return private.call(node.func, args, kwargs)
-    finally:
-        set_generator_state(node.device, node.generator, before)
+    return drawn_again(node, private.call, tuple(args), kwargs)
 
 
 def reach(tensor: torch.Tensor) -> int:

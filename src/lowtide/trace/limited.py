@@ -21,11 +21,12 @@ from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker, borrowed
 from lowtide.trace.leaks import nothing_outside
 from lowtide.trace.real import Packing, trace_real
-from lowtide.trace.step import device_of, loss_of, with_costs
+from lowtide.trace.step import device_of, model_loss_of, with_costs
 
 ANSWERED = "what the model asks of its tensors is answered as in one forward of the same batch"
 """A note of a graph that other numbers in tensors of the same shapes may make another one."""
 
+_NO_HOOKS = "don't yet support saved tensor hooks"
 LOSS_OUTSIDE = "the loss lies outside the model and was stood in for by the sum of its outputs"
 
 
@@ -85,7 +86,7 @@ def trace_model(
             if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
                 raise TraceError(f"loss_fn returned {type(loss).__name__}: it has to return the loss, a tensor of one element")
             return loss
-        loss = loss_of(result)
+        loss = model_loss_of(result)
         if loss is None:
             loss = _stand_in(result)
             notes.append(LOSS_OUTSIDE)
@@ -122,7 +123,15 @@ def trace_model(
                     reason = str(error)
             notes[:] = [f"traced for real: {reason}"]
         inner, below = small(model) if small is not None else (None, None)
-        return trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below, chance)
+        try:
+            return trace_real(lambda tracer: run(tracer, args, kwargs), [model], model, inner, below, chance)
+        except RuntimeError as error:
+            if _NO_HOOKS not in str(error):
+                raise
+            raise TraceError(
+                "the model calls torch.func.grad, vjp, jacrev or the like in its forward, which PyTorch does not do where anything stands between "
+                "autograd and what it saves: use torch.autograd.grad(..., create_graph=True) there, or put the limit on the modules around it"
+            ) from error
 
     found: list[tuple[Tracer, tuple[str, ...]]] = []
     refused = 0

@@ -39,7 +39,7 @@ class Outputs:
         tracer = self._tracer
         outputs = list(tensors_inside(result))
         self.storages = {number for tensor in outputs if (number := tracer.known(tensor)) is not None}
-        inside = _history(loss)
+        inside = history(loss)
         self.aside = [place for place, tensor in enumerate(outputs) if tensor.grad_fn is not None and tensor.grad_fn not in inside]
         self._from = len(tracer.events)
 
@@ -50,7 +50,7 @@ class Outputs:
         self.withheld = [event for event in ended if event.kind in kinds and not (event.kind == "free" and event.index in self.storages)]
 
 
-def _history(loss: torch.Tensor) -> set[Any]:
+def history(loss: torch.Tensor) -> set[Any]:
     """The nodes that backward from ``loss`` runs through."""
     found: set[Any] = set()
     left = [loss.grad_fn]

@@ -15,10 +15,11 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.trace.chance import same_random
 from lowtide.trace.costs import OpCost, executor_overheads, measure_costs
-from lowtide.trace.describe import Signature
+from lowtide.trace.describe import Signature, tensors_inside
 from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker, borrowed
 from lowtide.trace.leaks import nothing_outside
+from lowtide.trace.outputs import history
 from lowtide.trace.real import trace_real
 
 
@@ -67,6 +68,34 @@ def loss_of(result: Any) -> torch.Tensor | None:
             if found is not None:
                 return found
     return None
+
+
+def model_loss_of(result: Any) -> torch.Tensor | None:
+    """The loss in what a model returned: as `loss_of`, but of several outputs only one from which backward reaches all that the others do.
+
+    A scale that a model returns beside its features, or one of two terms that its caller adds, is no loss, though it is a scalar with a history.
+    """
+    if not isinstance(result, (tuple, list)) or isinstance(getattr(result, "loss", None), torch.Tensor):
+        return loss_of(result)
+    outputs = [tensor for tensor in tensors_inside(result) if tensor.requires_grad]
+    return next((loss for item in result if (loss := loss_of(item)) is not None and _covers(loss, outputs)), None)
+
+
+def _covers(loss: torch.Tensor, outputs: list[torch.Tensor]) -> bool:
+    """Whether backward from ``loss`` reaches all parameters behind ``outputs``, and runs through those of one element."""
+    inside = history(loss)
+    if any(tensor.numel() == 1 and tensor.grad_fn not in inside for tensor in outputs if tensor.grad_fn is not None):
+        return False
+    left, seen = [tensor.grad_fn for tensor in outputs], set(inside)
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        if hasattr(node, "variable"):  # it adds up the gradient of a leaf
+            return False
+        seen.add(node)
+        left += [following for following, _ in node.next_functions]
+    return True
 
 
 def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], tracer: Tracer) -> None:

@@ -1,0 +1,132 @@
+"""Random operations that a replay can draw again, whoever else draws from the same generator.
+
+All threads of a process share PyTorch's default generator. Whoever reads its state, draws, and later sets that state to draw again is disturbed by
+another thread (one that loads data, say) that draws in between, and disturbs it. So on the CPU an operation that may run again draws from a
+generator of its thread's own, which begins where the shared one stands; then the shared one goes on from where the own one ends, so that the
+numbers are those of the plain step. Where another thread has drawn meanwhile, nothing says whose turn it was: the shared one stays as it is, and
+an operation that only fills a tensor draws anew, from where a number of the shared one says. A replay draws from the own generator alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Callable
+from itertools import compress, tee
+from operator import eq, methodcaller
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+if TYPE_CHECKING:
+    from lowtide.run.tape import Node
+
+Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
+
+
+class _Own(threading.local):
+    def __init__(self) -> None:
+        self.generator = torch.Generator()
+
+
+_OWN = _Own()
+
+
+def generator_state(device: torch.device, generator: torch.Generator | None) -> bytes:
+    """The random state that an operation on ``device`` is about to use. It lies outside the memory that the budget is about."""
+    if generator is not None:
+        state = generator.get_state()
+    elif device.type == "cpu":
+        state = torch.default_generator.get_state()
+    else:
+        state = torch.get_device_module(device.type).get_rng_state(device)
+    return state.numpy().tobytes()
+
+
+def set_generator_state(device: torch.device, generator: torch.Generator | None, state: bytes) -> None:
+    """Set what `generator_state` reads."""
+    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    if generator is not None:
+        generator.set_state(tensor)
+    elif device.type == "cpu":
+        torch.default_generator.set_state(tensor)
+    else:
+        torch.get_device_module(device.type).set_rng_state(tensor, device)
+
+
+@functools.cache
+def taking_generator(func: Any) -> tuple[Any, int]:
+    """The overload of a random operation that takes a generator besides (``None`` if there is none), and at which position."""
+    if not isinstance(func, torch._ops.OpOverload):
+        return None, 0
+    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if a.name != "generator"]
+    for name in (func._overloadname, *func.overloadpacket.overloads()):
+        arguments = getattr(func.overloadpacket, name)._schema.arguments
+        places = [place for place, a in enumerate(arguments) if a.name == "generator"]
+        if places and [(a.name, str(a.type)) for a in arguments if a.name != "generator"] == wanted:
+            return getattr(func.overloadpacket, name), places[0]
+    return None, 0
+
+
+def _with(
+    generator: torch.Generator, position: int, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    if position < len(args):
+        return (*args[:position], generator, *args[position + 1 :]), kwargs
+    return args, {**kwargs, "generator": generator}
+
+
+_STATE, _NUMPY, _BYTES = methodcaller("get_state"), methodcaller("numpy"), methodcaller("tobytes")
+
+
+def _went_on(generator: torch.Generator, before: bytes, after: torch.Tensor) -> bool:
+    """Set a generator's state to ``after`` if it is ``before``; whether it was.
+
+    All of it runs within iterators that Python brings along, between which no other thread gets its turn: one that did would have thousands of
+    its numbers drawn again. The state that is compared is held until all is done, since letting go of a tensor gives others their turn, too.
+    """
+    states, _held = tee(map(_STATE, (generator,)))
+    arrays, _held_too = tee(map(_NUMPY, states))
+    now = map(_BYTES, arrays)
+    return bool(list(map(generator.set_state, compress((after,), map(eq, now, (before,))))))
+
+
+def drawn(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], fills: bool) -> Any:
+    """Run a random operation in the forward, and take down from where it draws.
+
+    Args:
+        node: the operation as it is recorded.
+        call: runs an operation.
+        args, kwargs: what it is called with.
+        fills: whether it only overwrites what it is given, so that it may run once more.
+    """
+    given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
+    node.generator = given[0] if given else None
+    node.random_state = generator_state(node.device, node.generator)
+    func, position = taking_generator(node.func)
+    if func is None or node.device.type != "cpu":
+        return call(node.func, args, kwargs)
+    own, shared = _OWN.generator, node.generator or torch.default_generator
+    set_generator_state(node.device, own, node.random_state)
+    args, kwargs = _with(own, position, args, kwargs)
+    result = call(func, args, kwargs)
+    if not _went_on(shared, node.random_state, own.get_state()) and fills:
+        own.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=shared)))
+        node.random_state = generator_state(node.device, own)
+        result = call(func, args, kwargs)
+    return result
+
+
+def drawn_again(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Run a random operation from the state that was taken down; where that takes the shared generator, it is left as it was."""
+    assert node.random_state is not None
+    func, position = taking_generator(node.func)
+    if func is not None and node.device.type == "cpu":
+        set_generator_state(node.device, _OWN.generator, node.random_state)
+        return call(func, *_with(_OWN.generator, position, args, kwargs))
+    before = generator_state(node.device, node.generator)
+    set_generator_state(node.device, node.generator, node.random_state)
+    try:
+        return call(node.func, args, kwargs)
+    finally:
+        set_generator_state(node.device, node.generator, before)

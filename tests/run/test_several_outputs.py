@@ -1,0 +1,62 @@
+"""Models that return several outputs, among them numbers that are no loss."""
+
+from __future__ import annotations
+
+import gc
+
+import torch
+from small_model import batch, needs_meter
+from torch import nn
+
+import lowtide
+from lowtide.meter import peak, resident_bytes
+from lowtide.trace.step import model_loss_of
+
+
+class Towers(nn.Module):
+    """Two towers and a scale, as CLIP returns them: the loss over all pairs is its caller's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = (
+            nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))) for _ in "ab"
+        )
+        self.scale = nn.Parameter(torch.tensor(2.0))
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return self.first(x), self.second(x), self.scale.exp()
+
+
+@needs_meter
+def test_a_scale_beside_features_is_not_taken_for_the_loss() -> None:
+    """The trace went back from the scale alone, and every step took twice what was promised."""
+    torch.manual_seed(0)
+    model = Towers()
+    handle = lowtide.limit_memory(model, "90%")
+    for _ in range(3):
+        model.zero_grad()
+        gc.collect()
+        x, standing = batch(200), resident_bytes(model)
+        with peak("cpu") as seen:
+            first, second, scale = model(x)
+            (first @ second.T * scale).logsumexp(1).mean().backward()
+            del first, second, scale
+        plan = handle.plan
+        assert plan is not None
+        assert plan.budget_bytes is not None
+        assert seen.peak_bytes + standing + x.nbytes <= plan.budget_bytes
+
+
+def test_which_output_is_the_loss() -> None:
+    trunk, head = nn.Linear(4, 4), nn.Linear(4, 4)
+    features = trunk(torch.randn(2, 4))
+    logits, pooled = head(features), features.mean(0)
+    loss, other = logits.square().mean(), features.abs().mean()
+    assert model_loss_of((loss, logits, pooled)) is loss
+    assert model_loss_of((logits, loss)) is loss
+    assert model_loss_of((other, logits)) is None, "backward from it does not reach the head"
+    assert model_loss_of((loss, other)) is None, "their caller adds them"
+    total = loss + other
+    assert model_loss_of((loss, other, total)) is total
+    assert model_loss_of({"loss": other, "logits": logits}) is other, "it is named so"
+    assert model_loss_of((loss.detach(), total)) is total
