@@ -24,11 +24,12 @@ from lowtide.run.follow import Follower
 from lowtide.run.key import StepKey, step_key
 from lowtide.run.later import later_steps_told
 from lowtide.run.moved import Mover, prepare
-from lowtide.run.planning import Planned, Planner, Policy, slack_bytes
+from lowtide.run.planning import Planned, Planner, Policy
 from lowtide.run.quiet import quiet
 from lowtide.run.record import Recorder, Verify
 from lowtide.run.refuse import refuse_other_kinds, refuse_sharded
 from lowtide.run.rehearse import Listener
+from lowtide.run.slack import slack_bytes
 from lowtide.run.timed import TimedRecorder
 from lowtide.run.unseen import LossMemory
 from lowtide.run.watch import StepWatch, unwatched
@@ -447,7 +448,8 @@ def limit_memory(
 
     Args:
         model: any module; its forward is replaced on the instance until ``handle.remove()``.
-        budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak. ``None`` needs a policy that does without.
+        budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak (of the largest step planned so far). ``None``
+            needs a policy that does without.
         policy: a policy or its name; ``None`` is ``optimal``.
         loss_fn: from the model's output to the loss, for a model that does not return its loss. It is used to plan, not to train.
         optimizer: its state and its step count against the budget, too.

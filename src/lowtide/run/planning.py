@@ -30,6 +30,7 @@ from lowtide.run.overhead import executor_overhead
 from lowtide.run.rehearse import Script
 from lowtide.run.resident import KnownNeed, OptimizerNeed
 from lowtide.run.scope import small_executor
+from lowtide.run.slack import refused_with_slack, within_slack
 from lowtide.run.unseen import LossMemory, overlapped_bytes, with_loss, with_overhead
 from lowtide.run.watch import StepWatch
 from lowtide.trace.costs import OpCost
@@ -42,8 +43,6 @@ _PACE_STEPS_AT_LEAST = 2  # before their pace says anything
 _REAL_SHARES = 0.9, 0.94  # of the budget, for plans from a trace of real tensors; the second where no plan fits in the first, for two
 # such traces see scratch that differs by a little
 _ANSWERED_SHARES = 0.95, 0.95  # and from one of a step that goes by what is in its tensors, which will be something else another time
-_SLACK_SHARE = 1e-3  # of the budget, at most `_SLACK_BYTES`, for the few bytes of scalars that a trace does not show
-_SLACK_BYTES = 1 << 16
 _TIMING_SHARE = 0.85  # of what the budget leaves; the rest is for what an operation allocates on the way
 
 
@@ -155,6 +154,7 @@ class Planner:
         self.costs: dict[Any, OpCost] = {}
         self.kept: dict[str, str] = {}
         self._need = KnownNeed()
+        self._greatest_plain = 0  # the plain peak of the largest step that was planned
         self.moved_bytes = 0  # of the optimizer's state, to the host
         self._state_bytes = 0  # of the optimizer, on the device and moved, when the latest first plan was made
         self.agreement: Agreement | None = None
@@ -314,7 +314,8 @@ class Planner:
         Raises:
             BudgetError: no plan fits.
         """
-        limit = self.limit(self._seen(planned, holding=False, moved_bytes=0))
+        seen = self._seen(planned, holding=False, moved_bytes=0)
+        limit = self.limit(seen)
         self._balance(planned, limit)
         refusal = self._optimizer_refuses(limit)
         if self.agreement is not None:
@@ -322,6 +323,7 @@ class Planner:
         if refusal is not None:
             raise refusal if self.agreement is not None else self._larger(refusal, planned, limit)
         self._solve_held(planned, limit)
+        self._greatest_plain = self._plain_peak(seen)
         planned.verified = False
         planned.again = ""
         planned.timed = None
@@ -395,7 +397,7 @@ class Planner:
         share, share_at_least = _REAL_SHARES if graph.source == "real" else _ANSWERED_SHARES if ANSWERED in graph.notes else (1.0, 1.0)
         target, enough = limit, plain(graph).peak_bytes + planned.margin_bytes  # for nothing to be given up
         if limit is not None:
-            target = (limit if enough <= limit else _within(limit, share)) - planned.margin_bytes
+            target = (limit if enough <= limit else within_slack(limit, share)) - planned.margin_bytes
         if like is not None:
             with suppress(BudgetError):
                 return make_plan(graph, stored=like.stored, policy=like.policy, budget=target)
@@ -405,9 +407,9 @@ class Planner:
             least = error.smallest_bytes
             if least is None or limit is None:
                 raise
-            if least > (_within(limit, share_at_least) if share < 1 else limit) and not (planned.margin_bytes and least <= limit):
-                whole = plain(graph).peak_bytes if str(self.budget).rstrip().endswith("%") else None
-                raise _beyond(error, limit, share, enough, whole) from None
+            if least > (within_slack(limit, share_at_least) if share < 1 else limit) and not (planned.margin_bytes and least <= limit):
+                whole = self._plain_peak(graph) if str(self.budget).rstrip().endswith("%") else None
+                raise refused_with_slack(error, limit, share, enough, whole) from None
         return make(graph, budget=least, policy=self.policy)
 
     def _seen(self, planned: Planned, holding: bool, moved_bytes: int | None = None, traced: StepGraph | None = None) -> StepGraph:
@@ -418,8 +420,12 @@ class Planner:
         return self._without_kept(graph if planned.loss is None else with_loss(graph, planned.loss))
 
     def limit(self, graph: StepGraph) -> int | None:
-        """The budget in bytes; a percentage is of the plain step whose caller lets go of the outputs."""
-        return None if self.budget is None else budgets.parse(self.budget, plain(graph).peak_bytes)
+        """The budget in bytes; a percentage is of the plain step whose caller lets go of the outputs, or of a larger one that was planned."""
+        return None if self.budget is None else budgets.parse(self.budget, self._plain_peak(graph))
+
+    def _plain_peak(self, graph: StepGraph) -> int:
+        """What percentages are of: a smaller step, as the last of an epoch, has as much memory as those before it."""
+        return max(plain(graph).peak_bytes, self._greatest_plain)
 
     def _least(self, graph: StepGraph) -> Plan:
         try:
@@ -466,29 +472,6 @@ class Planner:
             f"The smallest budget is {budgets.format_bytes(least)} ({least} bytes)",
             least,
         )
-
-
-def slack_bytes(limit: int | None) -> int:
-    """What a plan leaves of a budget of `limit` bytes for what no trace shows."""
-    return 0 if limit is None else math.ceil(min(limit * _SLACK_SHARE, _SLACK_BYTES))
-
-
-def _within(limit: int, share: float) -> int:
-    """What a plan may use of a budget of `limit` bytes."""
-    return int((limit - min(limit * _SLACK_SHARE, _SLACK_BYTES)) * share)
-
-
-def _beyond(error: BudgetError, limit: int, share: float, enough: int, whole: int | None) -> BudgetError:
-    """The refusal of a budget of `limit` bytes, with a smallest budget that will be accepted, of which a plan may use a share; nothing has to be
-    given up in `enough` bytes. Also as a share of `whole` bytes, where one was given."""
-    assert error.smallest_bytes is not None
-    wanted = error.smallest_bytes / share
-    smallest = min(enough, math.ceil(min(wanted / (1 - _SLACK_SHARE), wanted + _SLACK_BYTES)) + 1)
-    detail = error.detail
-    if share < 1 and smallest < enough:
-        detail += f" {100 * (1 - share):.0f}% of it is for what the trace does not show: other steps of this model may need other amounts."
-    said = f", {math.ceil(1000 * smallest / whole) / 10:g}% of the plain step's peak" if whole else ""
-    return BudgetError(f"no plan fits in {limit:,} bytes: the smallest that can be met is {smallest:,} bytes{said}.", smallest, detail)
 
 
 def _nothing(graph: StepGraph) -> Plan:
