@@ -473,7 +473,7 @@ def limit_memory(
         raise BudgetError("limit_memory needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, such as 'full'")
     if budget is not None:
         budgets.parse(budget, 1 << 60)
-    refuse_other_kinds(policy, loss_fn, optimizer, stores)
+    refuse_other_kinds(model, policy, loss_fn, optimizer, stores)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     if private.is_compiled(model):
