@@ -30,6 +30,7 @@ from lowtide.run.record import Recorder, Verify
 from lowtide.run.refuse import refuse_other_kinds, refuse_sharded
 from lowtide.run.rehearse import Listener
 from lowtide.run.timed import TimedRecorder
+from lowtide.run.told import limit_line
 from lowtide.run.unseen import LossMemory
 from lowtide.run.watch import StepWatch, unwatched
 from lowtide.store.stores import Stores
@@ -377,6 +378,9 @@ class Handle:
     def __init__(self, limiter: Limiter) -> None:
         self._limiter = limiter
         self.model = limiter.model
+
+    def __repr__(self) -> str:
+        return limit_line(self.model, self._limiter.budget, len(self._limiter.plans), self.plan)
 
     @property
     def plan(self) -> Plan | None:
