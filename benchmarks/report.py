@@ -13,6 +13,15 @@ from benchmarks.common import RESULTS
 
 ROOT = RESULTS.parent.parent
 START, END = "<!-- results -->", "<!-- end of results -->"
+COLUMNS = (
+    "*Per block* is `torch.utils.checkpoint` (non-reentrant) on every block, and times with a sign are what is added to the plain step. "
+    "*lowtide* gets the peak of *per block* as its budget and recomputes as that does; *with the disk* it may move values there, too "
+    "(`policies.mixed`). *Ratio of extra*: the added time in the column before over that of *per block*. *Budget 100 %*: what lowtide "
+    "adds where all of the plain step fits. *Smallest / per block*: the smallest budget that lowtide can meet over the peak of *per "
+    "block*. It *holds* when the peak is at or below that of *per block*, the added time at most half of it, and a budget of 100 % costs "
+    "under 3 %; the last column is the same with the disk. The C library keeps the pages of freed memory, but not in rows with a star, "
+    "which are of an earlier run."
+)
 
 
 def _load(name: str) -> dict[str, Any] | None:
@@ -368,14 +377,9 @@ def main() -> None:
     found = _load("versus_checkpoint")
     brief = ""
     if found:
-        text = (
-            "Same process, in turn, medians of the differences. *per block* is `torch.utils.checkpoint` (non-reentrant) on every block; lowtide's "
-            "budget is the rival's measured peak; *lowtide* recomputes as the rival does, and *with the disk* it may move values there, too "
-            "(`policies.mixed`). It *holds* when the peak is at or below the rival's, the extra time at most half of the rival's, and a budget "
-            "of 100 % costs under 3 %. The C library keeps the pages of freed memory, but not in rows with a star, which are of an earlier run."
-        )
+        text = f"Same process, in turn, medians of the differences. {COLUMNS}"
         parts += ["", "## Against checkpointing every block", "", _where(found), "", text, "", versus(found)]
-        brief = f"At the peak of `torch.utils.checkpoint` on every block ({_where(found)}):\n\n{versus(found)}"
+        brief = f"At the peak of `torch.utils.checkpoint` on every block ({_where(found)}):\n\n{versus(found)}\n\n{COLUMNS}"
     found = _load("accuracy")
     if found:
         held = found["held"]

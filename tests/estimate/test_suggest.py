@@ -14,7 +14,7 @@ from lowtide.errors import LowtideError
 from lowtide.estimate import EstimateError, configure, estimate
 from lowtide.estimate.devices import DEVICES, device
 from lowtide.estimate.speed import step_time
-from lowtide.estimate.suggest import TIE, peak_bytes, suggest
+from lowtide.estimate.suggest import TIE, Suggestion, peak_bytes, suggest
 
 A100 = device("a100")
 
@@ -43,6 +43,28 @@ def test_llama_3_8b_at_8k_on_four_cards() -> None:
     flags = found.best[0].flags().split()
     done = CliRunner().invoke(app, ["estimate", "--model", "llama3-8b", *flags, "--json"], catch_exceptions=False)
     assert json.loads(done.output)["total_bytes"] == found.best[0].total_bytes
+
+
+def test_the_order_is_the_one_that_is_told() -> None:
+    """Steps of 3 % in time, in each the simpler first, of equals the faster; the command says so above its table."""
+    found = suggest("llama3-8b", devices=4, device=A100, memory_bytes=80 * 10**9, seq=8192, count=1000)
+    fastest = min(one.time.total for one in found.best)
+
+    def place(one: Suggestion) -> tuple[int, bool, bool, int, float]:
+        config, step = one.config, 0
+        while one.time.total >= fastest * 1.03 ** (step + 1) * (1 + 1e-12):
+            step += 1
+        spared = (config.recompute != "none") + (config.zero == 3)
+        return step, config.offload_optimizer > 0, config.pp > 1, spared, one.time.total
+
+    places = [place(one) for one in found.best]
+    assert places == sorted(places) and places[0][0] == 0 < places[-1][0]
+    done = CliRunner().invoke(app, ["suggest", "--model", "llama3-8b", "--seq", "8192", "--devices", "4", "--memory", "80GB"])
+    told = " ".join(done.output.split())
+    assert (
+        "Order: the fastest predicted first; in steps of 3% times count as equal, and there the simpler goes first: without offload" in told
+    )
+    assert told.index("Order:") < told.index("tokens/s")
 
 
 def test_the_ends_need_most() -> None:

@@ -17,6 +17,7 @@ from torch import nn
 
 import lowtide
 from lowtide import BudgetError
+from lowtide.budget import format_bytes
 from lowtide.meter import measure, resident_bytes
 from lowtide.run.limit import Limiter
 
@@ -194,3 +195,17 @@ def test_a_model_whose_first_step_is_another_keeps_the_budget_from_where_it_was_
             peaks.append(standing + measure(step, timeline=False).peak_bytes)
     assert handle.plan is not None and handle.plan.budget_bytes is not None
     assert max(peaks[2:]) <= handle.plan.budget_bytes < max(peaks), "the second step departs, and the plan is made anew"
+
+
+@pytest.mark.filterwarnings("ignore:lowtide plans for another kind of step")
+@pytest.mark.parametrize(
+    ("options", "says"), [({"budget": "90%"}, "budget 90%"), ({"budget": 600 << 20}, "budget 600 MiB"), ({"policy": "full"}, "no budget")]
+)
+def test_a_handle_says_in_one_line_what_it_limits(options: dict[str, Any], says: str) -> None:
+    model = small()
+    handle = lowtide.limit_memory(model, **options)
+    assert repr(handle) == f"<lowtide.Handle of Small: {says}, nothing planned yet>"
+    handle.prepare(batch())
+    plan = handle.prepare(batch(rows=50))
+    peak = format_bytes(plan.predicted_peak_bytes)
+    assert repr(handle) == f"<lowtide.Handle of Small: {says}, 2 kinds of steps planned, latest predicted peak {peak}>"

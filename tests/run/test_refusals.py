@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from small_model import batch, small
 from torch import nn
 
@@ -46,6 +47,9 @@ def test_a_refused_budget_is_one_error_with_the_loss_outside(loss_fn: Any) -> No
         (dict(loss_fn=3), "loss_fn=3: give a function"),
         (dict(optimizer="adam"), "optimizer= takes a torch.optim.Optimizer .* not str"),
         (dict(optimizer=torch.optim.AdamW), "not AdamW, a class"),
+        (dict(loss_fn=nn.functional.mse_loss), "loss_fn=mse_loss .* is given the model's output alone"),
+        (dict(loss_fn=nn.CrossEntropyLoss()), "loss_fn=CrossEntropyLoss .* is given the model's output alone"),
+        (dict(optimizer=torch.optim.AdamW(nn.Linear(2, 2).parameters())), "AdamW that holds none of this model's parameters: give"),
         (dict(stores={"tp": 4}), r"stores= takes lowtide.Stores\(...\), not dict"),
     ],
 )
@@ -54,6 +58,52 @@ def test_an_argument_that_cannot_be_is_refused_at_once(given: dict[str, Any], sa
     with pytest.raises(PlanError, match=says):
         lowtide.limit_memory(model, "80%", **given)
     assert "forward" not in model.__dict__
+
+
+def test_a_function_that_takes_two_arguments_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="output alone"):
+        lowtide.limit_memory(small(), "80%", loss_fn=lambda output, target: (output - target).sum())  # type: ignore[misc]
+
+
+@pytest.mark.parametrize("loss_fn", [torch.sum, nn.Identity(), lambda output, scale=2.0: (output * scale).sum()])
+def test_a_function_of_the_output_alone_is_taken(loss_fn: Any) -> None:
+    lowtide.limit_memory(small(), "80%", loss_fn=loss_fn)
+
+
+def test_an_optimizer_of_a_part_or_of_more_than_the_model_is_taken() -> None:
+    model, other = small(), nn.Linear(2, 2)
+    for held in (list(model.layers[0].parameters()), [*model.parameters(), *other.parameters()]):
+        lowtide.limit_memory(model, "200%", optimizer=torch.optim.SGD(held)).remove()
+    other.requires_grad_(False)
+    lowtide.limit_memory(other, "200%", optimizer=torch.optim.SGD(model.parameters()))  # is not limited
+
+
+def foreign() -> torch.Tensor:
+    return torch.zeros(3, requires_grad=True).sum()
+
+
+@pytest.mark.parametrize("loss_fn", [lambda _: torch.zeros((), requires_grad=True), lambda output: output.detach().sum() + foreign()])
+def test_a_loss_of_something_else_than_the_model_is_refused(loss_fn: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    lowtide.limit_memory(model, "100%", loss_fn=loss_fn)
+    with pytest.raises(TraceError, match="loss_fn returned a tensor that does not depend on the model"):
+        model(torch.randn(50, 16))
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda _: lambda output: output.sum() + foreign(),
+        lambda _: lambda output: output.mul_(2).sum(),  # written in place
+        lambda _: lambda output: torch.utils.checkpoint.checkpoint(torch.sum, output, use_reentrant=True),
+        lambda model: lambda output: model[0].weight.square().sum(),  # a parameter and no output
+    ],
+)
+def test_a_loss_that_reaches_the_model_by_any_way_is_taken(make: Any) -> None:
+    model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
+    handle = lowtide.limit_memory(model, "200%", loss_fn=make(model))
+    model(torch.randn(50, 16)).sum().backward()
+    assert handle.plan is not None
 
 
 def test_a_model_without_parameters_to_train_says_that_it_is_not_limited() -> None:

@@ -110,6 +110,16 @@ def test_a_resumed_run_goes_the_same_way(text: Path, tmp_path: Path, changes: di
         assert torch.equal(tensor, weights(tmp_path / "parts")[name])
 
 
+@pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
+def test_a_resumed_run_counts_the_state_that_it_loaded(text: Path, tmp_path: Path) -> None:
+    whole = train(unplanned(text, checkpoint_dir=tmp_path / "whole"))
+    parts = unplanned(text, checkpoint_dir=tmp_path / "parts")
+    first = train(dataclasses.replace(parts, stop_after=3))
+    second = train(dataclasses.replace(parts, resume=True))
+    assert first.step_peak_bytes[1:] == whole.step_peak_bytes[1:3]
+    assert second.step_peak_bytes[1:] == whole.step_peak_bytes[4:], "the first step after a start plans"
+
+
 def test_the_comparison_holds_the_budget_and_finds_equal_bits(text: Path, tmp_path: Path) -> None:
     result = train(options(text, compare=True, steps=4, json=tmp_path / "r.json"))
     comparison = result.comparison

@@ -204,7 +204,7 @@ def _place(offload: float) -> str:
 
 
 def suggestion_table(found: Suggestions) -> Table:
-    """One row a suggestion, the fastest first."""
+    """One row a suggestion, in the order that they have."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in ("", "t", "p", "d", "ZeRO", "b", "recompute", "optim.", "loss", "GiB", "s/step", "tokens/s"):
         table.add_column(name, justify="left" if name in ("recompute", "optim.", "loss") else "right", no_wrap=True)

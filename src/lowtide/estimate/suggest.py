@@ -1,4 +1,4 @@
-"""`suggest`: which parallel sizes, micro-batch, recomputation and offload fit a memory, ranked by predicted time."""
+"""`suggest`: which parallel sizes, micro-batch, recomputation and offload fit a memory, in the order of predicted time and simplicity."""
 
 from __future__ import annotations
 
@@ -19,6 +19,11 @@ RESERVE = 0.08
 """Share of a device's memory left for the driver's context, communication buffers and fragmentation."""
 TIE = 0.03
 """Predicted times this close to each other are taken for equal."""
+ORDER = (
+    f"the fastest predicted first; in steps of {TIE:.0%} times count as equal, and there the simpler goes first: without offload, then without a "
+    "pipeline, then without recomputation and ZeRO 3"
+)
+"""What `Suggestions.best` goes by, in words."""
 STEP_TOKENS = 1 << 22
 """Tokens in a step where no global batch is given."""
 
@@ -86,7 +91,7 @@ class Suggestions:
     """What was found.
 
     Attributes:
-        best: configurations that fit, the fastest predicted first (of those within `TIE` the simplest); where none fits, the one that needs least.
+        best: configurations that fit, in the order of `ORDER`; where none fits, the one that needs least.
         tried, fitting: how many were looked at, and how many of them fit. What a simpler one that fits makes pointless is not looked at.
         usable_bytes: the memory less what is reserved.
     """
@@ -200,10 +205,10 @@ def _rank(found: Suggestion) -> tuple[float, int]:
     return (found.time.total, found.total_bytes)
 
 
-def _order(found: Suggestion, fastest: float) -> tuple[int, int, float]:
-    """By predicted time, but what is within `TIE` of each other is a tie that the simpler one wins: no offload, no pipeline, no recomputation."""
+def _order(found: Suggestion, fastest: float) -> tuple[int, tuple[bool, bool, int], float]:
+    """What `ORDER` says; of equals the faster goes first."""
     config = found.config
-    means = 4 * (config.offload_optimizer > 0) + 2 * (config.pp > 1) + (config.recompute != "none") + (config.zero == 3)
+    means = config.offload_optimizer > 0, config.pp > 1, (config.recompute != "none") + (config.zero == 3)
     return int(log(found.time.total / fastest) / log1p(TIE)), means, found.time.total
 
 

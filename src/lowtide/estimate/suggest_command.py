@@ -66,7 +66,8 @@ def suggest_command(
     count: Annotated[int, typer.Option(help="How many to show.")] = 8,
     json_out: options.Json = False,
 ) -> None:
-    """Suggest parallel sizes, micro-batch, recomputation and offload that fit, ranked by predicted time. What you give is not varied.
+    """Suggest parallel sizes, micro-batch, recomputation and offload that fit, the fastest predicted first, of about equal ones the simplest. What
+    you give is not varied.
 
     Exits with 1 when nothing fits.
     """
@@ -106,14 +107,14 @@ def _show(model: str, devices: int, kind: str, memory_bytes: int, found: Any) ->
 
     from lowtide.estimate.render import suggestion_table
     from lowtide.estimate.speed import ASSUMPTIONS
+    from lowtide.estimate.suggest import ORDER
 
     console = Console()
     best = found.best[0]
     where = f"{model} at {best.config.seq} tokens on {devices} x {kind} of {format_bytes(memory_bytes)} ({format_bytes(found.usable_bytes)} usable)"
     if found.fits:
-        console.print(
-            Text(f"It fits: {where}. {found.fitting} of {found.tried} configurations do; the fastest predicted first.", style="bold green")
-        )
+        console.print(Text(f"It fits: {where}. {found.fitting} of {found.tried} configurations do.", style="bold green"))
+        console.print(f"Order: {ORDER}.", highlight=False)
     else:
         text = f"It does not fit: {where}. The least of {found.tried} configurations needs {format_bytes(best.total_bytes)}:"
         console.print(Text(text, style="bold red"))

@@ -183,6 +183,10 @@ def measure(
     its events (or is watched by the profiler). On the CPU, the free of a tensor that was allocated before the meter was installed is not
     seen: keep it installed, or `adopt` the tensors, where a step frees what it found.
 
+    ``peak_bytes`` is what the call adds above what stood before it. A budget of `limit_memory` and a plan's predicted peak count what stood, too:
+    to compare, add ``resident_bytes(model)`` (parameters, buffers and the gradients that are there; with an optimizer that the limit counts, its
+    state) as it was before the call, and the bytes of the inputs.
+
     Args:
         step: what to run, usually a forward and backward.
         args: its arguments.
@@ -191,6 +195,13 @@ def measure(
         timeline: whether to log every allocation and free.
         device: whose memory; ``None`` means CUDA where this process uses it, else the CPU.
         source: what to read on the CPU: ``auto`` takes the counting allocator if it can, else the profiler.
+
+    Example:
+        >>> from lowtide.meter import resident_bytes
+        >>> model, inputs = torch.nn.Linear(8, 8), torch.randn(4, 8)
+        >>> standing = resident_bytes(model) + inputs.nbytes
+        >>> standing, measure(model, inputs).peak_bytes  # the output alone is new
+        (416, 128)
     """
     if repeats < 1 or warmup < 0:
         raise MeterError(f"repeats={repeats} and warmup={warmup}: at least one run counts, and warm-up runs cannot be negative")

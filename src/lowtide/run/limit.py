@@ -31,6 +31,7 @@ from lowtide.run.refuse import refuse_other_kinds, refuse_sharded
 from lowtide.run.rehearse import Listener
 from lowtide.run.slack import slack_bytes
 from lowtide.run.timed import TimedRecorder
+from lowtide.run.told import limit_line
 from lowtide.run.unseen import LossMemory
 from lowtide.run.watch import StepWatch, unwatched
 from lowtide.store.stores import Stores
@@ -381,6 +382,9 @@ class Handle:
         self._limiter = limiter
         self.model = limiter.model
 
+    def __repr__(self) -> str:
+        return limit_line(self.model, self._limiter.budget, len(self._limiter.plans), self.plan)
+
     @property
     def plan(self) -> Plan | None:
         """The plan of the latest step, or ``None`` before the first. Its seconds are those of operations timed alone until some steps have
@@ -477,7 +481,7 @@ def limit_memory(
         raise BudgetError("limit_memory needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, such as 'full'")
     if budget is not None:
         budgets.parse(budget, 1 << 60)
-    refuse_other_kinds(policy, loss_fn, optimizer, stores)
+    refuse_other_kinds(model, policy, loss_fn, optimizer, stores)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     if private.is_compiled(model):

@@ -19,6 +19,7 @@ from lowtide.trace.costs import OpCost, measure_costs
 from lowtide.trace.describe import Signature, plain_leaves, tensors_inside
 from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker, borrowed
+from lowtide.trace.given import given_loss
 from lowtide.trace.leaks import nothing_outside
 from lowtide.trace.real import Packing, trace_real
 from lowtide.trace.step import device_of, model_loss_of, with_costs
@@ -76,16 +77,13 @@ def trace_model(
         hears: the model may run its forward alone, as one that is shared with other processes may not.
 
     Raises:
-        TraceError: no output requires a gradient.
+        TraceError: no output requires a gradient, or what ``loss_fn`` returns is no loss of this model.
     """
     notes: list[str] = []
 
     def loss_from(result: Any) -> torch.Tensor:
         if loss_fn is not None:
-            loss = loss_fn(result)
-            if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-                raise TraceError(f"loss_fn returned {type(loss).__name__}: it has to return the loss, a tensor of one element")
-            return loss
+            return given_loss(loss_fn, result, model)
         loss = model_loss_of(result)
         if loss is None:
             loss = _stand_in(result)

@@ -13,6 +13,10 @@ from lowtide.train.compare import Comparison
 from lowtide.train.trainer import TrainResult
 
 PICTURE_WIDTH, PICTURE_HEIGHT = 96, 16
+PAIRED = (
+    "time, measured: the median step of either kind; time, paired: the median of what a planned step took more than the plain one that ran "
+    "right before or after it"
+)
 
 
 def show(result: TrainResult, console: Console) -> None:
@@ -111,8 +115,11 @@ def _table(result: TrainResult, comparison: Comparison) -> Table:
         "time, measured",
         seconds_text(plain.seconds) if plain else unknown,
         seconds_text(planned.seconds),
-        percent_text(comparison.extra) if comparison.extra is not None else "",
+        _change(planned.seconds, plain.seconds) if plain else "",
     )
+    if comparison.extra is not None:
+        row("time, paired", "", "", percent_text(comparison.extra))
+        table.caption, table.caption_justify = PAIRED, "left"
     row("optimality gap", "", f"{seconds_text(plan.gap_seconds)}", f"{plan.gap * 100:.2f} %")
     if comparison.different is None:
         equal = "not compared"

@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 from torch import nn
 
+from lowtide import meter
 from lowtide.budget import format_bytes
 from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec
@@ -145,6 +146,7 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
         result = TrainResult(options, str(corpus), part.parameters, first_step=0)
         if resumed is not None:
             restore(options, resumed, part.modules, optimizer, device)
+            memory.adopt(meter.resident_tensors(optimizer=optimizer))  # the loaded state is the checkpoint's own tensors
             result.first_step = resumed.step
         progress.start(result.first_step, options.steps, f"{options.model}, {result.parameters / 1e6:.1f} M parameters, {corpus}")
 

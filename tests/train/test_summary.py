@@ -1,0 +1,49 @@
+"""The table at the end of a run: what it prints can be checked from what stands beside it."""
+
+from __future__ import annotations
+
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import torch
+from rich.console import Console
+from torch import nn
+
+import lowtide
+from lowtide.report.picture import Curve
+from lowtide.train.compare import Comparison, Measured
+from lowtide.train.options import TrainOptions
+from lowtide.train.summary import show
+from lowtide.train.trainer import TrainResult
+
+
+def shown(plain: Measured | None, planned: Measured, extra: float | None) -> str:
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    plan = lowtide.plan(lowtide.trace(lambda x: model(x).sum(), torch.randn(4, 8), model=model, costs=False), policy="keep_all")
+    result = TrainResult(TrainOptions(data=Path("text")), "text", 1, 0, comparison=Comparison(plan, planned, plain, extra, ()))
+    console = Console(file=StringIO(), width=110)
+    show(result, console)
+    return console.file.getvalue()  # type: ignore[attr-defined]
+
+
+def measured(seconds: float) -> Measured:
+    return Measured(100, seconds, Curve("", [(0.0, 0), (seconds, 100)]))
+
+
+def row(text: str, name: str) -> list[str]:
+    (line,) = [line for line in text.splitlines() if line.startswith(f"\u2502 {name}")]
+    return [cell.strip() for cell in line.strip("\u2502").split("\u2502")]
+
+
+def test_the_change_in_time_follows_from_the_times_beside_it() -> None:
+    text = shown(measured(0.930), measured(1.040), extra=0.152)
+    assert row(text, "time, measured") == ["time, measured", "930 ms", "1.04 s", "+11.8 %"]
+    assert row(text, "time, paired") == ["time, paired", "", "", "+15.2 %"]
+    assert "right before or after it" in " ".join(text.split())
+
+
+@pytest.mark.parametrize("name", ["time, paired", "right before"])
+def test_nothing_is_paired_where_the_plain_step_does_not_fit(name: str) -> None:
+    text = shown(None, measured(1.040), extra=None)
+    assert name not in text and row(text, "time, measured")[1:] == ["does not fit", "1.04 s", ""]
