@@ -23,7 +23,8 @@ if TYPE_CHECKING:
     from lowtide.plan.plan import Chain, Compress, Keep, Offload, Plan, Recompute, Shard
     from lowtide.plan.ways import measure_links
     from lowtide.run.apply import apply
-    from lowtide.run.limit import Handle, LowtideWarning, limit_memory
+    from lowtide.run.limit import Handle, limit_memory
+    from lowtide.run.limiter import LowtideWarning
     from lowtide.run.scope import checkpointing
     from lowtide.store.stores import Stores
     from lowtide.trace.step import trace
@@ -38,7 +39,7 @@ _HOMES = {
     "Stores": "lowtide.store.stores",
     "Handle": "lowtide.run.limit",
     "Keep": "lowtide.plan.plan",
-    "LowtideWarning": "lowtide.run.limit",
+    "LowtideWarning": "lowtide.run.limiter",
     "Measurement": "lowtide.meter",
     "Plan": "lowtide.plan.plan",
     "Recompute": "lowtide.plan.plan",
