@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Iterable
+from typing import Any
 
 import torch
+
+from lowtide.trace.describe import tensors_inside
 
 _KEY = "lowtide"
 
@@ -34,3 +37,9 @@ class Histories:
     def any_held(self) -> bool:
         """Whether anyone holds one of them."""
         return any(mark() is not None for mark in self._marks)
+
+
+def outputs_and_aside(result: Any, there: Iterable[Any], places: Iterable[int]) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """The tensors that a forward returned, without those that are ``there`` anyhow, and those at ``places`` among all of them."""
+    outputs, known = list(tensors_inside(result)), {id(tensor) for tensor in there}
+    return [t for t in outputs if id(t) not in known], [outputs[place] for place in places if place < len(outputs)]

@@ -17,18 +17,21 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError
 from lowtide.plan.plan import Plan
+from lowtide.run.aside import outputs_and_aside
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector
 from lowtide.run.follow import Follower
 from lowtide.run.key import StepKey, step_key
 from lowtide.run.later import later_steps_told
 from lowtide.run.moved import Mover, prepare
-from lowtide.run.planning import Planned, Planner, Policy
+from lowtide.run.outside import OutsideGradients
+from lowtide.run.planned import Planned
+from lowtide.run.planning import Planner, Policy
 from lowtide.run.quiet import quiet
 from lowtide.run.record import Recorder, Verify
 from lowtide.run.refuse import refuse_sharded
 from lowtide.run.rehearse import Listener
-from lowtide.run.slack import slack_bytes
+from lowtide.run.shares import slack_bytes
 from lowtide.run.timed import TimedRecorder
 from lowtide.run.unseen import LossMemory
 from lowtide.run.watch import StepWatch, unwatched
@@ -217,14 +220,11 @@ class Limiter:
                 stacklevel=5,
             )
         if watch is not None:
-            there = {
-                id(t) for t in (model_loss_of(result), *tensors_inside((args, kwargs)), *self.model.parameters(), *self.model.buffers())
-            }
+            there = (model_loss_of(result), *tensors_inside((args, kwargs)), *self.model.parameters(), *self.model.buffers())
             watch.recording_seconds += inside - begin + time.perf_counter() - outside
-            outputs = list(tensors_inside(result))
-            aside = [outputs[place] for place in planned.traced.aside if place < len(outputs)]
-            watch.forward_ends([t for t in outputs if id(t) not in there], aside)
-            del outputs, aside
+            if planned.loss_unknown and self._alone(planned):
+                planned.outside = OutsideGradients(result)
+            watch.forward_ends(*outputs_and_aside(result, there, planned.traced.aside))
         if verifying:
             planned.verified = True
             self._keep(planned, recorder.findings.kept)
@@ -249,7 +249,7 @@ class Limiter:
         with self.lock:
             key = step_key(self.model, args, kwargs)
             found = self.plans.get(key)
-            if found is None or found.astray:
+            if found is None or found.astray or found.shows_outside():
                 self.idle.wait_for(lambda: self.running == 0)
                 found = self.plans.get(key)  # another thread may have made it meanwhile
             if found is not None and found.astray:
@@ -264,7 +264,9 @@ class Limiter:
                 self.plans[key] = found
             else:
                 self.planner.confer(found)
-                if found.again:
+                if found.shows_outside():
+                    self.planner.with_outside(found, self.forward, args, kwargs)
+                elif found.again:
                     self.planner.solve(found)
             self.latest = found
             return found
@@ -306,8 +308,7 @@ class Limiter:
         if not (learning or measuring or timing):
             return None
         device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        learns = learning or measuring or self.planner.learns(planned)
-        plan = planned.plan
+        learns, plan = learning or measuring or self.planner.learns(planned), planned.plan
         watch = StepWatch(
             lambda: self._learn(planned, watch) if learns else None,
             lambda: self._compare(planned, watch, plan, verifying) if measuring else None,
@@ -332,7 +333,9 @@ class Limiter:
                     LowtideWarning,
                     stacklevel=2,
                 )
-            self.planner.settle(planned, "the loss has been measured")
+            planned.again = "the loss has been measured"
+            if planned.outside is None or planned.outside.reaches_model(watch.loss_live_bytes):  # else more is planned for than there is
+                self.planner.settle(planned, planned.again)
         elif planned.holding and watch.outputs_dropped:
             planned.holding = False
             planned.again = "the caller lets go of the outputs before backward"

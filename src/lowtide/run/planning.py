@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import math
-import statistics
-from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
-import numpy as np
 import torch
 
 from lowtide import budget as budgets
@@ -18,7 +16,6 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.plan import make, make_plan
-from lowtide.plan.moves import simulate_plan
 from lowtide.plan.optimal import hopeless
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import plain
@@ -27,101 +24,18 @@ from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement
 from lowtide.run.claims import beside, replayed_gathers, same_forward
 from lowtide.run.notice import Notice
 from lowtide.run.overhead import executor_overhead
-from lowtide.run.rehearse import Script
+from lowtide.run.planned import Planned
 from lowtide.run.resident import KnownNeed, OptimizerNeed
 from lowtide.run.scope import small_executor
-from lowtide.run.slack import refused_with_slack, within_slack
-from lowtide.run.unseen import LossMemory, overlapped_bytes, with_loss, with_overhead
-from lowtide.run.watch import StepWatch
+from lowtide.run.shares import ANSWERED_SHARES, REAL_SHARES, beyond, within
+from lowtide.run.unseen import overlapped_bytes, with_loss, with_overhead
+from lowtide.run.watch import unwatched
 from lowtide.trace.costs import OpCost
 from lowtide.trace.limited import ANSWERED, LOSS_OUTSIDE, TimingRoom, trace_model
+from lowtide.trace.standin import WHOLE
 
 Policy = str | Callable[..., Plan]
-_PACE_STEPS = 9  # are timed under a plan before it settles, and make up its pace from then on, too
-_PACE_EVERY = 4  # a settled plan times every so many steps: a machine does not stay as fast as it was
-_PACE_STEPS_AT_LEAST = 2  # before their pace says anything
-_REAL_SHARES = 0.9, 0.94  # of the budget, for plans from a trace of real tensors; the second where no plan fits in the first, for two
-# such traces see scratch that differs by a little
-_ANSWERED_SHARES = 0.95, 0.95  # and from one of a step that goes by what is in its tensors, which will be something else another time
 _TIMING_SHARE = 0.85  # of what the budget leaves; the rest is for what an operation allocates on the way
-
-
-@dataclass
-class Planned:
-    """A plan and how far it has been trusted.
-
-    Attributes:
-        traced: the step as it was traced.
-        claimed: the same step when layers save what they gathered, as far as a plan gathers it again; see `lowtide.run.claims`.
-        graph: what the plan was made for: one of these, with what is known of its caller and its loss.
-        plan: the decisions.
-        holding: whether the caller is taken to hold the outputs until the step ends.
-        held: whether it was seen to.
-        loss: what a loss outside the model takes, once measured.
-        loss_unknown: the loss lies outside and has not been measured.
-        margin_bytes: by how much a step was seen to exceed its prediction.
-        verified: whether a step has run under the plan with every replay compared.
-        steps: how many steps have run under it.
-        departed: operations of the latest step that the plan did not know.
-        again: why it is to be made again before the next step, or empty.
-        timed: watches the time of the latest step.
-        seconds: of the latest steps that were timed under the plan as it is, and of recording and replaying in them where the host knows.
-        script: what a step under the plan taught of the next ones.
-        astray: a step showed other operations than the trace: it is to be traced again (`Limiter._traced_again`).
-        renewed: it is from a trace of a later step, because that departed from the first one.
-    """
-
-    traced: StepGraph
-    graph: StepGraph
-    plan: Plan
-    holding: bool = True
-    held: bool = False
-    loss: LossMemory | None = None
-    loss_unknown: bool = False
-    margin_bytes: int = 0
-    verified: bool = False
-    steps: int = 0
-    departed: int = 0
-    again: str = ""
-    timed: StepWatch | None = None
-    seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
-    script: Script | None = None
-    claimed: StepGraph | None = None
-    astray: bool = False
-    renewed: bool = False
-
-    @property
-    def settled(self) -> bool:
-        """Whether enough steps were timed for a pace."""
-        return len(self.seconds) == _PACE_STEPS
-
-    def wants_pace(self) -> bool:
-        """Whether the coming step is to be timed."""
-        return self.timed is None and (not self.settled or self.steps % _PACE_EVERY == 0)
-
-    def paced(self) -> Plan:
-        """The plan with the times of the steps that were timed: of whole steps, and of recording and replaying in them."""
-        predicted = self.plan.plain_seconds + self.plan.predicted_extra_seconds
-        if len(self.seconds) < _PACE_STEPS_AT_LEAST or not predicted:
-            return self.plan
-        whole = statistics.median(seconds for seconds, _ in self.seconds)
-        replays = [again for _, again in self.seconds if again is not None]
-        if replays:
-            extra = min(whole, statistics.median(replays) + self.plan.crowding_seconds)  # which no clock of the executor sees
-        else:
-            extra = self.plan.predicted_extra_seconds * whole / predicted
-        return self.plan.at_pace(whole - extra, extra)
-
-    def room(self) -> Callable[[int], int]:
-        """From a forward operation's position to the bytes that the budget leaves beside it."""
-        if self.plan.budget_bytes is None:
-            return lambda _: 1 << 62
-        top = simulate_plan(self.graph, self.plan).top_bytes
-        places = [at for at, event in enumerate(self.graph.events) if event.kind == "op"]
-        forward = {op.index for op in self.graph.operations if op.phase == "forward"}
-        taken = np.array([top[at] for at in places if self.graph.events[at].index in forward], dtype=np.int64)
-        budget = self.plan.budget_bytes
-        return lambda position: int(budget - taken[position]) if position < len(taken) else 0
 
 
 class Planner:
@@ -173,24 +87,9 @@ class Planner:
             self._asked, self.agreement = True, agreement_of(self.model) or agreement_over(self.groups())
         self._state_bytes = self._optimizer_need().state_bytes + self.moved_bytes if self.optimizer is not None else 0
 
-        def trace(claims: frozenset[int] = frozenset()) -> StepGraph:
-            traced = trace_model(
-                self.model,
-                forward,
-                args,
-                kwargs,
-                loss_fn=self.loss_fn,
-                cost_cache=self.costs,
-                small=lambda model: small_executor(model, under),
-                timing_room=self._timing_room,
-                claims=claims,
-                astray=astray,
-                hears=self.agreement is None,
-            )
-            return with_overhead(self._whole(traced))
-
         with Notice("lowtide") as notice:
             notice.say("tracing one step and timing its operations")
+            trace = partial(self._traced, forward, args, kwargs, astray=astray, under=under)
             traced = self._agreed(trace())
             unknown = LOSS_OUTSIDE in traced.notes
             planned = Planned(traced, traced, _nothing(traced), loss_unknown=unknown, margin_bytes=overlapped_bytes(traced))
@@ -203,8 +102,53 @@ class Planner:
                 refusal = self._neighbours.refusal(refusal)
             if refusal is not None:
                 raise refusal
-            self._claim(planned, trace)
+            self._claim(planned, lambda claims: trace(claims=claims))
             return planned
+
+    def _traced(
+        self,
+        forward: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        *,
+        claims: frozenset[int] = frozenset(),
+        astray: bool = False,
+        under: Plan | None = None,
+        outside: Sequence[int] | None = None,
+    ) -> StepGraph:
+        traced = trace_model(
+            self.model,
+            forward,
+            args,
+            kwargs,
+            loss_fn=self.loss_fn,
+            cost_cache=self.costs,
+            small=lambda model: small_executor(model, under),
+            timing_room=self._timing_room,
+            claims=claims,
+            astray=astray,
+            hears=self.agreement is None,
+            outside=outside,
+        )
+        return with_overhead(self._whole(traced))
+
+    def with_outside(self, planned: Planned, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        """Trace the step again with the gradients that the loss outside was seen to hand to the outputs, and plan for that.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        assert planned.outside is not None
+        ways, planned.outside = planned.outside.ways(), None
+        if any(way != WHOLE for way in ways):
+            with unwatched(), Notice("lowtide") as notice:
+                notice.say("tracing one step with what its loss was seen to do")
+                real = planned.traced.source == "real"
+                graph = self._traced(forward, args, kwargs, astray=real, under=planned.plan, outside=ways)
+            if same_forward(graph, planned.traced):
+                planned.traced, planned.again = graph, "the loss does not look at all outputs alike"
+        if planned.again:
+            self.solve(planned)
 
     def _solve_first(self, planned: Planned, notice: Notice) -> None:
         if self._least_first(planned):
@@ -394,10 +338,10 @@ class Planner:
 
         Where the decisions of ``like`` fit as they are, the plan has those.
         """
-        share, share_at_least = _REAL_SHARES if graph.source == "real" else _ANSWERED_SHARES if ANSWERED in graph.notes else (1.0, 1.0)
+        share, share_at_least = REAL_SHARES if graph.source == "real" else ANSWERED_SHARES if ANSWERED in graph.notes else (1.0, 1.0)
         target, enough = limit, plain(graph).peak_bytes + planned.margin_bytes  # for nothing to be given up
         if limit is not None:
-            target = (limit if enough <= limit else within_slack(limit, share)) - planned.margin_bytes
+            target = (limit if enough <= limit else within(limit, share)) - planned.margin_bytes
         if like is not None:
             with suppress(BudgetError):
                 return make_plan(graph, stored=like.stored, policy=like.policy, budget=target)
@@ -407,9 +351,9 @@ class Planner:
             least = error.smallest_bytes
             if least is None or limit is None:
                 raise
-            if least > (within_slack(limit, share_at_least) if share < 1 else limit) and not (planned.margin_bytes and least <= limit):
+            if least > (within(limit, share_at_least) if share < 1 else limit) and not (planned.margin_bytes and least <= limit):
                 whole = self._plain_peak(graph) if str(self.budget).rstrip().endswith("%") else None
-                raise refused_with_slack(error, limit, share, enough, whole) from None
+                raise beyond(error, limit, share, enough, whole) from None
         return make(graph, budget=least, policy=self.policy)
 
     def _seen(self, planned: Planned, holding: bool, moved_bytes: int | None = None, traced: StepGraph | None = None) -> StepGraph:

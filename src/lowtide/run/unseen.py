@@ -40,8 +40,9 @@ def with_loss(graph: StepGraph, measured: LossMemory) -> StepGraph:
         if event.kind == "op" and operations[event.index].phase == "forward" and operations[event.index].reason != OUTSIDE
     )
     place = next((at for at in range(last + 1, len(graph.events)) if graph.events[at].kind == "unpack"), last + 1)
+    end = next((at - 1 for at in range(last + 1, place) if graph.events[at].kind == "op"), last)  # the forward has let go of its own
     live = simulate(graph, measured.stored).live_bytes
-    left = max(0, measured.live_bytes - int(live[place - 1] - live[last]))
+    left = max(0, measured.live_bytes - int(live[place - 1] - live[end]))
     index, storage, value = len(graph.operations), len(graph.storages), len(graph.values)
     operation = Operation(
         index=index,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any
@@ -11,7 +11,6 @@ import torch
 
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
-from lowtide.ops import tensors_of
 from lowtide.private import fake_errors_untold, is_compiled
 from lowtide.trace.answers import Answers, hear
 from lowtide.trace.chance import BY_CHANCE, Chance, same_random
@@ -22,13 +21,14 @@ from lowtide.trace.fake import Faker, borrowed
 from lowtide.trace.given import given_loss
 from lowtide.trace.leaks import nothing_outside
 from lowtide.trace.real import Packing, trace_real
+from lowtide.trace.standin import stand_in
 from lowtide.trace.step import device_of, model_loss_of, with_costs
 
 ANSWERED = "what the model asks of its tensors is answered as in one forward of the same batch"
 """A note of a graph that other numbers in tensors of the same shapes may make another one."""
 
 _NO_HOOKS = "don't yet support saved tensor hooks"
-LOSS_OUTSIDE = "the loss lies outside the model and was stood in for by the sum of its outputs"
+LOSS_OUTSIDE = "the loss lies outside the model and was stood in for by one of its outputs"
 
 
 @dataclass(frozen=True)
@@ -57,12 +57,13 @@ def trace_model(
     claims: frozenset[int] = frozenset(),
     astray: bool = False,
     hears: bool = True,
+    outside: Sequence[int] | None = None,
 ) -> StepGraph:
     """The step graph of ``loss_fn(forward(*args, **kwargs))`` and its backward.
 
     Fake tensors are tried first. A model that asks what is in them runs one forward for real, of which nothing is saved, and is answered as
     there. A model that cannot be followed so runs one extra step for real, kept small by the executor that ``small`` makes. Gradients,
-    buffers and random state are put back. A loss that lies outside is stood in for by the sum of the outputs.
+    buffers and random state are put back. A loss that lies outside is stood in for by one of all outputs.
 
     Args:
         model: owns the parameters.
@@ -75,6 +76,7 @@ def trace_model(
         claims: as of `lowtide.trace.eager.Tracer`; a trace for real takes none.
         astray: a step has shown that the model takes another way on fake tensors: do not try them.
         hears: the model may run its forward alone, as one that is shared with other processes may not.
+        outside: how gradients come from a loss outside, as of `lowtide.trace.standin.stand_in`.
 
     Raises:
         TraceError: no output requires a gradient, or what ``loss_fn`` returns is no loss of this model.
@@ -86,7 +88,7 @@ def trace_model(
             return given_loss(loss_fn, result, model)
         loss = model_loss_of(result)
         if loss is None:
-            loss = _stand_in(result)
+            loss = stand_in(result, outside)
             notes.append(LOSS_OUTSIDE)
         return loss
 
@@ -189,18 +191,3 @@ def _fake(
                 tracer.closed = True
             del fake_args, fake_kwargs
     return tracer
-
-
-def _stand_in(result: Any) -> torch.Tensor:
-    outputs = [t for t in tensors_of(_items(result)) if t.requires_grad and (t.is_floating_point() or t.is_complex())]
-    if not outputs:
-        raise TraceError("no output of the model requires a gradient: there is no backward to plan for")
-    return torch.stack([t.sum().float() if not t.is_complex() else t.abs().sum().float() for t in outputs]).sum()
-
-
-def _items(result: Any) -> Any:
-    if isinstance(result, dict):
-        return list(result.values())
-    if hasattr(result, "__dict__") and not isinstance(result, torch.Tensor):
-        return list(vars(result).values())
-    return result

@@ -1,4 +1,4 @@
-"""What plans leave of a budget for what no trace shows, and refusals that name a budget which will do with it."""
+"""What a plan may use of a budget, and what is said where none fits."""
 
 from __future__ import annotations
 
@@ -6,6 +6,9 @@ import math
 
 from lowtide.errors import BudgetError
 
+REAL_SHARES = 0.9, 0.94  # of the budget, for plans from a trace of real tensors; the second where no plan fits in the first, for two
+# such traces see scratch that differs by a little
+ANSWERED_SHARES = 0.95, 0.95  # and from one of a step that goes by what is in its tensors, which will be something else another time
 _SLACK_SHARE = 1e-3  # of the budget, at most `_SLACK_BYTES`, for the few bytes of scalars that a trace does not show
 _SLACK_BYTES = 1 << 16
 
@@ -15,12 +18,12 @@ def slack_bytes(limit: int | None) -> int:
     return 0 if limit is None else math.ceil(min(limit * _SLACK_SHARE, _SLACK_BYTES))
 
 
-def within_slack(limit: int, share: float) -> int:
+def within(limit: int, share: float) -> int:
     """What a plan may use of a budget of `limit` bytes."""
     return int((limit - min(limit * _SLACK_SHARE, _SLACK_BYTES)) * share)
 
 
-def refused_with_slack(error: BudgetError, limit: int, share: float, enough: int, whole: int | None) -> BudgetError:
+def beyond(error: BudgetError, limit: int, share: float, enough: int, whole: int | None) -> BudgetError:
     """The refusal of a budget of `limit` bytes, with a smallest budget that will be accepted, of which a plan may use a share; nothing has to be
     given up in `enough` bytes. Also as a share of `whole` bytes, where one was given."""
     assert error.smallest_bytes is not None

@@ -1,0 +1,123 @@
+"""Losses that lie outside the model: which outputs they look at, and how long the gradients that they leave stay."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from small_model import needs_meter
+from torch import nn
+
+import lowtide
+from lowtide.meter import peak, resident_bytes
+
+Outputs = tuple[torch.Tensor, list[torch.Tensor]]
+Found = tuple[list[list[torch.Tensor]], list[int], Any]
+
+
+class Maps(nn.Module):
+    """Attention that returns its maps, or other layers' results, besides what comes out at the end."""
+
+    def __init__(self, *, shared: bool = False) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True) for _ in range(3))
+        self.shared = shared
+
+    def forward(self, x: torch.Tensor) -> Outputs:
+        beside = []
+        for layer in self.layers:
+            if self.shared:
+                beside.append(x)
+            y, weights = layer(x, x, x, need_weights=True, average_attn_weights=False)
+            x = x + y
+            if not self.shared:
+                beside.append(weights)
+        return x, beside
+
+
+class Residual(nn.Module):
+    """Its output's gradient goes past every layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+
+    def forward(self, x: torch.Tensor) -> Outputs:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x, []
+
+
+def all_of_them(outputs: Outputs) -> torch.Tensor:
+    return outputs[0].square().mean() + sum((w * (w.abs() + 1e-9).log()).sum() for w in outputs[1]) * 1e-3
+
+
+def last(outputs: Outputs) -> torch.Tensor:
+    return outputs[0].square().mean()
+
+
+def a_sum(outputs: Outputs) -> torch.Tensor:
+    return outputs[0].sum()
+
+
+def only_maps(outputs: Outputs) -> torch.Tensor:
+    return outputs[1][0].square().sum()
+
+
+CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Outputs], torch.Tensor]]] = {
+    "maps": (Maps, all_of_them),
+    "maps that the loss does not look at": (Maps, last),
+    "one map alone": (Maps, only_maps),
+    "hidden states": (lambda: Maps(shared=True), all_of_them),
+    "hidden states that the loss does not look at": (lambda: Maps(shared=True), last),
+    "a residual": (Residual, last),
+    "a sum": (Residual, a_sum),
+}
+
+
+def steps(
+    make: Callable[[], nn.Module], loss_of: Callable[[Outputs], torch.Tensor], budget: int | str | None, holds: bool = False
+) -> Found:
+    torch.manual_seed(0)
+    model = make()
+    handle = lowtide.limit_memory(model, budget) if budget is not None else None
+    x, found, peaks = torch.randn(4, 64, 32), [], []
+    for step in range(4):
+        model.zero_grad()
+        gc.collect()
+        torch.manual_seed(step)
+        standing = resident_bytes(model) + x.nbytes
+        with peak("cpu") as seen:
+            outputs: Any = model(x)
+            loss = loss_of(outputs)
+            if not holds:
+                del outputs
+            loss.backward()
+            outputs = None
+        peaks.append(standing + seen.peak_bytes)
+        found.append([loss.detach(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)])
+        del loss
+    return found, peaks, handle
+
+
+@needs_meter
+@pytest.mark.parametrize("case", list(CASES))
+@pytest.mark.parametrize("budget", ["70%", "smallest"])
+def test_what_a_loss_outside_leaves_is_predicted(case: str, budget: str | int) -> None:
+    make, loss_of = CASES[case]
+    holds = case == "maps"
+    wanted, _, _ = steps(make, loss_of, None)
+    if budget == "smallest":
+        with pytest.raises(lowtide.BudgetError) as caught:
+            steps(make, loss_of, 1, holds)
+        assert caught.value.smallest_bytes is not None
+        budget = caught.value.smallest_bytes
+    found, peaks, handle = steps(make, loss_of, budget, holds)
+    for one, other in zip(wanted, found, strict=True):
+        assert len(one) == len(other) and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+    assert handle is not None and handle.plan is not None and handle.plan.budget_bytes is not None
+    assert max(peaks[1:]) <= handle.plan.budget_bytes
+    assert abs(peaks[-1] - handle.plan.predicted_peak_bytes) <= 64
