@@ -34,3 +34,24 @@ def test_a_small_first_batch_is_refused_in_its_own_terms() -> None:
     with pytest.raises(lowtide.BudgetError, match="100% of the plain step's peak"):
         handle.prepare(torch.randn(16, 64))
     assert handle.prepare(torch.randn(2048, 64)).budget_bytes is not None
+
+
+def test_a_plan_stays_where_a_step_needs_less_and_no_other_is_found() -> None:
+    asked = []
+
+    def policy(graph: lowtide.StepGraph, budget: int | None) -> lowtide.Plan:
+        asked.append(graph)
+        if len(asked) > 1:
+            raise lowtide.BudgetError("this policy plans once")
+        return lowtide.policies.sqrt()(graph, budget)
+
+    model = nn.Sequential(nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 4096))
+    handle = lowtide.limit_memory(model, "100%", policy=policy, loss_fn=lambda output: output.square().sum())
+    gradients = []
+    for _ in range(3):
+        torch.manual_seed(0)
+        model(torch.randn(64, 64)).square().sum().backward()
+        gradients.append([parameter.grad for parameter in model.parameters()])
+        model.zero_grad()
+    assert len(asked) == 2 and handle.plan is not None
+    assert all(torch.equal(one, other) for one, other in zip(gradients[0], gradients[2], strict=True))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 
 import pytest
@@ -37,9 +38,23 @@ def losses(model: nn.Sequential, steps: int = 3) -> list[torch.Tensor]:
 def test_state_that_each_forward_overwrites(norm: Callable[[nn.Module], nn.Module], budget: str) -> None:
     plain, model = losses(normed(norm)), normed(norm)
     handle = lowtide.limit_memory(model, budget)
-    limited = losses(model)
+    with pytest.warns(lowtide.LowtideWarning, match="backward of an earlier one is still to come") as told:
+        limited = losses(model)
+    assert sum("still to come" in str(warning.message) and warning.filename == __file__ for warning in told) == 1
     assert handle.plan is not None and handle.plan.replayed
     assert all(torch.equal(one, other) for one, other in zip(plain, limited, strict=True))
+
+
+def test_forwards_one_after_the_other_are_said_nothing_of() -> None:
+    model = normed(lambda layer: layer)
+    lowtide.limit_memory(model, "90%", loss_fn=torch.sum)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*still to come")
+        for _ in range(4):
+            output = model(torch.randn(1024, 32))
+            output.sum().backward()
+            model(torch.randn(1024, 32))  # nobody waits for its backward
+            del output
 
 
 class Scaled(nn.Module):

@@ -31,7 +31,7 @@ class Histories:
         for node in (output.grad_fn for output in outputs):
             if node is not None:
                 mark = _Mark()
-                node.metadata[_KEY] = mark  # pyright: ignore
+                node.metadata[_KEY, id(self)] = mark  # pyright: ignore
                 self._marks.append(weakref.ref(mark))
 
     def any_held(self) -> bool:

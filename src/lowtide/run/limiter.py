@@ -7,6 +7,7 @@ import inspect
 import threading
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from typing import Any
@@ -26,7 +27,7 @@ from lowtide.run.later import later_steps_told
 from lowtide.run.moved import Mover, prepare
 from lowtide.run.outside import OutsideGradients
 from lowtide.run.planned import Planned
-from lowtide.run.planning import Planner, Policy
+from lowtide.run.planning import LETS_GO, Planner, Policy
 from lowtide.run.quiet import quiet
 from lowtide.run.record import Recorder, Verify
 from lowtide.run.refuse import refuse_sharded
@@ -83,6 +84,8 @@ class Limiter:
         self.running = 0
         self.told = False
         self.told_untrained = False
+        self.told_pending = False
+        self.watched: weakref.ref[StepWatch] | None = None  # the latest step that was watched
         self.local = threading.local()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -173,7 +176,21 @@ class Limiter:
                 stacklevel=6,
             )
 
+    def _tell_pending(self) -> None:
+        """Say once that several forwards stand in memory together."""
+        before = self.watched() if self.watched is not None else None
+        if before is not None and before.pending and not self.told_pending:
+            self.told_pending = True
+            warnings.warn(
+                "a forward of this limited model begins while the backward of an earlier one is still to come: the budget holds for each of "
+                "them, and together they take more. Run backward after each forward (gradients add up), or put the limit on a module that "
+                "runs both",
+                LowtideWarning,
+                stacklevel=7,
+            )
+
     def _step(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float) -> Any:
+        self._tell_pending()
         self.planner.note_pace(planned)
         director = PlanDirector(planned.plan)
         verifying = self.verify != "never" and not planned.verified
@@ -224,6 +241,7 @@ class Limiter:
             watch.recording_seconds += inside - begin + time.perf_counter() - outside
             if planned.loss_unknown and self._alone(planned):
                 planned.outside = OutsideGradients(result)
+            watch.awaits(tensors_inside(result))
             watch.forward_ends(*outputs_and_aside(result, there, planned.traced.aside))
         if verifying:
             planned.verified = True
@@ -267,7 +285,7 @@ class Limiter:
                 if found.shows_outside():
                     self.planner.with_outside(found, self.forward, args, kwargs)
                 elif found.again:
-                    self.planner.solve(found)
+                    self.planner.solve_again(found)
             self.latest = found
             return found
 
@@ -318,6 +336,7 @@ class Limiter:
             withheld_bytes=sum(planned.traced.storages[storage].bytes for storage in planned.traced.withheld_storages()),
         )
         planned.timed = watch if timing else planned.timed
+        self.watched = weakref.ref(watch)
         return watch
 
     def _learn(self, planned: Planned, watch: StepWatch) -> None:
@@ -333,12 +352,12 @@ class Limiter:
                     LowtideWarning,
                     stacklevel=2,
                 )
-            planned.again = "the loss has been measured"
-            if planned.outside is None or planned.outside.reaches_model(watch.loss_live_bytes):  # else more is planned for than there is
-                self.planner.settle(planned, planned.again)
+            if planned.outside is not None:
+                planned.outside.reaches_model(watch.loss_live_bytes)
+            self.planner.settle(planned, "the loss has been measured")
         elif planned.holding and watch.outputs_dropped:
             planned.holding = False
-            planned.again = "the caller lets go of the outputs before backward"
+            planned.again = LETS_GO
         elif not planned.holding and not planned.held and not watch.outputs_dropped:
             planned.holding = planned.held = True
             self.planner.settle(planned, "the caller holds the outputs")

@@ -35,6 +35,8 @@ from lowtide.trace.limited import ANSWERED, LOSS_OUTSIDE, TimingRoom, trace_mode
 from lowtide.trace.standin import WHOLE
 
 Policy = str | Callable[..., Plan]
+LETS_GO = "the caller lets go of the outputs before backward"
+"""Why a plan is made again that fits the step all the same."""
 _TIMING_SHARE = 0.85  # of what the budget leaves; the rest is for what an operation allocates on the way
 
 
@@ -272,6 +274,20 @@ class Planner:
         planned.again = ""
         planned.timed = None
         planned.seconds.clear()
+
+    def solve_again(self, planned: Planned) -> None:
+        """As `solve`, before another step. Where all that was learned is that a step needs less, and no plan is found, the one that is there stays.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        graph = planned.graph
+        try:
+            self.solve(planned)
+        except BudgetError:
+            if planned.again != LETS_GO or self.agreement is not None:
+                raise
+            planned.graph, planned.again = graph, ""
 
     def _larger(self, refusal: BudgetError, planned: Planned, limit: int | None) -> BudgetError:
         """The refusal, or that of the plan where it needs more still: the smallest budget that is named has to do."""

@@ -125,6 +125,7 @@ class StepWatch:
         self._small_bytes = small_bytes
         self._withheld_bytes = withheld_bytes
         self._histories = Histories()
+        self._awaited = Histories()
         self.device = device
         self._marks = [_now(device)]
         self.outputs_dropped = False
@@ -146,6 +147,15 @@ class StepWatch:
         self._histories.follow(aside)
         self._loss = _stretch(self.device) if self._memory else None
         self._marks.append(_now(self.device))
+
+    def awaits(self, outputs: Iterable[torch.Tensor]) -> None:
+        """The forward returned these outputs, the loss among them."""
+        self._awaited.follow(outputs)
+
+    @property
+    def pending(self) -> bool:
+        """Whether the step's backward is still to come: it has not begun, and someone can still begin it."""
+        return not self._began and self._awaited.any_held()
 
     def backward_begins(self) -> None:
         """Backward asks for a saved tensor; only the first time counts."""
