@@ -335,9 +335,9 @@ class Limiter:
                     LowtideWarning,
                     stacklevel=2,
                 )
-            planned.again = "the loss has been measured"
-            if planned.outside is None or planned.outside.reaches_model(watch.loss_live_bytes):  # else more is planned for than there is
-                self.planner.settle(planned, planned.again)
+            if planned.outside is not None:
+                planned.outside.reaches_model(watch.loss_live_bytes)
+            self.planner.settle(planned, "the loss has been measured")
         elif planned.holding and watch.outputs_dropped:
             planned.holding = False
             planned.again = "the caller lets go of the outputs before backward"
