@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import warnings
 
+import pytest
 import torch
 from small_model import batch, needs_meter
 from torch import nn
@@ -45,6 +47,45 @@ def test_a_scale_beside_features_is_not_taken_for_the_loss() -> None:
         assert plan is not None
         assert plan.budget_bytes is not None
         assert seen.peak_bytes + standing + x.nbytes <= plan.budget_bytes
+
+
+class Terms(nn.Module):
+    """Two losses over one trunk."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk, self.first, self.second = (nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in "abc")
+
+    def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        h = self.trunk(x)
+        return self.first(h).square().mean(), self.second(h).abs().mean()
+
+
+@needs_meter
+@pytest.mark.parametrize("way", ["two backwards", "one that is retained"])
+def test_two_backwards_of_one_forward_are_named_where_they_take_too_much(way: str) -> None:
+    torch.manual_seed(0)
+
+    def steps(budget: int) -> None:
+        model = Terms()
+        lowtide.limit_memory(model, budget)
+        for _ in range(4):
+            model.zero_grad()
+            first, second = model(batch(400, 32))
+            if way == "two backwards":
+                first.backward(retain_graph=True)
+                second.backward()
+            else:
+                (first + second).backward(retain_graph=True)
+            del first, second
+
+    with pytest.raises(lowtide.BudgetError) as caught:
+        steps(1)
+    assert caught.value.smallest_bytes is not None
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        steps(caught.value.smallest_bytes)
+    assert any("add them up and run one backward" in str(one.message) for one in told) == (way == "two backwards")
 
 
 def test_which_output_is_the_loss() -> None:

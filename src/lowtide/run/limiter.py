@@ -334,6 +334,7 @@ class Limiter:
             memory=learning or measuring,
             small_bytes=slack_bytes(planned.plan.budget_bytes) // 2,
             withheld_bytes=sum(planned.traced.storages[storage].bytes for storage in planned.traced.withheld_storages()),
+            repeats=planned.repeats if planned.steps == 0 else None,
         )
         planned.timed = watch if timing else planned.timed
         self.watched = weakref.ref(watch)
@@ -375,10 +376,9 @@ class Limiter:
         departed = planned.astray or (planned.departed > 0 and planned.steps > 1 and not planned.renewed and self._alone(planned))
         if measured <= limit or not (departed or (planned.plan is plan and not planned.again and not verifying)):
             return
-        what = "it departed from its trace, and lowtide traces the next one" if departed else "lowtide plans again with that much less"
         warnings.warn(
             f"a planned step took {budgets.format_bytes(measured)} where {budgets.format_bytes(plan.predicted_peak_bytes)} was "
-            f"predicted, above the budget of {budgets.format_bytes(limit)}: {what}",
+            f"predicted, above the budget of {budgets.format_bytes(limit)}: {planned.remedy(departed)}",
             LowtideWarning,
             stacklevel=2,
         )

@@ -40,10 +40,13 @@ class OutsideGradients:
             spread = gradient.layout is torch.strided and gradient.untyped_storage().nbytes() < self._bytes[place]
             self._ways[place] = max(self._ways.get(place, NONE), SPREAD if spread else WHOLE)
 
-    def reaches_model(self, live_bytes: int | None) -> bool:
-        """Backward has reached the model with so many bytes left by the loss; whether all outputs may have gradients in memory of their own."""
+    def reaches_model(self, live_bytes: int | None) -> None:
+        """Backward has reached the model with so many bytes left by the loss."""
         self._live_bytes = live_bytes if live_bytes is not None else sum(self._bytes)
-        return sum(self._bytes) <= self._live_bytes
+
+    def spare_bytes(self) -> int:
+        """By how much a plan may be for too much: not all outputs can have gradients in memory of their own."""
+        return sum(self._bytes) if self._live_bytes is not None and sum(self._bytes) > self._live_bytes else 0
 
     @property
     def seen(self) -> bool:

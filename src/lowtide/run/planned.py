@@ -15,7 +15,7 @@ from lowtide.plan.plan import Plan
 from lowtide.run.outside import OutsideGradients
 from lowtide.run.rehearse import Script
 from lowtide.run.unseen import LossMemory
-from lowtide.run.watch import StepWatch
+from lowtide.run.watch import Repeats, StepWatch
 
 _PACE_STEPS = 9  # are timed under a plan before it settles, and make up its pace from then on, too
 _PACE_EVERY = 4  # a settled plan times every so many steps: a machine does not stay as fast as it was
@@ -46,6 +46,7 @@ class Planned:
         astray: a step showed other operations than the trace: it is to be traced again (`Limiter._traced_again`).
         renewed: it is from a trace of a later step, because that departed from the first one.
         outside: what the first step showed of a loss outside the model, until the trace is made to agree with it.
+        repeats: whether backward of the first step ran again through what its forward saved.
     """
 
     traced: StepGraph
@@ -67,6 +68,7 @@ class Planned:
     astray: bool = False
     renewed: bool = False
     outside: OutsideGradients | None = None
+    repeats: Repeats = field(default_factory=Repeats)
 
     @property
     def settled(self) -> bool:
@@ -76,6 +78,17 @@ class Planned:
     def shows_outside(self) -> bool:
         """Whether a step has shown what the trace does not know of the loss outside."""
         return self.outside is not None and self.outside.seen
+
+    def remedy(self, departed: bool) -> str:
+        """What is done, or is to be done, about a step that took more than it may; whether it departed from its trace."""
+        if departed:
+            return "it departed from its trace, and lowtide traces the next one"
+        if self.repeats.seen:
+            return (
+                "backward runs more than once through what one forward saved (retain_graph=True), where a plan is for one backward. "
+                "Of several losses, add them up and run one backward; else give a smaller budget"
+            )
+        return "lowtide plans again with that much less"
 
     def wants_pace(self) -> bool:
         """Whether the coming step is to be timed."""

@@ -248,7 +248,14 @@ class Planner:
     def settle(self, planned: Planned, reason: str) -> None:
         """Something was learned in the middle of a step: make the plan again now, or with the other ranks before the next step."""
         if self.agreement is None:
-            self.solve(planned)
+            try:
+                self.solve(planned)
+            except BudgetError as error:
+                limit = self.limit(self._seen(planned, holding=False, moved_bytes=0))
+                spare = planned.outside.spare_bytes() if planned.outside is not None else 0
+                if not spare or limit is None or error.smallest_bytes is None or error.smallest_bytes - spare > limit:
+                    raise
+                planned.again = reason  # the next trace knows better
         else:
             planned.again = planned.again or reason
 

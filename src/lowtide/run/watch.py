@@ -83,6 +83,13 @@ class _Stretch:
         self._stop()
 
 
+class Repeats:
+    """Whether backward has run again through what one forward saved."""
+
+    def __init__(self) -> None:
+        self.seen = False
+
+
 class StepWatch:
     """Follows one step of a limited model, from before its forward to the end of its backward.
 
@@ -93,6 +100,7 @@ class StepWatch:
         memory: whether to watch memory, too.
         small_bytes: outputs that take no more than this together do not count as held: a model may keep a few numbers itself.
         withheld_bytes: what those outputs hold beside themselves that have a history aside from the loss.
+        repeats: is told of saved tensors that a later backward asks for again, or ``None``.
 
     Attributes:
         outputs_dropped: whether the caller had let go of what the forward returned (other than the loss) when backward began, and of
@@ -114,6 +122,7 @@ class StepWatch:
         memory: bool = True,
         small_bytes: int = 0,
         withheld_bytes: int = 0,
+        repeats: Repeats | None = None,
     ) -> None:
         self._on_backward = on_backward
         self._on_end = on_end
@@ -126,6 +135,9 @@ class StepWatch:
         self._withheld_bytes = withheld_bytes
         self._histories = Histories()
         self._awaited = Histories()
+        self._repeats = repeats
+        self._asked: set[int] = set()
+        self._ended = False
         self.device = device
         self._marks = [_now(device)]
         self.outputs_dropped = False
@@ -177,6 +189,10 @@ class StepWatch:
     def unpacks(self, unpack: Callable[[], torch.Tensor], *, replays: bool) -> torch.Tensor:
         """What ``unpack`` hands to backward, counted and timed: as replaying, or as what recording costs."""
         self.backward_begins()
+        if self._repeats is not None:
+            handle = id(getattr(unpack, "__self__", unpack))
+            self._repeats.seen |= self._ended and handle in self._asked
+            self._asked.add(handle)
         begin = time.perf_counter()
         found = unpack()
         self.entries += 1
@@ -189,6 +205,7 @@ class StepWatch:
 
     def _backward_ends(self) -> None:
         self._marks.append(_now(self.device))
+        self._ended = True
         self.close()
         self._on_end()
 
