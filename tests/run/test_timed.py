@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import gc
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -29,7 +29,13 @@ def test_dispatches_and_hooks_are_counted() -> None:
 @pytest.mark.skipif(not available(), reason="needs the counting allocator")
 @pytest.mark.parametrize("gone", [False, True])
 def test_a_watch_that_ends_while_it_pauses_leaves_nothing_behind(gone: bool) -> None:
-    gc.collect()  # watches of other tests that are garbage would pause with this one's
+    with ThreadPoolExecutor(
+        1
+    ) as own:  # a thread's open watches pause together: those of other tests, which something may hold, are not this one's
+        own.submit(ends_while_it_pauses, gone).result()
+
+
+def ends_while_it_pauses(gone: bool) -> None:
     before = counting_allocator().installs
     watches = [StepWatch(lambda: None, lambda: None, torch.device("cpu"))]
     assert counting_allocator().installs > before

@@ -31,7 +31,8 @@ class LossMemory:
 def with_loss(graph: StepGraph, measured: LossMemory) -> StepGraph:
     """The graph with a loss between forward and backward that takes what was measured.
 
-    What it leaves (the gradients of the outputs) is taken to live until the first of the model's saved tensors is released.
+    What it leaves (the gradients of the outputs) is taken to live until the first of the model's saved tensors is released. Outputs that the caller lets
+    go of stand until the loss has been through its peak, as far as there was room for them in that: what computes the loss holds them.
     """
     operations = graph.operations
     last = max(
@@ -43,6 +44,13 @@ def with_loss(graph: StepGraph, measured: LossMemory) -> StepGraph:
     end = next((at - 1 for at in range(last + 1, place) if graph.events[at].kind == "op"), last)  # the forward has let go of its own
     live = simulate(graph, measured.stored).live_bytes
     left = max(0, measured.live_bytes - int(live[place - 1] - live[end]))
+    room = max(0, measured.peak_bytes - measured.live_bytes)
+    drops = [(int(live[at - 1] - live[at]), at) for at in range(end + 1, place) if _ends_of_forward(graph, graph.events[at])]
+    later: list[int] = []
+    for freed, at in sorted(drops):
+        if freed <= room:
+            later.append(at)
+            room -= freed
     index, storage, value = len(graph.operations), len(graph.storages), len(graph.values)
     operation = Operation(
         index=index,
@@ -52,12 +60,17 @@ def with_loss(graph: StepGraph, measured: LossMemory) -> StepGraph:
         phase="backward",
         replayable=False,
         reason="it lies outside the model",
-        scratch_bytes=max(0, measured.peak_bytes - measured.live_bytes),
+        scratch_bytes=room,
     )
-    events = list(graph.events)
-    after = next((at for at in range(place, len(events)) if events[at].kind == "release"), len(events) - 1)
-    events.insert(after + 1, Event("free", storage))
-    events.insert(place, Event("op", index))
+    after = next((at for at in range(place, len(graph.events)) if graph.events[at].kind == "release"), len(graph.events) - 1)
+    events = [
+        *(event for at, event in enumerate(graph.events[:place]) if at not in later),
+        Event("op", index),
+        *(graph.events[at] for at in sorted(later)),
+        *graph.events[place : after + 1],
+        Event("free", storage),
+        *graph.events[after + 1 :],
+    ]
     return replace(
         graph,
         operations=(*graph.operations, operation),
@@ -65,6 +78,12 @@ def with_loss(graph: StepGraph, measured: LossMemory) -> StepGraph:
         values=(*graph.values, Value(value, storage, 0, index)),
         events=tuple(events),
     )
+
+
+def _ends_of_forward(graph: StepGraph, event: Event) -> bool:
+    """Whether a tensor that the forward made ends with the event."""
+    producer = graph.storages[event.index].producer if event.kind == "free" else None
+    return producer is not None and graph.operations[producer].phase == "forward" and graph.operations[producer].reason != OUTSIDE
 
 
 def overlapped_bytes(graph: StepGraph) -> int:
