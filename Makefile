@@ -1,5 +1,6 @@
 # Every target sets up what it needs in .venv, once. Python 3.11 or newer is all that has to be there.
 #   make train   train a small GPT under a memory budget and show what the budget did   (ARGS="--model llama-small --budget 50%")
+#                go on with the last run, for more steps where it is to be longer                 (ARGS="--resume --steps 300")
 #   make test    the tests, doctests included                                           (ARGS="tests/train -k checkpoint")
 #   make lint    ruff and pyright
 #   make bench   the benchmarks; results go to benchmarks/results
@@ -23,9 +24,14 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
 	@touch $@
 
+# A new run gets a folder of its own; --resume goes on in the newest one, or in the one that ARGS names.
 train: $(STAMP)
+ifeq ($(filter --resume,$(ARGS)),)
 	@mkdir -p $(RUN)
 	$(BIN)/lowtide train --json $(RUN)/results.json --plot $(RUN)/memory.png --checkpoint-dir $(RUN) --checkpoint-every 50 $(ARGS)
+else
+	$(BIN)/lowtide train --checkpoint-every 50 $(ARGS)
+endif
 
 test: $(STAMP)
 	$(BIN)/python -m pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder $(ARGS)

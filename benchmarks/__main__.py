@@ -17,7 +17,6 @@ NAMES = (
     "codecs",
     "mixes",
     "disk_tier",
-    "kept_places",
     "parallel_memory",
     "layer_times",
     "long_sequence",

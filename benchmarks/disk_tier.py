@@ -44,8 +44,6 @@ def main() -> None:
     handles: list[lowtide.Handle | None] = [None]
     for policy, model, step in zip(policies_of.values(), models[1:], steps[1:], strict=True):
         handle = lowtide.limit_memory(model, budget=budget, policy=policy)
-        if handles[-1] is not None:
-            handle.share_costs(handles[-1])
         handles.append(handle)
         for _ in range(3):
             step()

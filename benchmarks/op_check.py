@@ -94,8 +94,8 @@ class Watching(Recorder):
         self.seen: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self.writers: dict[int, tuple[weakref.ref[torch.UntypedStorage], str]] = {}
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        result = super().operation(func, args, kwargs)
         for storage in storages(t for t in pytree.tree_leaves(result) if isinstance(t, torch.Tensor)):
             known = self.writers.get(storage._cdata)
             if known is None or known[0]() is None:

@@ -3,20 +3,28 @@
 python -m benchmarks planning_time
 
 What the first plan of a process imports and measures once is stated beside the rows: it takes a few seconds, more where the disk has to be read.
+Every plan is made as if nothing were known of the step's stages; planning once more with other bytes resident, as the second step does, has a
+time of its own. Times are medians of three.
 """
 
 from __future__ import annotations
 
+import statistics
 import time
+from dataclasses import replace
 from typing import Any
+
+import torch
 
 from benchmarks.cases import gpt
 from benchmarks.common import Case, save
 from lowtide import BudgetError, limit_memory
-from lowtide.plan import make
+from lowtide.plan import Plan, make
+from lowtide.plan.front import known_stages
 from lowtide.plan.optimal import planner_of
 
 LIMIT_SECONDS = {12: 10.0, 24: 20.0}
+RUNS = 3
 
 
 def rows_of(case: Case, layers: int) -> list[dict[str, Any]]:
@@ -33,22 +41,13 @@ def rows_of(case: Case, layers: int) -> list[dict[str, Any]]:
         refused.remove()
     rows = []
     for budget in ("80%", "60%", "40%", "smallest"):
-        planner_of.cache_clear()
-        handle = limit_memory(model, budget=smallest if budget == "smallest" else budget)
-        begin = time.perf_counter()
         try:
-            plan = handle.prepare(**batch)
+            runs = [_planned(model, batch, (smallest or budget) if budget == "smallest" else budget) for _ in range(RUNS)]
         except BudgetError as error:
             print(f"{case.name} {budget}: {error}")
             continue
-        finally:
-            handle.remove()
-        seconds = time.perf_counter() - begin
-        assert handle.graph is not None
-        planner_of.cache_clear()
-        begin = time.perf_counter()
-        make(handle.graph, budget=plan.budget_bytes)
-        solve = time.perf_counter() - begin
+        seconds, solve, again = (statistics.median([float(run[k]) for run in runs]) for k in range(3))  # pyright: ignore
+        plan = max((run[3] for run in runs), key=lambda plan: plan.gap)
         rows.append(
             {
                 "model": case.name,
@@ -56,6 +55,7 @@ def rows_of(case: Case, layers: int) -> list[dict[str, Any]]:
                 "seconds": seconds,
                 "trace_seconds": seconds - solve,
                 "solve_seconds": solve,
+                "again_seconds": again,
                 "gap": plan.gap,
                 "extra": plan.predicted_extra_seconds / plan.plain_seconds,
                 "peak_over_plain": plan.predicted_peak_bytes / plan.plain_peak_bytes,
@@ -63,9 +63,35 @@ def rows_of(case: Case, layers: int) -> list[dict[str, Any]]:
                 "holds": seconds < LIMIT_SECONDS[layers] and plan.gap <= 0.01,
             }
         )
-        print(f"{case.name} at {budget}: {seconds:.1f} s, gap {100 * plan.gap:.2f} % of the step", flush=True)
+        print(f"{case.name} at {budget}: {seconds:.1f} s, again {again:.2f} s, gap {100 * plan.gap:.2f} % of the step", flush=True)
     print(f"{case.name}: the smallest budget was named in {naming:.1f} s", flush=True)
     return rows
+
+
+def _forget() -> None:
+    planner_of.cache_clear()
+    known_stages.cache_clear()
+
+
+def _planned(model: torch.nn.Module, batch: dict[str, Any], budget: str | int) -> tuple[float, float, float, Plan]:
+    """Seconds from the model to the plan, of solving alone, and of solving with other bytes resident; and the plan."""
+    _forget()
+    handle = limit_memory(model, budget=budget)
+    begin = time.perf_counter()
+    try:
+        plan = handle.prepare(**batch)
+    finally:
+        handle.remove()
+    seconds = time.perf_counter() - begin
+    graph, limit = handle.graph, plan.budget_bytes
+    assert graph is not None and limit is not None
+    _forget()
+    begin = time.perf_counter()
+    make(graph, budget=limit)
+    solve = time.perf_counter() - begin
+    begin = time.perf_counter()
+    make(replace(graph, resident_bytes=graph.resident_bytes + 4096), budget=limit + 4096)
+    return seconds, solve, time.perf_counter() - begin, plan
 
 
 def first_of_the_process() -> float:

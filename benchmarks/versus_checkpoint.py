@@ -66,7 +66,6 @@ def row_of(case: Case, seconds_for_it: float = 90.0) -> dict[str, Any]:
     handle.remove()
     handle = limit_memory(planned, budget=rival_peak)
     with_disk = limit_memory(mixed, budget=rival_peak, policy=policies.mixed("disk", links=measure_links("disk")))
-    with_disk.share_costs(handle)
     for step in steps[2:]:
         for _ in range(UNSETTLED):
             step()

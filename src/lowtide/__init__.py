@@ -21,13 +21,13 @@ if TYPE_CHECKING:
     from lowtide.plan import policies
     from lowtide.plan.layout import layout
     from lowtide.plan.plan import Chain, Compress, Keep, Offload, Plan, Recompute, Shard
-    from lowtide.plan.ways import measure_links
     from lowtide.run.apply import apply
-    from lowtide.run.limit import Handle, limit_memory
-    from lowtide.run.limiter import LowtideWarning
+    from lowtide.run.limit import Handle, handle_of, limit_memory
     from lowtide.run.scope import checkpointing
+    from lowtide.run.step import trace
+    from lowtide.run.told import LowtideWarning
+    from lowtide.store.measure import measure_links
     from lowtide.store.stores import Stores
-    from lowtide.trace.step import trace
 
 __version__ = "0.1.0"
 
@@ -39,17 +39,18 @@ _HOMES = {
     "Stores": "lowtide.store.stores",
     "Handle": "lowtide.run.limit",
     "Keep": "lowtide.plan.plan",
-    "LowtideWarning": "lowtide.run.limiter",
+    "LowtideWarning": "lowtide.run.told",
     "Measurement": "lowtide.meter",
     "Plan": "lowtide.plan.plan",
     "Recompute": "lowtide.plan.plan",
     "StepGraph": "lowtide.graph",
     "apply": "lowtide.run.apply",
+    "handle_of": "lowtide.run.limit",
     "checkpointing": "lowtide.run.scope",
     "layout": "lowtide.plan.layout",
     "limit_memory": "lowtide.run.limit",
     "measure": "lowtide.meter",
-    "measure_links": "lowtide.plan.ways",
+    "measure_links": "lowtide.store.measure",
     "policies": "lowtide.plan.policies",
 }
 
@@ -73,6 +74,7 @@ __all__ = [
     "TraceError",
     "apply",
     "checkpointing",
+    "handle_of",
     "layout",
     "limit_memory",
     "measure",

@@ -1,19 +1,40 @@
-"""Budgets: ``"6GiB"`` and ``"60%"`` become bytes, and bytes become text."""
+"""Budgets: ``"6GiB"``, ``"60%"``, ``"min"`` and ``"auto"`` become bytes, bytes become text.
+
+What no plan can meet becomes an error that says what the step takes, what to do, and what stands at the peak (`too_small`).
+"""
 
 from __future__ import annotations
 
 import math
 import re
+from collections.abc import Callable, Mapping, Sequence
 from fractions import Fraction
+from typing import Any
 
 from .errors import BudgetError
+
+PARAMETERS, BUFFERS, GRADIENTS, INPUTS = "parameters", "buffers", "gradients", "inputs"
+STATE, STANDING, ACTIVATIONS, LOSS = "optimizer state", "what else stands", "least activations", "logits and loss"
+"""Names of what stands at a peak, see `BudgetError.parts`."""
+
+_ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, STANDING, INPUTS, LOSS, ACTIVATIONS)
+
+SLACK_SHARE = 1e-3
+"""Of a budget, at most `SLACK_BYTES`: left for the few bytes of scalars that a trace does not show."""
+
+SLACK_BYTES = 1 << 16
+
+RESERVE_SHARE = 0.1
+"""Of what a device has, left by ``"auto"`` to fragmentation and to what is not a tensor; at least `RESERVE_BYTES`."""
+
+RESERVE_BYTES = 256 << 20
 
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)}
 _FORMS = (
     "write bytes as a whole number (629145600), a size with a unit ('600MiB', '6GiB' are powers of 1024; '1.5GB', '600MB' powers of 1000), "
-    "or a share of the plain step's peak ('60%')"
+    "a share of the plain step's peak ('60%'), 'min' for the smallest that works, or 'auto' for what the device has"
 )
 _NUMBER = re.compile(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)\s*(%|[a-zA-Z]*)")
 
@@ -36,6 +57,8 @@ def parse(text: str | int | float, plain_peak_bytes: int | None = None) -> int:
         return _positive(int(text), text)
     found = _NUMBER.fullmatch(text.strip())
     if found is None:
+        if asks_for(text):
+            raise BudgetError(f"the budget {text!r} is not known before the step is: {_FORMS}")
         raise BudgetError(f"the budget {text!r} is not understood: {_FORMS}")
     number, unit = Fraction(found[1].replace("_", "").rstrip(".")), found[2].lower()
     if unit == "%":
@@ -55,6 +78,185 @@ def _positive(value: int, text: str | int | float) -> int:
     if value <= 0:
         raise BudgetError(f"the budget {text!r} is {value} bytes; a budget has to be above zero: {_FORMS}")
     return value
+
+
+def asks_for(budget: object) -> str:
+    """``"min"`` or ``"auto"`` where the budget is that word, else the empty string.
+
+    >>> asks_for(" Min "), asks_for("60%")
+    ('min', '')
+    """
+    word = budget.strip().lower() if isinstance(budget, str) else ""
+    return word if word in ("min", "auto") else ""
+
+
+def resolve(
+    budget: str | int | float,
+    plain_peak_bytes: int | None = None,
+    smallest_bytes: int | Callable[[], int] | None = None,
+    device: Any = "cpu",
+    *,
+    standing_bytes: int = 0,
+) -> int:
+    """A budget in bytes, ``"min"`` and ``"auto"`` included.
+
+    Args:
+        budget: what `parse` takes, ``"min"`` (the smallest that works), or ``"auto"`` (what the device has, less a
+            reserve).
+        plain_peak_bytes: the plain step's peak, which a percentage is of.
+        smallest_bytes: the smallest peak of any plan, or what finds it; called for ``"min"`` alone, since that may take a
+            search.
+        device: whose memory ``"auto"`` is about.
+        standing_bytes: of what the budget counts, what stands in memory already; ``"auto"`` adds it to what is free on a
+            CPU.
+
+    Raises:
+        BudgetError: the budget is malformed, or what it is a share of is not known.
+
+    Example:
+        >>> resolve("60%", 1000), resolve("min", 1_000_000, lambda: 400_000)
+        (600, 400401)
+    """
+    asked = asks_for(budget)
+    if asked == "auto":
+        return auto_bytes(available_bytes(device, standing_bytes), str(device))
+    if asked == "min":
+        if smallest_bytes is None:
+            raise BudgetError("the budget 'min' is the smallest that works, which is not known here: give bytes, such as '600MiB'")
+        return with_slack(smallest_bytes() if callable(smallest_bytes) else smallest_bytes)
+    return parse(budget, plain_peak_bytes)
+
+
+def slack_bytes(limit: int | None) -> int:
+    """What a plan leaves of a budget of ``limit`` bytes for what no trace shows."""
+    return 0 if limit is None else math.ceil(min(limit * SLACK_SHARE, SLACK_BYTES))
+
+
+def with_slack(peak_bytes: float) -> int:
+    """The smallest budget of which a plan may use ``peak_bytes``."""
+    return math.ceil(min(peak_bytes / (1 - SLACK_SHARE), peak_bytes + SLACK_BYTES))
+
+
+def auto_bytes(available_bytes: int | None, device: str = "cpu") -> int:
+    """What ``"auto"`` takes of the bytes that a device has: all but a tenth of them, and but 256 MiB.
+
+    Raises:
+        BudgetError: the system does not say what is there, or it is less than the reserve.
+
+    >>> auto_bytes(10 << 30) == 9 << 30
+    True
+    """
+    if available_bytes is None:
+        raise BudgetError(f"the budget 'auto' takes what {device!r} has, and the system does not say: give bytes, such as '6GiB'")
+    reserve = max(int(available_bytes * RESERVE_SHARE), RESERVE_BYTES)
+    if available_bytes <= reserve:
+        raise BudgetError(
+            f"the budget 'auto' leaves {format_bytes(reserve)} of what {device!r} has in reserve, and {format_bytes(available_bytes)} are "
+            "free: free some, or give bytes"
+        )
+    return available_bytes - reserve
+
+
+def available_bytes(device: Any = "cpu", standing_bytes: int = 0) -> int | None:
+    """What this process can have of a device's memory, what its tensors take already included; ``None`` where the system does not say.
+
+    On CUDA: free memory and what PyTorch's allocator has reserved. On a CPU: available main memory within the limits of the process's
+    control group, and ``standing_bytes``.
+    """
+    import torch  # here, since `lowtide --help` and the closed forms do without
+
+    place = torch.device(device)
+    if place.type == "cuda":
+        return torch.cuda.mem_get_info(place)[0] + torch.cuda.memory_reserved(place)
+    from lowtide.meter import free_main_memory  # imports torch
+
+    free = free_main_memory()
+    return None if free is None else free + standing_bytes
+
+
+def too_small(
+    budget_bytes: int,
+    smallest_bytes: int,
+    parts: Mapping[str, int],
+    *,
+    subject: str = "",
+    policy: str = "",
+    plain_peak_bytes: int | None = None,
+    detail: str = "",
+) -> BudgetError:
+    """The refusal of a budget: what it takes, what to do, what stands at the peak.
+
+    Args:
+        budget_bytes: what was asked for.
+        smallest_bytes: what would do.
+        parts: what stands at the peak of the plan that needs it, in bytes by name.
+        subject: what the budget is too small for, where that is not forward and backward.
+        policy: the policy that cannot meet it, where another may.
+        plain_peak_bytes: the smallest budget is also told as a share of this.
+        detail: what comes last.
+
+    Example:
+        >>> error = too_small(12 << 30, 13 << 30, {"parameters": 6 << 30, "gradients": 6 << 30, "least activations": 1 << 30})
+        >>> print(str(error).splitlines()[0])
+        the budget of 12.0 GiB is too small: parameters 6.0, gradients 6.0, least activations 1.0 take 13.0 GiB
+    """
+    ordered = sorted(parts.items(), key=lambda part: _ORDER.index(part[0]) if part[0] in _ORDER else len(_ORDER))
+    total = sum(parts.values())
+    budget, needed, unit, *each = _in_one_unit([budget_bytes, total or smallest_bytes, *(count for _, count in ordered)])
+    words = [f"{name} {text}" for (name, count), text in zip(ordered, each, strict=True) if count >= total / 200]
+    takes = f"{', '.join(words)} take {needed} {unit}" if words else f"at least {needed} {unit} are needed"
+    share = f", {math.ceil(1000 * smallest_bytes / plain_peak_bytes) / 10:g}% of the plain step's peak" if plain_peak_bytes else ""
+    smallest = f"give a budget of {rounded_up(smallest_bytes)} or more ({smallest_bytes} bytes{share}), the smallest that works"
+    subject = subject or (f"the policy {policy!r}" if policy else "")
+    return BudgetError(
+        f"the budget of {budget} is too small{f' for {subject}' if subject else ''}: {takes}",
+        smallest_bytes,
+        detail,
+        budget_bytes=budget_bytes,
+        parts=parts,
+        policy=policy,
+        remedies=[smallest, *_remedies(smallest_bytes - budget_bytes, parts, policy)],
+    )
+
+
+def _remedies(missing_bytes: int, parts: Mapping[str, int], policy: str) -> list[str]:
+    """What would free the bytes that are missing, by what stands at the peak."""
+    missing_bytes = max(1, missing_bytes)
+    found = ["use the policy 'optimal', which finds the least memory that it can"] if policy else []
+    loss, state = parts.get(LOSS, 0), parts.get(STATE, 0)
+    activations = parts.get(ACTIVATIONS, 0) + parts.get(INPUTS, 0) + loss
+    if activations > missing_bytes:
+        found.append(f"make the batch or the sequences at least {math.ceil(100 * missing_bytes / activations)} % smaller")
+    if loss > missing_bytes:
+        found.append("compute the loss in chunks of tokens, so that its logits never stand as a whole")
+    if state > missing_bytes:
+        share = math.ceil(100 * missing_bytes / state) / 100
+        optimizer = f"lowtide.optim.HostOptimizer(..., host_fraction={share:g})"
+        found.append(f"keep {share:.0%} or more of the optimizer's state on the host: {optimizer}")
+    if not found and parts.get(PARAMETERS):
+        found.append("share the model among devices (FSDP2, lowtide.parallel) or train a smaller one: no batch is small enough")
+    return found
+
+
+def _in_one_unit(counts: Sequence[int]) -> list[str]:
+    """The first count with its unit, the second without, the unit that fits it, and the others; with digits for the first two to differ."""
+    power = 3 if counts[1] >= 1 << 30 else 2 if counts[1] >= 1 << 20 else 1
+    unit = f"{' KMG'[power]}iB"
+    for digits in (1, 2, 3):
+        first, second, *others = (f"{count / 1024**power:,.{digits}f}" for count in counts)
+        if first != second:
+            break
+    return [f"{first} {unit}" if counts[0] >= 1024**power / 10 else format_bytes(counts[0]), second, unit, *others]
+
+
+def rounded_up(count: int) -> str:
+    """A budget of at least so many bytes, as people write it.
+
+    >>> rounded_up(5_067_477), parse(rounded_up(5_067_477)) >= 5_067_477
+    ('4.84MiB', True)
+    """
+    power = 3 if count >= 1 << 30 else 2 if count >= 1 << 20 else 1
+    return f"{math.ceil(100 * count / 1024**power) / 100:g}{' KMG'[power]}iB"
 
 
 def format_bytes(count: int | float) -> str:

@@ -7,16 +7,19 @@ import os
 import sys
 import traceback
 import warnings
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
 from lowtide import __version__
+from lowtide.budget import rounded_up
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.estimate.command import estimate_command
 from lowtide.estimate.simulate_command import simulate_command
 from lowtide.estimate.suggest_command import suggest_command
+from lowtide.progress import muted
 
 # torch and everything on top of it is imported inside the commands, so that --help and --version answer at once.
 
@@ -38,7 +41,8 @@ Model = Annotated[
 Budget = Annotated[
     str | None,
     typer.Option(
-        help="Most live bytes at any moment: 600MiB, 6GiB, or 60% of the plain step's peak. [default: 60%, none under a --policy]"
+        help="Most live bytes at any moment: 600MiB, 6GiB, 60% of the plain step's peak, min (the smallest that works) or auto (what the "
+        "device has, less a reserve). [default: 60% or the smallest that works, whichever is more; none under a --policy]"
     ),
 ]
 Policy = Annotated[
@@ -73,10 +77,11 @@ def _app(
 
 @app.command()
 def train(
+    context: typer.Context,
     model: Model = "gpt-small",
     budget: Budget = None,
     policy: Policy = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps.")] = 150,
+    steps: Annotated[int, typer.Option(help="Optimizer steps; a resumed run may get more.")] = 150,
     batch: Batch = 8,
     seq: Seq = 256,
     dtype: DtypeOption = "fp32",
@@ -103,7 +108,14 @@ def train(
     loss_chunks: LossChunks = None,
     checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder for checkpoints; the last step is always saved there.")] = None,
     checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0 for one at the end.")] = 0,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint in --checkpoint-dir.")] = False,
+    resume: Annotated[
+        bool,
+        typer.Option(
+            "--resume",
+            help="Go on from the newest checkpoint in --checkpoint-dir, or of the newest run in runs. What is not said is as the run was "
+            "started; --steps may be more.",
+        ),
+    ] = False,
     stop_after: Annotated[
         int | None, typer.Option(help="Stop at this step; --resume goes on. The learning rate still follows --steps.")
     ] = None,
@@ -134,12 +146,14 @@ def train(
 
     from lowtide.train.options import TrainOptions
     from lowtide.train.progress import ConsoleProgress, Silent
+    from lowtide.train.resume import resumed
     from lowtide.train.summary import save_plot, show
     from lowtide.train.trainer import train as run
 
-    options = TrainOptions(
+    asked: dict[str, Any] = dict(
         model=model,
         budget=_budget(budget, policy),
+        raise_budget=budget is None,
         policy=policy,
         steps=steps,
         batch=batch,
@@ -148,7 +162,7 @@ def train(
         seed=seed,
         data=data,
         lr=lr,
-        warmup=min(steps, max(20, steps // 10)) if warmup is None else warmup,
+        warmup=warmup,
         weight_decay=weight_decay,
         optimizer_host_fraction=_share(optimizer_host_fraction),
         grad_accum=grad_accum,
@@ -173,15 +187,21 @@ def train(
         json=json_file,
         plot=plot,
     )
+    if resume:
+        asked = resumed(asked, _given(context))
+    if asked["warmup"] is None:
+        asked["warmup"] = min(asked["steps"], max(20, asked["steps"] // 10))
+    options = TrainOptions(**asked)
     first = os.environ.get("RANK", "0") == "0"  # the others' results are in its
     console = Console(quiet=quiet or not first)
     progress = Silent() if quiet else ConsoleProgress(console)
     try:
-        result = run(options, progress)
+        with muted() if quiet else nullcontext():
+            result = run(options, progress)
     finally:
         progress.finish()
-    if first and json_file is not None:
-        _write_json(json_file, result.to_json())
+    if first and options.json is not None:
+        _write_json(options.json, result.to_json())
     if first:
         save_plot(result)
     show(result, console)
@@ -210,6 +230,7 @@ def plan(
     options = PlanOptions(
         model=model,
         budget=_budget(budget, policy),
+        raise_budget=budget is None,
         policy=policy,
         batch=batch,
         seq=seq,
@@ -220,7 +241,8 @@ def plan(
         loss_chunks=loss_chunks,
         json=json_file,
     )
-    made = make_plan(options)
+    with muted() if quiet else nullcontext():
+        made = make_plan(options)
     if json_file is not None:
         _write_text(json_file, made.to_json())
     if not quiet:
@@ -235,6 +257,12 @@ app.command("suggest")(suggest_command)
 def _budget(budget: str | None, policy: str | None) -> str | None:
     """The budget asked for; 60 % of the plain peak where neither a budget nor a policy says what is wanted."""
     return "60%" if budget is None and policy in (None, "optimal", "mixed") else budget
+
+
+def _given(context: typer.Context) -> list[str]:
+    """The parameters that the command line (or the environment) says something about."""
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return [name for name, source in sources.items() if source is not None and source.name != "DEFAULT"]
 
 
 def _share(text: str | None) -> float | Literal["auto"] | None:
@@ -276,8 +304,7 @@ def _main() -> None:
             warnings.showwarning = _show_warning
             app()
     except BudgetError as error:
-        more = f" Give --budget {error.smallest_bytes} or more; without --budget it is 60% of the plain step's peak."
-        _fail(f"{error}{more if error.smallest_bytes is not None and '--budget' not in str(error) else ''}")
+        _fail(str(error) if error.smallest_bytes is None or "--budget" in str(error) else f"{error}\n{_flags(error.smallest_bytes)}")
     except LowtideError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -288,6 +315,12 @@ def _main() -> None:
         if "allocate memory" not in str(error) and type(error).__name__ != "OutOfMemoryError":
             raise
         _fail(f"the machine is out of memory ({str(error).splitlines()[0]}): lower --budget, --batch or --seq, or choose a smaller --model")
+
+
+def _flags(smallest_bytes: int) -> str:
+    """What the remedies of a refusal are on the command line."""
+    others = "--batch, --seq, --loss-chunks, --optimizer-host-fraction"
+    return f"Give --budget {rounded_up(smallest_bytes)} or --budget min, or change {others}."
 
 
 _plain_warning = warnings.showwarning

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
 
 class LowtideError(Exception):
     """Base of every error that lowtide raises on purpose."""
@@ -10,20 +12,53 @@ class LowtideError(Exception):
 class BudgetError(LowtideError):
     """A budget is malformed, or no plan can meet it.
 
+    Where no plan can, the message says what the step takes at least, then what to do, then what stands at the peak.
+
     Attributes:
-        smallest_bytes: the smallest budget that a plan is known for, or ``None`` when the text was malformed.
-        detail: what stands at the peak of the plan that needs it, and what to do; part of the message.
+        budget_bytes: what was asked for; ``None`` when the text was malformed.
+        smallest_bytes: the smallest budget that a plan is known for; ``None`` when the text was malformed.
+        parts: what stands at the peak of that plan, in bytes by name ("parameters", "least activations"); empty where that is not known.
+        policy: the policy that cannot meet it; empty where it was left to the planner how to.
+        remedies: what to do, any one of them.
+        detail: what stands at the peak, and what else is worth knowing.
+
+    Example:
+        >>> print(BudgetError("the budget of 1 GiB is too small", 3 << 30, "At its peak stands the loss.", remedies=["give 3 GiB"]))
+        the budget of 1 GiB is too small
+        What to do, any one of these:
+          - give 3 GiB
+        At its peak stands the loss.
     """
 
-    def __init__(self, message: str, smallest_bytes: int | None = None, detail: str = "") -> None:
-        super().__init__(f"{message} {detail}" if detail else message)
+    def __init__(
+        self,
+        message: str,
+        smallest_bytes: int | None = None,
+        detail: str = "",
+        *,
+        budget_bytes: int | None = None,
+        parts: Mapping[str, int] | None = None,
+        policy: str = "",
+        remedies: Sequence[str] = (),
+    ) -> None:
+        super().__init__(message)
+        self.budget_bytes = budget_bytes
         self.smallest_bytes = smallest_bytes
+        self.parts = dict(parts or {})
+        self.policy = policy
+        self.remedies = tuple(remedies)
         self.detail = detail
+
+    def __str__(self) -> str:
+        message = str(self.args[0]) if self.args else ""
+        if not self.remedies:
+            return f"{message} {self.detail}".strip()
+        lines = [message, "What to do, any one of these:", *(f"  - {remedy}" for remedy in self.remedies), self.detail]
+        return "\n".join(line for line in lines if line)
 
     def add(self, more: str) -> None:
         """Another sentence of detail."""
         self.detail = f"{self.detail} {more}".strip()
-        self.args = (f"{self} {more}",)
 
 
 class TraceError(LowtideError):

@@ -8,6 +8,7 @@ from functools import cache
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide import private
 
@@ -55,12 +56,6 @@ FUNCTIONAL_COLLECTIVES = {
 }
 _QUESTIONS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _BY_MASK = {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"}
-_UNWATCHED = {
-    torch.ops.aten.scatter.src: torch.ops.aten.scatter_.src,
-    torch.ops.aten.scatter_add.default: torch.ops.aten.scatter_add_.default,
-    torch.ops.aten.index_add.default: torch.ops.aten.index_add_.default,
-}
-_PICKING = ("Cummax", "Cummin", "Gather", "IndexSelect", "Kthvalue", "Max", "Median", "Min", "Mode", "Nanmedian", "Sort", "Topk")
 _UNREPLAYABLE = {
     "aten.set_.source_Storage": "it swaps a tensor's storage",
     "aten.set_.source_Storage_storage_offset": "it swaps a tensor's storage",
@@ -179,23 +174,6 @@ def masks_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> list[torch.Ten
     return [index for index in args[1] if is_mask(index)] if str(func) in _BY_MASK else []
 
 
-def unwatched(func: torch._ops.OpOverload) -> torch._ops.OpOverload:
-    """What backward calls where no dispatch mode watches it: nodes that picked elements then write gradients into their zeros in place.
-
-    Their formulas (``gather_backward`` and others in torch/csrc/autograd/FunctionsManual.cpp) make a second tensor as large where a mode is
-    active or a tensor is a subclass, for the sake of ``vmap``.
-    """
-    instead = _UNWATCHED.get(func)
-    if instead is None or not private.in_backward() or torch.is_grad_enabled() or not private.backward_node().startswith(_PICKING):
-        return func
-    return instead
-
-
-def may_stand_on_more(info: OpInfo) -> bool:
-    """Whether the operation's result can be a part of a larger storage: see `hidden_bytes`."""
-    return info.name in _UNREDUCED or info.name == _SUM_OF_PATCHES
-
-
 def hidden_bytes(info: OpInfo, args: Sequence[Any]) -> int:
     """Bytes of the storage that a result really stands on, where it is larger than the result: fake tensors do not show it.
 
@@ -240,7 +218,14 @@ def has_plain_storage(tensor: torch.Tensor) -> bool:
     stands for without memory."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn:
         return False
-    return not tensor._is_zerotensor() and not is_wrapper(tensor)
+    return not tensor._is_zerotensor() and not is_wrapper(tensor) and not _is_hollow(tensor)
+
+
+def _is_hollow(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is of a subclass that answers every operation itself and has no memory under it (`torch.masked`)."""
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, FakeTensor):
+        return False
+    return private.answers_itself(tensor)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:

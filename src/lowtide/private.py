@@ -1,29 +1,21 @@
-"""Every private PyTorch interface that the eager tracer and executor lean on, in one place.
+"""Every private PyTorch interface that the eager tracer and executor lean on, in one place; interception has its own in `lowtide.interception`.
 
 `tests/run/test_private.py` checks each, so that a PyTorch release that moves one fails there, by name, and nowhere else.
 """
 
 from __future__ import annotations
 
-import logging
 import sys
-from collections.abc import Callable, Container, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
-from functools import cache
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
 from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
-from torch.utils._python_dispatch import (
-    TorchDispatchMode,
-    _disable_current_modes,
-    _get_current_dispatch_mode_stack,
-    _pop_mode,
-    _push_mode,
-)
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
-NodeKey = tuple[str, int]
+from lowtide.interception import interceptors, unseen
 
 _INPLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
 _CONJUGATE = torch._C.DispatchKey.Conjugate
@@ -35,78 +27,35 @@ def in_backward() -> bool:
     return torch._C._current_graph_task_id() != -1
 
 
-def backward_node() -> str:
-    """The name of the autograd node that runs on the calling thread, empty where none does."""
-    node = torch._C._current_autograd_node()
-    return "" if node is None else node.name()
-
-
-def node_key() -> NodeKey | None:
+def node_key() -> Any:
     """What tells the autograd node that runs on the calling thread from the others, without holding it; ``None`` where none does."""
     node = torch._C._current_autograd_node()
-    return None if node is None else _key_of(node)
-
-
-def nodes_from_here(known: Container[NodeKey]) -> dict[NodeKey, tuple[NodeKey, ...]]:
-    """The autograd nodes that can be reached from the one that runs, each with those that it hands gradients to.
-
-    Args:
-        known: nodes that are left out, with what lies behind them.
-    """
-    node = torch._C._current_autograd_node()
-    found: dict[NodeKey, tuple[NodeKey, ...]] = {}
-    ahead = [] if node is None else [node]
-    while ahead:
-        node = ahead.pop()
-        key = _key_of(node)
-        if key not in found and key not in known:
-            following = [following for following, _ in node.next_functions if following is not None]
-            found[key] = tuple(map(_key_of, following))
-            ahead += following
-    return found
-
-
-def _key_of(node: Any) -> NodeKey:
+    if node is None:
+        return None
     variable = getattr(node, "variable", None)  # nodes that accumulate leaves' gradients all have one number
     return ("leaf", id(variable)) if variable is not None else (node.name(), node._sequence_nr())
 
 
-def only_engine_holds(args: tuple[Any, ...]) -> bool:
-    """Whether nobody but the autograd engine, which asks for an operation, holds its first argument; for use in a mode, with what it was given."""
-    return isinstance(args[0], torch.Tensor) and _holders(args) == engine_holds()
+def answers_itself(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's type answers every operation itself (``__torch_dispatch__``)."""
+    return torch._C._dispatch_keys(tensor).has(torch._C.DispatchKey.Python)
 
 
-def _holders(args: tuple[Any, ...]) -> tuple[int, int, int]:
-    """How many references there are to an operation's first argument, to its storage, and to its Python object."""
-    tensor = args[0]
-    return tensor._use_count(), storage_use_count(tensor.untyped_storage()), sys.getrefcount(tensor)
-
-
-@cache
-def engine_holds() -> tuple[int, int, int]:
-    """What `_holders` are, in a mode, of a gradient that the engine alone holds as it adds another to it; found out by watching it once."""
-    found = (-1, -1, -1)
-
-    class Counting(TorchDispatchMode):
-        def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-            nonlocal found
-            if func is torch.ops.aten.add.Tensor:
-                found = _holders(args)
-            return func(*args, **(kwargs or {}))
-
-    with without_modes(), torch.inference_mode(False), torch.enable_grad(), Counting():
-        leaf = torch.ones(2, requires_grad=True)
-        torch.autograd.grad([2 * leaf, 3 * leaf], leaf, [torch.ones(2), torch.ones(2)])
-    return found
+def transformed() -> bool:
+    """Whether this thread runs code that is being transformed: by torch.func, or by a trace for the compiler or an export."""
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
+        return True
+    keys = torch._C._TorchDispatchModeKey
+    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL))
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The address of the tensor's storage object: unique while the storage lives, reused after."""
-    return tensor.untyped_storage()._cdata
+    """The address of the tensor's storage object: unique while the storage lives, reused after. No Python object is made for it."""
+    return torch._C._storage_address(tensor)  # type: ignore[attr-defined]
 
 
 def versioned_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same storage that shares the version counter and has no autograd history; works inside a dispatch mode.
+    """A tensor on the same storage that shares the version counter and has no autograd history; works below autograd, too.
 
     ``detach`` below autograd makes an alias with a version counter of its own, which later in-place writes would not move. Letting the
     ADInplaceOrView key in for the one call gives an alias that shares the counter.
@@ -127,12 +76,17 @@ def unseen_alias(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach()
 
 
+def borrowed_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Another storage object over the same bytes, which does not keep them: whoever uses it has to keep ``storage``, too."""
+    return torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())  # type: ignore[return-value]
+
+
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor that shares the version counter of ``tensor`` but not its bytes.
 
     Setting ``.data`` swaps the storage and leaves the counter, so the witness tells of in-place writes without keeping anything alive.
     """
-    with torch._C._DisableTorchDispatch():
+    with unseen(), torch._C._DisableTorchDispatch():
         witness = tensor.detach()
         witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return witness
@@ -194,7 +148,7 @@ def storage_use_count(storage: torch.UntypedStorage) -> int:
 
 
 def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether calling the module runs code that `torch.compile` made: a dispatch mode around it would end that for good."""
+    """Whether calling the module runs code that `torch.compile` made."""
     if getattr(module, "_compiled_call_impl", None) is not None:
         return True
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
@@ -238,45 +192,6 @@ def skipped_by_dynamo(function: Any) -> Any:
     return function
 
 
-def dispatch_modes() -> list[TorchDispatchMode]:
-    """The dispatch modes that are active on this thread, outermost first."""
-    return _get_current_dispatch_mode_stack()
-
-
-def modes_deep() -> int:
-    """How many dispatch modes are active on this thread."""
-    return torch._C._len_torch_dispatch_stack()
-
-
-def top_mode() -> TorchDispatchMode | None:
-    """The innermost dispatch mode of this thread."""
-    count = torch._C._len_torch_dispatch_stack()
-    return torch._C._get_dispatch_stack_at(count - 1) if count else None  # type: ignore[return-value]
-
-
-def leave_top() -> int:
-    """Take the innermost dispatch mode off the stack; returns how many are left."""
-    _pop_mode()
-    return torch._C._len_torch_dispatch_stack()
-
-
-def leave_mode(mode: TorchDispatchMode) -> list[TorchDispatchMode]:
-    """Take ``mode`` and everything above it off the stack; returns what was taken, for `enter_modes`."""
-    taken: list[TorchDispatchMode] = []
-    while dispatch_modes():
-        top = _pop_mode()
-        taken.append(top)  # pyright: ignore
-        if top is mode:
-            break
-    return taken
-
-
-def enter_modes(taken: list[TorchDispatchMode]) -> None:
-    """Put back what `leave_mode` took."""
-    for mode in reversed(taken):
-        _push_mode(mode)
-
-
 def at_backward_end(callback: Callable[[], None]) -> None:
     """Call ``callback`` when the backward that runs on this thread has ended; an error that it raises leaves that backward."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
@@ -289,7 +204,6 @@ def fake_mode() -> FakeTensorMode:
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     mode._allow_unsafe_data_ptr_access = False
-    mode._lowtide_traces = True  # type: ignore[attr-defined]
     return mode
 
 
@@ -298,71 +212,9 @@ def is_fake_of(item: object, mode: FakeTensorMode) -> bool:
     return issubclass(type(item), FakeTensor) and item.fake_mode is mode  # type: ignore[attr-defined]
 
 
-def is_traced(item: object) -> bool:
-    """Whether ``item`` is a fake tensor of a mode that `fake_mode` made."""
-    return issubclass(type(item), FakeTensor) and hasattr(item.fake_mode, "_lowtide_traces")  # type: ignore[attr-defined]
-
-
-def set_fake_data(tensor: torch.Tensor, data: torch.Tensor) -> None:
-    """``tensor.data = data`` for fake tensors, which keep their device elsewhere."""
-    tensor.data = data
-    tensor.fake_device = data.fake_device  # type: ignore[attr-defined]
-
-
-class _ToldOtherwise(type(FakeTensor)):
-    """Asked for instances, its class knows all fake tensors but those that are traced."""
-
-    def __instancecheck__(cls, instance: object) -> bool:
-        return isinstance(instance, FakeTensor) and not is_traced(instance)
-
-    def __subclasscheck__(cls, subclass: type) -> bool:
-        return issubclass(subclass, FakeTensor)
-
-
-class _Untold(FakeTensor, metaclass=_ToldOtherwise):
-    """What stands for the class of fake tensors while a trace runs. Who imports it then may go on using it."""
-
-
-@contextmanager
-def fakes_untold() -> Iterator[None]:
-    """For everybody but PyTorch itself, no tensor that is traced is of ``torch._subclasses.FakeTensor``."""
-
-    def asked(name: str) -> Any:
-        if name != "FakeTensor":
-            raise AttributeError(f"module {package.__name__!r} has no attribute {name!r}")
-        own = sys._getframe(1).f_globals.get("__name__", "").partition(".")[0] == "torch"
-        return FakeTensor if own else _Untold
-
-    package = torch._subclasses
-    package.__getattr__ = asked  # type: ignore[method-assign]
-    del package.FakeTensor
-    try:
-        yield
-    finally:
-        package.FakeTensor = FakeTensor  # type: ignore[misc]
-        del package.__getattr__
-
-
-@contextmanager
-def fake_errors_untold() -> Iterator[None]:
-    """What fake tensors cannot follow is an answer here, not a failure to be logged with its stack."""
-    logger = logging.getLogger(FakeTensorMode.__module__)
-    before = logger.disabled
-    logger.disabled = True
-    try:
-        yield
-    finally:
-        logger.disabled = before
-
-
 def without_fake_mode() -> AbstractContextManager[object]:
     """Operations in the block see no fake tensor mode, whatever is active outside."""
     return unset_fake_temporarily()
-
-
-def own_backend() -> str:
-    """The name of the device type that is kept for backends outside PyTorch."""
-    return torch._C._get_privateuse1_backend_name()
 
 
 def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
@@ -374,9 +226,37 @@ def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
 
 def is_given_up(tensor: torch.Tensor) -> bool:
     """Whether a recomputing scope around this code brings ``tensor`` back for anyone who saves it, so that saving it costs nothing."""
-    return any(mode.gives_up(tensor) for mode in dispatch_modes() if hasattr(mode, "gives_up"))  # type: ignore[attr-defined]
+    return any(one.gives_up(tensor) for one in watchers() if hasattr(one, "gives_up"))
+
+
+def watchers() -> list[Any]:
+    """Who sees this thread's operations: the interceptors, then the dispatch modes (a trace on fake tensors is one), outermost first."""
+    return [*interceptors(), *_get_current_dispatch_mode_stack()]
+
+
+def is_fake_mode_active() -> bool:
+    """Whether operations of this thread make fake tensors."""
+    return any(isinstance(mode, FakeTensorMode) for mode in _get_current_dispatch_mode_stack())
+
+
+def is_fake(tensor: torch.Tensor) -> bool:
+    """Whether a tensor has no content to look at."""
+    return isinstance(tensor, FakeTensor)
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Raise where a tensor of one boolean is false: on a GPU without waiting for it, as a failed device-side assertion."""
+    torch._assert_async(condition, message)  # pyright: ignore
+
+
+def without_torch_function() -> AbstractContextManager[object]:
+    """Calls in the block take tensor subclasses for plain tensors: no ``__torch_function__`` is asked."""
+    return torch._C.DisableTorchFunctionSubclass()
 
 
 def without_modes() -> AbstractContextManager[object]:
-    """Operations in the block are seen by no dispatch mode: neither recorded nor made fake."""
-    return _disable_current_modes()
+    """Operations in the block are seen by nobody: neither recorded nor made fake."""
+    stack = ExitStack()
+    stack.enter_context(_disable_current_modes())
+    stack.enter_context(unseen())  # pyright: ignore
+    return stack

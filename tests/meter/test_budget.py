@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import pickle
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from lowtide.budget import format_bytes, parse
+from lowtide import budget as budgets
+from lowtide.budget import format_bytes, parse, resolve, rounded_up, too_small
 from lowtide.errors import BudgetError
+from lowtide.meter.machine import free_main_memory
 
 
 @pytest.mark.parametrize(
@@ -68,3 +73,112 @@ def test_malformed_budgets_quote_the_text_and_list_the_forms(text: Any) -> None:
 )
 def test_format_bytes(count: int, expected: str) -> None:
     assert format_bytes(count) == expected
+
+
+GIB = 1 << 30
+PARTS = {"parameters": 6 * GIB, "gradients": 6 * GIB, "optimizer state": 12 * GIB, "least activations": 2 * GIB}
+
+
+@pytest.mark.parametrize("word", ["min", " MIN "])
+def test_min_is_the_smallest_with_room_for_what_no_trace_shows(word: str) -> None:
+    asked: list[int] = []
+
+    def smallest() -> int:
+        asked.append(1)
+        return 400_000
+
+    assert resolve("60%", 1000, smallest) == 600 and not asked, "a search that nobody needs is not made"
+    found = resolve(word, None, smallest)
+    assert 400_000 < found <= 400_500 and found - budgets.slack_bytes(found) >= 400_000
+    assert resolve(word, None, 10 * GIB) == 10 * GIB + budgets.SLACK_BYTES
+    with pytest.raises(BudgetError, match="'min' is the smallest that works, which is not known here"):
+        resolve(word)
+
+
+def test_auto_is_what_the_device_has_less_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: 10 * GIB)
+    assert resolve("auto") == 9 * GIB
+    assert resolve("auto", standing_bytes=10 * GIB) == 18 * GIB, "what stands is counted by the budget, and is not free"
+    monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: GIB)
+    assert resolve("auto") == GIB - budgets.RESERVE_BYTES
+    monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: 1 << 20)
+    with pytest.raises(BudgetError, match=r"leaves 256 MiB .* in reserve, and 1 MiB are free"):
+        resolve("auto")
+    monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: None)
+    with pytest.raises(BudgetError, match="the system does not say: give bytes"):
+        resolve("auto")
+
+
+def test_auto_counts_what_the_cuda_allocator_holds(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (6 * GIB, 80 * GIB))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 4 * GIB)
+    assert resolve("auto", device="cuda:1", standing_bytes=GIB) == 9 * GIB
+
+
+def machine(root: Path, files: dict[str, str]) -> Path:
+    for name, text in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(text)
+    return root
+
+
+def test_main_memory_is_what_the_system_and_every_control_group_leave(tmp_path: Path) -> None:
+    files = {"proc/meminfo": "MemTotal: 900 kB\nMemAvailable:   500 kB\n"}
+    assert free_main_memory(machine(tmp_path, files)) == 500 * 1024
+    inner, outer = "sys/fs/cgroup/pods/mine", "sys/fs/cgroup/pods"
+    files |= {"proc/self/cgroup": "0::/pods/mine\n", f"{inner}/memory.max": "max\n", f"{inner}/memory.current": "9000\n"}
+    assert free_main_memory(machine(tmp_path, files)) == 500 * 1024
+    files |= {f"{outer}/memory.max": "100000\n", f"{outer}/memory.current": "60000\n", f"{outer}/memory.stat": "inactive_file 5000\n"}
+    assert free_main_memory(machine(tmp_path, files)) == 45_000
+    old = "sys/fs/cgroup/memory/job"
+    files |= {"proc/self/cgroup": "4:memory:/job\n0::/\n", f"{old}/memory.limit_in_bytes": "30000\n"}
+    files |= {f"{old}/memory.usage_in_bytes": "10000\n", f"{old}/memory.stat": "total_inactive_file 0\n"}
+    assert free_main_memory(machine(tmp_path, files)) == 20_000
+
+
+def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:
+    error = too_small(25 * GIB, 26 * GIB + 1, PARTS, plain_peak_bytes=52 * GIB, detail="At its peak stands the loss.")
+    assert str(error).splitlines() == [
+        "the budget of 25.0 GiB is too small: parameters 6.0, gradients 6.0, optimizer state 12.0, least activations 2.0 take 26.0 GiB",
+        "What to do, any one of these:",
+        "  - give a budget of 26.01GiB or more (27917287425 bytes, 50.1% of the plain step's peak), the smallest that works",
+        "  - make the batch or the sequences at least 51 % smaller",
+        "  - keep 9% or more of the optimizer's state on the host: lowtide.optim.HostOptimizer(..., host_fraction=0.09)",
+        "At its peak stands the loss.",
+    ]
+    assert (error.budget_bytes, error.smallest_bytes, error.parts) == (25 * GIB, 26 * GIB + 1, PARTS)
+    twin = pickle.loads(pickle.dumps(error))
+    assert str(twin) == str(error) and twin.parts == error.parts, "ranks tell each other"
+
+
+def test_only_what_helps_is_proposed() -> None:
+    def remedies(missing: int, **parts: int) -> str:
+        known = {budgets.PARAMETERS: 6 * GIB, **parts}
+        return "\n".join(too_small(sum(known.values()) - missing, sum(known.values()), known).remedies)
+
+    loss, activations, state = ({name: 2 * GIB} for name in (budgets.LOSS, budgets.ACTIVATIONS, budgets.STATE))
+    assert "chunks" in remedies(GIB, **loss) and "chunks" not in remedies(GIB, **activations)
+    assert "batch" in remedies(GIB, **activations) and "make the batch" not in remedies(3 * GIB, **activations)
+    assert "host_fraction=0.5" in remedies(GIB, **state) and "HostOptimizer" not in remedies(3 * GIB, **state)
+    assert "share the model among devices" in remedies(3 * GIB, **activations)
+    policy = too_small(GIB, 2 * GIB, {budgets.PARAMETERS: 2 * GIB}, policy="full")
+    assert "for the policy 'full'" in str(policy) and "use the policy 'optimal'" in str(policy)
+
+
+@pytest.mark.parametrize(
+    ("budget", "needed", "said"),
+    [
+        (4 << 20, 6 << 20, "budget of 4.0 MiB is too small: parameters 6.0 take 6.0 MiB"),
+        (1 << 10, 6 << 20, "budget of 1 KiB is too small"),
+        (600 << 20, 2 << 30, "budget of 0.6 GiB is too small: parameters 2.0 take 2.0 GiB"),
+        ((6 << 20) - 40_000, 6 << 20, "budget of 5.96 MiB is too small: parameters 6.00 take 6.00 MiB"),
+        (100, 2000, "budget of 100 B is too small: parameters 2.0 take 2.0 KiB"),
+    ],
+)
+def test_units_fit_the_size_and_digits_tell_the_two_apart(budget: int, needed: int, said: str) -> None:
+    assert said in str(too_small(budget, needed, {"parameters": needed}))
+
+
+@pytest.mark.parametrize("count", [1, 1023, 1024, 5_067_477, (6 << 20) + 1, 12_345_678_901])
+def test_a_budget_that_is_proposed_is_enough(count: int) -> None:
+    assert count <= parse(rounded_up(count)) <= 1.01 * count + 1024

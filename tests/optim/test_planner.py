@@ -71,7 +71,7 @@ def test_a_budget_that_recomputing_alone_cannot_meet() -> None:
     plain = torch.optim.AdamW(plain_model.parameters(), fused=True)
     handle = lowtide.limit_memory(plain_model, budget, optimizer=plain)
     with pytest.raises(lowtide.BudgetError):
-        plain_model(x)
+        plain_model(x).backward()
     handle.remove()
     optimizer = HostOptimizer(torch.optim.AdamW, model.parameters(), host_fraction="auto", host="disk")
     handle = lowtide.limit_memory(model, budget, optimizer=optimizer)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.models.gpt import Block
 from lowtide.models.presets import ModelConfig
 from lowtide.models.shared import Sharing
+from lowtide.trace.fake_tracer import Tracer
 
 # Table 3: heads, width, micro-batch size; the sequence is 2048 in all of them.
 MODELS = {"22B": (64, 6144, 4), "175B": (96, 12288, 1), "530B": (128, 20480, 1), "1T": (160, 25600, 1)}
@@ -73,6 +74,50 @@ class Storages(TorchDispatchMode):
         excepted = {tensor.untyped_storage()._cdata for tensor in apart}
         found = {key: reference() for key, reference in list(self.alive.items())}
         return sum(storage.nbytes() for key, storage in found.items() if storage is not None and key not in excepted)
+
+
+class ScopedTrace(Tracer):
+    """A trace that knows which operations ran in a checkpointing scope."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__(model)
+        self.scoped: set[int] = set()
+
+    @contextmanager
+    def region(self, director: Any) -> Iterator[None]:
+        """Note which operations run in it."""
+        start = len(self.operations)
+        with super().region(director):
+            yield
+        self.scoped.update(range(start, len(self.operations)))
+
+    def kept_storages(self) -> set[int]:
+        """Storages that stay for backward: of saved values that no scope gives up, and those from outside the scopes that the replay of
+        the others reads."""
+        stay = {saved["value"] for saved in self.saved if not saved["forced"]}
+        open_, replayed = [saved["value"] for saved in self.saved if saved["forced"]], set()
+        while open_:
+            value = open_.pop()
+            producer = self.values[value]["producer"]
+            if producer not in self.scoped or value in stay:
+                stay.add(value)
+            elif producer not in replayed:
+                replayed.add(producer)
+                open_ += self.operations[producer]["reads"]
+        return {self.values[value]["storage"] for value in stay}
+
+
+def traced_bytes(module: nn.Module, x: Tensor) -> int:
+    """As `kept_bytes`, of fake tensors, by a trace that knows what checkpointing scopes give up."""
+    tracer = ScopedTrace(module)
+    with tracer.recording():
+        out = module(x)
+        kept = tracer.kept_storages()
+        apart = {tracer.known(out), tracer.known(x)}
+        tracer.closed = True
+    assert out.requires_grad
+    made = [tracer.storages[number] for number in kept - apart]
+    return sum(storage["bytes"] for storage in made if storage["kind"] != "parameter") + x.untyped_storage().nbytes()
 
 
 def layer(heads: int, width: int, row: Row, group: Any) -> nn.Module:

@@ -52,11 +52,11 @@ class Collectives(TorchDispatchMode):
 class Pair(nn.Module):
     """Norm, column-parallel, GELU, row-parallel, as an MLP has them."""
 
-    def __init__(self, sequence: int | None, columns: int = 1) -> None:
+    def __init__(self, sequence: int | None, columns: int = 1, **linear: Any) -> None:
         super().__init__()
         torch.manual_seed(0)
         sp: dict[str, Any] = {"sequence_parallel_enabled": sequence is not None}
-        both = {**sp, "sequence_dimension": sequence}
+        both = {**sp, "sequence_dimension": sequence, **linear}
         self.norm = lp.LayerNorm(WIDTH, **sp)
         self.ups = nn.ModuleList(lp.ColumnParallelLinear(WIDTH, 4 * WIDTH, gather_output=False, **both) for _ in range(columns))
         self.down = lp.RowParallelLinear(4 * WIDTH, WIDTH, input_is_parallel=True, **both)
@@ -130,6 +130,27 @@ def test_transfers_run_beside_products() -> None:
             order = found[name][2]
             assert order == ["AG", "wait", "mm", "mm", "AG", "mm", "RS", "wait", "mm", "wait"], order
         assert found["tensor"][2] == ["mm", "mm", "mm", "AR", "mm", "wait"]
+
+
+def narrow(sequence: int | None, **linear: Any) -> int:
+    """Bytes that a pair in bfloat16 moves."""
+    pair = Pair(sequence, dtype=torch.bfloat16, **linear).to(torch.bfloat16)
+    length = SEQUENCE if sequence is None else SEQUENCE // torch.distributed.get_world_size()
+    with Collectives() as seen:
+        pair(torch.randn(length, BATCH, WIDTH, dtype=torch.bfloat16, requires_grad=True)).sum().backward()
+    return seen.moved
+
+
+def narrow_counts() -> list[int]:
+    own = {"reduce_dtype": torch.bfloat16}
+    return [narrow(None), narrow(0), narrow(None, **own), narrow(0, **own)]
+
+
+def test_bytes_of_a_pair_in_bfloat16() -> None:
+    """Sums travel in float32 unless ``reduce_dtype`` says otherwise, gathers as they are."""
+    for found in on_ranks(2, narrow_counts):
+        sent = WHOLE // 2 // 2  # an activation in bfloat16, in a ring of two
+        assert found == [8 * sent, 7 * sent, 4 * sent, 5 * sent]
 
 
 def layers(family: str, scope: bool) -> tuple[dict[str, int], dict[str, int]]:

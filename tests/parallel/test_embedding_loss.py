@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -195,3 +196,23 @@ def test_errors_say_what_was_given() -> None:
     for messages in on_ranks(2, bad_tokens):
         words = ("12", "12", "(2, 6)", "13", "label_smoothing=1.0", "'none'", "(2,)")
         assert len(messages) == len(words) and all(word in message for word, message in zip(words, messages, strict=True))
+
+
+def elsewhere() -> bool:
+    """Where looking would wait for the device, an assertion is left to it; on the CPU that raises at once."""
+    layer = lp.ParallelEmbedding(12, 8)
+    logits = torch.zeros(2, 6)
+    for look in (True, False):
+        with patch("lowtide.parallel.vocabulary._looks_freely", lambda tokens, look=look: look):
+            expected = lp.ParallelError if look else RuntimeError
+            layer(torch.tensor([0, 11]))
+            lp.parallel_cross_entropy(logits, torch.tensor([11, -100]))
+            with pytest.raises(expected, match=r"token.* is not of the vocabulary of 12"):
+                layer(torch.tensor([3, 12]))
+            with pytest.raises(expected, match=r"target.* is not of the vocabulary of 12; targets that do not count are -100"):
+                lp.parallel_cross_entropy(logits, torch.tensor([-1, 3]))
+    return True
+
+
+def test_tokens_outside_the_vocabulary_raise_on_every_device() -> None:
+    assert all(on_ranks(2, elsewhere))

@@ -215,3 +215,34 @@ def own_plan() -> float:
 
 def test_a_plan_of_ones_own() -> None:
     assert all(difference < 1e-6 for difference in on_ranks(2, own_plan))
+
+
+class Forgetful(nn.Module):
+    """Hands its column-parallel layer something that it made of its input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(self.up(x * 1.0).relu())
+
+
+def forgetful() -> bool:
+    plan = {"layers.*.up": "colwise", "layers.*.down": "rowwise"}
+    for sequence_parallel in (True, False):
+        torch.manual_seed(0)
+        model: Any = nn.ModuleDict({"layers": nn.ModuleList([Forgetful()])})
+        expected = model["layers"][0](torch.ones(2, 4, 8))
+        lp.parallelize(model, dist.group.WORLD, sequence_parallel, plan=plan)
+        with warnings.catch_warnings(record=True) as said:
+            warnings.simplefilter("always")
+            found = model["layers"][0](torch.ones(2, 4, 8))
+        assert torch.allclose(found, expected, atol=1e-6)
+        texts = [str(warning.message) for warning in said if issubclass(warning.category, lp.ParallelWarning)]
+        assert bool(texts) == sequence_parallel and all("the whole sequence is saved" in text for text in texts)
+    return True
+
+
+def test_a_layer_called_with_what_has_forgotten_its_shard_says_so() -> None:
+    assert all(on_ranks(2, forgetful))

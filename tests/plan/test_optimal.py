@@ -18,6 +18,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan import Plan, policies
 from lowtide.plan.bound import lower_bound
 from lowtide.plan.build import close
+from lowtide.plan.front import Known
 from lowtide.plan.optimal import Planner, hopeless, optimal, planner_of
 from lowtide.plan.segment import distinct_answers
 from lowtide.plan.simulate import Simulator
@@ -113,6 +114,24 @@ def test_smallest_budget_is_below_per_block_checkpointing(gpt: StepGraph):
     assert "h." in str(error.value)
 
 
+def test_what_stands_at_the_peak_of_a_refusal_adds_up_to_the_smallest_budget(gpt: StepGraph):
+    with pytest.raises(BudgetError) as error:
+        optimal(gpt, gpt.resident_bytes)
+    parts, smallest = error.value.parts, error.value.smallest_bytes
+    assert sum(parts.values()) == smallest and error.value.budget_bytes == gpt.resident_bytes
+    assert parts["parameters"] == sum(s.bytes for s in gpt.storages if s.kind == "parameter")
+    assert parts["least activations"] > 0
+
+
+@pytest.mark.parametrize("policy", ["optimal", "full"])
+def test_min_is_the_least_that_a_policy_can(gpt: StepGraph, policy: str):
+    plan = lowtide.plan.make(gpt, "min", policy)
+    assert plan.budget_bytes is not None
+    assert plan.predicted_peak_bytes <= plan.budget_bytes <= 1.002 * plan.predicted_peak_bytes
+    with pytest.raises(BudgetError):
+        lowtide.plan.make(gpt, int(0.99 * plan.predicted_peak_bytes), policy)
+
+
 def test_the_same_graph_gets_the_same_plan(gpt: StepGraph):
     budget = int(0.5 * Simulator(gpt).plain_peak)
     assert optimal(gpt, budget).to_json() == optimal(StepGraph.from_json(gpt.to_json()), budget).to_json()
@@ -138,8 +157,9 @@ def test_planning_is_quick():
 
 def test_many_layers_do_not_cost_as_many_times():
     small, large = transformer(12), transformer(48)
-    a, b = Planner(small), Planner(large)
-    assert b.master.evaluations <= a.master.evaluations
+    a, b = Planner(small, Known()), Planner(large, Known())
+    assert a.master and b.master
+    assert b.known.configurations <= a.known.configurations
     assert len(b.stages) > 3.5 * len(a.stages)
 
 
@@ -209,3 +229,13 @@ def test_what_the_bound_rules_out_is_told_without_a_search() -> None:
         optimal(graph, least - 1)
     assert "master" not in vars(planner), "the least memory is searched for by bytes alone"
     assert refusal.value.smallest_bytes is not None and not hopeless(graph, refusal.value.smallest_bytes)
+
+
+def test_what_steps_took_stands_beside_the_forecast(gpt: StepGraph):
+    plan = lowtide.plan.make(gpt, int(0.5 * Simulator(gpt).plain_peak))
+    assert plan.calibrated_extra is None and "calibrated" not in str(plan) and "forecast" in str(plan)
+    later = plan.calibrated(2.0, 0.5)
+    assert (later.plain_seconds, later.predicted_extra_seconds) == (plan.plain_seconds, plan.predicted_extra_seconds)
+    assert (later.predicted_extra, later.calibrated_extra) == (plan.predicted_extra, 0.25)
+    assert "2000.00 ms plain + 500.00 ms (+25.00 %), calibrated by steps" in str(later)
+    assert Plan.from_json(later.to_json()) == later and later.gap == plan.gap

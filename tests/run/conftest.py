@@ -81,7 +81,7 @@ class Twins:
             self.step(run, seed=seed, **options)
         assert self.handle.plan is not None
         assert bool(self.handle.plan.replayed) is replayed
-        assert all(planned.departed == 0 for planned in self.handle._limiter.plans.values())
+        assert all(not kind.look_again for kind in self.handle._limiter.kinds.values())
         return self.handle
 
 
@@ -106,8 +106,8 @@ def same() -> Callable[..., bool]:
 @pytest.fixture(autouse=True)
 def nothing_left() -> Any:
     """Whatever a test does, no dispatch mode and no saved-tensor hooks are left on this thread."""
-    from lowtide import private
+    from lowtide.interception import interceptors
 
     yield
-    assert private.dispatch_modes() == []
+    assert interceptors() == []
     assert torch._C._autograd._top_saved_tensors_default_hooks(False) is None

@@ -127,8 +127,8 @@ def ddp(rank: int) -> None:
         assert equal(expected, train(Wrap(inner, **options), rank)), options
 
 
-def ddp_traced_for_real(rank: int) -> None:
-    """A model that looks at its numbers runs a forward more, one that asks for an address a step: of neither must the reducer hear."""
+def ddp_by_value(rank: int) -> None:
+    """Models that look at their numbers or ask for an address: the first step is an ordinary one, and the reducer hears of it once."""
     from torch.nn.parallel import DistributedDataParallel as Wrap
 
     class Looks(Model):
@@ -141,7 +141,7 @@ def ddp_traced_for_real(rank: int) -> None:
             loss = super().forward(tokens)
             return loss if loss.data_ptr() else loss * 0
 
-    for kind, source in ((Looks, "fake"), (Locates, "real")):
+    for kind in (Looks, Locates):
 
         def make(kind: type[Model] = kind) -> Model:
             torch.manual_seed(0)
@@ -151,7 +151,7 @@ def ddp_traced_for_real(rank: int) -> None:
         model = make()
         handle = lowtide.limit_memory(model, policy="full")
         assert equal(expected, train(Wrap(model), rank))
-        assert handle.plan is not None and handle.plan.replayed and handle.graph.source == source
+        assert handle.plan is not None and handle.plan.replayed
 
 
 def ddp_no_sync(rank: int) -> None:
@@ -232,7 +232,7 @@ def fsdp_scopes(rank: int) -> None:
     assert equal(expected, train(sharded(with_scopes()), rank))
 
 
-@pytest.mark.parametrize("body", [ddp, ddp_traced_for_real, ddp_no_sync], ids=lambda f: f.__name__)
+@pytest.mark.parametrize("body", [ddp, ddp_by_value, ddp_no_sync], ids=lambda f: f.__name__)
 def test_data_parallel(body: Any, tmp_path: Path) -> None:
     on_two_processes(body, tmp_path)
 

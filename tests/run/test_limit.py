@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
 import io
 import pickle
@@ -18,7 +19,8 @@ from small_model import N, Small, batch, needs_meter, small
 from torch import nn
 
 import lowtide
-from lowtide import BudgetError, LowtideWarning, PlanError, private
+from lowtide import BudgetError, LowtideWarning, PlanError
+from lowtide.interception import interceptors
 from lowtide.meter import measure, resident_bytes
 
 # ---- arguments and errors ---------------------------------------------------------------------------------------------------------------
@@ -43,23 +45,27 @@ def test_arguments_that_mean_nothing(arguments: dict[str, Any]) -> None:
         lowtide.limit_memory(small())
 
 
-def test_limiting_twice() -> None:
+def test_a_second_limit_replaces_the_first() -> None:
     model = small()
-    handle = lowtide.limit_memory(model, "90%")
-    with pytest.raises(PlanError, match="limited already"):
-        lowtide.limit_memory(model, "80%")
-    handle.remove()
-    lowtide.limit_memory(model, "80%").remove()
+    first = lowtide.limit_memory(model, policy="full")
+    second = lowtide.limit_memory(model, "80%")
+    model(batch()).backward()
+    assert first.plan is None and second.plan is not None and second.plan.budget_bytes is not None
+    first.remove()  # does nothing any more
+    assert "forward" in model.__dict__
+    second.remove()
+    assert "forward" not in model.__dict__
 
 
 def test_too_small_a_share_names_the_smallest_and_that_works() -> None:
     model, x = small(width=64), batch(64, 64)
     handle = lowtide.limit_memory(model, "0.1%")
     with pytest.raises(BudgetError, match=r"bytes, ([0-9.]+%) of the plain step's peak") as caught:
-        model(x)
+        model(x).sum().backward()
     found = re.search(r"bytes, ([0-9.]+%) of", str(caught.value))
     assert found is not None
     handle.remove()
+    model.zero_grad()
     handle = lowtide.limit_memory(model, found[1])
     model(x).sum().backward()
     assert handle.plan.predicted_peak_bytes <= caught.value.smallest_bytes * 1.01
@@ -71,22 +77,26 @@ def test_too_small_a_budget_names_the_smallest_and_that_works(same: Any) -> None
     x = batch(64, 64)
     handle = lowtide.limit_memory(model, "1KiB")
     with pytest.raises(BudgetError, match="smallest") as caught:
-        model(x)
+        model(x).backward()
     least = caught.value.smallest_bytes
     assert least is not None and least > 1024
     assert any(word in str(caught.value) for word in ("layers.", "module")), "says where the peak stands"
+    model.zero_grad()
     with pytest.raises(BudgetError):  # it is refused again
-        model(x)
-    assert model.layers[0][1].weight.grad is None
+        model(x).backward()
+    model.zero_grad()
+    with pytest.raises(BudgetError):
+        handle.prepare(x)
+    assert model.layers[0][1].weight.grad is None, "nothing is left of a step that only planned"
     handle.remove()
     refused = copy.deepcopy(model)
     lowtide.limit_memory(refused, least - 4096)
     with pytest.raises(BudgetError):
-        refused(x)
+        refused(x).backward()
     handle = lowtide.limit_memory(model, least)
     handle.prepare(x)
     standing = sum(p.nbytes for p in model.parameters()) + x.nbytes
-    for _ in range(4):  # the first one, which verifies, too
+    for _ in range(4):
         model.zero_grad()
         handle.prepare(x)  # if it has to plan again, it does so outside the meter
         assert standing + measure(lambda: model(x).backward()).peak_bytes <= least
@@ -96,10 +106,11 @@ def test_too_small_a_budget_names_the_smallest_and_that_works(same: Any) -> None
 def test_a_budget_that_does_not_hold_the_optimizer() -> None:
     model = small()
     optimizer = torch.optim.AdamW(model.parameters())
-    lowtide.limit_memory(model, resident_bytes(model) * 2, optimizer=optimizer)
+    parameters = resident_bytes(model)
+    lowtide.limit_memory(model, parameters * 2, optimizer=optimizer)
     with pytest.raises(BudgetError, match=r"optimizer\.step") as caught:
-        model(batch())
-    assert caught.value.smallest_bytes >= 4 * resident_bytes(model)
+        model(batch()).backward()
+    assert caught.value.smallest_bytes >= 4 * parameters
 
 
 # ---- the handle -------------------------------------------------------------------------------------------------------------------------
@@ -259,7 +270,7 @@ def test_copies_train_on_their_own(twins: Any, same: Any, twin_of: Any, ran: boo
         model.zero_grad()
     twin = twin_of(model)
     limiter, own = twin.__dict__["forward"], model.__dict__["forward"]
-    assert limiter is not own and limiter.model is twin and limiter.plans == {}
+    assert limiter is not own and limiter.model is twin and limiter.kinds == {}
     results = []
     for one in (model, twin):
         torch.manual_seed(0)
@@ -317,4 +328,28 @@ def test_looking_at_saved_tensors_outside_backward(everything: Any) -> None:
         assert "Sigmoid" in type(node).__name__
         assert node._saved_result.shape == (100, N)
         y.sum().backward()
-    assert private.dispatch_modes() == []
+    assert interceptors() == []
+
+
+def test_a_first_backward_that_fails_leaves_nothing() -> None:
+    """Nobody calls back when a backward fails: the step is over when its graph goes, or when the next one begins."""
+
+    def fails(_: torch.Tensor) -> None:
+        raise KeyError("mine")
+
+    model = small()
+    handle = lowtide.limit_memory(model, policy="full")
+    x = batch().requires_grad_()
+    hook = x.register_hook(fails)
+    for keeps in (False, True):
+        loss = model(x)
+        with pytest.raises(KeyError, match="mine"):
+            loss.backward()
+        if not keeps:
+            del loss
+            gc.collect()  # the error's traceback held the loss
+            assert interceptors() == []
+    hook.remove()
+    model.zero_grad()
+    model(x).backward()
+    assert interceptors() == [] and handle.plan is not None

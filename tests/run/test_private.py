@@ -11,7 +11,8 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide import private
+from lowtide import interception, private
+from lowtide.interception import Interceptor, proceed
 
 
 class Counts(TorchDispatchMode):
@@ -143,7 +144,6 @@ def test_has_kernel() -> None:
     assert not private.has_kernel(aten.mul.out, "hpu")
 
 
-@pytest.mark.skipif(not hasattr(private, "storage_use_count"), reason="not used")
 def test_storage_use_count() -> None:
     x = torch.ones(4)
     storage = x.untyped_storage()
@@ -254,31 +254,6 @@ def test_a_mode_that_ignores_compile_internals_leaves_compiled_calls_compiled() 
     assert backend.compiled == 1
 
 
-def test_modes_can_be_left_and_entered_again() -> None:
-    outer, middle, inner = Counts(), Counts(), Counts()
-    with outer, middle, inner:
-        assert private.dispatch_modes() == [outer, middle, inner]
-        assert private.top_mode() is inner and private.modes_deep() == 3
-        assert private.leave_top() == 2
-        assert private.dispatch_modes() == [outer, middle]
-        private.enter_modes([inner])
-        taken = private.leave_mode(middle)
-        assert private.dispatch_modes() == [outer]
-        torch.ones(1)
-        private.enter_modes(taken)
-        assert private.dispatch_modes() == [outer, middle, inner]
-        torch.ones(2)
-    assert private.dispatch_modes() == [] and private.top_mode() is None
-    assert len(outer.names) == 2 * len(inner.names) == 2 * len(middle.names)
-
-
-def test_leaving_a_mode_that_is_not_there_leaves_none_behind() -> None:
-    mode = Counts()
-    with mode:
-        private.enter_modes(private.leave_mode(Counts()))
-        assert private.dispatch_modes() == [mode]
-
-
 def test_at_backward_end() -> None:
     order: list[str] = []
     x = torch.ones(2, requires_grad=True)
@@ -357,16 +332,6 @@ def test_an_unseen_alias_is_not_dispatched() -> None:
     assert alias._version == y._version
 
 
-def test_fake_errors_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
-    from torch._subclasses import fake_tensor
-
-    before = fake_tensor.log.disabled
-    with private.fake_errors_untold():
-        fake_tensor.log.error("a stack that nobody asked for")
-    assert not caplog.records
-    assert fake_tensor.log.disabled is before
-
-
 def test_waiting_for_a_collective_on_fake_tensors_makes_no_copy() -> None:
     with private.fake_mode():
         fake = torch.ones(3)
@@ -375,19 +340,92 @@ def test_waiting_for_a_collective_on_fake_tensors_makes_no_copy() -> None:
     assert torch.equal(private.wait_for_collective(real), real)
 
 
-def test_is_given_up_asks_the_modes() -> None:
-    class Giving(TorchDispatchMode):
+def test_is_given_up_asks_the_interceptors() -> None:
+    class Giving(Interceptor):
         def gives_up(self, tensor: torch.Tensor) -> bool:
             return tensor.numel() > 1
 
-        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            return func(*args, **(kwargs or {}))
+        def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return proceed(func, args, kwargs)
 
     one, two = torch.ones(1), torch.ones(2)
     assert not private.is_given_up(two)
     with Giving():
         assert private.is_given_up(two)
         assert not private.is_given_up(one)
+
+
+def test_node_key_tells_whose_turn_it_is() -> None:
+    class Turns(Interceptor):
+        def __init__(self) -> None:
+            self.nodes: set[Any] = set()
+
+        def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.nodes.add(private.node_key())
+            return proceed(func, args, kwargs)
+
+    assert private.node_key() is None
+    x = torch.ones(3, requires_grad=True)
+    with Turns() as turns:
+        (x.sin() * x.cos()).sum().backward()
+    assert {key[0] for key in turns.nodes if key} >= {"SinBackward0", "CosBackward0", "MulBackward0"}
+
+
+def test_answers_itself_where_a_type_dispatches() -> None:
+    from torch.testing._internal.two_tensor import TwoTensor
+
+    assert private.answers_itself(TwoTensor(torch.ones(2), torch.ones(2))) and not private.answers_itself(torch.ones(2))
+
+
+def test_transformed_where_torch_func_or_a_trace_runs() -> None:
+    found: list[bool] = []
+
+    def f(x: torch.Tensor) -> torch.Tensor:
+        found.append(private.transformed())
+        return x.sum()
+
+    torch.func.grad(f)(torch.ones(3))
+    torch.vmap(f)(torch.ones(3, 2))
+    assert found == [True, True] and not private.transformed()
+
+
+def test_a_borrowed_storage_holds_nothing() -> None:
+    import weakref
+
+    x = torch.arange(4.0)
+    storage = weakref.ref(x.untyped_storage())
+    other = private.borrowed_storage(x.untyped_storage())
+    assert other.data_ptr() == x.data_ptr() and other.nbytes() == 16 and other._cdata != x.untyped_storage()._cdata
+    del x
+    assert storage() is None
+
+
+def test_a_fake_tensor_is_known() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        assert private.is_fake(torch.ones(1))
+    assert not private.is_fake(torch.ones(1))
+
+
+def test_an_assertion_on_the_device_raises() -> None:
+    private.assert_on_device(torch.tensor(True), "fine")
+    with pytest.raises(RuntimeError, match="not fine"):
+        private.assert_on_device(torch.tensor(False), "not fine")
+
+
+def test_without_torch_function_no_subclass_is_asked() -> None:
+    class Asked(torch.Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            raise AssertionError
+
+    x = torch.ones(2)
+    x.__class__ = Asked
+    with private.without_torch_function():
+        assert type(x + 1) is torch.Tensor
+    with pytest.raises(AssertionError):
+        x + 1
 
 
 def test_without_modes_nothing_is_seen() -> None:
@@ -412,15 +450,16 @@ def test_every_function_is_tested_here() -> None:
     assert [n for n in names if f"private.{n}" not in text] == []
 
 
-def test_private_interfaces_stay_in_one_place() -> None:
-    """The tape and the recorder take nothing private from PyTorch but through `lowtide.private`."""
+def test_private_interfaces_stay_in_their_places() -> None:
+    """What runs steps takes nothing private from PyTorch but through `lowtide.private` and `lowtide.interception`."""
     import re
 
-    run = Path(inspect.getfile(private)).parent / "run"
-    private_name = re.compile(r"torch\._C\.(?!_set_grad_enabled)|torch\._dynamo|torch\._functorch")
-    lines = [(file.name, line.strip()) for file in run.glob("*.py") for line in file.read_text().splitlines()]
-    found = [line for line in lines if private_name.search(line[1])]
-    assert found == []
+    package = Path(inspect.getfile(private)).parent
+    private_name = re.compile(r"torch\._C\.(?!_set_grad_enabled)|torch\._dynamo|torch\._functorch|torch\._dispatch")
+    files = [*package.glob("*.py"), *(package / "run").glob("*.py"), package / "trace" / "eager.py"]
+    lines = [(file.name, line.strip()) for file in files for line in file.read_text().splitlines()]
+    found = {name for name, line in lines if private_name.search(line)}
+    assert found == {Path(inspect.getfile(module)).name for module in (private, interception)}
 
 
 def test_is_fake_of_tells_whose_fake_it_is() -> None:
@@ -447,24 +486,19 @@ def test_the_storage_of_a_fake_is_of_the_meta_device_and_ends_with_it() -> None:
     assert all(watch() is None for watch in watches)
 
 
-def test_a_fake_tensor_takes_other_data() -> None:
-    mode = private.fake_mode()
-    tensor, data = mode.from_tensor(torch.ones(2)), mode.from_tensor(torch.ones(2, dtype=torch.float64))
-    private.set_fake_data(tensor, data)
-    assert tensor.dtype == torch.float64 and private.storage_key(tensor) == private.storage_key(data)
-    assert private.is_traced(tensor) and not private.is_traced(torch.ones(2))
+def test_watchers_are_interceptors_and_dispatch_modes() -> None:
+    class Passing(Interceptor):
+        def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return proceed(func, args, kwargs)
+
+    assert private.watchers() == []
+    with Passing() as passing, Counts() as counts:
+        assert private.watchers() == [passing, counts]
 
 
-def test_only_pytorch_is_told_what_is_fake() -> None:
-    fake, own = private.fake_mode().from_tensor(torch.ones(2)), torch._subclasses.FakeTensor
-    with private.fakes_untold():
-        assert not isinstance(fake, torch._subclasses.FakeTensor) and isinstance(fake, own)
-        assert torch._meta_registrations.device_hint(fake) == "cpu" and device_hint_elsewhere(fake) == "meta"
-        with pytest.raises(AttributeError, match="nothing"):
-            _ = torch._subclasses.nothing
-    assert torch._subclasses.FakeTensor is own and not hasattr(torch._subclasses, "__getattr__")
-    assert private.own_backend()
-
-
-def device_hint_elsewhere(tensor: torch.Tensor) -> str:
-    return "cpu" if isinstance(tensor, torch._subclasses.FakeTensor) else "meta"
+def test_is_fake_mode_active() -> None:
+    assert not private.is_fake_mode_active()
+    with private.fake_mode(), Counts():
+        assert private.is_fake_mode_active()
+        with private.without_fake_mode():
+            assert not private.is_fake_mode_active()

@@ -395,6 +395,7 @@ def test_overwritten_replay_source_raises() -> None:
 
     model, x = Adds(), batch()
     lowtide.limit_memory(model, policy=lambda graph, budget=None: make_everything(graph))
+    model(x).backward()
     for _ in range(2):
         loss = model(x)
         x.add_(1)
@@ -402,6 +403,27 @@ def test_overwritten_replay_source_raises() -> None:
             loss.backward()
     loss = model(x)
     loss.backward()  # and the next step is normal
+
+
+def test_a_source_that_every_step_overwrites_is_kept() -> None:
+    """The step that is looked at shows that the input of the addition is written to, so no plan replays from it."""
+
+    class Adds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.scale = nn.Parameter(torch.ones(N))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return ((x + 1) * self.scale).sum()
+
+    model, x = Adds(), batch()
+    lowtide.limit_memory(model, policy=lambda graph, budget=None: make_everything(graph))
+    for _ in range(3):
+        model.zero_grad()
+        loss, expected = model(x), (x + 1).sum(tuple(range(x.dim() - 1)))
+        x.add_(1)
+        loss.backward()
+        assert model.scale.grad is not None and torch.equal(model.scale.grad, expected)
 
 
 def make_everything(graph: Any) -> Any:

@@ -12,7 +12,7 @@ from function_model import N, batch, make
 from torch import nn
 
 import lowtide
-from lowtide import private
+from lowtide.interception import interceptors
 
 
 class Watched(nn.Module):
@@ -78,7 +78,7 @@ def test_a_failed_step_leaves_nothing_and_the_next_is_normal(twins: Any, fail: s
                 run(model).backward()
             model.fail = ""
             model.zero_grad()
-        assert private.dispatch_modes() == []
+        assert interceptors() == []
         assert alive(pair.limited) == alive(pair.plain) == 0
     finally:
         gc.enable()

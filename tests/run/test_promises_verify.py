@@ -266,7 +266,7 @@ def test_scope_digest_finds_a_nondeterministic_operation() -> None:
 
 def test_apply_verifies_its_first_step(same: Any, everything: Any) -> None:
     model = Behind(over_a_result)
-    plan = everything(lowtide.trace(lambda: model(batch()), real=True))
+    plan = everything(lowtide.trace(lambda: model(batch())))
     step = lowtide.apply(plan)
     with step:
         model(batch()).backward()

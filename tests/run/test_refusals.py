@@ -25,7 +25,7 @@ def test_a_refused_budget_is_one_error(policy: str | None) -> None:
     model = small()
     lowtide.limit_memory(model, "1KiB", policy=policy)
     with pytest.raises(BudgetError) as refused:
-        model(batch())
+        model(batch()).backward()
     assert refused.value.smallest_bytes is not None and not chained(refused.value)
 
 
@@ -85,9 +85,11 @@ def foreign() -> torch.Tensor:
 @pytest.mark.parametrize("loss_fn", [lambda _: torch.zeros((), requires_grad=True), lambda output: output.detach().sum() + foreign()])
 def test_a_loss_of_something_else_than_the_model_is_refused(loss_fn: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-    lowtide.limit_memory(model, "100%", loss_fn=loss_fn)
+    handle = lowtide.limit_memory(model, "100%", loss_fn=loss_fn)
     with pytest.raises(TraceError, match="loss_fn returned a tensor that does not depend on the model"):
-        model(torch.randn(50, 16))
+        handle.prepare(torch.randn(50, 16))
+    model(torch.randn(50, 16)).sum().backward()
+    assert handle.plan is not None, "to train, the loss that the caller computes is the one"
 
 
 @pytest.mark.parametrize(
@@ -102,8 +104,7 @@ def test_a_loss_of_something_else_than_the_model_is_refused(loss_fn: Any) -> Non
 def test_a_loss_that_reaches_the_model_by_any_way_is_taken(make: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     handle = lowtide.limit_memory(model, "200%", loss_fn=make(model))
-    model(torch.randn(50, 16)).sum().backward()
-    assert handle.plan is not None
+    assert handle.prepare(torch.randn(50, 16)) is not None and handle.plan is not None
 
 
 def test_a_model_without_parameters_to_train_says_that_it_is_not_limited() -> None:

@@ -10,8 +10,8 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
-from lowtide import private
 from lowtide.graph import StepGraph
+from lowtide.interception import interceptors
 from lowtide.plan.build import make_plan
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import Simulator
@@ -77,20 +77,20 @@ def heard(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """The dispatches of one step that go through the recorder."""
     model.zero_grad(set_to_none=True)
     names: list[str] = []
-    dispatch = Follower.__torch_dispatch__
+    operation = Follower.operation
 
-    def counting(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def counting(self: Any, func: Any, args: Any, kwargs: Any) -> Any:
         names.append(str(func))
-        return dispatch(self, func, types, args, kwargs)
+        return operation(self, func, args, kwargs)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Follower, "__torch_dispatch__", counting)
+        patch.setattr(Follower, "operation", counting)
         model(batch()).backward()
     return names
 
 
 def untouched(model: nn.Module) -> bool:
-    return private.dispatch_modes() == [] and not any("forward" in m.__dict__ for m in model.modules() if m is not model)
+    return interceptors() == [] and not any("forward" in m.__dict__ for m in model.modules() if m is not model)
 
 
 def test_later_steps_hear_less_and_give_the_same_bits(twins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -118,7 +118,7 @@ def test_a_plan_made_again_is_listened_to_again(twins: Any) -> None:
         pair.step(lambda m: m(batch()), seed)
     limiter = pair.limited.__dict__["forward"]
     first = script_of(pair.limited)
-    limiter.latest.again = "the test wants it"
+    limiter.latest.solve_again = "the test wants it"
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
     second = script_of(pair.limited)

@@ -16,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide import PlanError, private
+from lowtide.interception import interceptors
 
 N = 16
 
@@ -189,7 +190,7 @@ def test_policies_that_need_a_graph_are_refused(policy: Any) -> None:
 def test_without_gradients_a_scope_does_nothing() -> None:
     for context in (torch.no_grad, torch.inference_mode):
         with context(), lowtide.checkpointing():
-            assert private.dispatch_modes() == []
+            assert interceptors() == []
             batch().exp()
 
 
@@ -372,7 +373,7 @@ def test_failures_in_a_scope_leave_nothing(where: str) -> None:
         loss = (z * z).sum()
         del y, z
         loss.backward()
-    assert private.dispatch_modes() == []
+    assert interceptors() == []
     if where == "backward":
         del loss
     assert held[0]() is None
@@ -436,3 +437,34 @@ def test_check_can_be_left_out(same: Any) -> None:
         y.sum().backward()
         found.append(w.grad)
     assert same(*found)
+
+
+def test_fake_tensors_without_a_trace_are_refused() -> None:
+    with private.fake_mode(), pytest.raises(PlanError, match="cannot record on fake tensors"), lowtide.checkpointing():
+        pass
+    with private.fake_mode(), torch.no_grad(), lowtide.checkpointing():
+        pass  # there is nothing to record
+
+
+@pytest.mark.parametrize(
+    ("policy", "forced"),
+    [(None, {"aten.addmm.default", "aten.tanh.default"}), ("keep_all", set()), (["aten.tanh.default"], {"aten.tanh.default"})],
+)
+def test_a_fake_trace_knows_scopes_as_a_real_one_does(policy: Any, forced: set[str]) -> None:
+    class Scoped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(N, N)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            with lowtide.checkpointing(policy):
+                x = F.gelu(self.layer(x)).tanh()
+            return x.exp().sin().sum()
+
+    def forced_in(graph: lowtide.StepGraph) -> set[str]:
+        producers = (graph.values[saved.value].producer for saved in graph.saved if saved.forced)
+        return {graph.operations[producer].name for producer in producers if producer is not None}
+
+    model, x = Scoped(), torch.randn(4, N)
+    assert forced_in(lowtide.trace(model, x, fake=True, costs=False)) == forced
+    assert forced_in(lowtide.trace(model, x, costs=False)) == forced

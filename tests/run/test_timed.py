@@ -12,12 +12,12 @@ from lowtide import limit_memory
 from lowtide.meter import available, counting_allocator
 from lowtide.run.direct import IdleDirector
 from lowtide.run.timed import TimedRecorder
-from lowtide.run.watch import StepWatch, unwatched
+from lowtide.run.watch import StepWatch
 
 
 def test_dispatches_and_hooks_are_counted() -> None:
     x, w = torch.randn(3, 4, requires_grad=True), torch.randn(3, 4, requires_grad=True)
-    watch = StepWatch(lambda: None, lambda: None, torch.device("cpu"), memory=False)
+    watch = StepWatch(lambda: None, torch.device("cpu"))
     with TimedRecorder(IdleDirector(), watch=watch).recording():
         loss = (x * w).sum()
     assert watch.entries == 2 + 2, "two operations, two tensors saved by the product"
@@ -28,23 +28,19 @@ def test_dispatches_and_hooks_are_counted() -> None:
 
 @pytest.mark.skipif(not available(), reason="needs the counting allocator")
 @pytest.mark.parametrize("gone", [False, True])
-def test_a_watch_that_ends_while_it_pauses_leaves_nothing_behind(gone: bool) -> None:
-    with ThreadPoolExecutor(
-        1
-    ) as own:  # a thread's open watches pause together: those of other tests, which something may hold, are not this one's
-        own.submit(ends_while_it_pauses, gone).result()
+def test_a_watch_that_ends_leaves_nothing_behind(gone: bool) -> None:
+    with ThreadPoolExecutor(1) as own:  # watches of other tests, which something may hold, are not this one's
+        own.submit(ends, gone).result()
 
 
-def ends_while_it_pauses(gone: bool) -> None:
+def ends(gone: bool) -> None:
     before = counting_allocator().installs
-    watches = [StepWatch(lambda: None, lambda: None, torch.device("cpu"))]
+    watches = [StepWatch(lambda: None, torch.device("cpu"))]
     assert counting_allocator().installs > before
-    with unwatched():
-        assert counting_allocator().installs == before
-        if gone:
-            watches.clear()
-        else:
-            watches[0].close()
+    if gone:
+        watches.clear()
+    else:
+        watches[0].close()
     assert counting_allocator().installs == before
 
 
@@ -62,13 +58,15 @@ def test_a_plan_goes_on_following_the_pace_of_its_steps() -> None:
     assert all(timed[begin : begin + 9])
     assert [at for at in range(20, 60) if timed[at]] == list(range(20 + timed[20:].index(True), 60, 4)), "every fourth"
     planned.seconds.extend([(2.0, 0.5)] * 4)
-    assert handle.plan is not None and handle.plan.plain_seconds < 1
+    assert handle.plan is not None and handle.plan.calibrated_plain_seconds is not None and handle.plan.calibrated_plain_seconds < 1
+    forecast = handle.plan.plain_seconds, handle.plan.predicted_extra_seconds
     planned.seconds.extend([(2.0, 0.5)])
     slow = handle.plan
-    assert slow.plain_seconds + slow.predicted_extra_seconds == 2.0, "most of the latest steps took so long"
+    assert (slow.calibrated_plain_seconds, slow.calibrated_extra_seconds) == (1.5, 0.5), "most of the latest steps took so long"
+    assert (slow.plain_seconds, slow.predicted_extra_seconds) == forecast, "what was forecast stays"
     for _ in range(20):
         model(x).backward()
-    assert handle.plan.plain_seconds < 1, "and then no longer"
+    assert handle.plan.calibrated_plain_seconds is not None and handle.plan.calibrated_plain_seconds < 1, "and then no longer"
 
 
 def test_a_time_that_the_device_has_yet_to_tell_is_not_waited_for() -> None:

@@ -19,7 +19,7 @@ from lowtide.plan.mix import Mixer
 from lowtide.plan.optimal import Planner
 from lowtide.plan.plan import Chain, Compress, Moving, Offload, stages
 from lowtide.plan.traffic import Link
-from lowtide.plan.ways import decision_of, ways_of
+from lowtide.plan.ways import _measured, decision_of, default_ways, missing_links, ways_of
 
 FAST, SLOW = Link(1e15, 1e15), Link(1e3, 1e3)
 CODECS = {"mask": FAST, "positive": FAST}
@@ -42,7 +42,7 @@ def graph_of(layers: int) -> StepGraph:
     """A step whose operations take as long as their outputs are large, so that nothing rests on timings."""
     torch.manual_seed(0)
     model = Net(layers)
-    graph = lowtide.trace(lambda: model(torch.randn(64, 24)))
+    graph = lowtide.trace(lambda: model(torch.randn(64, 24)), costs=False)
     written = [sum(graph.storages[graph.values[w].storage].bytes for w in op.writes) for op in graph.operations]
     timed = tuple(replace(op, seconds=1e-3 + 1e-7 * size) for op, size in zip(graph.operations, written, strict=True))
     return replace(graph, operations=timed, plain_seconds=sum(op.seconds for op in timed))
@@ -85,7 +85,7 @@ def test_the_bound_is_stated_for_plans_that_move() -> None:
     graph = graph_of(8)
     budget = int(0.75 * lowtide.plan.plain(graph).peak_bytes)
     plan = policies.mixed("disk", links={"disk": Link(1e7, 1e7)}, min_bytes=1)(graph, budget)
-    assert plan.moves and 0 < plan.bound_extra_seconds <= plan.predicted_extra_seconds
+    assert plan.moves and 0 <= plan.bound_extra_seconds <= plan.predicted_extra_seconds  # transfers may hide, all of them
     assert plan.bound_peak_bytes <= plan.predicted_peak_bytes <= budget
     again = policies.mixed("disk", links={"disk": Link(1e7, 1e7)}, min_bytes=1)(graph, budget)
     assert again.to_json() == plan.to_json()
@@ -143,7 +143,7 @@ def test_a_budget_that_no_mix_meets_is_refused_with_one_that_does() -> None:
     model = Net(6)
     lowtide.limit_memory(model, budget=1, policy=policy)
     with pytest.raises(BudgetError, match="smallest"):
-        model(torch.randn(64, 24))
+        model(torch.randn(64, 24)).backward()
 
 
 def test_ways_are_named_or_given() -> None:
@@ -158,6 +158,20 @@ def test_a_name_is_enough_for_the_tiers_and_codecs_of_this_machine() -> None:
     graph = graph_of(4)
     plan = lowtide.plan(graph, budget="90%", policy="mixed")
     assert plan.policy == "mixed" and plan.predicted_peak_bytes <= (plan.budget_bytes or 0)
+
+
+@pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
+@pytest.mark.parametrize("room_bytes", [1 << 20, 8 << 20])
+def test_speeds_are_measured_once_and_in_the_room_that_there_is(room_bytes: int) -> None:
+    _measured.cache_clear()
+    device = torch.device("cpu")
+    with meter.peak(device) as first:
+        links = missing_links(default_ways("cpu"), None, (), "cpu", room_bytes)
+    assert 0 < first.peak_bytes <= room_bytes
+    with meter.peak(device) as second:
+        assert missing_links(default_ways("cpu"), None, (), "cpu", room_bytes) == links
+    assert second.peak_bytes == 0
+    _measured.cache_clear()
 
 
 def test_codecs_are_offered_in_the_form_that_keeps_gradients_unbiased() -> None:

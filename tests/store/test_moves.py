@@ -117,13 +117,15 @@ def test_two_hundred_steps_of_varying_shapes_leave_no_fragment() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lowtide.LowtideWarning)  # another kind of step
         for number in range(200):
-            rows = kinds[number] if number < len(kinds) else source.choice(kinds)
+            rows = kinds[number // 2] if number < 2 * len(kinds) else source.choice(kinds)
             exact = step(plain, X[:rows], number) if number % 10 == 0 else None
             found = step(limited, X[:rows], number)
             assert exact is None or same(exact, found)
+            if number < 2 * len(kinds) and number % 2 == 0:
+                continue  # the plan is made from it
             (tier,) = handle._limiter.stores.tiers.values()
             grown.append(tier.counts.allocations)
-            if number < len(kinds):
+            if number < 2 * len(kinds):
                 assert handle.plan is not None
                 layout = [(m.born, max(m.gone, m.born + 1), -(-m.encoded_bytes // tier.align) * tier.align) for m in handle.plan.moves]
                 events = sorted({at for low, high, _ in layout for at in (low, high)})
@@ -239,7 +241,8 @@ def test_wrong_decisions_are_refused(make: Callable[[], Any], says: str) -> None
 def test_bounded_codecs_stay_near(codec: str, error: float, then: Offload | None) -> None:
     plain, limited = net(), net()
     handle = lowtide.limit_memory(limited, policy=policies.compress(codec, then=then))
-    exact, near = step(plain), step(limited)
+    exact, looked, near = step(plain), step(limited), step(limited)
+    assert same(exact, looked)  # from which the plan is made
     assert torch.equal(exact[0], near[0])  # the forward is untouched
     distance = torch.cat([(a - b).flatten() for a, b in zip(exact[1:], near[1:], strict=True)]).norm()
     assert 0 < distance < error * torch.cat([a.flatten() for a in exact[1:]]).norm()
@@ -267,18 +270,21 @@ class Half(Codec):
 def test_a_codec_of_ones_own_is_three_methods() -> None:
     limited = net()
     lowtide.limit_memory(limited, policy=policies.compress(Half()), stores=lowtide.Stores(codecs=[Half()]))
-    exact, near = step(net()), step(limited)
+    exact, looked, near = step(net()), step(limited), step(limited)
+    assert same(exact, looked)
     assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(exact, near, strict=True)) and not same(exact, near)
     other = net()
     lowtide.limit_memory(other, policy=policies.compress(Half()))
     with pytest.raises(CodecError, match="there is no codec 'half'"):
-        step(other)
+        for _ in range(2):
+            step(other)
 
 
 def test_what_does_not_fit_its_codec_is_kept_as_it_is() -> None:
     plain, limited = net(), net()
     lowtide.limit_memory(limited, policy=policies.compress("mask", min_bytes=1))  # most values have more than two numbers
     exact = step(plain)
+    assert same(exact, step(limited))
     with pytest.warns(lowtide.LowtideWarning, match="do not fit their codec"):
         assert same(exact, step(limited))
     assert same(exact, step(limited))
@@ -326,6 +332,7 @@ def test_waiting_for_transfers_is_predicted() -> None:
 def test_the_planner_picks_the_cheaper_mix_and_says_so() -> None:
     model = net()
     graph = lowtide.trace(lambda: model(X))
+    graph = replace(graph, overhead_seconds=0.0, replay_overhead_seconds=0.0)  # which is most of so small a step
     plain = lowtide.plan(graph, policy="keep_all").predicted_peak_bytes
     budget = int(0.6 * plain)
     fast = policies.mixed("disk", links={"disk": Link(1e15, 1e15)}, min_bytes=1)(graph, budget)

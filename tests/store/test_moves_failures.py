@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import subprocess
 import sys
@@ -18,6 +17,7 @@ from moving_net import LOSSLESS, X, net, same, step
 
 import lowtide
 from lowtide import meter, policies
+from lowtide.store import pinned
 from lowtide.store.tier import StoreError
 
 
@@ -60,18 +60,19 @@ def test_a_slow_link_takes_time_and_nothing_else() -> None:
 
 
 def test_no_room_on_the_host_leaves_the_training_state_intact(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither before the first step nor in the middle of one that needs more than the layout."""
-    room, real = False, mmap.mmap
+    """Neither before the first step under a plan nor in the middle of one that needs more than the layout."""
+    room, real = False, pinned._Memory
 
-    def reserve(*given: Any) -> Any:
+    def reserve(*given: Any, **named: Any) -> Any:
         if not room:
             raise OSError(errno.ENOMEM, "Cannot allocate memory")
-        return real(*given)
+        return real(*given, **named)
 
     plain, limited = net(layers=2), net(layers=2)
     handle = lowtide.limit_memory(limited, policy=LOSSLESS["host"])
     before = [p.detach().clone() for p in limited.parameters()]
-    monkeypatch.setattr(mmap, "mmap", reserve)
+    monkeypatch.setattr(pinned, "_Memory", reserve)
+    assert same(step(plain), step(limited))  # from which the plan is made
     for _ in range(2):
         with pytest.raises(StoreError, match=r"the host has no room.*larger budget, a codec, or the disk tier"):
             step(limited)
@@ -127,7 +128,8 @@ def test_kill_at_any_moment_of_a_step_leaves_no_file(tmp_path: Path) -> None:
 def test_the_file_goes_with_the_model(tmp_path: Path) -> None:
     model = net(layers=1)
     handle = lowtide.limit_memory(model, policy=policies.offload("disk", str(tmp_path), min_bytes=1))
-    step(model)
+    for _ in range(2):  # the second under the plan
+        step(model)
     assert list(tmp_path.iterdir()) == []
     (tier,) = handle._limiter.stores.tiers.values()
     thread = tier._writer._thread

@@ -94,11 +94,11 @@ def test_a_plan_is_printed_and_saved_without_training(tmp_path: Path) -> None:
         (["train", "--steps", "0"], "--steps 0: at least 1 is needed"),
         (["train", "--data", "missing.txt"], "there is no file or folder 'missing.txt'"),
         (["train", "--data", "."], "holds no text file"),
-        (["train", "--resume"], "it needs --checkpoint-dir"),
+        (["train", "--resume"], "there is nothing to resume, no folder in 'runs' holds a checkpoint"),
         (["train", "--json", "no/such/folder/r.json"], "cannot write a file there"),
         (["train", "--model", "gpt3-175b"], "choose a smaller model"),
-        (["train", "--budget", "1MiB", *SMALL], "the smallest that can be met is "),
-        (["plan", "--budget", "1MiB", *SMALL], "smallest"),
+        (["train", "--budget", "1MiB", *SMALL], "the budget of 1.0 MiB is too small: parameters "),
+        (["plan", "--budget", "1MiB", *SMALL], "the smallest that works"),
         (["plan", "--budget", "1MiB", *SMALL], "Give --budget "),
         (["plan", "--seq", "5000"], "has 1024 positions"),
     ],
@@ -111,6 +111,60 @@ def test_a_mistake_is_one_message_and_exit_code_2(
     assert code == 2
     assert errors.splitlines()[-1].startswith("lowtide: ") or "lowtide: " in errors
     assert message in words(errors)
+
+
+def test_the_default_budget_is_never_below_the_smallest_that_works(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    """With one short sequence nearly all of the step are parameters and gradients, so 60 % of it is not enough."""
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
+    little = ["--model", "gpt-nano", "--batch", "1", "--seq", "16"]
+    code, shown, _ = main(monkeypatch, capsys, "plan", *little)
+    assert code == 0 and "the smallest that works: the default of 60% of the plain step's peak is" in words(shown)
+    training = [*little, "--steps", "1", "--no-compare", "--data", str(text)]
+    code, shown, _ = main(monkeypatch, capsys, "train", *training)
+    assert code == 0 and "the smallest that works: the default of 60%" in words(shown)
+    code, _, errors = main(monkeypatch, capsys, "train", *training, "--budget", "60%")
+    assert code == 2 and "is too small" in errors, "what was asked for is not changed"
+
+
+def test_a_bare_resume_goes_on_with_the_newest_run_as_it_was_started(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
+    for name, seed in (("b-older", "1"), ("a-newer", "2"), ("c-empty", "")):
+        Path("runs", name).mkdir(parents=True)
+        if seed:
+            own = ["--model", "gpt-nano", "--batch", "2", "--seq", "32", "--policy", "full", "--seed", seed, "--data", "text.txt"]
+            folder = ["--checkpoint-dir", f"runs/{name}", "--json", f"runs/{name}/results.json"]
+            code, _, _ = main(monkeypatch, capsys, "train", *own, *folder, "--steps", "2", "--no-compare")
+            assert code == 0
+    code, _, errors = main(monkeypatch, capsys, "train", "--resume", "--no-compare")
+    assert code == 2 and "the run in runs/a-newer is at step 2 already, of 2: pass --steps 4" in words(errors)
+    code, shown, errors = main(monkeypatch, capsys, "train", "--resume", "--steps", "3", "--no-compare")
+    assert code == 0, errors
+    assert "going on with the run in runs/a-newer after step 2 of 3 (2 so far): the learning rate follows the new length" in words(shown)
+    told = json.loads(Path("runs/a-newer/results-from-2.json").read_text())
+    assert (told["first_step"], told["last_step"]) == (2, 3)
+    kept = {name: told["options"][name] for name in ("model", "batch", "seq", "policy", "budget", "seed", "warmup")}
+    assert kept == {"model": "gpt-nano", "batch": 2, "seq": 32, "policy": "full", "budget": None, "seed": 2, "warmup": 2}
+    other = ["--steps", "9", "--lr", "0.5", "--batch", "4", "--model", "gpt-tiny"]
+    code, _, errors = main(monkeypatch, capsys, "train", "--resume", "--no-compare", *other)
+    assert code == 2
+    for mismatch in ("it has --batch 2, not 4", "it has --lr 0.001, not 0.5", "a model of another shape"):
+        assert mismatch in words(errors), "all are named at once"
+
+
+@pytest.mark.parametrize("budget", ["min", "auto"])
+def test_a_budget_may_be_a_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, budget: str) -> None:
+    file = tmp_path / "plan.json"
+    code, _, _ = main(monkeypatch, capsys, "plan", *SMALL, "--budget", budget, "--json", str(file))
+    plan = Plan.from_json(file.read_text())
+    assert code == 0 and plan.budget_bytes is not None
+    assert (plan.predicted_peak_bytes < plan.plain_peak_bytes) == (budget == "min")
+    assert plan.predicted_peak_bytes <= plan.budget_bytes
 
 
 @pytest.mark.parametrize("arguments", [["train", "--stepz", "3"], ["train", "--steps", "many"], ["train", "--dtype", "fp16"], ["fly"]])

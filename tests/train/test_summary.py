@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from io import StringIO
 from pathlib import Path
 
@@ -18,9 +19,9 @@ from lowtide.train.summary import show
 from lowtide.train.trainer import TrainResult
 
 
-def shown(plain: Measured | None, planned: Measured, extra: float | None) -> str:
+def shown(plain: Measured | None, planned: Measured, extra: float | None, plan: lowtide.Plan | None = None) -> str:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
-    plan = lowtide.plan(lowtide.trace(lambda x: model(x).sum(), torch.randn(4, 8), model=model, costs=False), policy="keep_all")
+    plan = plan or lowtide.plan(lowtide.trace(lambda x: model(x).sum(), torch.randn(4, 8), model=model, costs=False), policy="keep_all")
     result = TrainResult(TrainOptions(data=Path("text")), "text", 1, 0, comparison=Comparison(plan, planned, plain, extra, ()))
     console = Console(file=StringIO(), width=110)
     show(result, console)
@@ -47,3 +48,25 @@ def test_the_change_in_time_follows_from_the_times_beside_it() -> None:
 def test_nothing_is_paired_where_the_plain_step_does_not_fit(name: str) -> None:
     text = shown(None, measured(1.040), extra=None)
     assert name not in text and row(text, "time, measured")[1:] == ["does not fit", "1.04 s", ""]
+
+
+def test_the_report_names_the_worst_of_the_steps_over_the_budget() -> None:
+    mib = 2**20
+    result = TrainResult(TrainOptions(), "text", 1, 0, budget_bytes=11 * mib, losses=[1.0] * 3, step_seconds=[1.0] * 3)
+    console = Console(file=StringIO(), width=200)
+    result.step_peak_bytes = [24 * mib, 25 * mib, 10 * mib]
+    show(result, console)
+    result.step_peak_bytes = [10 * mib] * 3
+    show(result, console)
+    exceeded, held = (line for line in console.file.getvalue().splitlines() if "budget" in line)  # type: ignore[attr-defined]
+    assert "most live memory 25 MiB (step 2), budget 11 MiB exceeded in 2 of 3 steps, most in step 2" in exceeded
+    assert "budget 11 MiB held in every step" in held
+
+
+def test_forecast_and_calibrated_times_are_rows_of_their_own() -> None:
+    graph = lowtide.trace(lambda x: nn.functional.gelu(x).sum(), torch.randn(4, 8, requires_grad=True), costs=False)
+    plan = dataclasses.replace(lowtide.plan(graph, policy="keep_all"), plain_seconds=1.0, predicted_extra_seconds=0.1)
+    assert row(shown(None, measured(1.0), None, plan), "time, predicted")[1:] == ["1 s", "1.1 s", "+10.0 %"]
+    text = shown(None, measured(1.0), None, plan.calibrated(2.0, 0.5))
+    assert row(text, "time, predicted")[1:] == ["1 s", "1.1 s", "+10.0 %"]
+    assert row(text, "time, calibrated")[1:] == ["2 s", "2.5 s", "+25.0 %"]

@@ -17,6 +17,7 @@ import pytest
 import torch
 
 from lowtide import meter
+from lowtide.plan.ways import _measured
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.memory import RunMeter
@@ -138,6 +139,23 @@ def test_the_comparison_holds_the_budget_and_finds_equal_bits(text: Path, tmp_pa
     assert told["comparison"]["plain"]["peak_bytes"] == comparison.plain.peak_bytes
 
 
+@pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
+@pytest.mark.parametrize("policy", ["optimal", "mixed"])
+def test_every_step_stays_within_the_budget_the_planning_ones_included(text: Path, policy: str) -> None:
+    _measured.cache_clear()
+    result = train(options(text, policy=policy, steps=3, seq=64, budget="60%"))
+    assert result.budget_bytes is not None and len(result.step_peak_bytes) == 3
+    assert max(result.step_peak_bytes) <= result.budget_bytes
+    assert result.within_budget and result.steps_over_budget == []
+
+
+def test_one_step_over_the_budget_is_not_held() -> None:
+    result = TrainResult(TrainOptions(), "text", 1, first_step=10, budget_bytes=100, step_peak_bytes=[90, 120, 110])
+    assert not result.within_budget and result.steps_over_budget == [12, 13] and result.worst_step == 12
+    told = result.to_json()
+    assert (told["within_budget"], told["worst_step"], told["steps_over_budget"]) == (False, 12, [12, 13])
+
+
 def test_a_run_leaves_no_signal_handler_behind(text: Path) -> None:
     before = signal.getsignal(signal.SIGINT), signal.getsignal(signal.SIGTERM)
     train(unplanned(text, steps=1, warmup=0))
@@ -163,15 +181,27 @@ def begun(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"seed": 5}, "has --seed 0, not 5: pass --seed 0"),
-        ({"grad_accum": 2}, "has --grad-accum 1, not 2"),
+        ({"seed": 5}, "it has --seed 0, not 5"),
+        ({"grad_accum": 2}, "it has --grad-accum 1, not 2"),
         ({"model": "gpt-tiny"}, "a model of another shape"),
         ({"data": None}, "trained on other text"),
+        ({"seed": 5, "lr": 0.1, "steps": 4}, r"--steps 8, not 4; it has --seed 0, not 5; it has --lr 0\.001, not 0\.1"),
     ],
 )
 def test_a_run_is_not_resumed_as_another_one(text: Path, begun: Path, changes: dict[str, Any], message: str) -> None:
     with pytest.raises(OptionError, match=message):
         train(unplanned(text, checkpoint_dir=begun, resume=True, **changes))
+
+
+def test_a_resumed_run_may_get_more_steps(text: Path, tmp_path: Path) -> None:
+    begun = unplanned(text, steps=2, checkpoint_dir=tmp_path)
+    first = train(begun)
+    longer = train(dataclasses.replace(begun, steps=4, resume=True))
+    assert (longer.first_step, longer.last_step) == (2, 4)
+    whole = train(unplanned(text, steps=2))
+    assert trail(first) == trail(whole), "what was done is what a run of that length does"
+    with pytest.raises(OptionError, match="is at step 4 already, of 4: pass --steps 8"):
+        train(dataclasses.replace(begun, steps=4, resume=True))
 
 
 def test_there_is_nothing_to_resume_in_an_empty_folder(text: Path, tmp_path: Path) -> None:

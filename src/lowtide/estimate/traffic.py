@@ -1,7 +1,8 @@
 """Bytes that one device sends in a step, over the network and over the host link.
 
 Collectives are counted as rings send them: an all-reduce of N bytes among n ranks sends 2N(n-1)/n from each, an all-gather or a reduce-scatter
-of N bytes in all N(n-1)/n. Papers that count volumes (1910.02054: 2Ψ, 3Ψ, 12sh) leave the (n-1)/n out.
+of N bytes in all N(n-1)/n. Sums travel in the tensors' own precision, as Megatron's do; `lowtide.parallel` makes them in float32 unless it is given
+``reduce_dtype=torch.bfloat16``. Papers that count volumes (1910.02054: 2Ψ, 3Ψ, 12sh) leave the (n-1)/n out.
 """
 
 from __future__ import annotations

@@ -44,11 +44,25 @@ def resident_tensors(model: torch.nn.Module | None = None, optimizer: torch.opti
     if model is not None:
         found += [*model.parameters(), *model.buffers()]
     if optimizer is not None:
+        optimizer = innermost(optimizer)
         own = getattr(optimizer, "resident_state", None)  # of an optimizer whose state is partly elsewhere
         leaves: list[Any] = tree_leaves([own() if own is not None else list(optimizer.state.values()), optimizer.param_groups])
         found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     slabs = [slab for t in found if isinstance(slab := getattr(t, "gradient_slab", None), torch.Tensor)]  # it stands without gradients, too
     return found + slabs + [t.grad for t in found if t.is_leaf and t.grad is not None]
+
+
+def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    """The optimizer that a wrapper (accelerate's, Lightning's) hands everything on to; one that has state of its own is itself.
+
+    >>> sgd = torch.optim.SGD([torch.zeros(1)])
+    >>> innermost(sgd) is sgd
+    True
+    """
+    inner = getattr(optimizer, "optimizer", None)
+    if isinstance(inner, torch.optim.Optimizer) and inner is not optimizer and inner.state is optimizer.state:
+        return innermost(inner)
+    return optimizer
 
 
 def resident_bytes(

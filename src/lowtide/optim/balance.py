@@ -141,7 +141,7 @@ def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, 
     def task(fraction: float) -> Task:
         slot: Slot = next(iter(placement.place([(scratch, group)], fraction).values()))
         part: Part = slot.parts()[0]
-        part.fresh = False
+        part.fresh = bool(updater.kernel.scalars(group))  # these are made by the first update
         updater.refresh(slot)
         return Task(slot, part, group, gradient)
 
@@ -167,16 +167,6 @@ def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, 
     link.bytes_down, link.bytes_up = before[0], before[1]
     del link.log[before[2] :]
     return Speeds(device, host, down, up, link.parallel, streamed or link.direct, updater.chunk_elements)
-
-
-def _batches(updater: Updater, task: Task):
-    from lowtide.optim.pipeline import batches
-
-    return batches([task], updater.chunk_elements)
-
-
-def _count(batch: object) -> int:
-    return sum(stretch.stop - stretch.start for stretch in batch)  # type: ignore[attr-defined]
 
 
 def _free_bytes(device: torch.device) -> int | None:

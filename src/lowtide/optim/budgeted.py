@@ -47,16 +47,22 @@ def device_state_bytes(optimizer: HostOptimizer, host_fraction: float) -> int:
     pieces = [local(p) for p, _ in chosen]
     kept = [piece.numel() for piece in pieces]
     if not host_is_device(optimizer):
-        kept = cuts(kept, [granule(piece.dtype) for piece in pieces], host_fraction)
+        kept = cuts(kept, [granule(piece.dtype, optimizer.kernel.granule) for piece in pieces], host_fraction)
     return sum(count * optimizer._placement.device_bytes_per_element(p, group) for count, (p, group) in zip(kept, chosen, strict=True))
 
 
 def step_bytes(optimizer: HostOptimizer) -> int:
-    """The most that ``step()`` allocates on the device beyond its state: buffers, where something has to be converted or begun."""
-    converts = any(optimizer._placement.update_dtype(p) != p.dtype for p, _ in trainable(optimizer))
-    begins = not optimizer.kernel.counts_steps and any(optimizer.kernel.names(group) for _, group in trainable(optimizer))
+    """The most that ``step()`` allocates on the device beyond its state: buffers, where something has to be converted or begun, and what
+    updates allocate in passing."""
+    chosen, kernel, chunk = trainable(optimizer), optimizer.kernel, optimizer._updater.chunk_elements
+    converts = any(optimizer._placement.update_dtype(p) != p.dtype for p, _ in chosen)
+    begun = max((len(kernel.names(group)) for _, group in chosen), default=0) * (not kernel.counts_steps)
     copies = optimizer._placement.host_copies and optimizer.link.direct
-    return 2 * optimizer._updater.chunk_elements * 4 * (converts or begins or copies)
+    if not kernel.temporaries:
+        return 2 * chunk * 4 * (converts or begun > 0 or copies)
+    batch = min(chunk, sum(local(p).numel() for p, _ in chosen))
+    width = max((optimizer._placement.update_dtype(p).itemsize for p, _ in chosen), default=0)
+    return 2 * chunk * 4 * (converts or copies) + (kernel.temporaries + begun) * batch * width
 
 
 def update_seconds(optimizer: HostOptimizer) -> Callable[[float], float]:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from lowtide.optim.errors import OptimError
+from lowtide.optim.pipeline import copies_of
 from lowtide.optim.slots import Slot
 from lowtide.optim.tensors import flat_gradient, is_sharded, local
 
@@ -28,6 +29,7 @@ def show_state(optimizer: HostOptimizer, slot: Slot) -> None:
     if optimizer.kernel.counts_steps:
         shown["step"] = part.step
     if optimizer.kernel.counts_steps or not part.fresh:
+        shown.update(part.scalars)
         shown.update({name: slot.joined(name) for name in part.state})
     if all(part.master is not None for part in slot.parts()) and slot.parameter.dtype != part.tensors()[-1].dtype:
         shown["master"] = slot.joined("master")
@@ -159,7 +161,7 @@ def _matched(optimizer: HostOptimizer, state_dict: dict[str, Any]) -> tuple[list
 
 def _check(optimizer: HostOptimizer, parameter: Tensor, entries: dict[str, Any]) -> None:
     group = optimizer._group_of(parameter)
-    known = {"step", "master", PENDING, STEPS, *optimizer.kernel.names(group)}
+    known = {"step", "master", PENDING, STEPS, *optimizer.kernel.names(group), *optimizer.kernel.scalars(group)}
     strange = sorted(set(entries) - known)
     if strange:
         raise OptimError(f"the saved state holds {', '.join(strange)}, which {optimizer.kind.__name__} does not keep")
@@ -189,7 +191,7 @@ def _check_slot(optimizer: HostOptimizer, slot: Slot | None, entries: dict[str, 
 
 def _fill(optimizer: HostOptimizer, slot: Slot, entries: dict[str, Any]) -> None:
     """Put saved state into a slot; what was not saved begins anew."""
-    like = local(slot.parameter)
+    like, group = local(slot.parameter), optimizer._group_of(slot.parameter)
     optimizer._steps = max(optimizer._steps, int(entries.get(STEPS, 0)))
     slot.pending, slot.updated, slot.version = bool(entries.get(PENDING, False)), False, -1
     saved = {
@@ -199,7 +201,9 @@ def _fill(optimizer: HostOptimizer, slot: Slot, entries: dict[str, Any]) -> None
         saved = {name: local(item).reshape(1) for name, item in entries.items() if name in (*slot.parts()[0].state, "master")}
     for part in slot.parts():
         part.step.fill_(float(entries.get("step", 0.0)))
-        part.fresh = not any(name in saved for name in part.state) if part.state else False
+        part.scalars = copies_of({name: entries[name] for name in optimizer.kernel.scalars(group) if name in entries})
+        kept = [*part.state, *optimizer.kernel.scalars(group)]
+        part.fresh = bool(kept) and not any(name in saved or name in part.scalars for name in kept)
         for name, elements in part.state.items():
             elements.copy_(saved[name][part.start : part.stop]) if name in saved else elements.zero_()
         if part.master is not None and "master" in saved:

@@ -5,15 +5,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.optim.errors import OptimError
 from lowtide.optim.stream import sent
-from lowtide.optim.tensors import is_sharded, local
+from lowtide.optim.tensors import is_shared, local
 
 
-def clip_(gradients: Sequence[tuple[Tensor, Tensor]], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+def clip_(gradients: Sequence[tuple[Tensor, Tensor | None]], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
     """Scale gradients so that their norm is at most ``max_norm``; returns the norm before.
 
     Raises:
@@ -26,41 +24,38 @@ def clip_(gradients: Sequence[tuple[Tensor, Tensor]], max_norm: float, norm_type
             f"the norm of order {order} of the gradients is {total.item()}, so they cannot be clipped: zero_grad() and skip this step, or "
             "pass error_if_nonfinite=False"
         )
-    scale_by(gradients, torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
+    scale_by([gradient for _, gradient in gradients if gradient is not None], torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
     return total
 
 
-def total_norm(gradients: Sequence[tuple[Tensor, Tensor]], order: float) -> Tensor:
-    """The norm of all gradients as one vector, over every process that holds a shard of one.
-
-    Norms of tensors are combined as `torch.nn.utils.get_total_norm` does; those of shards by a sum of powers over the dimensions of their mesh
-    along which they are sharded.
+def total_norm(gradients: Sequence[tuple[Tensor, Tensor | None]], order: float) -> Tensor:
+    """The norm of all gradients as one vector, over every process that holds a part of one.
 
     Args:
-        gradients: (parameter, ``.grad``), in order.
+        gradients: (parameter, ``.grad``), in order; the same parameters on every process.
         order: of the norm, ``inf`` included.
+
+    Raises:
+        ParallelError: a gradient is only this process's part of a sum.
     """
-    if not gradients:
-        return torch.tensor(0.0)
-    norms = [norm_of(gradient, order) for _, gradient in gradients]
-    first = norms[0].device
-    norms = [norm.to(first) for norm in norms]
-    whole = [norm for norm, (parameter, _) in zip(norms, gradients, strict=True) if not is_sharded(parameter)]
-    sharded: dict[object, tuple[Tensor, list[Tensor]]] = {}
-    for norm, (parameter, _) in zip(norms, gradients, strict=True):
-        if is_sharded(parameter):
-            key = (parameter.device_mesh, parameter.placements)  # type: ignore[attr-defined]
-            sharded.setdefault(key, (parameter, []))[1].append(norm)
-    if not sharded:
-        return torch.linalg.vector_norm(torch.stack(whole), order)
-    return torch.linalg.vector_norm(torch.stack([*whole, *(_over_mesh(like, some, order) for like, some in sharded.values())]), order)
+    if not any(is_shared(parameter) for parameter, _ in gradients):
+        return _norm_of_all([gradient for _, gradient in gradients if gradient is not None], order)
+    from lowtide.parallel import grads
+
+    return grads.total_norm(gradients, order, lambda some: _norm_of_all(some, order))
+
+
+def _norm_of_all(gradients: Sequence[Tensor], order: float) -> Tensor:
+    """The norm of what this process holds of gradients, combined as `torch.nn.utils.get_total_norm` does."""
+    norms = [norm_of(gradient, order) for gradient in gradients]
+    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order) if norms else torch.tensor(0.0)
 
 
 def norm_of(gradient: Tensor, order: float) -> Tensor:
     """The norm of what this process holds of one gradient, on the host or on the device."""
     stand_in = sent(gradient)
     if stand_in is None:
-        return torch.linalg.vector_norm(local(gradient), order)
+        return torch.linalg.vector_norm(local(gradient).detach(), order)
     held = stand_in.stream.current(stand_in)
     held.wait()
     if held.scales:
@@ -77,25 +72,9 @@ def norm_of(gradient: Tensor, order: float) -> Tensor:
     return torch.linalg.vector_norm(elements, order)
 
 
-def _over_mesh(like: Tensor, norms: Sequence[Tensor], order: float) -> Tensor:
-    """The norm of shards of tensors laid out like ``like``, over their processes."""
-    ours = torch.linalg.vector_norm(torch.stack(list(norms)), order)
-    largest = order == float("inf")
-    power = ours if largest else ours.pow(order)
-    mesh, placements = like.device_mesh, like.placements  # type: ignore[attr-defined]
-    if power.device.type != mesh.device_type:
-        power = power.to(mesh.device_type)
-    for dimension, placement in enumerate(placements):
-        if placement.is_shard():
-            dist.all_reduce(power, dist.ReduceOp.MAX if largest else dist.ReduceOp.SUM, group=mesh.get_group(dimension))
-        elif not placement.is_replicate():
-            raise OptimError(f"the norm of a gradient with placement {placement} is not known: shard or replicate it first")
-    return power if largest else power.pow(1.0 / order)
-
-
-def scale_by(gradients: Sequence[tuple[Tensor, Tensor]], factor: Tensor) -> None:
+def scale_by(gradients: Sequence[Tensor], factor: Tensor) -> None:
     """Multiply gradients by a factor: at once where they lie on the device, with the update where they lie on the host."""
-    for _, gradient in gradients:
+    for gradient in gradients:
         stand_in = sent(gradient)
         if stand_in is None:
             piece = local(gradient)

@@ -16,13 +16,13 @@ from lowtide.optim.balance import Balance, balance
 from lowtide.optim.beside import Beside
 from lowtide.optim.clip import clip_
 from lowtide.optim.errors import OptimError
-from lowtide.optim.kernels import Group, check_options, defaults_of, kernel_of
+from lowtide.optim.kernels import Group, Kernel, check_options, kernel_of
 from lowtide.optim.link import Link, link_for
 from lowtide.optim.modes import check_modes, fraction_of
 from lowtide.optim.pipeline import Task, Updater
 from lowtide.optim.slots import Placement, Slot
 from lowtide.optim.stream import GradientStream, sent
-from lowtide.optim.tensors import check_gradient, flat_gradient, local
+from lowtide.optim.tensors import check_gradient, flat_gradient, is_shared, local
 from lowtide.optim.tier import DiskTier, MemoryTier, Tier
 
 Host = Literal["auto", "memory", "disk"]
@@ -35,7 +35,8 @@ class HostOptimizer(torch.optim.Optimizer):
 
     To schedulers, clipping, accumulation, parameter groups, gradient scalers and checkpoints it is the optimizer that it wraps: its
     ``state_dict`` has the same form, so each loads the other's, at any fraction. Results do not depend on the fraction: the arithmetic is that of
-    `torch.optim` with ``fused=True``, and tensors are cut where its kernels give the same bits. Host fraction 1 is ZeRO-Offload (arXiv
+    `torch.optim` with ``fused=True`` for AdamW, Adam and SGD, and the optimizer's own ``step()`` for every other; tensors are cut where kernels
+    give the same bits. Host fraction 1 is ZeRO-Offload (arXiv
     2101.06840), between 0 and 1 it is Twin-Flow (ZeRO-Offload++).
 
     16-bit parameters have masters in float32 on the side that updates them (unless ``masters=False``): 2 bytes a parameter go down and 2 up.
@@ -43,7 +44,9 @@ class HostOptimizer(torch.optim.Optimizer):
     `reload_masters`; writes that PyTorch sees (``load_state_dict``, ``p.copy_``) are noticed.
 
     Args:
-        kind: ``torch.optim.AdamW``, ``Adam`` or ``SGD``.
+        kind: a class of optimizers that treats every element alone: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``RMSprop``, ``Adagrad``,
+            ``NAdam``, ``RAdam``, ``Adamax``, ``ASGD``, ``Adadelta``, ``Rprop``, subclasses of these, your own. Whether it does is tried on two
+            small parameters; what does not (``LBFGS``, ``SparseAdam``, ``Muon``, ``Adafactor``) is refused.
         params: parameters, named parameters or groups, as for every optimizer. More may come later.
         host_fraction: share of the trainable elements that the host updates, 0 to 1, or ``"auto"``: at the first step, what takes the least
             time by speeds measured then, of what fits in ``device_budget``.
@@ -66,7 +69,7 @@ class HostOptimizer(torch.optim.Optimizer):
         options: the optimizer's own, such as ``lr``.
 
     Raises:
-        OptimError: an option or parameter that cannot be.
+        OptimError: an optimizer, option or parameter that cannot be.
 
     Example:
         >>> import torch
@@ -99,7 +102,7 @@ class HostOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         self.kind = kind
-        self.kernel = kernel_of(kind)
+        self.kernel: Kernel = kernel_of(kind, options)
         self.host_fraction: float | Literal["auto"] = fraction_of(host_fraction)
         self.stream_gradients = stream_gradients
         self.overlap_update = overlap_update
@@ -115,7 +118,7 @@ class HostOptimizer(torch.optim.Optimizer):
         self._settings = (host, host_folder, None if host_limit is None else budgets.parse(host_limit), masters, chunk_bytes)
         self._link = link
         self._opened = False
-        super().__init__(params, defaults_of(kind, options))
+        super().__init__(params, self.kernel.defaults)
         self._check_one_device()
         self._open()
         self.register_state_dict_post_hook(checkpoint.whole_state)
@@ -138,7 +141,7 @@ class HostOptimizer(torch.optim.Optimizer):
             raise OptimError("host_folder= is for host='disk': leave it out, or put the state on disk")
         tier: Tier = DiskTier(folder, limit) if where == "disk" else MemoryTier(link.pins, limit)
         self.host = where
-        self._updater = Updater(self.kernel, link, tier, chunk_bytes // 4 // 32 * 32)
+        self._updater = Updater(self.kernel, link, tier, chunk_bytes // 4 // 64 * 64)
         self._placement = Placement(self.kernel, tier, masters, host_copies=not link.direct or self.delayed or self.overlap_update)
         gradients = tier if link.direct or where == "memory" else MemoryTier(link.pins, limit)
         keeps = link.direct and where == "memory"
@@ -153,7 +156,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add parameters, as for every optimizer."""
-        check_options(param_group)
+        check_options(param_group, fused=self.kernel.counts_steps or not self.kernel.temporaries)
         super().add_param_group(param_group)
         if self._opened:
             try:
@@ -391,20 +394,24 @@ class HostOptimizer(torch.optim.Optimizer):
 
         From its second call on, norms are gathered as gradients arrive. Gradients on the host are scaled when they are used.
 
+        Where ranks share parameters (`lowtide.parallel`, FSDP2) it is a collective, and counts each parameter once, as
+        `lowtide.parallel.clip_grad_norm` does.
+
         Returns:
-            The norm before clipping, over all processes that hold a shard.
+            The norm before clipping, over all processes that hold a part of the parameters.
 
         Raises:
             OptimError: updates have begun beside backward.
+            ParallelError: a gradient is only this rank's part of a sum.
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; nothing has changed then.
         """
         if self.overlap_update:
             raise OptimError("overlap_update=True updates before the norm is known: clip with overlap_update=False")
-        gradients = [(p, p.grad) for group in self.param_groups for p in group["params"] if p.grad is not None]
-        if not self.stream_gradients:
-            return torch.nn.utils.clip_grad_norm_([p for p, _ in gradients], max_norm, norm_type, error_if_nonfinite)
+        parameters = [p for group in self.param_groups for p in group["params"]]
+        if not self.stream_gradients and not any(map(is_shared, parameters)):
+            return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         self._stream.norm_order = float(norm_type)
-        return clip_(gradients, max_norm, norm_type, error_if_nonfinite)
+        return clip_([(p, p.grad) for p in parameters], max_norm, norm_type, error_if_nonfinite)
 
     # ---- delayed updates -----------------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from torch.optim.adam import adam
 from torch.optim.sgd import sgd
 
 from lowtide.optim.errors import OptimError
+from lowtide.optim.layout import LEAST_ELEMENTS
 
 Group = Mapping[str, Any]
 """The hyper-parameters of one parameter group."""
@@ -27,22 +28,40 @@ class Operands:
         gradients: their gradients, in the same dtype.
         state: by name, the stretches of state, written; ``None`` where there is none yet, and the kernel's is put there.
         steps: steps done, a float32 scalar a stretch, counted up.
+        scalars: by stretch and name, what a kernel keeps for a parameter as a whole; replaced by what they are after the update.
+        begun: by stretch, whether there has been an update.
     """
 
     parameters: list[Tensor] = field(default_factory=list)
     gradients: list[Tensor] = field(default_factory=list)
     state: dict[str, list[Any]] = field(default_factory=dict)
     steps: list[Tensor] = field(default_factory=list)
+    scalars: list[dict[str, Any]] = field(default_factory=list)
+    begun: list[bool] = field(default_factory=list)
 
 
 class Kernel(ABC):
-    """One kind of optimizer."""
+    """One kind of optimizer.
 
+    Attributes:
+        defaults: its hyper-parameters.
+        counts_steps: it keeps the number of steps, and state that begins with zeros; else an update makes the state where there is none.
+        granule: elements that a cut has to be a multiple of, so that every element stays in the kind of lane that it has in the whole tensor.
+        temporaries: how many times the elements of a batch an update allocates in passing.
+    """
+
+    defaults: dict[str, Any]
     counts_steps = True
+    granule = LEAST_ELEMENTS
+    temporaries = 0
 
     @abstractmethod
     def names(self, group: Group) -> tuple[str, ...]:
         """The state that it keeps for every element."""
+
+    def scalars(self, group: Group) -> tuple[str, ...]:
+        """What it keeps for a parameter as a whole, the steps of `counts_steps` apart."""
+        return ()
 
     @abstractmethod
     def update(self, group: Group, operands: Operands) -> None:
@@ -105,49 +124,54 @@ class SGDKernel(Kernel):
                 buffers[i] = buffer
 
 
-_KERNELS: dict[type[torch.optim.Optimizer], type[Kernel]] = {
+_FUSED: dict[type[torch.optim.Optimizer], type[Kernel]] = {
     torch.optim.AdamW: AdamKernel,
     torch.optim.Adam: AdamKernel,
     torch.optim.SGD: SGDKernel,
 }
 
 
-def kernel_of(kind: type[torch.optim.Optimizer]) -> Kernel:
-    """The kernel of an optimizer class.
+def kernel_of(kind: Any, options: Mapping[str, Any]) -> Kernel:
+    """The kernel of an optimizer class made with ``options``, which ``kind`` itself checks.
 
     Raises:
-        OptimError: there is none.
+        OptimError: it does not treat every element alone, or an option cannot be served.
     """
-    found = _KERNELS.get(kind)
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise OptimError(f"HostOptimizer wraps a class of optimizers, such as torch.optim.AdamW, and was given {kind!r}")
+    found = _FUSED.get(kind)
+    check_options(options, fused=found is not None)
     if found is None:
-        names = ", ".join(f"torch.optim.{known.__name__}" for known in _KERNELS)
-        given = getattr(kind, "__name__", repr(kind))
-        raise OptimError(f"HostOptimizer cannot split {given}: it takes the classes {names} (element by element, with a fused kernel)")
-    return found()
+        from lowtide.optim.elementwise import ElementwiseKernel
+
+        return ElementwiseKernel(kind, options)
+    kernel = found()
+    kernel.defaults = kind([torch.zeros(1, requires_grad=True)], **{**options, "fused": True}).defaults
+    return kernel
 
 
-_FIXED = {"foreach": (None, False), "fused": (None, True), "capturable": (False,), "differentiable": (False,)}
+_FIXED = {"capturable": (False,), "differentiable": (False,)}
+_FUSED_ONLY = {"foreach": (None, False), "fused": (None, True)}
 
 
-def defaults_of(kind: type[torch.optim.Optimizer], options: dict[str, Any]) -> dict[str, Any]:
-    """The hyper-parameters of ``kind`` made with ``options``, checked by ``kind`` itself, with its fused kernel chosen.
+def check_options(options: Mapping[str, Any], fused: bool) -> None:
+    """Refuse what would ask for another implementation than the one that runs.
 
-    Raises:
-        OptimError: an option that the fused kernels cannot serve.
-    """
-    check_options(options)
-    return kind([torch.zeros(1, requires_grad=True)], **{**options, "fused": True}).defaults
-
-
-def check_options(options: Mapping[str, Any]) -> None:
-    """Refuse what would ask for another implementation than the fused one.
+    Args:
+        options: of the optimizer, or of a group.
+        fused: the fused kernels run.
 
     Raises:
         OptimError: such an option is set.
     """
     for name, allowed in _FIXED.items():
-        if name in options and options[name] not in allowed:
-            raise OptimError(f"{name}={options[name]!r}: HostOptimizer always runs torch.optim's fused kernels; leave {name} out")
+        if options.get(name, False) not in allowed:
+            raise OptimError(f"{name}={options[name]!r}: HostOptimizer updates stretches of parameters in place; leave {name} out")
+    for name, allowed in _FUSED_ONLY.items() if fused else ():
+        if options.get(name) not in allowed:
+            raise OptimError(
+                f"{name}={options[name]!r}: HostOptimizer runs torch.optim's fused kernels for this optimizer; leave {name} out"
+            )
 
 
 def detached_options(group: Mapping[str, Any]) -> dict[str, Any]:

@@ -15,13 +15,13 @@ CACHE_LINE_BYTES = 64
 LEAST_ELEMENTS = 16
 
 
-def granule(dtype: torch.dtype) -> int:
-    """Elements that a cut has to be a multiple of.
+def granule(dtype: torch.dtype, least: int = LEAST_ELEMENTS) -> int:
+    """Elements that a cut has to be a multiple of: ``least`` (the kernel's), and a cache line.
 
     >>> granule(torch.float32), granule(torch.bfloat16), granule(torch.float64)
     (16, 32, 16)
     """
-    return max(LEAST_ELEMENTS, CACHE_LINE_BYTES // dtype.itemsize)
+    return max(least, CACHE_LINE_BYTES // dtype.itemsize)
 
 
 def cuts(sizes: Sequence[int], granules: Sequence[int], host_fraction: float) -> list[int]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,10 +76,15 @@ def batches(tasks: Iterable[Task], most: int) -> Iterator[Batch]:
             stop = min(task.part.stop, start + room)
             batch.append(Stretch(task, start, stop))
             room -= stop - start
-            room -= room % 32  # every stretch begins at a whole granule
+            room -= room % 64  # every stretch begins at a whole granule
             start = stop
     if batch:
         yield batch
+
+
+def copies_of(scalars: dict[str, Any]) -> dict[str, Any]:
+    """The scalars, for an update that is not to change them."""
+    return {name: item.clone() if isinstance(item, Tensor) else item for name, item in scalars.items()}
 
 
 class Updater:
@@ -88,7 +94,7 @@ class Updater:
         kernel: the arithmetic.
         link: the way between device and host.
         tier: where the host parts lie.
-        chunk_elements: elements of one batch, and of every buffer; a multiple of 32.
+        chunk_elements: elements of one batch, and of every buffer; a multiple of 64.
     """
 
     def __init__(self, kernel: Kernel, link: Link, tier: Tier, chunk_elements: int) -> None:
@@ -168,6 +174,8 @@ class Updater:
 
     def _converts(self, tasks: Sequence[Task]) -> bool:
         """Whether kernels need memory beside state, parameters and gradients."""
+        if self.kernel.temporaries:
+            return True
         return any(task.part.master is not None or (task.part.fresh and not self.kernel.counts_steps) for task in tasks)
 
     def _in_pieces(self, tasks: Sequence[Task]) -> bool:
@@ -256,12 +264,20 @@ class Updater:
             for name, pieces in operands.state.items():
                 pieces.append(None if empty and part.fresh else stretch.of(part.state[name]))
             # Every stretch of a part does the same step: all but the last count on a copy.
-            operands.steps.append(part.step if stretch.stop == part.stop else part.step.clone())
+            last = stretch.stop == part.stop
+            operands.steps.append(part.step if last else part.step.clone())
+            operands.scalars.append(part.scalars if last else copies_of(part.scalars))
+            operands.begun.append(not part.fresh)
+        given = {name: list(pieces) for name, pieces in operands.state.items()}
         self.kernel.update(group, operands)
         for place, stretch in enumerate(batch):
-            if empty and stretch.task.part.fresh:
-                for name, pieces in operands.state.items():
-                    stretch.of(stretch.task.part.state[name]).copy_(pieces[place])
+            part = stretch.task.part
+            for name, pieces in operands.state.items():
+                if pieces[place] is not given[name][place]:
+                    stretch.of(part.state[name]).copy_(pieces[place])
+            if stretch.stop == part.stop and operands.scalars[place] is not part.scalars:
+                part.scalars = operands.scalars[place]
+                stretch.task.slot.shown = False
 
     def refresh(self, slot: Slot) -> None:
         """Take masters from a parameter that somebody wrote to since the last update; an element that still rounds to it stays exact."""

@@ -29,6 +29,7 @@ class Part:
         step: updates done, a float32 scalar.
         master: the parameter in the precision of the update, where the kernel cannot work on the parameter itself.
         fresh: there has been no update yet; SGD begins its momentum then.
+        scalars: by name, what the kernel keeps for the parameter as a whole, in each part.
     """
 
     start: int
@@ -38,6 +39,7 @@ class Part:
     step: Tensor
     master: Tensor | None
     fresh: bool = True
+    scalars: dict[str, Any] = field(default_factory=dict)
 
     def tensors(self) -> list[Tensor]:
         """What it keeps for its elements."""
@@ -180,7 +182,7 @@ class Placement:
         for parameter, _ in parameters:
             check(parameter)
         pieces = [local(parameter) for parameter, _ in parameters]
-        kept = cuts([piece.numel() for piece in pieces], [granule(piece.dtype) for piece in pieces], host_fraction)
+        kept = cuts([piece.numel() for piece in pieces], [granule(piece.dtype, self.kernel.granule) for piece in pieces], host_fraction)
         slots = [Slot(parameter, cut) for (parameter, _), cut in zip(parameters, kept, strict=True)]
         specs = [
             self.host_specs(piece, group, piece.numel() - slot.cut)

@@ -2,7 +2,7 @@
 
 A hook on each parameter takes the gradient that backward has just accumulated, starts its transfer, and leaves a `SentGradient` in `.grad`:
 a tensor without memory that stands for it. What backward adds to it is added on the host; ``None`` in its place forgets it, as ever;
-everything else that would look at it raises.
+everything else that would look at it raises. Gradients that ranks still have to sum (sequence parallelism) stay where they are.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from lowtide.optim.layout import spans
 from lowtide.optim.link import Transfer
 from lowtide.optim.pipeline import DEPTH, Updater
 from lowtide.optim.slots import HostGradient, Slot
-from lowtide.optim.tensors import check_gradient, flat_gradient, local, sharded_like
+from lowtide.optim.tensors import check_gradient, flat_gradient, is_partial, local, sharded_like
 from lowtide.optim.tier import Tier
 
 _IN_FLIGHT_CHUNKS = 4
@@ -168,7 +168,7 @@ class GradientStream:
     def _take(self, parameter: Tensor) -> None:
         """Backward has accumulated into ``.grad``."""
         gradient, owner = parameter.grad, self._owner()
-        if gradient is None or owner is None:
+        if gradient is None or owner is None or is_partial(parameter):
             return
         if sent(gradient) is not None:
             owner.gradient_sent(owner.slot_of(parameter))  # what came was added already
@@ -185,7 +185,7 @@ class GradientStream:
     def send(self, slot: Slot, gradient: Tensor) -> Tensor:
         """Start to move a gradient to the host; returns its stand-in."""
         check_gradient(gradient)
-        piece = local(gradient)
+        piece = local(gradient).detach()  # plain: a shared gradient's own norm would be a collective
         elements = flat_gradient(piece, local(slot.parameter))
         held = self._memory(slot, elements)
         if self.norm_order is not None:

@@ -15,6 +15,16 @@ def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "_local_tensor")
 
 
+def is_shared(parameter: Tensor) -> bool:
+    """Whether other processes hold parts of a parameter, or of its gradient: FSDP2 or `lowtide.parallel` cut it."""
+    return is_sharded(parameter) or hasattr(parameter, "_lowtide_share") or is_partial(parameter)
+
+
+def is_partial(parameter: Tensor) -> bool:
+    """Whether the gradient is this process's part of a sum that `lowtide.parallel` makes after backward."""
+    return getattr(parameter, "_lowtide_partial", None) is not None
+
+
 def local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: the tensor itself unless it is sharded. Version counter and storage are the tensor's own."""
     return getattr(tensor, "_local_tensor", tensor)

@@ -9,7 +9,6 @@ import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,6 +16,7 @@ from torch import Tensor
 from lowtide.budget import format_bytes
 from lowtide.meter import free_main_memory
 from lowtide.optim.errors import OptimError
+from lowtide.store.pinned import host_bytes
 
 Spec = tuple[int, torch.dtype]
 """Elements and their type."""
@@ -88,12 +88,14 @@ class MemoryTier(Tier):
                 "put it on disk with host='disk'"
             )
         try:
-            return [_locked(count, dtype) if self._pin and count else torch.zeros(count, dtype=dtype) for count, dtype in specs]
-        except (RuntimeError, OSError) as error:
-            if isinstance(error, OptimError):
-                raise
+            if not self._pin:
+                return [torch.zeros(count, dtype=dtype) for count, dtype in specs]
+            return [
+                host_bytes(count * dtype.itemsize, pin=True).view(dtype) if count else torch.zeros(0, dtype=dtype) for count, dtype in specs
+            ]
+        except (RuntimeError, OSError, MemoryError) as error:
             raise OptimError(
-                f"no main memory for the optimizer's host part of {format_bytes(need)} ({error}): lower host_fraction"
+                f"no main memory for the optimizer's host part of {format_bytes(need)} ({error}): lower host_fraction, or use host='disk'"
             ) from error
 
 
@@ -145,19 +147,3 @@ class DiskTier(Tier):
                 if mapped is not None and start <= address < start + size:
                     begin = (address - start) // _PAGE * _PAGE
                     mapped.madvise(mmap.MADV_WILLNEED, begin, min(size - begin, tensor.nbytes + _PAGE))
-
-
-def _locked(count: int, dtype: torch.dtype) -> Tensor:
-    """Zeroed page-locked memory of exactly that size, unlocked when it is freed."""
-    mapped = mmap.mmap(-1, count * dtype.itemsize)
-    tensor = torch.frombuffer(mapped, dtype=dtype, count=count)
-    runtime: Any = torch.cuda.cudart()
-    address = tensor.data_ptr()
-    code = int(runtime.cudaHostRegister(address, tensor.nbytes, 0))
-    if code:
-        raise OptimError(
-            f"CUDA refuses to page-lock {format_bytes(tensor.nbytes)} of main memory (error {code}): the limit on locked memory (ulimit -l) may "
-            "be too low; lower host_fraction, or use host='disk'"
-        )
-    weakref.finalize(mapped, runtime.cudaHostUnregister, address)
-    return tensor

@@ -21,13 +21,14 @@ from lowtide.parallel.checkpoint import (
     whole_state_dict,
 )
 from lowtide.parallel.embedding import ParallelEmbedding
-from lowtide.parallel.errors import ParallelError
+from lowtide.parallel.errors import ParallelError, ParallelWarning
 from lowtide.parallel.gradients import (
     allreduce_sequence_parallel_gradients,
     mark_partial_gradient,
     mark_partial_gradients,
     partial_gradients,
 )
+from lowtide.parallel.grads import clip_grad_norm, get_grad_norm
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.layers import ColumnParallelLinear, RowParallelLinear, SharedHeadsLinear, column_parallel
 from lowtide.parallel.loss import parallel_cross_entropy, parallel_linear_cross_entropy
@@ -50,16 +51,19 @@ __all__ = [
     "ParallelDropout",
     "ParallelEmbedding",
     "ParallelError",
+    "ParallelWarning",
     "RMSNorm",
     "RandomTracker",
     "RowParallelLinear",
     "SharedHeadsLinear",
     "TensorGroup",
     "allreduce_sequence_parallel_gradients",
+    "clip_grad_norm",
     "column_parallel",
     "copy_to_tensor_model_parallel_region",
     "gather_from_sequence_parallel_region",
     "gather_from_tensor_model_parallel_region",
+    "get_grad_norm",
     "load_checkpoint",
     "load_whole_state_dict",
     "mark_partial_gradient",

@@ -7,18 +7,20 @@ shared gives its plain tensors under the same names.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Iterator, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
-from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.layers import ParallelModule
 from lowtide.parallel.partition import Partition
+
+if TYPE_CHECKING:  # imported where it is used: it takes seconds, and processes that import it may abort when they end
+    from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+    from torch.distributed.checkpoint.planner import WriteItem
 
 
 class SharedTensor(Tensor):
@@ -27,20 +29,22 @@ class SharedTensor(Tensor):
     It has the whole tensor's shape and this rank's bytes, and no arithmetic. Writing to the pieces writes to the parameter.
 
     Attributes:
-        local: what this rank holds, padding included.
-        where: which part of the whole it is.
+        tensor: the tensor-parallel rank's part, padding included; a DTensor where FSDP2 shards that once more.
+        local: what this process holds of it.
+        where: which part of the whole ``tensor`` is.
     """
 
+    tensor: Tensor
     local: Tensor
     where: Partition
 
     @staticmethod
-    def __new__(cls, local: Tensor, where: Partition) -> SharedTensor:
-        self = Tensor._make_wrapper_subclass(cls, where.shape, dtype=local.dtype, device=local.device)  # type: ignore[attr-defined]
-        self.local, self.where = local, where
+    def __new__(cls, tensor: Tensor, where: Partition) -> SharedTensor:
+        self = Tensor._make_wrapper_subclass(cls, where.shape, dtype=tensor.dtype, device=tensor.device)  # type: ignore[attr-defined]
+        self.tensor, self.local, self.where = tensor, _local(tensor), where
         return self
 
-    def __init__(self, local: Tensor, where: Partition) -> None:
+    def __init__(self, tensor: Tensor, where: Partition) -> None:
         """Everything is done in ``__new__``, as for every tensor."""
 
     def __repr__(self, *, tensor_contents: object = None) -> str:
@@ -49,20 +53,27 @@ class SharedTensor(Tensor):
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
-            return SharedTensor(args[0].local.detach(), args[0].where)
+            return SharedTensor(args[0].tensor.detach(), args[0].where)
         raise ParallelError(f"{func} on a SharedTensor: it only tells torch.distributed.checkpoint where a rank's pieces lie; use .local")
 
-    def _pieces(self) -> Iterator[tuple[torch.Size, Tensor]]:
-        """Where each piece begins in the whole, and the piece."""
-        at, dimension = 0, self.where.dimension or 0
+    def pieces(self) -> Iterator[tuple[torch.Size, Tensor]]:
+        """Where each piece that this process holds begins in the whole, and the piece. No collective."""
+        offsets, sizes = _box(self.tensor)
+        cut = self.where.dimension or 0
+        held, until = offsets[cut], offsets[cut] + sizes[cut]  # of the tensor-parallel rank's part
+        at = 0
         for start, stop in self.where.slices():
-            if stop > start:
-                offsets = [0] * len(self.where.shape)
-                offsets[dimension] = start
-                yield torch.Size(offsets), self.local.narrow(dimension, at, stop - start)
+            low, high = max(at, held), min(at + stop - start, until)
+            if high > low and self.local.numel():
+                begins = [*offsets]
+                begins[cut] = start + low - at
+                yield torch.Size(begins), self.local.narrow(cut, low - held, high - low)
             at += stop - start
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
+
         return [
             WriteItem(
                 index=MetadataIndex(fqn, offsets),
@@ -73,17 +84,40 @@ class SharedTensor(Tensor):
                     size=self.size(),
                 ),
             )
-            for offsets, piece in self._pieces()
+            for offsets, piece in self.pieces()
         ]
 
     def __create_chunk_list__(self) -> list[ChunkStorageMetadata]:
-        return [ChunkStorageMetadata(offsets=offsets, sizes=piece.size()) for offsets, piece in self._pieces()]
+        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata
+
+        return [ChunkStorageMetadata(offsets=offsets, sizes=piece.size()) for offsets, piece in self.pieces()]
 
     def __get_tensor_shard__(self, index: MetadataIndex) -> Tensor:
-        for offsets, piece in self._pieces():
+        for offsets, piece in self.pieces():
             if index.offset is not None and tuple(index.offset) == tuple(offsets):
                 return piece
         raise ParallelError(f"{index.fqn}: this rank holds no piece that begins at {index.offset}")
+
+
+def _local(tensor: Any) -> Tensor:
+    """What this process holds of a tensor that FSDP2 may have sharded."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def _box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """Where what this process holds of a tensor begins in it, and its size.
+
+    Raises:
+        ParallelError: it is several boxes.
+    """
+    if not hasattr(tensor, "to_local"):
+        return (0,) * tensor.ndim, tuple(tensor.shape)
+    chunks = tensor.__create_chunk_list__()
+    if len(chunks) != 1:
+        raise ParallelError(
+            f"a parameter placed {tensor.placements} lies in {len(chunks)} boxes on this rank: shard it along one dimension"
+        )
+    return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
 
 
 def partitions_of(model: nn.Module) -> dict[str, Partition]:
@@ -148,7 +182,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimize
     if optimizer is not None:
         found = state["optimizer"]
         found["state"] = {
-            name: {key: t.local if isinstance(t, SharedTensor) else t for key, t in entries.items()}
+            name: {key: t.tensor if isinstance(t, SharedTensor) else t for key, t in entries.items()}
             for name, entries in found["state"].items()
         }
         set_optimizer_state_dict(model, optimizer, found)
@@ -166,11 +200,14 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
     if missing or unknown:
         raise ParallelError(f"the state dict does not fit: missing {sorted(missing) or 'nothing'}, unknown {sorted(unknown) or 'nothing'}")
     for name, tensor in own.items():
-        where = cuts.get(name)
-        part = state[name] if where is None else where.take(state[name])
-        if part.shape != tensor.shape:
-            raise ParallelError(f"{name} has the shape {tuple(state[name].shape)} in the state dict and {tuple(tensor.shape)} in the model")
-        tensor.copy_(part)
+        where, whole = cuts.get(name), state[name]
+        if tuple(whole.shape) != (tuple(tensor.shape) if where is None else where.shape):
+            raise ParallelError(f"{name} has the shape {tuple(whole.shape)} in the state dict and {tuple(tensor.shape)} in the model")
+        local = _local(tensor)
+        if where is not None and where.valid < where.local_shape[where.dimension or 0]:
+            local.zero_()  # the padding
+        for offsets, piece in _pieces(tensor, where):
+            piece.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))])
 
 
 @torch.no_grad()
@@ -181,11 +218,22 @@ def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
     for name, tensor in model.state_dict().items():
         where = cuts.get(name)
         if where is None:
-            found[name] = tensor.detach().clone()
+            found[name] = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach().clone()
             continue
-        whole = tensor.new_zeros(where.shape)
-        for offsets, piece in SharedTensor(tensor.detach(), where)._pieces():
-            whole.narrow(where.dimension or 0, offsets[where.dimension or 0], piece.shape[where.dimension or 0]).copy_(piece)
+        part = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor.detach()
+        whole = part.new_zeros(where.shape)
+        for offsets, piece in _pieces(part, where):
+            whole[tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))] = piece
         dist.all_reduce(whole, group=where.group.process_group)
         found[name] = whole
     return found
+
+
+def _pieces(tensor: Tensor, where: Partition | None) -> Iterator[tuple[Sequence[int], Tensor]]:
+    """Where each piece of a parameter that this process holds begins in the whole one, and the piece."""
+    if where is not None:
+        yield from SharedTensor(tensor.detach(), where).pieces()
+        return
+    local, (offsets, _) = _local(tensor), _box(tensor)
+    if local.numel():
+        yield offsets, local

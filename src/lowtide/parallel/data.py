@@ -1,19 +1,14 @@
-"""Gradients over ranks that see other data, and their norm over ranks that hold other parameters.
-
-Both work in constant-size buffers, so that what they take does not grow with the model.
-"""
+"""Gradients over ranks that see other data, in a buffer of constant size, so that what it takes does not grow with the model."""
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor, nn
+from torch import Tensor
 
-from lowtide.parallel.checkpoint import partitions_of
 from lowtide.parallel.gradients import BUFFER_BYTES, filled, flat_gradient
 from lowtide.parallel.groups import tensor_group
 
@@ -58,67 +53,3 @@ def average_gradients(parameters: Iterable[Tensor], group: Any = None, *, buffer
                 flat[start:stop].copy_(buffer[at : at + stop - start])
                 at += stop - start
     return sum(map(len, kinds.values()))
-
-
-@torch.no_grad()
-def gradient_norm(
-    modules: Sequence[nn.Module], group: Any = None, *, tensor: Any = None, counted_elsewhere: Iterable[Tensor] = ()
-) -> float:
-    """The norm of the gradients of a model that ranks share, every parameter counted once.
-
-    Args:
-        modules: what this rank holds of the model.
-        group: every rank that holds a part of the model: the tensor-parallel ranks of all pipeline stages, and where FSDP shards the
-            parameters, the ranks that it shards them among.
-        tensor: the tensor-parallel ranks, of which each has a copy of what is not cut.
-        counted_elsewhere: parameters that another rank of ``group`` holds, too, and counts.
-
-    >>> layer = torch.nn.Linear(1, 1, bias=False)
-    >>> layer.weight.grad = torch.tensor([[-3.0]])
-    >>> gradient_norm([layer])
-    3.0
-    """
-    group, tensor = tensor_group(group), tensor_group(tensor)
-    total = 0.0
-    seen = {id(parameter) for parameter in counted_elsewhere}
-    for module in modules:
-        cut = partitions_of(module)
-        for name, parameter in module.named_parameters():
-            if id(parameter) in seen or parameter.grad is None:
-                continue
-            seen.add(id(parameter))
-            if name in cut or tensor.rank == 0:
-                gradient: Any = parameter.grad
-                gradient = gradient.to_local() if hasattr(gradient, "to_local") else gradient
-                total += float(torch.linalg.vector_norm(gradient, dtype=_wide(gradient.dtype)).double().square())
-    if group.size > 1:
-        device = next((p.device for module in modules for p in module.parameters()), torch.device("cpu"))
-        summed = torch.tensor(total, dtype=torch.float64, device=device)
-        dist.all_reduce(summed, group=group.process_group)
-        total = float(summed)
-    return math.sqrt(total)
-
-
-@torch.no_grad()
-def scale_gradients(modules: Sequence[nn.Module], norm: float, most: float) -> None:
-    """Scale gradients of norm ``norm`` down to ``most``, as ``torch.nn.utils.clip_grad_norm_`` does.
-
-    >>> layer = torch.nn.Linear(1, 1, bias=False)
-    >>> layer.weight.grad = torch.tensor([[4.0]])
-    >>> scale_gradients([layer], 4.0, 1.0)
-    >>> round(float(layer.weight.grad), 4)
-    1.0
-    """
-    share = min(1.0, most / (norm + 1e-6))
-    if share == 1.0:
-        return
-    seen: set[int] = set()
-    for module in modules:
-        for parameter in module.parameters():
-            if parameter.grad is not None and id(parameter) not in seen:
-                seen.add(id(parameter))
-                parameter.grad.mul_(share)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    return torch.promote_types(dtype, torch.float32)

@@ -19,7 +19,7 @@ from lowtide.parallel.mappings import (
     scatter_to_sequence_parallel_region,
 )
 from lowtide.parallel.partition import initialize, partition
-from lowtide.private import without_modes
+from lowtide.parallel.vocabulary import check_tokens
 
 
 class ParallelEmbedding(ParallelModule):
@@ -46,7 +46,8 @@ class ParallelEmbedding(ParallelModule):
         out: the input's shape and ``embedding_dim``; under sequence parallelism this rank's piece of the sequence.
 
     Raises:
-        ParallelError: a size does not divide, or options exclude each other; in forward, a token outside the vocabulary on the CPU.
+        ParallelError: a size does not divide, or options exclude each other; in forward, a token outside the vocabulary (on a GPU by a
+            device-side assertion).
 
     Example:
         >>> ParallelEmbedding(10, 4)(torch.tensor([[1, 2, 3]])).shape
@@ -131,11 +132,7 @@ class ParallelEmbedding(ParallelModule):
         """The vectors of this rank's tokens, and zeros for all others."""
         where = self.partitions["weight"]
         ((start, stop),) = where.slices()
-        if tokens.device.type == "cpu" and tokens.numel() and not _is_fake(tokens):
-            with without_modes():  # a look at the caller's mistake is no part of the step
-                low, high = (int(edge) for edge in tokens.aminmax())
-            if low < 0 or high >= self.num_embeddings:
-                raise ParallelError(f"tokens from {low} to {high} were given to an embedding of {self.num_embeddings}")
+        check_tokens(tokens, self.num_embeddings, "token")
         mine = (tokens >= start) & (tokens < stop)
         own_padding = None
         if self.padding_idx is not None and start <= self.padding_idx < stop:
@@ -154,9 +151,3 @@ class ParallelEmbedding(ParallelModule):
     def extra_repr(self) -> str:
         what = "features" if self.shard_across_embedding else "vocabulary"
         return f"{self.num_embeddings}, {self.embedding_dim}, {what} shared, rank {self.group.rank} of {self.group.size}"
-
-
-def _is_fake(tensor: Tensor) -> bool:
-    from torch._subclasses.fake_tensor import FakeTensor
-
-    return isinstance(tensor, FakeTensor)

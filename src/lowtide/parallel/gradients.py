@@ -19,6 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 from lowtide.parallel.collectives import all_reduce
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.groups import TensorGroup, tensor_group
+from lowtide.parallel.shared import watch_gradient
 
 BUFFER_BYTES = 32 * 2**20
 
@@ -59,6 +60,7 @@ class _Mark:
                 self.mixed = True
         self.summed = None
         self.partial = True
+        watch_gradient(parameter)
 
     def done(self, parameter: Tensor) -> None:
         """The gradient holds the sum."""

@@ -27,6 +27,7 @@ from lowtide.parallel.mappings import (
     scatter_to_tensor_model_parallel_region,
 )
 from lowtide.parallel.partition import Partition, initialize, partition, replicated
+from lowtide.parallel.shared import mark_shared
 
 InitMethod = Callable[[Tensor], Any]
 
@@ -49,6 +50,19 @@ class ParallelModule(nn.Module):
         self.group = tensor_group(group)
         self.partitions = {}
         self.partial = ()
+        self.register_forward_pre_hook(_mark_shared)
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        super().__setattr__(name, value)
+        if isinstance(value, nn.Parameter) and name in self.__dict__.get("partitions", ()):
+            mark_shared(value, self.partitions[name])  # FSDP2 replaces parameters so
+
+    def mark_shared(self) -> None:
+        """Mark the parameters of which this rank holds a part, as they are now: copies and what was unfrozen, too."""
+        for name, where in self.partitions.items():
+            parameter = self._parameters.get(name)
+            if parameter is not None:
+                mark_shared(parameter, where)
 
     def _mark(self) -> None:
         """Mark the parameters whose gradients are partial, and keep them marked."""
@@ -60,7 +74,12 @@ class ParallelModule(nn.Module):
         parameter = nn.Parameter(torch.empty(where.local_shape, dtype=dtype, device=device))
         self.partitions[name] = where
         self.register_parameter(name, parameter)
+        mark_shared(parameter, where)
         return None if parameter.device.type == "meta" else initialize(parameter, where, init_method)
+
+
+def _mark_shared(module: Any, args: Any) -> None:
+    module.mark_shared()
 
 
 class ParallelLinear(ParallelModule):
@@ -314,6 +333,8 @@ def column_parallel(input: Tensor, layers: Sequence[ColumnParallelLinear | Share
         raise ParallelError(
             "column_parallel: the layers differ in group, sequence_dimension or reduce_dtype, so they cannot share a gather"
         )
+    for layer in layers:
+        layer.mark_shared()
     operands = [layer._operands() for layer in layers]
     outputs = column_linears(
         input,

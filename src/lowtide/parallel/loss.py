@@ -20,7 +20,7 @@ from lowtide.parallel.collectives import Pending, all_reduce, gather, reduce_sca
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.mappings import check_sequence_dimension
-from lowtide.private import without_modes
+from lowtide.parallel.vocabulary import check_tokens
 
 _PIECE_ELEMENTS = 2**24  # of logits that are made float32 at a time
 
@@ -51,19 +51,8 @@ class _Vocabulary:
         self.ignore_index = ignore_index
 
     def check(self, target: Tensor) -> None:
-        """Raise a `ParallelError` where a target is no token; on the CPU only, where looking is free."""
-        from torch._subclasses.fake_tensor import FakeTensor
-
-        if target.device.type != "cpu" or isinstance(target, FakeTensor):
-            return
-        with without_modes():  # a look at the caller's mistake is no part of the step
-            bad = (target != self.ignore_index) & ((target < 0) | (target >= self.size))
-            if not bad.any():
-                return
-            first = int(target[bad][0])
-        raise ParallelError(
-            f"target {first} is not a token of a vocabulary of {self.size}; targets that do not count are {self.ignore_index}"
-        )
+        """Refuse a target that is no token."""
+        check_tokens(target, self.size, "target", self.ignore_index)
 
     def places(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """For each target its column here, and whether it has one."""

@@ -281,7 +281,7 @@ class _Job:
             if part is None:
                 part = nn.Parameter(where.take(whole.detach()).clone(), requires_grad=whole.requires_grad)
                 self.shared[id(whole)] = part
-            layer._parameters[key] = part
+            setattr(layer, key, part)
         layer.train(source.training)
         for hook in layer._forward_pre_hooks.values():
             if isinstance(hook, Marker):
@@ -310,6 +310,9 @@ class _Job:
     def _region(self, name: str) -> None:
         module = self.model.get_submodule(name)
         dimension = SEQUENCE if self.sequence_parallel and self._inside(name) else None
+        for layer in module.children():
+            if isinstance(layer, RegionColumnLinear | RegionHeadsLinear):
+                layer.region_dimension = dimension
         module.forward = Region(module, self.group, dimension, self.reduce_dtype)  # type: ignore[method-assign]
 
     def _cut_sequence(self, regions: Iterable[str]) -> None:

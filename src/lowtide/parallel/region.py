@@ -8,6 +8,7 @@ and the others find it done.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
 from lowtide.parallel.collectives import Pending, gather, reduce_scatter
+from lowtide.parallel.errors import ParallelWarning
 from lowtide.parallel.groups import TensorGroup
 from lowtide.parallel.layers import ColumnParallelLinear, SharedHeadsLinear
 from lowtide.parallel.linear import flat_rows
@@ -123,10 +125,22 @@ class _RegionLinear(torch.autograd.Function):
         return grad_input, None, grad_weight, grad_bias, None
 
 
-def region_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
-    """The product inside a region: nothing travels in forward."""
+def region_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sequence_dimension: int | None) -> Tensor:
+    """The product inside a region: nothing travels in forward.
+
+    A tensor that the model made of the gathered one (``x * scale``, ``x.to(...)``, a view) has forgotten its shard, so all of it is saved for backward:
+    right, and t times the memory. That is said once for each place.
+    """
     source: Source | None = getattr(x, "lowtide_source", None)
     if source is None:
+        if sequence_dimension is not None:
+            warnings.warn(
+                f"a column-parallel layer inside a sequence-parallel region was called with a tensor of shape {tuple(x.shape)} that is not the "
+                "gathered input itself but made of it (by a dtype or layout change, say): the whole sequence is saved for backward instead of this "
+                "rank's piece. Apply such operations in front of the module that holds the layer",
+                ParallelWarning,
+                stacklevel=2,
+            )
         return F.linear(x, weight, bias)
     shard: Tensor = x.lowtide_shard.detach()  # type: ignore[attr-defined]
     weight, bias = weight.to(x.dtype), None if bias is None else bias.to(x.dtype)
@@ -135,18 +149,30 @@ def region_linear(x: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
 
 
 class RegionColumnLinear(ColumnParallelLinear):
-    """A column-parallel layer inside a region that was entered with `enter_region`."""
+    """A column-parallel layer inside a region that was entered with `enter_region`.
+
+    Attributes:
+        region_dimension: along which the region's input was gathered, or ``None`` where it was not.
+    """
+
+    region_dimension: int | None = None
 
     def forward(self, input: Tensor) -> Any:
         """The product; it lies in memory as a model for one process expects."""
         weight, bias = self._operands()
-        return self._finish(region_linear(input, weight, bias)).contiguous()
+        return self._finish(region_linear(input, weight, bias, self.region_dimension)).contiguous()
 
 
 class RegionHeadsLinear(SharedHeadsLinear):
-    """Keys or values of fewer heads than ranks, inside a region that was entered with `enter_region`."""
+    """Keys or values of fewer heads than ranks, inside a region that was entered with `enter_region`.
+
+    Attributes:
+        region_dimension: as in `RegionColumnLinear`.
+    """
+
+    region_dimension: int | None = None
 
     def forward(self, input: Tensor) -> Tensor:
         """The product for this rank's head."""
         weight, bias = self._operands()
-        return region_linear(input, weight, bias).contiguous()
+        return region_linear(input, weight, bias, self.region_dimension).contiguous()

@@ -7,14 +7,17 @@ choose.
 from __future__ import annotations
 
 import sys
+from functools import partial
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lowtide.plan.plan import Chain, Compress, Decision, Keep, ModuleRow, Offload, Plan, Recompute, Shard
+from lowtide.plan.decisions import Chain, Compress, Decision, Keep, Offload, Recompute, Shard
+from lowtide.plan.plan import ModuleRow, Plan
 
 if TYPE_CHECKING:
     from lowtide.graph import StepGraph
-    from lowtide.plan.build import close, make_plan
+    from lowtide.plan.build import make_plan
+    from lowtide.plan.feasible import close
     from lowtide.plan.policies import Policy
     from lowtide.plan.simulate import Simulation, Simulator, plain, simulate
 
@@ -42,7 +45,7 @@ _HOMES = {
     "Simulation": "simulate",
     "Simulator": "simulate",
     "plain": "simulate",
-    "close": "build",
+    "close": "feasible",
     "make_plan": "build",
 }
 
@@ -67,8 +70,15 @@ def resolve(policy: str | Policy) -> Policy:
     return getattr(policies, policy)()
 
 
-def make(graph: StepGraph, budget: str | int | None = None, policy: str | Policy = "optimal") -> Plan:
-    """The plan that ``policy`` makes for ``graph`` within ``budget``: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain peak.
+def make(graph: StepGraph, budget: str | int | None = None, policy: str | Policy = "optimal", progress: bool | None = None) -> Plan:
+    """The plan that ``policy`` makes for ``graph`` within ``budget``.
+
+    Args:
+        graph: the step.
+        budget: bytes, ``"600MiB"``, ``"60%"`` of the plain step's peak, ``"min"`` for the smallest that the policy can meet, or ``"auto"``
+            for what is free on the graph's device, less a reserve (`lowtide.budget.resolve`).
+        policy: a policy or its name.
+        progress: whether a terminal is told what takes long; ``None`` goes by the environment (`lowtide.progress`).
 
     Raises:
         BudgetError: the policy cannot meet the budget; the error carries the smallest one that it can.
@@ -79,12 +89,15 @@ def make(graph: StepGraph, budget: str | int | None = None, policy: str | Policy
 
     if not isinstance(graph, StepGraph):
         raise PlanError(f"lowtide.plan takes a StepGraph, not {type(graph).__name__}: make one with lowtide.trace(step, *args)")
-    if budget is not None:
-        from lowtide.budget import parse
-        from lowtide.plan.simulate import plain
+    from lowtide.progress import working
 
-        budget = parse(budget, plain(graph).peak_bytes)
-    made = resolve(policy)(graph, budget)
+    chosen = resolve(policy)
+    with working("planning", "planned", progress) as work:
+        made = chosen(graph, _limit(graph, budget, chosen))
+        if isinstance(made, Plan):
+            from lowtide.plan.explain import in_one_line
+
+            work.done(in_one_line(made))
     if not isinstance(made, Plan):
         raise PlanError(
             f"the policy {policy!r} returned {type(made).__name__}, not a Plan: end it in lowtide.policies.make_plan(graph, ...)"
@@ -92,11 +105,28 @@ def make(graph: StepGraph, budget: str | int | None = None, policy: str | Policy
     return made
 
 
+def _limit(graph: StepGraph, budget: str | int | None, policy: Policy) -> int | None:
+    """The budget in bytes."""
+    if budget is None:
+        return None
+    from lowtide.budget import resolve
+    from lowtide.plan.simulate import plain
+
+    return resolve(budget, plain(graph).peak_bytes, partial(_least_bytes, policy, graph), graph.device)
+
+
+def _least_bytes(policy: Policy, graph: StepGraph) -> int:
+    """The peak of the plan that a policy makes without a budget, which is the smallest that it can."""
+    return policy(graph, None).predicted_peak_bytes
+
+
 class _Room(ModuleType):
     """Lets ``lowtide.plan`` be the room and the verb: ``lowtide.plan(graph, budget=...)``."""
 
-    def __call__(self, graph: StepGraph, budget: str | int | None = None, policy: str | Policy = "optimal") -> Plan:
-        return make(graph, budget, policy)
+    def __call__(
+        self, graph: StepGraph, budget: str | int | None = None, policy: str | Policy = "optimal", progress: bool | None = None
+    ) -> Plan:
+        return make(graph, budget, policy, progress)
 
     def __getattr__(self, name: str) -> Any:
         if name in _HOMES:

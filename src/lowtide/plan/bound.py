@@ -34,6 +34,8 @@ from numpy.typing import NDArray
 from scipy.optimize import Bounds, LinearConstraint, linprog, milp
 from scipy.sparse import csr_array
 
+from lowtide.plan.closure import replay_set
+from lowtide.plan.feasible import feasible_replays
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.stages import Stages, find_stages
 from lowtide.plan.windows import Window
@@ -87,6 +89,8 @@ class Program:
 
     def solve(self) -> tuple[int, float, Floats]:
         """HiGHS's status (0 solved, 2 infeasible), the objective, and the columns."""
+        if not self.cost:  # HiGHS takes no program without columns
+            return self._without_columns(), 0.0, np.zeros(0)
         shape = (len(self.right), len(self.cost))
         matrix = csr_array((self.data, (self.rows, self.columns)), shape=shape)
         scale = max(max(self.cost, default=0.0), 1e-12)
@@ -101,8 +105,15 @@ class Program:
             return int(answer.status), 0.0, np.zeros(shape[1])
         return 0, float(answer.fun) * scale, np.asarray(answer.x)
 
+    def _without_columns(self) -> int:
+        """The status of a program in which nothing is to be decided."""
+        return 2 if any(right < 0 for right in self.right) else 0
+
     def solve_integral(self, integral: Sequence[int], nodes: int, gap: float) -> tuple[int, float, Floats | None]:
         """As `solve` with the columns ``integral`` whole numbers: status, lower bound on the objective, and the best point found."""
+        if not self.cost:
+            status = self._without_columns()
+            return (status, float("inf"), None) if status else (0, 0.0, np.zeros(0))
         count = len(self.cost)
         scale = max(max(self.cost, default=0.0), 1e-12)
         whole = np.zeros(count)
@@ -129,27 +140,19 @@ class Relaxation:
     """The linear program of one step graph; `solve` answers for a budget."""
 
     def __init__(self, sim: Simulator, stages: Stages | None = None) -> None:
-        from lowtide.plan.build import feasible_replays
-
         self.sim = sim
         graph = sim.graph
         self.stages = stages or find_stages(sim)
         self.feasible = feasible_replays(sim)
         self.demanded = [v for v in sim.droppable if sim.unpacked[v]]
-        relevant: set[int] = set()
-        stack = list(self.demanded)
-        operations: set[int] = set()
-        while stack:
-            value = stack.pop()
-            if value in relevant:
-                continue
-            relevant.add(value)
-            index = sim.producer[value]
-            if index in operations or not self.feasible[index]:
-                continue
-            operations.add(index)
-            stack.extend(u for u in graph.operations[index].reads if not sim.base_flags[u])
-        self.values = sorted(relevant)
+        reads = [[u for u in op.reads if not sim.base_flags[u]] for op in graph.operations]
+
+        def final(value: int) -> bool:
+            """Whether nothing brings it back."""
+            return sim.producer[value] < 0 or not self.feasible[sim.producer[value]]
+
+        operations = replay_set([v for v in self.demanded if not final(v)], sim.producer, reads, final)
+        self.values = sorted({*self.demanded, *(u for index in operations for u in reads[index])})
         self.operations = sorted(operations)
         self.column = {v: k for k, v in enumerate(self.values)}
         self.op_column = {i: len(self.values) + k for k, i in enumerate(self.operations)}
@@ -324,8 +327,6 @@ class Relaxation:
         count = len(self.values)
         point = np.zeros(count + len(self.operations))
         point[:count] = 1.0
-        if not count:
-            return 0.0, point
         self.program = self.base_program()
         self.chosen: set[int] = set()
         self.windows: dict[int, Window] = {}

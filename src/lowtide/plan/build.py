@@ -5,63 +5,19 @@ Every policy ends here, a user's own included: decide which values stay, call `m
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
+from collections.abc import Collection, Mapping, Sequence
 
-from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound, lower_bound
-from lowtide.plan.kept import place_rows, placeable
+from lowtide.plan.decisions import Keep, Moving, Recompute
+from lowtide.plan.explain import refusal
+from lowtide.plan.feasible import close
 from lowtide.plan.moves import move_rows, moved_of, not_replayable_from, refuse_moves
-from lowtide.plan.plan import Keep, ModuleRow, Moving, Plan, Recompute, program_of
+from lowtide.plan.plan import ModuleRow, Plan, program_of
 from lowtide.plan.simulate import Simulation, Simulator
-from lowtide.plan.slab import Kept, SlabLayout, checked, lay_out, with_slab
+from lowtide.plan.slab import SlabLayout, checked, lay_out, with_slab
+from lowtide.plan.supply import Codec
 from lowtide.plan.traffic import Links, Moved
-
-if TYPE_CHECKING:
-    from lowtide.store.codec import Codec
-
-
-def feasible_replays(sim: Simulator) -> list[bool]:
-    """Per operation: whether it can run again when everything that can be stored is stored."""
-    if not sim.feasible:
-        for op in sim.graph.operations:
-            sim.feasible.append(op.replayable and all(_available(sim, sim.feasible, u) for u in op.reads))
-    return sim.feasible
-
-
-def _available(sim: Simulator, feasible: list[bool], value: int) -> bool:
-    v = sim.graph.values[value]
-    if v.storable:
-        return True
-    return not v.must_store and v.producer is not None and v.producer < len(feasible) and feasible[v.producer]
-
-
-def _must(sim: Simulator) -> bytearray:
-    """Per value: whether it stays wherever it is needed, for nothing may bring it back."""
-    must = sim.reach.must
-    if not must:
-        feasible = feasible_replays(sim)
-        must.extend(v.must_store or v.producer is None or not feasible[v.producer] for v in sim.graph.values)
-    return must
-
-
-def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None = None) -> frozenset[int]:
-    """The smallest feasible set of stored values that includes what ``stored`` keeps.
-
-    Values that replays would need but that cannot be brought back (their operation is not replayable, or they lie beyond a value that must
-    be stored) are added; values that neither backward nor a replay reads are left out. What a checkpointing scope asked to be given up is
-    not kept where it can come back.
-    """
-    sim = simulator or Simulator(graph)
-    producer, storable = sim.producer, sim.reach.storable
-    must = _must(sim)
-    kept = set(stored).difference(sim.reach.forced)
-    kept.update(v for v in sim.droppable if must[v])
-    kept.update(earlier for v, companions in sim.companions.items() if v in kept and v in sim.saved_of for earlier in companions)
-    used = {v for v in kept if v in sim.saved_of}
-    used = sim.reach.close(kept, used, [v for v in sim.droppable if v not in kept], must)
-    return frozenset(v for v in used if producer[v] >= 0 and (storable[v] or v in sim.saved_of))
 
 
 def make_plan(
@@ -77,7 +33,7 @@ def make_plan(
     window_bytes: int = 0,
     links: Links | None = None,
     codecs: Sequence[Codec] = (),
-    slab: bool | Kept | None = None,
+    slab: bool | None = None,
 ) -> Plan:
     """The plan that stores ``stored``: closed to a feasible set, simulated, bounded and with its table.
 
@@ -95,8 +51,7 @@ def make_plan(
         links: how fast the tiers are; without it transfers take no time.
         codecs: codecs of the user's own that ``moves`` name.
         slab: whether moved values come back into a slab on the device that is allocated once (docs/stores.md); ``None`` for where the budget
-            has room for it, or without a budget where it costs nothing. ``"kept"`` has kept values written there, too, as far as their operations
-            can.
+            has room for it, or without a budget where it costs nothing.
 
     Raises:
         BudgetError: the plan's peak is above the budget.
@@ -118,18 +73,13 @@ def make_plan(
             )  # fmt: skip
     window = window_bytes or max((m.encoded_bytes for m in moved), default=0)
     loose = simulation = (sim.moving(moved, window) if moved else sim).simulate(closed, links)
-    laid = SlabLayout({}, {}, 0)
-    places = placeable(sim, closed) if slab == "kept" else {}
-    if places or (moved and slab is not False):
-        held, layout = _in_a_slab(sim, moved, window, closed, links, places)
+    laid = SlabLayout({}, 0)
+    if moved and slab is not False:
+        held, layout = _in_a_slab(sim, moved, window, closed, links)
         if slab or held.peak_bytes <= (loose.peak_bytes if budget is None else budget):
             simulation, laid = held, layout
     if budget is not None and simulation.peak_bytes > budget:
-        raise BudgetError(
-            f"policy {policy!r} needs {simulation.peak_bytes:,} bytes, the budget is {budget:,}.",
-            simulation.peak_bytes,
-            f"At the peak stands {standing(simulation)}. Give a larger budget, or use the policy 'optimal', which finds the least memory it can.",
-        )
+        raise refusal(sim, simulation, budget, "" if policy in ("optimal", "mixed") else policy)
     limit = budget if budget is not None else simulation.peak_bytes
     if moved and bound is True:
         bound = False
@@ -163,26 +113,16 @@ def make_plan(
         crowding_seconds=simulation.traffic.crowding_seconds if simulation.traffic else 0.0,
         slab_bytes=laid.bytes,
         loose_peak_bytes=loose.peak_bytes if laid.bytes else 0,
-        places=place_rows(graph, places, laid.kept),
     )
 
 
 def _in_a_slab(
-    sim: Simulator, moved: Sequence[Moved], window: int, stored: frozenset[int], links: Links | None, kept: Collection[int]
+    sim: Simulator, moved: Sequence[Moved], window: int, stored: frozenset[int], links: Links | None
 ) -> tuple[Simulation, SlabLayout]:
-    """The step with a slab for what comes back and for the ``kept`` storages, and the slab's layout."""
-    held = (sim.moving(moved, window, slab=True) if moved else sim).placing(kept).simulate(stored, links)
-    laid = lay_out(moved, held, sim.storage_bytes)
+    """The step with a slab for what comes back and the slab's layout."""
+    held = sim.moving(moved, window, slab=True).simulate(stored, links)
+    laid = lay_out(moved, held)
     return with_slab(held, laid.bytes), laid
-
-
-def standing(simulation: Simulation) -> str:
-    """What runs at the peak, in words."""
-    op = simulation.peak_operation
-    if op is None:
-        return "what stood before the step"
-    how = "replayed " if simulation.peak_in_replay else ""
-    return f"{how}operation {op.name} (number {op.index}, {op.phase}) in module {op.module or 'root'!r}"
 
 
 def module_rows(sim: Simulator, simulation: Simulation) -> tuple[ModuleRow, ...]:

@@ -18,6 +18,7 @@ from numpy.typing import ArrayLike, NDArray
 from lowtide.errors import BudgetError, PlanError
 from lowtide.plan.packing import pack
 from lowtide.plan.sweep import sweep
+from lowtide.progress import current
 
 Numbers = NDArray[np.int64]
 _EXACT_BUFFERS = 4000
@@ -90,6 +91,7 @@ def find(
     lower: ArrayLike, upper: ArrayLike, size: ArrayLike, capacity: int | None = None, *, align: int = 1, seconds: float = 60.0
 ) -> Layout:
     """The best layout found, with its bound; the arguments are `layout`'s, and one above ``capacity`` is returned, too."""
+    current().say("placing")
     begin = time.monotonic()
     low, high, sizes = _checked(lower, upper, size, align)
     units = -(-sizes // align)

@@ -15,10 +15,10 @@ from dataclasses import replace
 
 import numpy as np
 
-from lowtide.plan.build import close, feasible_replays
+from lowtide.plan.feasible import close, feasible_replays
+from lowtide.plan.front import Known
 from lowtide.plan.master import Master
 from lowtide.plan.search import Candidate, Search
-from lowtide.plan.segment import Segment
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.stages import Stages
 
@@ -45,20 +45,16 @@ def priced(sim: Simulator, alike: bool) -> Simulator:
     return twin
 
 
-def leanest(
-    sim: Simulator, stages: Stages, effort: int, start: Callable[[Search], list[Candidate]], segments: dict[tuple[int, ...], Segment]
-) -> frozenset[int]:
-    """The values that stay in the plan with the smallest peak that is found; ``start`` gives plans that are known without a search, and ``segments``
-    holds what is known of the memory of stages."""
+def leanest(sim: Simulator, stages: Stages, effort: int, start: Callable[[Search], list[Candidate]], known: Known) -> frozenset[int]:
+    """The values that stay in the plan with the smallest peak that is found; ``start`` gives plans that are known without a search, and ``known``
+    holds what earlier searches of its stages found."""
     search = Search(priced(sim, alike=False))
     every = search.everything()
     if every:
         return min([*start(search), *every], key=_height).stored
     found = start(search)
     for alike in (False, True):
-        found += [
-            search.candidate(stored) for stored in _paths(Master(priced(sim, alike), stages, feasible_replays(sim), effort, segments))
-        ]
+        found += [search.candidate(stored) for stored in _paths(Master(priced(sim, alike), stages, feasible_replays(sim), effort, known))]
     return lowered(search, min(found, key=_height)).stored
 
 

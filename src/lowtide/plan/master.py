@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.plan.segment import LONGEST_SEGMENT, Configuration, Segment
+from lowtide.plan.front import Configuration, Front, Known
+from lowtide.plan.segment import LONGEST_SEGMENT, Segment
 from lowtide.plan.simulate import Bytes, Simulator
 from lowtide.plan.stages import Stages
 
@@ -26,8 +27,7 @@ class Option:
 
     Attributes:
         first, last: the stages.
-        segment: an alike segment.
-        configurations: its configurations.
+        front: what the search of an alike stretch found.
         events: event ranges of its forward and its window.
         held, late: per configuration, bytes held, and how many of them cost nothing in the forward.
         forward_need, window_need, seconds: per configuration, the most live bytes in its own events, and seconds.
@@ -35,8 +35,7 @@ class Option:
 
     first: int
     last: int
-    segment: Segment
-    configurations: list[Configuration]
+    front: Front
     events: tuple[tuple[int, int], tuple[int, int]]
     held: NDArray[np.int64]
     late: NDArray[np.int64]
@@ -44,22 +43,24 @@ class Option:
     window_need: NDArray[np.int64]
     seconds: NDArray[np.float64]
 
+    @property
+    def configurations(self) -> list[Configuration]:
+        """Its configurations."""
+        return self.front.configurations
+
 
 class Master:
     """All options of a step, and the best path through them for a budget."""
 
-    def __init__(
-        self, sim: Simulator, stages: Stages, feasible: list[bool], effort: int, segments: dict[tuple[int, ...], Segment] | None = None
-    ) -> None:
+    def __init__(self, sim: Simulator, stages: Stages, feasible: list[bool], effort: int, known: Known) -> None:
         self.sim = sim
-        self.segments = {} if segments is None else segments
-        """segments of this step that stand already, at other prices of its operations maybe; new ones are added"""
+        self.known = known
         self.stages = stages
         self.feasible = feasible
-        self.classes: dict[tuple[int, ...], tuple[Segment, list[Configuration]]] = {}
+        self.classes: dict[tuple[int, ...], Front] = {}
+        """signatures of stages -> their front"""
         self.options: list[list[Option]] = [[] for _ in range(len(stages))]
         """options by their first stage"""
-        self.evaluations = 0
         self.base = stages.base
         self.late = self._late()
         self._build(effort)
@@ -93,13 +94,13 @@ class Master:
                 if owner < option.first:
                     model[max(start, fa) : max(min(stop, fb), max(start, fa))] -= size
         self.base = self.base + (top - model)
-        self.options = [[self._option(o.first, o.last, o.segment, o.configurations) for o in here] for here in self.options]
+        self.options = [[self._option(o.first, o.last, o.front) for o in here] for here in self.options]
 
     def restore(self) -> None:
         """Forget the corrections."""
         if self.base is not self.stages.base:
             self.base = self.stages.base
-            self.options = [[self._option(o.first, o.last, o.segment, o.configurations) for o in here] for here in self.options]
+            self.options = [[self._option(o.first, o.last, o.front) for o in here] for here in self.options]
 
     def _build(self, effort: int) -> None:
         count = len(self.stages)
@@ -119,15 +120,9 @@ class Master:
     def _add(self, first: int, last: int, effort: int) -> None:
         key = self.stages.signature[first:last]
         if key not in self.classes:
-            if key not in self.segments:
-                self.segments[key] = Segment(self.sim, self.stages, first, last, self.feasible)
-            segment = self.segments[key].at(self.sim)
-            front = segment.search(effort, self._seeds(segment, first, last), 64 if last - first < 3 else 24)
-            self.evaluations += len(segment.known)
-            segment.known.clear()
-            self.classes[key] = (segment, front)
-        segment, front = self.classes[key]
-        self.options[first].append(self._option(first, last, segment, front))
+            segment = Segment(self.sim, self.stages, first, last, self.feasible)
+            self.classes[key] = segment.found(self.known, effort, self._seeds(segment, first, last), 64 if last - first < 3 else 24)
+        self.options[first].append(self._option(first, last, self.classes[key]))
 
     def _seeds(self, segment: Segment, first: int, last: int) -> list[int]:
         """Configurations of a longer stretch, put together from those of its parts."""
@@ -137,17 +132,17 @@ class Master:
         unit = {segment.position[index]: bit for bit, index in enumerate(segment.units)}
         fronts: list[list[int]] = []
         offset = 0
-        for part, front in parts:
+        for part in parts:
             masks: dict[int, None] = {}
-            for c in front:
+            for c in part.configurations:
                 mask = 0
-                for bit, index in enumerate(part.units):
-                    at = offset + part.position[index]
+                for bit, (position, _) in enumerate(part.units):
+                    at = offset + position
                     if c.kept >> bit & 1 and at in unit:
                         mask |= 1 << unit[at]
                 masks[mask] = None
             fronts.append(list(masks))
-            offset += len(part.operations)
+            offset += part.operations
         longest = max(len(f) for f in fronts)
         seeds: dict[int, None] = {}
         for k in range(min(longest, 12)):
@@ -157,7 +152,8 @@ class Master:
             seeds[mask] = None
         return list(seeds)
 
-    def _option(self, first: int, last: int, segment: Segment, front: list[Configuration]) -> Option:
+    def _option(self, first: int, last: int, front: Front) -> Option:
+        configurations = front.configurations
         stages, graph = self.stages, self.sim.graph
         (fa, fb), (wa, wb) = (
             (stages.forward_events[first][0], stages.forward_events[last - 1][1]),
@@ -172,14 +168,13 @@ class Master:
         return Option(
             first,
             last,
-            segment,
             front,
             ((fa, fb), (wa, wb)),
-            np.array([c.held_bytes for c in front], dtype=np.int64),
-            np.array([c.late_bytes for c in front], dtype=np.int64),
-            np.array([int((natural + c.profile)[: fb - fa].max(initial=0)) for c in front], dtype=np.int64),
-            np.array([int((natural + c.profile)[fb - fa :].max(initial=0)) for c in front], dtype=np.int64),
-            np.array([sum(cost[k] for k in c.replayed) for c in front]),
+            np.array([c.held_bytes for c in configurations], dtype=np.int64),
+            np.array([c.late_bytes for c in configurations], dtype=np.int64),
+            np.array([int((natural + c.profile)[: fb - fa].max(initial=0)) for c in configurations], dtype=np.int64),
+            np.array([int((natural + c.profile)[fb - fa :].max(initial=0)) for c in configurations], dtype=np.int64),
+            np.array([sum(cost[k] for k in c.replayed) for c in configurations]),
         )
 
     def stored(self, path: list[tuple[Option, int]]) -> frozenset[int]:
@@ -188,14 +183,12 @@ class Master:
         graph = self.sim.graph
         for option, choice in path:
             operations = self.stages.operations(option.first, option.last)
-            segment = option.segment
             mask = option.configurations[choice].kept
             inside = {w for i in operations for w in graph.operations[i].writes if self.stages.last_stage[w] < option.last}
-            for bit, index in enumerate(segment.units):
+            for bit, (position, outputs) in enumerate(option.front.units):
                 if mask >> bit & 1:
-                    own = graph.operations[operations[segment.position[index]]].writes
-                    like = graph.operations[index].writes
-                    kept.update(w for w, old in zip(own, like, strict=True) if old in segment.outputs[index])
+                    writes = graph.operations[operations[position]].writes
+                    kept.update(writes[k] for k in outputs)
             for i in operations:
                 kept.update(w for w in graph.operations[i].writes if w not in inside and graph.values[w].storable)
         return frozenset(kept)

@@ -10,24 +10,24 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound import Bound, Floats
-from lowtide.plan.build import close, make_plan, standing
+from lowtide.plan.build import make_plan
+from lowtide.plan.decisions import Compress, Moving, Shard, stages
+from lowtide.plan.explain import refusal
+from lowtide.plan.feasible import close
 from lowtide.plan.moves import default_window, least_count
 from lowtide.plan.moving import MovingRelaxation
 from lowtide.plan.optimal import Planner, planner_of
-from lowtide.plan.plan import Compress, Moving, Plan, Shard, stages
+from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import Simulation, Simulator
+from lowtide.plan.supply import Codec, supply
 from lowtide.plan.traffic import Links, Moved
 from lowtide.plan.ways import Ways, decision_of, default_ways, missing_links, ways_of
-
-if TYPE_CHECKING:
-    from lowtide.store.codec import Codec
 
 _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
@@ -124,9 +124,7 @@ class Mixer:
         return self.relaxation.seconds_to_move(m) + both
 
     def _whole(self, codec: str) -> bool:
-        from lowtide.store.codec import codec_named
-
-        return codec_named(codec, self.codecs).replayable_from
+        return supply().codec_facts(codec, self.codecs).replayable_from
 
     def candidate(self, stored: frozenset[int], moves: Mapping[int, Moved], window: int) -> Mix:
         """``stored`` and ``moves``, closed and simulated; what a replay reads stays where its codec does not bring all of it back."""
@@ -162,12 +160,7 @@ class Mixer:
         if not starts:
             least = self.least()
             if least.simulation.peak_bytes > budget:
-                raise BudgetError(
-                    f"no mix of recomputing and moving fits in {budget:,} bytes: the smallest that can be met is "
-                    f"{least.simulation.peak_bytes:,} bytes.",
-                    least.simulation.peak_bytes,
-                    f"At its peak stands {standing(least.simulation)}.",
-                )
+                raise refusal(self.sim, least.simulation, budget)
             starts.append(least)
         best = min(starts, key=lambda mix: mix.key)
         if best.simulation.extra_seconds - self._floor(budget) > _GOOD_GAP * self.graph.plain_seconds:
@@ -325,9 +318,10 @@ def mixed_policy(
 
     def mixed(graph: StepGraph, budget: int | None = None) -> Plan:
         offered = chosen or default_ways(graph.device)
-        speeds = missing_links(offered, links, codecs, graph.device)
         planner = planner_of(graph)
         with planner.lock:
+            peak = planner.sim.plain_peak if budget is None else max(budget, planner.relaxation.least_peak())
+            speeds = missing_links(offered, links, codecs, graph.device, max(0, peak - graph.resident_bytes))
             mixer = Mixer(planner, ways_of(planner.sim, offered, speeds, min_bytes, codecs, everywhere), speeds, window_bytes, codecs)
             limit = budget if budget is not None else mixer.least().simulation.peak_bytes
             best, alone = mixer.solve(limit)

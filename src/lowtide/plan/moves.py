@@ -1,19 +1,20 @@
-"""Values that move: which may, what they take, and the policies that only move."""
+"""Values that move: which may, what they take, and which codec fits which."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.plan import Chain, Compress, Move, Moving, Offload, Plan, ProgramStep, Shard, stages
+from lowtide.plan.decisions import Compress, Moving, Shard, stages
+from lowtide.plan.plan import Move, Plan, ProgramStep
 from lowtide.plan.simulate import Simulation, Simulator
-from lowtide.plan.traffic import Links, Moved, ahead_bytes, gather_bytes
+from lowtide.plan.supply import Codec, supply
+from lowtide.plan.traffic import Links, Moved, gather_bytes
 
 if TYPE_CHECKING:
-    from lowtide.plan.slab import Kept
-    from lowtide.store.codec import Codec, Form
+    pass
 
 _ITEM_BYTES = {
     "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
@@ -83,30 +84,14 @@ def moved_of(sim: Simulator, moves: Mapping[int, Moving], links: Links | None = 
             speed = (links or {}).get(first.group) if then is not None else None  # overlapped where the parts are on the device
             decode = bytes_ / speed.read_bytes_per_second + speed.latency_seconds if speed else 0.0
         elif isinstance(first, Compress):
-            from lowtide.store.codec import CHUNK
-
-            codec, form = _codec(first.codec, codecs), _form(bytes_ // item, dtype)
-            encoded, scratch = min(bytes_, codec.encoded_bytes(form)), codec.scratch_bytes
-            scratch = min(scratch, scratch * form.elements // CHUNK + 4096)
+            codec, elements = supply().codec_facts(first.codec, codecs), bytes_ // item
+            encoded = min(bytes_, codec.encoded_bytes(elements, dtype))
+            scratch = min(codec.scratch_bytes, codec.scratch_bytes * elements // codec.chunk_elements + 4096)
             speed = (links or {}).get(first.codec)
             encode = bytes_ / speed.write_bytes_per_second if speed else 0.0
             decode = bytes_ / speed.read_bytes_per_second if speed else 0.0
         found.append(Moved(value, decision, bytes_, encoded, scratch, gather, encode, decode))
     return found
-
-
-def _codec(name: str, own: Sequence[Codec]) -> Codec:
-    from lowtide.store.codec import codec_named
-
-    return codec_named(name, own)
-
-
-def _form(elements: int, dtype: str) -> Form:
-    import torch
-
-    from lowtide.store.codec import Form
-
-    return Form(elements, getattr(torch, dtype, torch.uint8))
 
 
 def not_replayable_from(graph: StepGraph, program: Sequence[ProgramStep], moves: Mapping[int, Moving], codecs: Sequence[Codec]) -> set[int]:
@@ -120,7 +105,7 @@ def not_replayable_from(graph: StepGraph, program: Sequence[ProgramStep], moves:
     found = set()
     for value, decision in moves.items():
         first, _ = stages(decision)
-        if value in read and isinstance(first, Compress) and not _codec(first.codec, codecs).replayable_from:
+        if value in read and isinstance(first, Compress) and not supply().codec_facts(first.codec, codecs).replayable_from:
             found.add(value)
     return found
 
@@ -143,17 +128,12 @@ def move_rows(moved: Sequence[Moved], simulation: Simulation, places: Mapping[tu
 def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     """The exact simulation of what ``plan`` does to the step it was made for (times of transfers aside)."""
     sim = Simulator(graph)
-    from lowtide.plan.kept import placed_storages
     from lowtide.plan.slab import with_slab
 
-    if not plan.moves and not plan.places:
+    if not plan.moves:
         return sim.simulate(plan.stored)
-    if plan.places:
-        sim = sim.placing(placed_storages(graph, plan))
     moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
-    if moved:
-        sim = sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0)
-    simulation = sim.simulate(plan.stored)
+    simulation = sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0).simulate(plan.stored)
     return with_slab(simulation, plan.slab_bytes) if plan.slab_bytes else simulation
 
 
@@ -161,17 +141,6 @@ def default_window(sim: Simulator, values: Sequence[int]) -> int:
     """A sixteenth of what moves, and at least the largest value."""
     sizes = [sim.value_bytes[v] for v in values]
     return max([*sizes, sum(sizes) // 16, 1])
-
-
-def fewest(sim: Simulator, stored: frozenset[int], order: Sequence[int], decision: Moving, budget: int, window: int) -> int | None:
-    """How many of ``order``, from its beginning, have to move so that the peak is within ``budget``; ``None`` when all of them do not do."""
-
-    def fits(count: int) -> bool:
-        chosen = dict.fromkeys(order[:count], decision)
-        moving = sim.moving(moved_of(sim, chosen), window) if chosen else sim
-        return moving.simulate(stored - chosen.keys()).peak_bytes <= budget
-
-    return least_count(len(order), fits)
 
 
 def least_count(most: int, fits: Callable[[int], bool]) -> int | None:
@@ -185,43 +154,6 @@ def least_count(most: int, fits: Callable[[int], bool]) -> int | None:
         middle = (low + high) // 2
         low, high = (low, middle) if fits(middle) else (middle, high)
     return high
-
-
-def offload_policy(
-    decision: Offload, min_bytes: int, window_bytes: int | None, links: Links | None, slab: bool | Kept | None
-) -> Callable[..., Plan]:
-    """See `lowtide.plan.policies.offload`."""
-
-    def offload(graph: StepGraph, budget: int | None = None) -> Plan:
-        from lowtide.plan.build import close, make_plan
-
-        sim = Simulator(graph)
-        order = movable(sim, min_bytes)
-        window = window_bytes or default_window(sim, order)
-        everything = close(graph, sim.droppable, sim)
-        if budget is None:
-            sizes = [sim.value_bytes[v] for v in order]
-            count, tail = len(order), 0
-            while count and tail + sizes[count - 1] <= window:  # backward asks for the last at once
-                count -= 1
-                tail += sizes[count]
-        else:
-            found = fewest(sim, everything, order, decision, budget, window)
-            count = len(order) if found is None else found
-        moves: dict[int, Moving] = dict.fromkeys(order[:count], decision)
-        return make_plan(
-            graph,
-            stored=everything,
-            policy="offload",
-            budget=budget,
-            simulator=sim,
-            moves=moves,
-            window_bytes=window,
-            links=links,
-            slab=slab,
-        )
-
-    return offload
 
 
 def lossless_codec(sim: Simulator, value: int, dtype: str) -> str:
@@ -264,75 +196,8 @@ def fitting_codec(sim: Simulator, name: str, codecs: Sequence[Codec] = (), every
     """
     from lowtide.plan.linear import linear_values
 
-    gentler = _codec(name, codecs).gentler
+    gentler = supply().codec_facts(name, codecs).gentler
     if not gentler or everywhere:
         return lambda value: name
     linear = linear_values(sim.graph)
     return lambda value: name if value in linear else gentler
-
-
-def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None, everywhere: bool) -> Callable[..., Plan]:
-    """See `lowtide.plan.policies.compress`."""
-    own = () if isinstance(codec, str) else (codec,)
-    name = codec if isinstance(codec, str) else codec.name
-    if name != "auto":
-        _codec(name, own)
-
-    def compress(graph: StepGraph, budget: int | None = None) -> Plan:
-        from lowtide.plan.build import close, make_plan
-
-        sim = Simulator(graph)
-        dtypes = dtypes_of(sim)
-        bounded = (lambda value: "") if name == "auto" else fitting_codec(sim, name, own, everywhere)
-        moves: dict[int, Moving] = {}
-        for value in movable(sim, min_bytes):
-            chosen = lossless_codec(sim, value, dtypes[value]) or bounded(value)
-            if not chosen:
-                continue
-            first = Compress(chosen)
-            (seen,) = moved_of(sim, {value: first}, codecs=own)
-            if seen.encoded_bytes < 0.95 * seen.bytes:
-                moves[value] = Chain(first, then) if then is not None else first
-        stored = close(graph, sim.droppable, sim)
-        return make_plan(graph, stored=stored, policy="compress", budget=budget, simulator=sim, moves=moves, codecs=own)
-
-    return compress
-
-
-def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload | None, slab: bool | Kept | None) -> Callable[..., Plan]:
-    """See `lowtide.plan.policies.partition`."""
-    if values not in ("checkpoints", "all"):
-        raise PlanError(f"partition(values={values!r}): give 'checkpoints' or 'all'")
-
-    def partition(graph: StepGraph, budget: int | None = None) -> Plan:
-        from lowtide.plan.build import close, make_plan
-        from lowtide.plan.policies import full_stored
-
-        sim = Simulator(graph)
-        stored = close(graph, full_stored(graph, sim) if values == "checkpoints" else sim.droppable, sim)
-        may = entering_blocks(sim) if values == "checkpoints" else set(movable(sim))
-        chosen = [v for v in sorted(stored & may) if sim.value_bytes[v] >= min_bytes and graph.values[v].storable]
-        moves: dict[int, Moving] = {v: Chain(decision, then) if then is not None else decision for v in chosen}
-        if not moves:
-            raise BudgetError(
-                f"partition finds nothing of {min_bytes:,} bytes or more to shard: lower min_bytes=, or use the policy 'full'"
-            )
-        window = max(2 * ahead_bytes(m.decision, m.bytes, m.encoded_bytes) for m in moved_of(sim, moves))  # the next while one is in use
-        wanted = True if slab is None and budget is None else slab
-        return make_plan(
-            graph, stored=stored, policy="partition", budget=budget, simulator=sim, moves=moves, window_bytes=window, slab=wanted
-        )
-
-    return partition
-
-
-def entering_blocks(sim: Simulator) -> frozenset[int]:
-    """The values that enter a block: made outside it, read in it."""
-    from lowtide.plan.policies import default_blocks, regions_of
-
-    region = regions_of(sim.graph, default_blocks(sim.graph))
-    return frozenset(
-        v.id
-        for v in sim.graph.values
-        if any(region.get(i, -1) >= 0 and region.get(sim.producer[v.id], -2) != region[i] for i in sim.readers[v.id])
-    )

@@ -24,7 +24,7 @@ from collections.abc import Callable, Sequence
 import numpy as np
 
 from lowtide.plan.bound import Floats, Program, Relaxation
-from lowtide.plan.plan import Compress, Shard, stages
+from lowtide.plan.decisions import Compress, Shard, stages
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.stages import Stages
 from lowtide.plan.traffic import Links, Moved

@@ -12,17 +12,21 @@ from functools import cached_property, lru_cache
 
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
+from lowtide.plan.blocks import full_stored, sqrt_stored
 from lowtide.plan.bound import Bound, Floats, Relaxation
-from lowtide.plan.build import feasible_replays, make_plan, standing
+from lowtide.plan.build import make_plan
+from lowtide.plan.explain import refusal
+from lowtide.plan.feasible import feasible_replays
+from lowtide.plan.front import Known, known_stages
 from lowtide.plan.lean import leanest, lowered
 from lowtide.plan.master import Master
 from lowtide.plan.plan import Plan
 from lowtide.plan.search import Candidate, Search
-from lowtide.plan.segment import Segment
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.stages import find_stages
+from lowtide.progress import current
 
-_EFFORT = 4000
+_EFFORT = 2400
 """Evaluations of stage configurations, over all distinct stages."""
 
 _GOOD_GAP = 0.005
@@ -50,45 +54,56 @@ _OVER = 0.25
 _WHOLE_COLUMNS = 6000
 """Largest program that is solved in whole numbers."""
 
+_ALIKE = 2.5
+"""Stages for each distinct one from which that takes long and finds little, for alike ones can be exchanged; the search over stages sees to these."""
+
+_ALIKE_COLUMNS = 2500
+"""Largest program of such a step that is solved in whole numbers while the gap is not wide."""
+
 _NODES = 20
 """Branch-and-bound nodes: most of what whole numbers bring comes from the root."""
 
 
 class Planner:
-    """Plans one step graph; the search over its stages is done once and serves every budget."""
+    """Plans one step graph; the search over its stages is done once and serves every budget, and other steps with equal stages.
 
-    def __init__(self, graph: StepGraph) -> None:
+    Args:
+        graph: the step.
+        known: what earlier searches of stages found; by default those of this process.
+    """
+
+    def __init__(self, graph: StepGraph, known: Known | None = None) -> None:
         self.graph = graph
         self.lock = threading.RLock()
         """held by whoever solves: equal steps share a planner"""
         self.sim = Simulator(graph)
         self.search = Search(self.sim)
         self.stages = find_stages(self.sim)
-        self.segments: dict[tuple[int, ...], Segment] = {}
-        """what is known of the memory of stages, whatever prices operations have"""
+        self.known = known_stages() if known is None else known
         self.relaxation = Relaxation(self.sim, self.stages)
         self._last: tuple[int, float, Floats] | None = None
+        self._found_before: list[Candidate] = []
         self.bounds: dict[int, float] = {}
         """budget -> seconds that no schedule can undercut, the recording overhead aside"""
 
     @cached_property
     def master(self) -> Master:
         """The search over stages, where most of the time goes."""
-        return Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT, self.segments)
+        current().say("searching")
+        return Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT, self.known)
 
     @cached_property
     def leanest(self) -> Candidate:
         """The plan with the smallest peak that is found, whatever the measured seconds are: what a refusal names can be met in every process."""
-        stored = leanest(self.sim, self.stages, _EFFORT, self.family, self.segments)
+        current().say("searching for the least memory")
+        stored = leanest(self.sim, self.stages, _EFFORT, self.family, self.known)
         return Candidate(stored, self.sim.simulate(stored))
 
     def family(self, search: Search | None = None) -> list[Candidate]:
         """Plans that need no search: keep everything, give everything up, per block, by square root."""
-        from lowtide.plan import policies
-
         search = search or self.search
         found = [search.candidate(frozenset(self.sim.droppable)), search.candidate(frozenset())]
-        for make in (policies.full_stored, policies.sqrt_stored):
+        for make in (full_stored, sqrt_stored):
             try:
                 found.append(search.candidate(make(self.graph, self.sim)))
             except PlanError:
@@ -104,7 +119,9 @@ class Planner:
         family = self.family()
         if family[0].simulation.peak_bytes <= budget:
             return family[0]
-        if self.relaxation.least_peak() > budget:
+        if self.relaxation.least_peak() > budget:  # which is no bound where backward runs more than once
+            if self.leanest.simulation.peak_bytes <= budget:
+                return self.leanest
             raise self._refusal(budget)
         pool = [c for c in [*family, *self.search.everything()] if c.simulation.peak_bytes <= budget]
         pool += self._walked(budget)
@@ -124,7 +141,11 @@ class Planner:
             best = self._polished(pool + self._between(low, budget), budget, _STARTS)
         if best is None:
             raise self._refusal(budget)
-        return best if everything else self.improve(best, budget)
+        best = best if everything else self.improve(best, budget)
+        fits = [c for c in self._found_before if c.simulation.peak_bytes <= budget]  # a larger budget is never slower
+        best = min([best, *fits], key=lambda c: c.key)
+        self._found_before.append(best)
+        return best
 
     def _polished(self, pool: list[Candidate], budget: int, starts: int) -> Candidate | None:
         """The best plan after the ``starts`` best ones of the pool were polished; ``None`` where it is empty."""
@@ -191,9 +212,11 @@ class Planner:
     def improve(self, best: Candidate, budget: int) -> Candidate:
         """Where the gap to the bound is wide, take decisions from the bound's own program: rounded, then in whole numbers; those that exceed the budget
         are turned round at the peak until they fit."""
+        current().say("comparing with the best possible")
         relaxation = self.relaxation
         values, column = relaxation.values, relaxation.column
         good = _GOOD_GAP * self.graph.plain_seconds
+        alike = len(self.stages) >= _ALIKE * len(set(self.stages.signature))
         target = budget
         for attempt in range(3):
             bound, point = self._solved(target)
@@ -202,7 +225,8 @@ class Planner:
             if best.simulation.extra_seconds - self.graph.overhead_seconds - self.bounds[budget] <= good or bound == float("inf"):
                 break
             points = [point]
-            if len(relaxation.program.cost) <= _WHOLE_COLUMNS:
+            wide = best.simulation.extra_seconds - self.graph.overhead_seconds - self.bounds[budget] > _WIDE_GAP * self.graph.plain_seconds
+            if len(relaxation.program.cost) <= (_WHOLE_COLUMNS if wide or not alike else _ALIKE_COLUMNS):
                 sharper, whole = relaxation.solve_whole(target, _NODES, 0.2 * good / max(bound, good))
                 if not attempt and sharper < float("inf"):
                     self.bounds[budget] = max(bound, sharper)
@@ -222,12 +246,7 @@ class Planner:
         return best
 
     def _refusal(self, budget: int) -> BudgetError:
-        least = self.leanest.simulation
-        return BudgetError(
-            f"no plan fits in {budget:,} bytes: the smallest that can be met is {least.peak_bytes:,} bytes.",
-            least.peak_bytes,
-            f"At its peak stands {standing(least)}.",
-        )
+        return refusal(self.sim, self.leanest.simulation, budget)
 
 
 @lru_cache(maxsize=2)

@@ -5,111 +5,32 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
+from lowtide.plan.closure import replay_set
+from lowtide.plan.decisions import (
+    Chain,
+    Compress,
+    Decision,
+    Keep,
+    Moving,
+    Offload,
+    Recompute,
+    Shard,
+    decision_from_json,
+    decision_to_json,
+    stages,
+)
+from lowtide.plan.explain import ModuleRow, render
 
-PLAN_FORMAT = 2
+PLAN_FORMAT = 3
 
-
-@dataclass(frozen=True, slots=True)
-class Keep:
-    """The value stays on the device from forward to backward."""
-
-    kind: Literal["keep"] = "keep"
-
-
-@dataclass(frozen=True, slots=True)
-class Recompute:
-    """The value is given up in forward and its recorded operations run again when backward asks."""
-
-    kind: Literal["recompute"] = "recompute"
-
-
-@dataclass(frozen=True, slots=True)
-class Offload:
-    """The value's bytes wait in another tier.
-
-    Attributes:
-        tier: ``host`` or ``disk``.
-        path: the folder for the disk tier's file; empty for the system's folder for temporary files.
-    """
-
-    tier: str = "host"
-    path: str = ""
-    kind: Literal["offload"] = "offload"
-
-    def __post_init__(self) -> None:
-        if self.tier not in ("host", "disk"):
-            raise PlanError(f"Offload({self.tier!r}): there is no such tier, give 'host' or 'disk'")
-        if self.path and self.tier == "host":
-            raise PlanError(f"Offload('host', path={self.path!r}): the host tier has no path; leave it out, or give 'disk'")
-
-
-@dataclass(frozen=True, slots=True)
-class Compress:
-    """The value waits in fewer bytes.
-
-    Attributes:
-        codec: a codec's name, see `lowtide.store.codec`.
-    """
-
-    codec: str
-    kind: Literal["compress"] = "compress"
-
-
-@dataclass(frozen=True, slots=True)
-class Shard:
-    """Each rank of a group that holds the same value keeps its part, and the parts are gathered ahead of need: ZeRO-R's P_a.
-
-    Attributes:
-        group: the name under which the stores know the process group.
-        size: how many ranks it has.
-    """
-
-    group: str
-    size: int
-    kind: Literal["shard"] = "shard"
-
-    def __post_init__(self) -> None:
-        if self.size < 1:
-            raise PlanError(f"Shard({self.group!r}, size={self.size}): give the number of ranks, 1 or more")
-
-
-@dataclass(frozen=True, slots=True)
-class Chain:
-    """One decision after another: shard-then-offload is P_a+cpu, compress-then-offload moves fewer bytes."""
-
-    first: Shard | Compress
-    then: Offload
-    kind: Literal["chain"] = "chain"
-
-
-Decision = Keep | Recompute | Offload | Compress | Shard | Chain
-Moving = Offload | Compress | Shard | Chain
-_DECISIONS: dict[str, Any] = {"keep": Keep, "recompute": Recompute, "offload": Offload, "compress": Compress, "shard": Shard}
-
-
-def stages(decision: Moving) -> tuple[Shard | Compress | None, Offload | None]:
-    """What happens to the value on the device, and the tier that the result goes to."""
-    if isinstance(decision, Chain):
-        return decision.first, decision.then
-    return (None, decision) if isinstance(decision, Offload) else (decision, None)
-
-
-def _decision_to_json(decision: Decision) -> Any:
-    if isinstance(decision, Chain):
-        return {"kind": "chain", "first": asdict(decision.first), "then": asdict(decision.then)}
-    return decision.kind if isinstance(decision, Keep | Recompute) else asdict(decision)
-
-
-def _decision_from_json(data: Any) -> Any:
-    if isinstance(data, str):
-        return _DECISIONS[data]()
-    if data["kind"] == "chain":
-        return Chain(_decision_from_json(data["first"]), _decision_from_json(data["then"]))
-    return _DECISIONS[data["kind"]](**data)
+__all__ = [
+    "PLAN_FORMAT", "Chain", "Compress", "Decision", "HasValue", "Keep", "ModuleRow", "Move", "Moving", "Offload", "Plan",
+    "ProgramStep", "Recompute", "Shard", "program_of", "stages",
+]  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,42 +57,6 @@ class Move:
     gone: int = 0
     place: int = -1
     arrival: int = -1
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """Where in the plan's slab a kept value is written.
-
-    Attributes:
-        step: which operation of `Plan.program` writes it.
-        output: which of that operation's results it is.
-        bytes: of its storage.
-        start: the first of them in the slab.
-    """
-
-    step: int
-    output: int
-    bytes: int
-    start: int
-
-
-@dataclass(frozen=True, slots=True)
-class ModuleRow:
-    """One line of a plan's table.
-
-    Attributes:
-        module: qualified module name.
-        saved_bytes: bytes that autograd would keep there.
-        kept_bytes: bytes that the plan keeps there, values kept only for replays included.
-        replayed_operations: how many operations run again in backward.
-        extra_seconds: time of those.
-    """
-
-    module: str
-    saved_bytes: int
-    kept_bytes: int
-    replayed_operations: int
-    extra_seconds: float
 
 
 class HasValue(Protocol):
@@ -208,15 +93,9 @@ def program_of(graph: StepGraph, stored: frozenset[int], moves: Sequence[HasValu
     """
     number = {move.value: k for k, move in enumerate(moves)}
     stored = stored | number.keys()
-    again: set[int] = set()
     wanted = [tensor.value for tensor in graph.saved if tensor.droppable and tensor.value not in stored]
-    while wanted:
-        value = graph.values[wanted.pop()]
-        producer = value.producer
-        if producer is None or producer in again:
-            continue
-        again.add(producer)
-        wanted.extend(read for read in graph.operations[producer].reads if read not in stored)
+    producer = [-1 if value.producer is None else value.producer for value in graph.values]
+    again = replay_set(wanted, producer, [operation.reads for operation in graph.operations], stored.__contains__)
     return tuple(
         ProgramStep(
             operation.name,
@@ -243,8 +122,9 @@ class Plan:
             not save but replays start from.
         replayed: indices of the operations that run again in backward, in their forward order.
         plain_peak_bytes, predicted_peak_bytes: the most live bytes at any moment, of the plain step and under this plan.
-        plain_seconds: time of the plain step.
-        predicted_extra_seconds: what the plan adds to it.
+        plain_seconds: forecast of the plain step's time, from operations timed alone, before any step ran under the plan.
+        predicted_extra_seconds: forecast of what the plan adds to it; these two chose the plan.
+        calibrated_plain_seconds, calibrated_extra_seconds: the same as steps under the plan were timed; ``None`` before enough were.
         bound_extra_seconds: no schedule with the same operations within the budget can add less (given the traced costs).
         bound_peak_bytes: no schedule with the same operations can have a smaller peak.
         peak_module, peak_operation: where the predicted peak stands.
@@ -259,7 +139,6 @@ class Plan:
         slab_bytes: of the slab that fetched and gathered values come back into; it stands for the whole step and is part of the predicted peak.
             0 where each has memory of its own.
         loose_peak_bytes: the predicted peak without that slab.
-        places: where in that slab kept values are written, of those that are (docs/stores.md, "Kept values in the slab").
     """
 
     graph: str
@@ -286,13 +165,14 @@ class Plan:
     crowding_seconds: float = 0.0
     slab_bytes: int = 0
     loose_peak_bytes: int = 0
-    places: tuple[Place, ...] = field(default=(), repr=False)
+    calibrated_plain_seconds: float | None = None
+    calibrated_extra_seconds: float | None = None
 
     @property
     def changes_nothing(self) -> bool:
         """Whether the step runs as it would without this plan; what is given up and never asked for runs again nowhere, and is not there."""
         again = self.replayed or any(step.replayed for step in self.program)
-        return not again and not self.moves and not self.places
+        return not again and not self.moves
 
     @property
     def gap_seconds(self) -> float:
@@ -304,28 +184,31 @@ class Plan:
         """`gap_seconds` as a share of the plain step's time."""
         return self.gap_seconds / self.plain_seconds if self.plain_seconds else 0.0
 
-    def at_pace(self, plain_seconds: float, extra_seconds: float) -> Plan:
-        """The same plan with the times that steps were seen to take; what its extra time is made of changes in proportion."""
-        factor = extra_seconds / self.predicted_extra_seconds if self.predicted_extra_seconds else 1.0
-        return replace(
-            self,
-            plain_seconds=plain_seconds,
-            predicted_extra_seconds=extra_seconds,
-            bound_extra_seconds=self.bound_extra_seconds * factor,
-            modules=tuple(replace(row, extra_seconds=row.extra_seconds * factor) for row in self.modules),
-        )
+    @property
+    def predicted_extra(self) -> float:
+        """The forecast extra time as a share of the plain step's."""
+        return self.predicted_extra_seconds / self.plain_seconds if self.plain_seconds else 0.0
+
+    @property
+    def calibrated_extra(self) -> float | None:
+        """The calibrated extra time as a share of the plain step's; ``None`` before enough steps were timed."""
+        if self.calibrated_extra_seconds is None or not self.calibrated_plain_seconds:
+            return None
+        return self.calibrated_extra_seconds / self.calibrated_plain_seconds
+
+    def calibrated(self, plain_seconds: float, extra_seconds: float) -> Plan:
+        """The same plan with the times that steps were seen to take beside its forecast."""
+        return replace(self, calibrated_plain_seconds=plain_seconds, calibrated_extra_seconds=extra_seconds)
 
     def __str__(self) -> str:
         """A table per module, with what the plan costs and how good it is."""
-        from lowtide.plan.explain import render
-
         return render(self)
 
     def to_json(self) -> str:
         """This plan as JSON text; `from_json` reads it back."""
         data = asdict(self)
-        data["decisions"] = {str(k): _decision_to_json(v) for k, v in self.decisions.items()}
-        data["moves"] = [{**asdict(move), "decision": _decision_to_json(move.decision)} for move in self.moves]
+        data["decisions"] = {str(k): decision_to_json(v) for k, v in self.decisions.items()}
+        data["moves"] = [{**asdict(move), "decision": decision_to_json(move.decision)} for move in self.moves]
         data["stored"] = sorted(self.stored)
         return json.dumps({"format": PLAN_FORMAT, **data}, indent=1)
 
@@ -343,9 +226,8 @@ class Plan:
                 raise PlanError(
                     f"this plan has format {version!r}; this version of lowtide reads format {PLAN_FORMAT}: make the plan again"
                 )
-            data["decisions"] = {int(k): _decision_from_json(v) for k, v in data["decisions"].items()}
-            data["moves"] = tuple(Move(**{**row, "decision": _decision_from_json(row["decision"])}) for row in data.get("moves", ()))
-            data["places"] = tuple(Place(**row) for row in data.get("places", ()))
+            data["decisions"] = {int(k): decision_from_json(v) for k, v in data["decisions"].items()}
+            data["moves"] = tuple(Move(**{**row, "decision": decision_from_json(row["decision"])}) for row in data.get("moves", ()))
             data["stored"] = frozenset(data["stored"])
             data["replayed"] = tuple(data["replayed"])
             data["modules"] = tuple(ModuleRow(**row) for row in data["modules"])

@@ -9,21 +9,21 @@ usually one that picks the values to store and ends in `lowtide.plan.make_plan`.
 
 from __future__ import annotations
 
-import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
+from lowtide.plan.blocks import block_of, full_stored, sqrt_stored
 from lowtide.plan.build import make_plan
-from lowtide.plan.plan import Moving, Offload, Plan, Shard
+from lowtide.plan.decisions import Moving, Offload, Shard
+from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.slab import Kept
 from lowtide.plan.traffic import Links
 
 if TYPE_CHECKING:
-    from lowtide.store.codec import Codec
+    from lowtide.plan.supply import Codec
 
 _SOFTMAX = re.compile(r"(^|[.:])_?(safe_)?softmax(\.|$)")
 _BATCHED = re.compile(r"(^|[.:])(bmm|baddbmm|matmul|einsum)(\.|$)")
@@ -100,31 +100,6 @@ def optimal() -> Policy:
     return plan_optimally
 
 
-def in_slab(policy: str | Policy = "optimal", *, codecs: Sequence[Codec] = ()) -> Policy:
-    """Another policy's decisions, with kept values in a slab on the device that is allocated once and stands for the whole step: no step allocates
-    anything for them.
-
-    An operation that can writes its result right into its place, with the same bits; what others make stays where they put it (docs/stores.md). What comes
-    back after a move lies in the same slab. A budget counts the slab.
-
-    Args:
-        policy: a policy or its name.
-        codecs: codecs of your own that its moves name.
-
-    Example:
-        >>> import torch, lowtide
-        >>> model = torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 64), torch.nn.GELU(), torch.nn.Linear(64, 1))
-        >>> handle = lowtide.limit_memory(model, policy=lowtide.policies.in_slab("keep_all"), loss_fn=torch.sum)
-        >>> model(torch.randn(32, 64)).sum().backward()
-        >>> len(handle.plan.places), handle.plan.slab_bytes
-        (4, 32768)
-        >>> handle.remove()
-    """
-    from lowtide.plan.kept import in_slab_policy
-
-    return in_slab_policy(policy, codecs)
-
-
 def offload(
     tier: str = "host",
     path: str = "",
@@ -132,7 +107,7 @@ def offload(
     min_bytes: int = 1 << 16,
     window_bytes: int | None = None,
     links: Links | None = None,
-    slab: bool | Kept | None = None,
+    slab: bool | None = None,
 ) -> Policy:
     """Let saved values wait in another tier, the earliest of the forward first: they have the most time for it, and those nearest the loss
     stay.
@@ -146,9 +121,9 @@ def offload(
         window_bytes: the most that is under way at one time in each direction; by default a sixteenth of what autograd saves.
         links: speeds of the tiers, for the predicted time.
         slab: whether what comes back lies in a slab on the device that is allocated once and stands for the whole step; ``None`` for where the
-            budget has room for it, or without a budget where it costs nothing; ``"kept"`` for what is kept, too (`in_slab`).
+            budget has room for it, or without a budget where it costs nothing.
     """
-    from lowtide.plan.moves import offload_policy
+    from lowtide.plan.move_policies import offload_policy
 
     return offload_policy(Offload(tier, path), min_bytes, window_bytes, links, slab)
 
@@ -166,7 +141,7 @@ def compress(codec: str | Codec = "auto", *, min_bytes: int = 1 << 12, then: Off
         then: a tier that the compressed values go to.
         everywhere: use the codec for all values, at the price of biased gradients (docs/stores.md says what that does to a loss).
     """
-    from lowtide.plan.moves import compress_policy
+    from lowtide.plan.move_policies import compress_policy
 
     return compress_policy(codec, min_bytes, then, everywhere)
 
@@ -178,7 +153,7 @@ def partition(
     values: str = "checkpoints",
     min_bytes: int = 1 << 10,
     then: Offload | None = None,
-    slab: bool | Kept | None = None,
+    slab: bool | None = None,
 ) -> Policy:
     """ZeRO-R's P_a (arXiv 1910.02054, section 6.1): recompute per block, and keep what enters a block in ``size`` parts over the ranks of a group.
 
@@ -189,9 +164,9 @@ def partition(
         min_bytes: smaller values stay whole.
         then: a tier that the parts go to (P_a+cpu).
         slab: whether the parts are gathered into a slab on the device that is allocated once and stands for the whole step (ZeRO-R's M_D); ``None``
-            for unless a budget has no room for it; ``"kept"`` for what is kept, too (`in_slab`).
+            for unless a budget has no room for it.
     """
-    from lowtide.plan.moves import partition_policy
+    from lowtide.plan.move_policies import partition_policy
 
     return partition_policy(Shard(group, size), values, min_bytes, then, slab)
 
@@ -233,115 +208,6 @@ def _policy(name: str, choose: Callable[[StepGraph, Simulator], frozenset[int]])
 
     policy.__name__ = policy.__qualname__ = name
     return policy
-
-
-# ---- regions ---------------------------------------------------------------------------------------------------------
-
-
-def block_of(module: str) -> str:
-    """The block that a module lies in: its path up to the first number, or empty.
-
-    >>> block_of("transformer.h.3.attn.c_proj")
-    'transformer.h.3'
-    """
-    parts = module.split(".")
-    for k, part in enumerate(parts):
-        if part.isdigit():
-            return ".".join(parts[: k + 1])
-    return ""
-
-
-def default_blocks(graph: StepGraph) -> list[str]:
-    """Names of the blocks: the outermost numbered modules, or the top-level modules where nothing is numbered."""
-    names = dict.fromkeys(block_of(op.module) for op in graph.operations if op.phase == "forward")
-    names.pop("", None)
-    if not names:
-        names = dict.fromkeys(op.module.split(".")[0] for op in graph.operations if op.phase == "forward" and op.module)
-    return list(names)
-
-
-def regions_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
-    """Forward operation -> number of the region (a module, given by name) that it lies in.
-
-    Raises:
-        PlanError: no operation ran in one of the modules.
-    """
-    if isinstance(modules, str):
-        raise PlanError(f"blocks and modules are lists of names: give [{modules!r}], not {modules!r}")
-    names = list(modules)
-    outermost = [n for n in names if not any(n != m and n.startswith(m + ".") for m in names)]
-    region: dict[int, int] = {}
-    found: set[int] = set()
-    cache: dict[str, int] = {}
-    for op in graph.operations:
-        if op.phase != "forward":
-            continue
-        if op.module not in cache:
-            cache[op.module] = next((k for k, n in enumerate(outermost) if n == "" or op.module == n or op.module.startswith(n + ".")), -1)
-        if cache[op.module] >= 0:
-            region[op.index] = cache[op.module]
-            found.add(cache[op.module])
-    missing = [n for k, n in enumerate(outermost) if k not in found]
-    if missing:
-        known = sorted({op.module for op in graph.operations if op.phase == "forward" and op.module})
-        raise PlanError(
-            f"no operation ran in module {missing[0]!r}; modules of this step: {', '.join(known[:12])}{' ...' if len(known) > 12 else ''}"
-        )
-    return region
-
-
-def region_stored(sim: Simulator, region: dict[int, int]) -> frozenset[int]:
-    """What stays when in every region only what enters it is kept: everything that is not made and used within one region.
-
-    Values that leave their region stay because they enter another, or what follows.
-    """
-    graph = sim.graph
-    pack_region: dict[int, int] = {}
-    here = -1
-    for kind, index in graph.events:
-        if kind == "op" and graph.operations[index].phase == "forward":
-            here = region.get(index, -1)
-        elif kind == "pack":
-            pack_region[index] = here
-    kept: set[int] = set()
-    for value in graph.values:
-        if value.producer is None or not value.storable:
-            continue
-        home = region.get(value.producer, -1)
-        if home >= 0:
-            readers = all(region.get(i, -1) == home for i in sim.readers[value.id])
-            if readers and all(pack_region[t] == home for t in sim.saved_of.get(value.id, ())):
-                continue
-        kept.add(value.id)
-    return frozenset(kept)
-
-
-def full_stored(graph: StepGraph, sim: Simulator, blocks: Sequence[str] | None = None) -> frozenset[int]:
-    """The values that `full` stores."""
-    names = blocks if blocks is not None else default_blocks(graph)
-    if not names:
-        raise PlanError("this step has no modules to take for blocks: name them with blocks=, or use the policy 'optimal'")
-    return region_stored(sim, regions_of(graph, names))
-
-
-def sqrt_stored(graph: StepGraph, sim: Simulator, segments: int | None = None) -> frozenset[int]:
-    """The values that `sqrt` stores."""
-    from lowtide.plan.stages import find_stages
-
-    stages = find_stages(sim)
-    count = segments or max(1, round(math.sqrt(max(len(default_blocks(graph)), 1) if graph.operations else 1)))
-    saved = [0] * len(stages)
-    for value in sim.droppable:
-        if value in stages.stage_of:
-            saved[stages.stage_of[value]] += sim.value_bytes[value]
-    total = max(1, sum(saved))
-    region: dict[int, int] = {}
-    so_far = 0
-    for k in range(len(stages)):
-        number = min(count - 1, so_far * count // total)
-        region.update((index, number) for index in stages.operations(k, k + 1))
-        so_far += saved[k]
-    return region_stored(sim, region) | stages.everywhere
 
 
 # ---- by operation ----------------------------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.errors import PlanError
+from lowtide.plan.closure import replay_set
 
 if TYPE_CHECKING:
     from lowtide.graph import Operation
@@ -83,23 +84,12 @@ class Reach:
         sweeps = self._sweeps(len(given))
         if sweeps is not None:
             return sweeps.closure(given, flags)
-        reads, refused, must_store, producer = self.reads, self.refused, self.must_store, self.producer
-        needed: set[int] = set()
-        stack = [producer[v] for v in given]
-        while stack:
-            index = stack.pop()
-            if index in needed:
-                continue
-            if index < 0 or refused[index]:
-                return None
-            needed.add(index)
-            for u in reads[index]:
-                flag = flags[u]
-                if not flag:
-                    if must_store[u]:
-                        return None
-                    stack.append(producer[u])
-                elif flag == 2:
+        needed = replay_set(given, self.producer, self.reads, flags.__getitem__)
+        if -1 in needed or any(self.refused[index] for index in needed):
+            return None
+        for index in needed:
+            for u in self.reads[index]:
+                if flags[u] == 2 or (not flags[u] and self.must_store[u]):
                     return None
         return sorted(needed)
 
@@ -129,25 +119,11 @@ class Reach:
         sweeps = self._sweeps(len(given))
         if sweeps is not None:
             return sweeps.close(kept, used, given, must)
-        reads, storable, producer = self.reads, self.storable, self.producer
-        used = set(used)
-        seen: set[int] = set()
-        stack = [producer[v] for v in given]
-        while stack:
-            index = stack.pop()
-            if index in seen:
-                continue
-            seen.add(index)
-            for u in reads[index]:
-                if not storable[u]:
-                    # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be replayed, too.
-                    used.discard(u)
-                    stack.append(producer[u])
-                elif u in kept or must[u]:
-                    used.add(u)
-                else:
-                    stack.append(producer[u])
-        return used
+        storable = self.storable
+        needed = replay_set(given, self.producer, self.reads, lambda u: storable[u] and (u in kept or must[u]))
+        read = {u for index in needed if index >= 0 for u in self.reads[index]}
+        # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be replayed, too.
+        return {u for u in used if storable[u] or u not in read} | {u for u in read if storable[u] and (u in kept or must[u])}
 
 
 class _Compiled:
@@ -223,29 +199,18 @@ def refuse(sim: Simulator, given: Iterable[int], flags: bytearray) -> NoReturn:
     Raises:
         PlanError: always.
     """
-    seen: set[int] = set()
-    stack = list(given)
-    while stack:
-        value = stack.pop()
+    given = list(given)
+    needed = replay_set(given, sim.producer, [op.reads for op in sim.operations], flags.__getitem__)
+    read = [u for index in sorted(needed - {-1}, reverse=True) for u in sim.operations[index].reads]
+    for value in (*given, *(u for u in read if not flags[u])):
         index = sim.producer[value]
-        if index in seen:
-            continue
-        if index < 0:
-            break
-        seen.add(index)
-        op = sim.operations[index]
-        if not op.replayable:
-            raise PlanError(f"value {value} must be stored: {sim.describe(value)} is not replayable ({op.reason or 'unknown reason'})")
-        for value in op.reads:
-            if flags[value] == 2:
-                _refuse_overwritten(sim, value)
-            if not flags[value]:
-                if sim.graph.values[value].must_store:
-                    raise PlanError(
-                        f"value {value} must be stored: {sim.describe(value)} is read by a replay that may not reach further back"
-                    )
-                stack.append(value)
-    _refuse_overwritten(sim, value)
+        if index >= 0 and not sim.operations[index].replayable:
+            reason = sim.operations[index].reason or "unknown reason"
+            raise PlanError(f"value {value} must be stored: {sim.describe(value)} is not replayable ({reason})")
+    for value in read:
+        if not flags[value] and sim.graph.values[value].must_store:
+            raise PlanError(f"value {value} must be stored: {sim.describe(value)} is read by a replay that may not reach further back")
+    _refuse_overwritten(sim, next(u for u in (*read, *given) if flags[u] == 2 or (sim.producer[u] < 0 and not flags[u])))
 
 
 def _refuse_overwritten(sim: Simulator, value: int) -> NoReturn:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from lowtide.plan.closure import replay_set
+
 if TYPE_CHECKING:
     from lowtide.plan.simulate import Simulator
 
@@ -69,7 +71,7 @@ class Walk:
         """value -> the moved value in whose place in the slab its copy lies"""
         self.turn = 0
         self.turns = [-1]
-        """turn -> the event that it is part of"""
+        """turn -> the event that it is part of; there are turns where there is a slab"""
         if simulator.slab:
             for value in simulator.moved:
                 self.sizes[value] = 0
@@ -123,7 +125,7 @@ class Walk:
         events: list[tuple[int, int, int]] = []
         for value in given:
             events += sim.value_events[value]
-            self.left[value] = self.left.get(value, 0) + sum(1 for t in sim.saved_of[value] if sim.unpacks[t])
+            self.left[value] = self.left.get(value, 0) + sim.asking[value]
         if sim.moved and sim.first_unpack < sim.end:
             events.append((sim.first_unpack, 3, 0))
         for tensor in unasked:
@@ -133,45 +135,40 @@ class Walk:
                 events.append((sim.release_event[tensor], 4, tensor))
         events += [(until, 5, index) for index, until in self.idle.items() if until < sim.end]
         events.sort()
+        left, handed, cached = self.left, self.handed, self.cached
+        value_of, slab, moving = sim.value_of_saved, sim.slab, bool(sim.moved)
         for event, kind, tensor in events:
-            self._begin_turn(event)
+            if slab:
+                self._begin_turn(event)
             before = self.live
-            value = sim.graph.saved[tensor].value if kind in (0, 1, 2, 4) else -1
             if kind == 0:
-                self.handed[value] -= 1
-                self._drop(value)
+                value = value_of[tensor]
+                handed[value] -= 1
+                if not handed[value] and not left[value]:
+                    self._drop(value)
             elif kind == 1:
-                if value not in self.cached:
-                    self._bring(value, event, self.left, self.cached)
-                    self._fetch_ahead(event)
-                self.left[value] -= 1
-                self.handed[value] = self.handed.get(value, 0) + 1
-                self._drop(value)
+                value = value_of[tensor]
+                if value not in cached:
+                    self._bring(value, event, left, cached)
+                    if moving:
+                        self._fetch_ahead(event)
+                left[value] -= 1
+                handed[value] = handed.get(value, 0) + 1
             elif kind == 2:
-                self._again(value, event)
+                self._again(value_of[tensor], event)
             elif kind == 3:
                 self._fetch_ahead(event)
             else:
-                for u in (value,) if kind == 4 else self.operations[tensor].reads:
+                for u in (value_of[tensor],) if kind == 4 else self.operations[tensor].reads:
                     if not self.flags[u]:
-                        self.left[u] -= 1
+                        left[u] -= 1
                         self._drop(u)
             if self.live != before:
                 self.level.append((event, self.live - before))
 
     def _needed(self, value: int, cached: set[int]) -> list[int]:
-        producer, flags, reads = self.sim.producer, self.flags, self.reads
-        needed: set[int] = set()
-        stack = [value]
-        while stack:
-            v = stack.pop()
-            index = producer[v]
-            if index in needed:
-                continue
-            needed.add(index)
-            for u in reads[index]:
-                if not flags[u] and u not in cached:
-                    stack.append(u)
+        flags = self.flags
+        needed = replay_set([value], self.sim.producer, self.reads, lambda u: flags[u] or u in cached)
         return sorted(needed, key=self.sim.place) if self.sim.moved else sorted(needed)
 
     def _early_bytes(self, value: int) -> int:
@@ -184,7 +181,8 @@ class Walk:
         sim, asked = self.sim, []
         if event < sim.first_unpack:
             return
-        self._begin_turn(event)
+        if sim.slab:
+            self._begin_turn(event)
         room = sim.window_bytes - sum(self.early.values())
         while self.next < len(self.ahead):
             value = self.ahead[self.next]
@@ -218,8 +216,9 @@ class Walk:
             op = operations[index]
             moved: set[int] = set()
             scratch = op.scratch_bytes
-            self.turn += 1
-            turns.append(event)
+            if sim.slab:
+                self.turn += 1
+                turns.append(event)
             if index >= count:
                 brought = op.writes[0]
                 self.fetched.append(brought)

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from lowtide.errors import PlanError
-from lowtide.plan.build import close
+from lowtide.plan.closure import replay_set
+from lowtide.plan.feasible import close
 from lowtide.plan.simulate import Simulation, Simulator
 
 _MOST_CHOICES = 10
@@ -41,13 +42,7 @@ class Search:
         """The values that are worth storing: saved, or read by operations that bring saved values back."""
         sim = self.sim
         graph = sim.graph
-        needed: set[int] = set()
-        stack = list(sim.droppable)
-        while stack:
-            index = sim.producer[stack.pop()]
-            if index >= 0 and index not in needed:
-                needed.add(index)
-                stack.extend(graph.operations[index].reads)
+        needed = replay_set(sim.droppable, sim.producer, [op.reads for op in graph.operations], lambda u: False) - {-1}
         read = {u for index in needed for u in graph.operations[index].reads if sim.producer[u] >= 0 and graph.values[u].storable}
         return sorted(read | set(sim.droppable))
 

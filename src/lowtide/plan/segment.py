@@ -7,9 +7,8 @@ because an operation that runs again brings all its outputs back.
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Hashable, Iterable
+from dataclasses import replace
 from itertools import accumulate
 from typing import Any
 
@@ -18,6 +17,8 @@ from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csc_array
 
 from lowtide.errors import PlanError
+from lowtide.plan.closure import replay_set
+from lowtide.plan.front import Configuration, Front, Known
 from lowtide.plan.simulate import Bytes, Simulator
 from lowtide.plan.stages import Stages
 
@@ -30,35 +31,12 @@ LONGEST_SEGMENT = 160
 _LP_PRICES = (0.003, 0.01, 0.03, 0.07, 0.13, 0.22, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 9.0, 20.0, 60.0, 300.0)
 
 
-@dataclass(frozen=True, eq=False)
-class Configuration:
-    """One way to run a segment.
-
-    Attributes:
-        kept: for every unit of the segment, whether its outputs are stored.
-        held_bytes: bytes that it adds to the step's memory from the end of its forward to the beginning of its window.
-        late_bytes: those of them that the program itself holds to the end of the step's forward.
-        seconds: what its replays cost.
-        replayed: positions, among the segment's operations, of those that run again.
-        profile: bytes that it adds at every event of its forward and its window.
-        forward_peak, window_peak: most live bytes in its forward and its window when nothing else is kept.
-    """
-
-    kept: int
-    held_bytes: int
-    late_bytes: int
-    seconds: float
-    replayed: tuple[int, ...]
-    profile: Bytes
-    forward_peak: int
-    window_peak: int
-
-
 class Segment:
     """Stages ``first`` to ``last`` (exclusive) of a step, with everything that crosses their borders stored."""
 
     def __init__(self, sim: Simulator, stages: Stages, first: int, last: int, feasible: list[bool]) -> None:
         self.sim = sim
+        self.feasible = feasible
         self.first, self.last = first, last
         graph = sim.graph
         self.operations = stages.operations(first, last)
@@ -78,7 +56,9 @@ class Segment:
         self.size_forward = fb - fa
         self.forward_end = stages.forward_end
         top = stages.base
-        self.natural: Bytes = np.concatenate([top[fa:fb], top[wa:wb]])
+        before = int(top[fa]) if fa < fb else 0
+        self.natural: Bytes = np.concatenate([top[fa:fb], top[wa:wb]]) - before
+        """bytes at its events when nothing is kept, less those before it: what stands beside the step makes no difference"""
         self.flags = bytearray(b"\x01" * len(graph.values))
         self.owned_set = {*self.owned, *self.local}
         """Values whose bytes this segment accounts for."""
@@ -86,22 +66,84 @@ class Segment:
         self.walked: dict[int, Configuration] = {}
         """configurations at whatever prices they were walked through"""
 
-    def at(self, sim: Simulator) -> Segment:
-        """This segment of the same step at other prices of its operations: what is known of its memory is known there, too."""
-        twin = copy.copy(self)
-        twin.sim, twin.known = sim, {}
-        return twin
+    def content(self) -> Hashable:
+        """All that configurations' memory comes from, in places relative to the segment: equal for the same stages of another step."""
+        sim, graph = self.sim, self.sim.graph
+        (fa, fb), (wa, wb) = self.ranges
+
+        def place(event: int) -> tuple[str, int]:
+            if event >= sim.end:
+                return "end", 0
+            if event >= wa:
+                return "window", event - wa
+            return ("forward", max(-1, event - fa)) if event < fb else ("between", int(event >= self.forward_end))
+
+        names = {w: k for k, w in enumerate(w for index in self.operations for w in graph.operations[index].writes)}
+        for v in self.owned:
+            names.setdefault(v, len(names))
+        storages: dict[int, int] = {}
+        operations = [
+            (
+                op.scratch_bytes,
+                self.feasible[index],
+                tuple(names.get(u, -1) for u in op.reads),
+                tuple(names[w] for w in op.writes),
+            )
+            for index in self.operations
+            for op in (graph.operations[index],)
+        ]
+        inside, owned = set(self.local), set(self.owned)
+        values = [
+            (
+                sim.value_bytes[v],
+                storages.setdefault(sim.storage_of[v], len(storages)),
+                names.get(sim.previous[v], -1),
+                graph.values[v].storable,
+                graph.values[v].must_store,
+                v in inside,
+                v in owned,
+                place(sim.natural_end[sim.storage_of[v]]),
+                *((place(sim.saved_hold[v]), place(sim.saved_release[v]), sim.unpacked[v]) if v in sim.saved_of else ()),
+                tuple((place(event), kind) for event, kind, _ in sim.value_events.get(v, ())),
+                tuple(place(sim.release_event[t]) for t in sim.unasked.get(v, ())),
+                tuple(names.get(u, -1) for u in sim.companions.get(v, ())),
+            )
+            for v in names
+        ]
+        choice = (
+            tuple(self.position[i] for i in self.units),
+            tuple(map(names.__getitem__, self.always)),
+            tuple(map(names.__getitem__, self.never)),
+        )
+        shape = (fb - fa, wb - wa, place(sim.first_unpack), place(self.forward_end), self.natural.tobytes())
+        return tuple(operations), tuple(values), choice, shape
+
+    def prices(self) -> tuple[float, ...]:
+        """What its operations cost when they run again."""
+        graph = self.sim.graph
+        return tuple(graph.operations[i].seconds + graph.replay_overhead_seconds for i in self.operations)
+
+    def found(self, known: Known, effort: int, seeds: list[int], most: int) -> Front:
+        """The front of a search, or what an equal one found before."""
+        content = self.content()
+
+        def search() -> Front:
+            self.walked = known.walked(content)
+            configurations = self.search(effort, seeds, most)
+            self.known = {}
+            return Front(len(self.operations), self.places(), configurations)
+
+        return known.front((content, self.prices(), effort, tuple(seeds), most), search)
+
+    def places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
+        """Per unit, its position and the places of its outputs among what it writes."""
+        writes = {index: self.sim.graph.operations[index].writes for index in self.units}
+        return tuple((self.position[i], tuple(writes[i].index(w) for w in self.outputs[i])) for i in self.units)
 
     def _find_units(self, inside: set[int], feasible: list[bool]) -> None:
         """The operations whose outputs may be stored or not, and those without a choice."""
         graph, sim = self.sim.graph, self.sim
-        needed: set[int] = set()
-        stack = list(self.given)
-        while stack:
-            index = sim.producer[stack.pop()]
-            if index not in needed:
-                needed.add(index)
-                stack.extend(u for u in graph.operations[index].reads if u in inside)
+        needed = replay_set(self.given, sim.producer, [op.reads for op in graph.operations], lambda u: u not in inside)
         self.units: list[int] = []
         self.outputs: dict[int, list[int]] = {}
         self.always: list[int] = []
@@ -316,7 +358,7 @@ class Segment:
             other = kept ^ moves[at]
             at = (at + 1) % total
             c = known.get(other) or evaluate(other)
-            score = c.seconds + price * c.held_bytes + transient * max(c.window_peak, c.forward_peak)
+            score = c.seconds + price * c.held_bytes + transient * max(c.window_most, c.forward_most)
             quiet += 1
             if score < best - 1e-15:
                 kept, best, quiet = other, score, 0
@@ -324,7 +366,7 @@ class Segment:
 
     def _best(self, price: float, transient: float) -> tuple[int, float]:
         """The best of what is known, at prices of a held byte and of a byte at the peak, and its score."""
-        rows = np.array([(c.seconds, c.held_bytes, max(c.window_peak, c.forward_peak)) for c in self.known.values()])
+        rows = np.array([(c.seconds, c.held_bytes, max(c.window_most, c.forward_most)) for c in self.known.values()])
         scores = rows[:, 0] + price * rows[:, 1] + transient * rows[:, 2]
         best = float(scores.min())
         alike = np.flatnonzero(scores == best).tolist()
@@ -333,8 +375,8 @@ class Segment:
 
     def front(self, most: int) -> list[Configuration]:
         """The configurations that no other one beats in held bytes, seconds and both peaks, thinned to about ``most``."""
-        everyone = sorted(self.known.values(), key=lambda c: (c.seconds, c.held_bytes, c.window_peak, c.forward_peak, c.kept))
-        table = np.array([(c.held_bytes, c.window_peak, c.forward_peak) for c in everyone], dtype=np.int64)
+        everyone = sorted(self.known.values(), key=lambda c: (c.seconds, c.held_bytes, c.window_most, c.forward_most, c.kept))
+        table = np.array([(c.held_bytes, c.window_most, c.forward_most) for c in everyone], dtype=np.int64)
         chosen: list[int] = []
         for k in range(len(everyone)):
             if chosen and bool((table[chosen] <= table[k]).all(axis=1).any()):
@@ -362,7 +404,7 @@ def _thin(everyone: list[Configuration], chosen: list[int], most: int) -> list[i
     """Keep the best for a grid of prices of held bytes and of transient bytes, and the extremes."""
     seconds = np.array([everyone[k].seconds for k in chosen])
     held = np.array([everyone[k].held_bytes for k in chosen], dtype=float)
-    peak = np.array([max(everyone[k].window_peak, everyone[k].forward_peak) for k in chosen], dtype=float)
+    peak = np.array([max(everyone[k].window_most, everyone[k].forward_most) for k in chosen], dtype=float)
     price = max(float(np.ptp(seconds)), 1e-12) / max(1.0, float(np.ptp(held)))
     keep: dict[int, None] = dict.fromkeys([0, int(np.argmin(held)), int(np.argmin(peak)), int(np.argmin(held + peak))])
     for transient in (0.0, 1.0, 0.3, 3.0, 10.0, 0.1, 100.0):

@@ -42,7 +42,6 @@ class Simulation:
         traffic: what transfers do, where values move.
         spans: (moved value, whether it is the encoded form on its way in) -> half-open lifetime in turns of the backward, where a slab holds them.
         turns: turn -> the event that it is part of.
-        kept: storage id -> the events between which, both included, it lies in the slab, where that holds kept values, too.
     """
 
     stored: frozenset[int]
@@ -59,7 +58,6 @@ class Simulation:
     traffic: Traffic | None = field(default=None, repr=False)
     spans: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict, repr=False)
     turns: list[int] = field(default_factory=list, repr=False)
-    kept: dict[int, tuple[int, int]] = field(default_factory=dict, repr=False)
 
     @property
     def peak_module(self) -> str:
@@ -76,7 +74,6 @@ class Simulator:
         self.moved: dict[int, Moved] = {}
         self.window_bytes = 0
         self.slab = False
-        self.placed: frozenset[int] = frozenset()
         self.feasible: list[bool] = []
         """what `lowtide.plan.build.feasible_replays` has found"""
         self.end = len(graph.events)
@@ -102,13 +99,6 @@ class Simulator:
         twin.reach = self.reach.fetching(fetches, twin.producer)
         twin.moved = {m.value: m for m in moved}
         twin.window_bytes = window_bytes
-        return twin
-
-    def placing(self, storages: Collection[int]) -> Simulator:
-        """This simulator when these storages lie in a slab, whose bytes it does not count, as far as the step lets go of them before it ends;
-        `Simulation.kept` says which and when."""
-        twin = copy.copy(self)
-        twin.placed = frozenset(storages)
         return twin
 
     def place(self, index: int) -> float:
@@ -188,12 +178,16 @@ class Simulator:
         """value -> the last release or done of its droppable saved tensors."""
         self.unpacked: dict[int, bool] = {}
         """value -> whether anybody unpacks one of its droppable saved tensors."""
+        self.value_of_saved = [saved.value for saved in graph.saved]
+        self.asking: dict[int, int] = {}
+        """value -> how many of its droppable saved tensors somebody unpacks."""
         self.value_events: dict[int, list[tuple[int, int, int]]] = {}
         """value -> (event, kind, saved tensor): kind 0 for done, 1 for the first unpack, 2 for a later one."""
         for value, tensors in self.saved_of.items():
             self.saved_release[value] = max(self.release_event[t] for t in tensors)
             self.saved_hold[value] = max(self.own_hold[t] for t in tensors)
-            self.unpacked[value] = any(self.unpacks[t] for t in tensors)
+            self.asking[value] = sum(1 for t in tensors if self.unpacks[t])
+            self.unpacked[value] = self.asking[value] > 0
             events: list[tuple[int, int, int]] = []
             for t in tensors:
                 for k, (start, until) in enumerate(self.unpacks[t]):
@@ -311,9 +305,6 @@ class Simulator:
             for sid, until in outgoing.hold.items():
                 hold[sid] = max(hold.get(sid, -1), until)
         live = self._live(hold)
-        kept = self._kept(hold)
-        if kept:
-            live = live - self._placed_live(kept)
         scratch = self.scratch
         if outgoing is not None:
             live = live + outgoing.encoded_live(self.end)
@@ -355,7 +346,6 @@ class Simulator:
             traffic=traffic,
             spans=replay.spans,
             turns=replay.turns,
-            kept=kept,
         )
 
     def least_at(self, stored: Collection[int], event: int) -> int:
@@ -372,23 +362,6 @@ class Simulator:
                 hold[self.storage_of[value]] = until
         held = sum(self.graph.storages[sid].bytes for sid in hold if self.natural_end[sid] <= event)
         return int(self.natural_live[event] + self.scratch[event]) + held
-
-    def _kept(self, hold: dict[int, int]) -> dict[int, tuple[int, int]]:
-        """When the placed storages lie in their places."""
-        found: dict[int, tuple[int, int]] = {}
-        for sid in sorted(self.placed):
-            producer = self.graph.storages[sid].producer
-            until = max(self.natural_end[sid], hold.get(sid, -1))
-            if producer is not None and self.op_event[producer] < until < self.end:
-                found[sid] = (self.op_event[producer], until)
-        return found
-
-    def _placed_live(self, kept: dict[int, tuple[int, int]]) -> Bytes:
-        change = np.zeros(self.end + 1, dtype=np.int64)
-        for sid, (begin, until) in kept.items():
-            change[begin] += self.graph.storages[sid].bytes
-            change[until] -= self.graph.storages[sid].bytes
-        return np.cumsum(change[: self.end])
 
     def _standing(self, event: int, above: int, replay: Replay) -> tuple[Operation | None, bool]:
         """The operation that runs at ``event``, and whether it is a replay."""

@@ -1,5 +1,4 @@
-"""Where backward's fetched and gathered values lie, and kept ones on request: static offsets in one slab on the device, from the lifetimes that the
-simulator sees.
+"""Where backward's fetched and gathered values lie: static offsets in one slab on the device, from the lifetimes that the simulator sees.
 
 ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: the slab is allocated once and stands for the
 whole step, so it is part of the predicted peak. Where it would take the step above its budget the plan goes without.
@@ -7,13 +6,14 @@ whole step, so it is part of the predicted peak. Where it would take the step ab
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import replace
-from typing import Literal, NamedTuple, get_args
+from typing import NamedTuple
 
 from lowtide.errors import PlanError
+from lowtide.plan.decisions import Shard, stages
 from lowtide.plan.layout import find
-from lowtide.plan.plan import Move, Plan, Shard, stages
+from lowtide.plan.plan import Move, Plan
 from lowtide.plan.simulate import Simulation
 from lowtide.plan.traffic import Moved
 
@@ -22,9 +22,6 @@ ALIGN = 512
 
 _SECONDS = 0.5
 """The most time that a layout is looked for where greedy orders do not meet the bound."""
-
-Kept = Literal["kept"]
-"""For ``slab=``: not only what comes back lies in the slab, but also what is kept."""
 
 
 def place_bytes(move: Moved | Move) -> int:
@@ -38,51 +35,36 @@ class SlabLayout(NamedTuple):
 
     Attributes:
         moved: of what comes back, by (moved value, whether it is the encoded form on its way in).
-        kept: of kept values, by storage.
         bytes: of the slab.
     """
 
     moved: dict[tuple[int, bool], int]
-    kept: dict[int, int]
     bytes: int
 
 
-def lay_out(moved: Iterable[Moved], simulation: Simulation, kept_bytes: Mapping[int, int]) -> SlabLayout:
+def lay_out(moved: Iterable[Moved], simulation: Simulation) -> SlabLayout:
     """Offsets of everything that a simulation saw in the slab.
 
     Args:
         moved: the values that come back.
         simulation: says when each place is taken.
-        kept_bytes: storage -> its bytes.
     """
     by_value = {m.value: m for m in moved}
     keys = list(simulation.spans)
     sizes = [by_value[value].encoded_bytes + ALIGN if arriving else place_bytes(by_value[value]) for value, arriving in keys]
-    turns = simulation.turns
     spans = [simulation.spans[key] for key in keys]
-    # one axis for turns of the backward and events of the step: a turn is a moment of its event
-    lower: list[tuple[int, float]] = [(turns[first], first) for first, _ in spans]
-    upper: list[tuple[int, float]] = [(turns[until - 1], until - 0.5) for _, until in spans]
-    for begin, end in simulation.kept.values():
-        lower.append((begin, -1.0))
-        upper.append((end, float("inf")))
-    sizes += [kept_bytes[storage] for storage in simulation.kept]
-    place = {moment: k for k, moment in enumerate(sorted({*lower, *upper}))}
-    found = find([place[m] for m in lower], [place[m] for m in upper], sizes, align=ALIGN, seconds=_SECONDS)
-    offsets = [int(at) for at in found.offsets]
-    return SlabLayout(dict(zip(keys, offsets, strict=False)), dict(zip(simulation.kept, offsets[len(keys) :], strict=True)), found.height)
+    found = find([first for first, _ in spans], [until for _, until in spans], sizes, align=ALIGN, seconds=_SECONDS)
+    return SlabLayout(dict(zip(keys, map(int, found.offsets), strict=True)), found.height)
 
 
-def checked(slab: bool | Kept | None) -> bool | Kept | None:
+def checked(slab: bool | None) -> bool | None:
     """What was given for ``slab=``, if it can be.
 
     Raises:
         PlanError: it cannot.
     """
-    if slab is not None and not isinstance(slab, bool) and slab not in get_args(Kept):
-        raise PlanError(
-            f"slab={slab!r}: give True, False, 'kept' (kept values lie there, too), or None for where the budget has room for it"
-        )
+    if slab is not None and not isinstance(slab, bool):
+        raise PlanError(f"slab={slab!r}: give True, False, or None for where the budget has room for it")
     return slab
 
 
@@ -101,4 +83,4 @@ def without_slab(plan: Plan) -> Plan:
     if not plan.slab_bytes:
         return plan
     moves = tuple(replace(move, place=-1, arrival=-1) for move in plan.moves)
-    return replace(plan, moves=moves, places=(), slab_bytes=0, predicted_peak_bytes=plan.loose_peak_bytes, loose_peak_bytes=0)
+    return replace(plan, moves=moves, slab_bytes=0, predicted_peak_bytes=plan.loose_peak_bytes, loose_peak_bytes=0)

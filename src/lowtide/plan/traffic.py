@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.plan import Moving, Shard, stages
+from lowtide.plan.decisions import Moving, Shard, stages
 
 if TYPE_CHECKING:
     from lowtide.plan.replay import Replay

@@ -6,32 +6,22 @@ each decision that fits it.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
-
-import torch
+from functools import lru_cache
 
 from lowtide.errors import PlanError
-from lowtide.plan.moves import dtypes_of, entering_blocks, fitting_codec, lossless_codec, movable, moved_of
-from lowtide.plan.plan import Chain, Compress, Moving, Offload, Shard, stages
+from lowtide.plan.blocks import entering_blocks
+from lowtide.plan.decisions import Chain, Compress, Moving, Offload, Shard, stages
+from lowtide.plan.moves import dtypes_of, fitting_codec, lossless_codec, movable, moved_of
 from lowtide.plan.simulate import Simulator
+from lowtide.plan.supply import Codec, supply
 from lowtide.plan.traffic import Link, Links, Moved
-
-if TYPE_CHECKING:
-    from lowtide.store.codec import Codec
-    from lowtide.store.stores import Stores
 
 Ways = dict[int, list[Moved]]
 """value -> the ways in which it may move"""
 
 _WORTH = 0.95
 """A codec is offered where it leaves at most this share of a value's bytes."""
-
-_SAMPLE = 1 << 20
-"""Elements on which a codec is timed."""
-
-_LATENCY_SECONDS = 1e-4
 
 
 def decision_of(way: str | Moving) -> Moving:
@@ -52,7 +42,7 @@ def decision_of(way: str | Moving) -> Moving:
 
 def default_ways(device: str) -> tuple[Moving, ...]:
     """The next tier down, and the codecs that lose nothing."""
-    return Offload("disk" if torch.device(device).type == "cpu" else "host"), Compress("auto")
+    return Offload("disk" if device.partition(":")[0] == "cpu" else "host"), Compress("auto")
 
 
 def ways_of(
@@ -89,122 +79,45 @@ def ways_of(
     return found
 
 
-def measure_links(*ways: str | Moving, stores: Stores | None = None, device: str | torch.device = "cpu") -> dict[str, Link]:
-    """How fast the tiers, codecs and groups of some decisions are here, by moving a few megabytes.
-
-    Args:
-        ways: decisions, or their short names.
-        stores: with the groups and codecs that ``ways`` name. Where there is a group, all its ranks have to call this, and all get the same.
-        device: where values come from.
-
-    Returns:
-        The speed of each by its name, as ``links=`` of the policies takes them.
-
-    Raises:
-        PlanError: a tier cannot be opened, or a group or codec is not there.
-
-    Example:
-        >>> sorted(measure_links("int8"))
-        ['int8']
-    """
-    from lowtide.store.stores import Stores
-
-    place = torch.device(device)
-    found: dict[str, Link] = {}
-    with Stores() as own:
-        known = stores or own
-        for decision in map(decision_of, ways):
-            first, then = stages(decision)
-            if isinstance(first, Compress):
-                for name in _codecs_behind(first.codec, known.codecs):
-                    found.setdefault(name, _codec_link(known.codec(name), place))
-            elif isinstance(first, Shard) and first.group not in found:
-                found[first.group] = _group_link(known.group(first.group, first.size), place)
-            if then is not None and then.tier not in found:
-                found[then.tier] = _tier_link(own, then, place)
-    return found
-
-
-def missing_links(decisions: Sequence[Moving], links: Links | None, codecs: Sequence[Codec], device: str) -> dict[str, Link]:
-    """The links that were given, and those that were not, measured now.
+def missing_links(
+    decisions: Sequence[Moving], links: Links | None, codecs: Sequence[Codec], device: str, room_bytes: int | None = None
+) -> dict[str, Link]:
+    """The links that were given, and those that were not: measured in at most ``room_bytes``, once in a process.
 
     Raises:
         PlanError: a group's is missing, which one rank cannot measure.
     """
-    from lowtide.store.stores import Stores
-
-    found = dict(links or {})
-    open_: list[Moving] = []
+    given = dict(links or {})
+    found: dict[str, Link] = {}
     for decision in decisions:
         first, then = stages(decision)
-        if isinstance(first, Shard) and first.group not in found:
+        if isinstance(first, Shard) and first.group not in given:
             raise PlanError(
                 f"how fast is the group {first.group!r}? Planning happens on one rank, so it is measured before, by all: "
                 f"links=lowtide.measure_links(Shard({first.group!r}, {first.size}), stores=...)"
             )
-        if isinstance(first, Compress) and not set(_codecs_behind(first.codec, codecs)) <= found.keys():
-            open_.append(first)
-        if then is not None and then.tier not in found:
-            open_.append(then)
-    if open_:
-        found = {**measure_links(*open_, stores=Stores(codecs=codecs), device=device), **found}
-    return found
+        missing: list[Moving] = []
+        if isinstance(first, Compress) and not set(codecs_behind(first.codec, codecs)) <= given.keys():
+            missing.append(first)
+        if then is not None and then.tier not in given:
+            missing.append(then)
+        for part in missing:
+            known = _measured(device, part, tuple((type(codec), codec.name) for codec in codecs))
+            if not known:  # later plans are made beside the tensors of a step, where there is no room to measure
+                known.update(supply().link_speeds([part], codecs, device, room_bytes))
+            found.update(known)
+    return {**found, **given}
 
 
-def _codecs_behind(name: str, own: Sequence[Codec]) -> tuple[str, ...]:
+@lru_cache(maxsize=64)
+def _measured(device: str, decision: Moving, codecs: tuple[tuple[type, str], ...]) -> dict[str, Link]:
+    """What this process has measured; empty at first, for the caller to fill."""
+    return {}
+
+
+def codecs_behind(name: str, own: Sequence[Codec]) -> tuple[str, ...]:
     """The codecs that a name may come to mean."""
-    from lowtide.store.codec import codec_named
-
     if name == "auto":
         return ("mask", "positive")
-    gentler = codec_named(name, own).gentler
+    gentler = supply().codec_facts(name, own).gentler
     return (name, gentler) if gentler else (name,)
-
-
-def _tier_link(stores: Stores, decision: Offload, device: torch.device) -> Link:
-    from lowtide.store.measure import measure_tier
-
-    speed = measure_tier(stores.tier(decision.tier, decision.path, device), device)
-    return Link(speed.write_bytes_per_second, speed.read_bytes_per_second, _LATENCY_SECONDS, speed.busy)
-
-
-def _codec_link(codec: Codec, device: torch.device) -> Link:
-    """Seconds of encoding and decoding, on numbers that every codec takes: zeros and ones."""
-    x = (torch.arange(_SAMPLE, device=device) % 2).to(torch.float32)
-    out = torch.empty_like(x)
-    seconds: list[list[float]] = [[], []]
-    for _ in range(3):
-        begin = _clock(device)
-        parts = codec.encode(x)
-        middle = _clock(device)
-        codec.decode(parts, out)
-        seconds[0].append(middle - begin)
-        seconds[1].append(_clock(device) - middle)
-    encode, decode = (max(min(row), 1e-9) for row in seconds)
-    return Link(x.nbytes / encode, x.nbytes / decode)
-
-
-def _group_link(replicas: object, device: torch.device) -> Link:
-    """Bytes a second of gathered values; the slowest rank's, on every rank."""
-    import torch.distributed as dist
-
-    from lowtide.store.shard import Replicas
-
-    assert isinstance(replicas, Replicas)
-    part = torch.ones(-(-_SAMPLE // replicas.size), device=device)
-    whole = torch.empty(part.nbytes * replicas.size, dtype=torch.uint8, device=device)
-    seconds = []
-    for _ in range(3):
-        begin = _clock(device)
-        replicas.gather(part, whole).wait()
-        seconds.append(_clock(device) - begin)
-    slowest = torch.tensor(min(seconds), dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=replicas.group)
-    speed = whole.nbytes / max(float(slowest), 1e-9)
-    return Link(speed, speed, _LATENCY_SECONDS)
-
-
-def _clock(device: torch.device) -> float:
-    if device.type != "cpu":
-        torch.get_device_module(device.type).synchronize(device)
-    return time.perf_counter()

@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
-from lowtide import private
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
+from lowtide.interception import unseen
 from lowtide.ops import FUNCTIONAL_COLLECTIVES
 from lowtide.plan.plan import Plan
 
@@ -42,25 +42,24 @@ class Agreement:
     def share(self, item: Any) -> list[Any]:
         """What every rank gives, by rank. A collective."""
         found: list[Any] = [None] * self.process_group.size()
-        with private.without_modes():
+        with unseen():
             torch.distributed.all_gather_object(found, item, group=self.process_group)
         return found
 
     def from_first(self, item: Any) -> Any:
         """What the first rank gives. A collective."""
         found = [item]
-        with private.without_modes():
+        with unseen():
             torch.distributed.broadcast_object_list(found, src=self.first, group=self.process_group)
         return found[0]
 
     def same_program(self, graph: StepGraph) -> bool:
-        """Whether every rank's step is this one. A collective."""
-        return len(set(self.share(replace(graph, resident_bytes=0).fingerprint()))) == 1
+        """Whether every rank runs these operations; when each lets go of what differs by its backend's threads. A collective."""
+        return len(set(self.share(replace(graph, resident_bytes=0, events=()).fingerprint()))) == 1
 
     def refusal(self, error: BudgetError | None) -> BudgetError | None:
         """What any rank has against a budget, on every rank. A collective."""
-        found = [(str(e), e.smallest_bytes) for e in self.share(error) if e is not None]
-        return BudgetError(*found[0]) if found else None
+        return next((found for found in self.share(error) if found is not None), None)
 
     def solve(self, solve: Callable[[int | None], Plan], graph: StepGraph, limit: int | None) -> Plan:
         """One plan for all: solved by the first rank, for the least room that any budget leaves. A collective.

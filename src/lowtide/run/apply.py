@@ -63,7 +63,7 @@ class apply:
         if self._stack is not None:
             raise PlanError("this apply(plan) is already active: nest another one")
         verify = self.verify != "never" and not self._verified
-        if self.plan.moves or self.plan.places:
+        if self.plan.moves:
             prepare(self.plan, self.stores, torch.device(self.plan.device))
         self._director = PlanDirector(self.plan)
         recorder = Recorder(
@@ -71,7 +71,6 @@ class apply:
             verify=verify,
             check=self.verify == "always",
             mover=Mover(self.plan, self.stores, verify) if self.plan.moves else None,
-            placer=self.stores.placer if self.plan.places else None,
         )
         self._stack = ExitStack()
         self._stack.enter_context(recorder.recording())

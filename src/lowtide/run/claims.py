@@ -8,6 +8,7 @@ tensor stays until the weight's gradient is made) the planner sees, since the se
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import replace
 
 from lowtide.graph import StepGraph
@@ -38,3 +39,15 @@ def beside(plan: Plan, plain: Plan) -> Plan:
         bound_extra_seconds=max(0.0, min(plan.bound_extra_seconds - less, plain.bound_extra_seconds)),
         bound_peak_bytes=min(plan.bound_peak_bytes, plain.bound_peak_bytes),
     )
+
+
+def with_seconds_of(graph: StepGraph, other: StepGraph) -> StepGraph:
+    """The graph with the seconds that another look at such a step saw, operation by operation of one name: two looks never time alike."""
+    waiting: dict[tuple[str, str], deque[float]] = {}
+    for operation in other.operations:
+        waiting.setdefault((operation.phase, operation.name), deque()).append(operation.seconds)
+    operations = tuple(
+        replace(operation, seconds=times.popleft()) if (times := waiting.get((operation.phase, operation.name))) else operation
+        for operation in graph.operations
+    )
+    return replace(graph, operations=operations, plain_seconds=sum(operation.seconds for operation in operations))

@@ -1,36 +1,42 @@
-"""Leave the recorder around calls of compiled submodules: a dispatch mode would make them fall back to eager for good."""
+"""Leave the recorder around calls of compiled submodules: their operations are one, which nobody looks into."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 
 from lowtide import private
+from lowtide.interception import unseen
+
+
+class Observer(Protocol):
+    """Is told of compiled calls, whose operations nobody sees."""
+
+    def opaque_call(self, call: Callable[[], Any]) -> Any:
+        """Make the call."""
+        ...
 
 
 class _Outside:
-    """A compiled call that is made outside lowtide's dispatch modes."""
+    """A compiled call whose operations pass by lowtide."""
 
-    def __init__(self, call: Callable[..., Any]) -> None:
+    def __init__(self, call: Callable[..., Any], observer: Observer | None) -> None:
         self.call = call
+        self.observer = observer
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        outermost = next((mode for mode in private.dispatch_modes() if hasattr(mode, "region")), None)
-        if outermost is None:
-            return self.call(*args, **kwargs)
-        taken = private.leave_mode(outermost)
-        try:
-            return self.call(*args, **kwargs)
-        finally:
-            private.enter_modes(taken)
+        with unseen():
+            if self.observer is None:
+                return self.call(*args, **kwargs)
+            return self.observer.opaque_call(lambda: self.call(*args, **kwargs))
 
 
 @contextmanager
-def left_alone(model: torch.nn.Module) -> Iterator[None]:
-    """For the length of the block, compiled submodules of ``model`` run outside lowtide's dispatch modes.
+def left_alone(model: torch.nn.Module, observer: Observer | None = None) -> Iterator[None]:
+    """For the length of the block, operations of compiled submodules of ``model`` pass by lowtide.
 
     Such a call is one opaque operation: what it returns and what it saves stays.
     """
@@ -40,7 +46,7 @@ def left_alone(model: torch.nn.Module) -> Iterator[None]:
             name = private.compiled_call(module)
             call = module.__dict__.get(name)
             if call is not None and not isinstance(call, _Outside):
-                module.__dict__[name] = _Outside(call)
+                module.__dict__[name] = _Outside(call, observer)
                 changed.append((module, name, call))
     try:
         yield

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 from lowtide.ops import OpInfo
+from lowtide.plan.decisions import Compress, Shard, stages
 from lowtide.plan.plan import Plan
 
 _LOOK_AHEAD = 400
-_MIRRORED = {f"aten.{one}.Tensor": f"aten.{other}.Tensor" for one, other in (("lt", "gt"), ("gt", "lt"), ("le", "ge"), ("ge", "le"))}
-"""What Python makes of a comparison whose right side alone is of a subclass, as a fake tensor is in a trace: it asks the right side first."""
 
 
 class Director(Protocol):
@@ -29,6 +28,15 @@ class Director(Protocol):
 
     def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
         """The operation has run: whether to record it, and which of the ``writes`` values that it wrote stay (missing ones do not)."""
+        ...
+
+
+@runtime_checkable
+class Asks(Protocol):
+    """A director that looks at every operation once."""
+
+    def arrives(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The next operation with its arguments: whether its results are evicted."""
         ...
 
 
@@ -84,6 +92,7 @@ class PlanDirector:
 
     def __init__(self, plan: Plan) -> None:
         self._program = plan.program
+        self._moves = plan.moves
         self.at = 0
         self.departed = 0
         self.missed = 0
@@ -94,7 +103,7 @@ class PlanDirector:
 
     def _find(self, info: OpInfo) -> int | None:
         program, at = self._program, self.at
-        if at < len(program) and program[at].name in (info.name, _MIRRORED.get(info.name)):
+        if at < len(program) and program[at].name == info.name:
             return at
         for ahead in range(at, min(at + _LOOK_AHEAD, len(program))):
             if program[ahead].name == info.name:
@@ -117,6 +126,19 @@ class PlanDirector:
         """Whether the plan runs this operation again."""
         at = self._find(info)
         return not info.collective if at is None else self._program[at].replayed
+
+    def moves_of(self, sizes: list[int]) -> tuple[int, ...]:
+        """For each value that the latest operation wrote, of these bytes, its place among the plan's moves, or -1.
+
+        Where the step has departed from the program, an operation of one name may be another one: only what comes back as it was may move then.
+        """
+        departed = self.departed > 0 or self.missed > 0
+
+        def fits(number: int, size: int) -> bool:
+            move = self._moves[number]
+            return move.bytes == size and not (departed and isinstance(stages(move.decision)[0], (Compress, Shard)))
+
+        return tuple(number if number >= 0 and fits(number, size) else -1 for number, size in zip(self.moves, sizes, strict=True))
 
     def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
         """What the plan says of it."""

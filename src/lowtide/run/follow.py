@@ -15,7 +15,7 @@ from lowtide.run.direct import Director, PlanDirector
 from lowtide.run.drawn import drawn
 from lowtide.run.record import Recorder, Unrecordable
 from lowtide.run.rehearse import ASK, PASS, WRITE, Listener, Recipe, Script, tensors_around
-from lowtide.run.tape import LiveValue, Node, Ref, flat_results, is_unrecorded
+from lowtide.run.tape import LiveValue, Node, Ref, flat_results
 
 _NO_KEYWORD = (torch.Tensor, torch.Generator, list, tuple)
 """An operation with such a keyword argument takes a closer look."""
@@ -53,34 +53,34 @@ class Follower(Recorder):
             self.listener.asked()
         return found
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """As the script says, or as the recorder does where there is none."""
         line = self._line
         if line < len(self._script):
             known, kind, advance = self._script[line]
             if known is func:
                 self._line = line + 1
                 if kind == PASS:
-                    result = self._call(func, args, kwargs, plain=True)
+                    result = self._call(func, args, kwargs)
                     if advance:
                         self.skip(advance)
                     return result
                 if kind == WRITE:
                     return self._writing(func, args, kwargs, advance)
                 if type(kind) is Recipe and not self.check and not self._blank:
-                    return self._recorded(func, types, args, kwargs, kind)
+                    return self._recorded(func, args, kwargs, kind)
             else:
                 self.depart()
         if self.listener is not None:
-            return self._heard(func, types, args, kwargs)
-        return super().__torch_dispatch__(func, types, args, kwargs)
+            return self._heard(func, args, kwargs)
+        return super().operation(func, args, kwargs)
 
-    def _heard(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _heard(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """A dispatch, with what there is to learn from it."""
         assert self.listener is not None
         info, seen, newest, untouched = op_info(func), self._seen, self._newest, True
         kind: int | Recipe = ASK
-        if info.is_view or info.waits or is_unrecorded():
+        if info.is_view or info.waits:
             kind = PASS
         elif private.in_backward():
             pass  # what it runs hangs on who holds the gradients
@@ -88,11 +88,9 @@ class Follower(Recorder):
             kind = WRITE if info.written else PASS
             keys = {private.storage_key(t) for t in written_tensors(info, args, kwargs) if has_plain_storage(t)}
             untouched = not any(keys & known.keys() for known in (self._given, self._held))
-        if self.placer is not None and self.placer.places(self.director, func):
-            untouched = False  # it needs the recorder to write into its place
         director = self.director
         at, departed = (director.at, director.departed) if isinstance(director, PlanDirector) else (0, 0)
-        result = super().__torch_dispatch__(func, types, args, kwargs)
+        result = super().operation(func, args, kwargs)
         if isinstance(director, PlanDirector) and self._newest is not newest and (director.at, director.departed) == (at + 1, departed):
             node = self._newest() if self._newest is not None else None
             if node is not None and not any(move >= 0 for move in director.moves):
@@ -106,27 +104,27 @@ class Follower(Recorder):
         written = written_tensors(info, args, kwargs)
         if self._held:
             self._copy_on_write(written)
-        result = self._call(func, args, kwargs, plain=True)
+        result = self._call(func, args, kwargs)
         self._forget(written, info)
         self.skip(advance)
         return result
 
-    def _recorded(self, func: Any, types: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Recipe) -> Any:
+    def _recorded(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], recipe: Recipe) -> Any:
         """An operation that is recorded as an earlier step did it."""
         if kwargs and any(isinstance(value, _NO_KEYWORD) for value in kwargs.values()):
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().operation(func, args, kwargs)
         node = Node(func, self._order, recipe.device)
         self._order += 1
         inputs: dict[int, LiveValue] = {}
         try:
             node.args = [self._noted(item, inputs) for item in args]
         except Unrecordable:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().operation(func, args, kwargs)
         node.kwargs = kwargs
         if recipe.info.random and draws(recipe.info, args, kwargs):
             result = drawn(node, self._call, args, kwargs, fills=False)
         else:
-            result = self._call(func, args, kwargs, plain=True)
+            result = self._call(func, args, kwargs)
         self.skip(1)
         node.reads(list(inputs.values()))
         node.claimed = recipe.claimed

@@ -9,7 +9,9 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.run.tape import Ref, bring_back, digest, unrecorded
+from lowtide.interception import unseen
+from lowtide.ops import has_plain_storage, is_wrapper
+from lowtide.run.tape import Ref, bring_back, digest
 from lowtide.run.watch import StepWatch
 
 if TYPE_CHECKING:
@@ -25,7 +27,9 @@ class Kept:
         self.mover = mover
         # what a node made itself, it must not hold: autograd would never let go of either; nor may a mask that the model returns, too, look as
         # if its caller held it
-        self.tensor = tensor if tensor.is_leaf and tensor.requires_grad else private.unseen_alias(tensor)
+        self.tensor = tensor if tensor.is_leaf or not has_plain_storage(tensor) else private.unseen_alias(tensor)
+        if self.tensor is not tensor and tensor.__dict__:
+            vars(self.tensor).update(vars(tensor))  # pyright: ignore
         self.version = self.tensor._version
         self.watch = watch
 
@@ -41,7 +45,7 @@ class Kept:
         return self.tensor
 
 
-class GivenUp:
+class Evicted:
     """A saved tensor that is brought back when asked for."""
 
     __slots__ = ("asked", "digest", "mover", "ref", "version", "watch", "witness")
@@ -74,10 +78,10 @@ class GivenUp:
 
     def _unpack(self) -> torch.Tensor:
         if self.mover is None:
-            with unrecorded():
+            with unseen():
                 return self._bring_back()
         self.mover.begin()
-        with unrecorded():
+        with unseen():
             found = self._bring_back()
         self.mover.ahead()
         return found
@@ -108,7 +112,7 @@ class Wrapped:
         self.names, self.context = tensor.__tensor_flatten__()
         self.shape, self.strides = tensor.shape, tensor.stride()
         parts = [getattr(tensor, name) for name in self.names]
-        self.packed = [pack(part) if isinstance(part, torch.Tensor) else _Part(part) for part in parts]
+        self.packed = [pack(part) if _is_content(part) else _Part(part) for part in parts]
 
     def unpack(self) -> torch.Tensor:
         """The subclass put together again."""
@@ -116,8 +120,13 @@ class Wrapped:
         return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.strides)
 
 
+def _is_content(part: Any) -> bool:
+    """Whether a part is a tensor of numbers: offsets and lengths are integers, and a nested tensor is of another shape with others in their place."""
+    return isinstance(part, torch.Tensor) and (part.is_floating_point() or part.is_complex() or is_wrapper(part))
+
+
 class _Part:
-    """What a subclass names that is no tensor, such as a DTensor's mesh."""
+    """What a subclass names that is not its content, such as a DTensor's mesh or a nested tensor's offsets."""
 
     __slots__ = ("part",)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +10,12 @@ from torch.utils import _pytree as pytree
 
 
 class StepKey(NamedTuple):
-    """Shapes and dtypes of the inputs, and the modes that change what a step does or what it allocates."""
+    """Shapes and dtypes of the inputs, and the modes that change what a step does or what it allocates.
 
+    Numbers among the arguments (a time step, the number of items in a batch) are no part of it: they change from step to step.
+    """
+
+    shapes: tuple[tuple[int, ...], ...]
     inputs: tuple[Any, ...]
     structure: str
     training: int
@@ -21,7 +26,8 @@ class StepKey(NamedTuple):
     def difference(self, other: StepKey) -> str:
         """In words, what this kind of step has that ``other`` has not."""
         names = {
-            "inputs": "the inputs have other shapes",
+            "shapes": "the inputs have other shapes",
+            "inputs": "the inputs are of other types",
             "structure": "the arguments are arranged otherwise",
             "training": "modules changed between training and evaluation",
             "autocast": "autocast changed",
@@ -31,17 +37,29 @@ class StepKey(NamedTuple):
         found = [text for name, text in names.items() if getattr(self, name) != getattr(other, name)]
         return " and ".join(found) or "nothing changed"
 
+    def fits_in(self, other: StepKey) -> bool:
+        """Whether a step with this key is one with ``other``, but for being smaller in some dimensions."""
+        if self[1:] != other[1:]:
+            return False
+        return all(
+            len(own) == len(theirs) and all(a <= b for a, b in zip(own, theirs, strict=True))
+            for own, theirs in zip(self.shapes, other.shapes, strict=True)
+        )
+
+    def elements(self) -> int:
+        """Elements of all inputs together."""
+        return sum(map(math.prod, self.shapes))
+
+    def without_gradients(self) -> StepKey:
+        """The same for a step before which no gradients stood."""
+        return self._replace(gradients=0)
+
 
 def _leaf(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
-        return (
-            tuple(item.shape),
-            item.dtype,
-            item.device.type,
-            item.requires_grad,
-            item.stride() if item.layout is torch.strided else None,
-        )
-    if isinstance(item, (int, float, str, bool, type(None))):
+        order = tuple(sorted(range(item.dim()), key=lambda at: -item.stride(at))) if item.layout is torch.strided else None
+        return (item.dim(), item.dtype, item.device.type, item.requires_grad, item.layout, order)
+    if isinstance(item, (str, bool, type(None))):
         return item
     return type(item).__qualname__
 
@@ -52,11 +70,13 @@ def step_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     parameters = list(model.parameters())
     device = parameters[0].device.type if parameters else "cpu"
     autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else (False,)
+    standing = tuple(parameter.grad is not None for parameter in parameters)
     return StepKey(
-        inputs=tuple(_leaf(leaf) for leaf in leaves),
+        shapes=tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested),
+        inputs=tuple(_leaf(leaf) if not (isinstance(leaf, torch.Tensor) and leaf.is_nested) else "nested" for leaf in leaves),
         structure=str(structure),
         training=hash(tuple(module.training for module in model.modules())),
         autocast=autocast,
         trainable=hash(tuple(parameter.requires_grad for parameter in parameters)),
-        gradients=hash(tuple(parameter.grad is not None for parameter in parameters)),
+        gradients=hash(standing) if any(standing) else 0,
     )

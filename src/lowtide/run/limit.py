@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,14 +11,17 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
+from lowtide.meter.resident import innermost
 from lowtide.plan.plan import Plan
+from lowtide.run.engage import Engagement
 from lowtide.run.key import StepKey
 from lowtide.run.limiter import Limiter
 from lowtide.run.planning import Policy
 from lowtide.run.record import Verify
 from lowtide.run.refuse import refuse_other_kinds, refuse_sharded
-from lowtide.run.told import limit_line
+from lowtide.run.told import LowtideWarning, limit_line
 from lowtide.store.stores import Stores
+from lowtide.trace.describe import tensors_inside
 
 
 class Handle:
@@ -33,14 +36,14 @@ class Handle:
         self.model = limiter.model
 
     def __repr__(self) -> str:
-        return limit_line(self.model, self._limiter.budget, len(self._limiter.plans), self.plan)
+        return limit_line(self.model, self._limiter.budget, len(self.plans), self.plan)
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest step, or ``None`` before the first. Its seconds are those of operations timed alone until some steps have
-        run, and then at the pace that the latest of the whole steps that are timed had: the first ones, and every fourth of the others."""
+        """The plan of the latest step, or ``None`` before the first has ended. Its `Plan.predicted_extra_seconds` stay the
+        forecast that chose it; its `Plan.calibrated_extra_seconds` follow the steps that are timed: the first ones, and every fourth of the others."""
         latest = self._limiter.latest
-        return latest.paced() if latest is not None else None
+        return latest.calibrated() if latest is not None and latest.plan is not None else None
 
     @property
     def graph(self) -> StepGraph | None:
@@ -50,8 +53,13 @@ class Handle:
 
     @property
     def plans(self) -> dict[StepKey, Plan]:
-        """Every plan so far, by what the step looked like."""
-        return {key: planned.paced() for key, planned in self._limiter.plans.items()}
+        """Every plan so far, by what the step looked like. A plan serves smaller steps of the same kind, too."""
+        return {key: kind.calibrated() for key, kind in self._limiter.kinds.items() if kind.plan is not None}
+
+    @property
+    def plannings(self) -> int:
+        """How many plans were searched for so far."""
+        return self._limiter.planner.solved
 
     @property
     def kept(self) -> dict[str, str]:
@@ -59,20 +67,42 @@ class Handle:
         return dict(self._limiter.planner.kept)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
-        """Plan for a step with these arguments now, without running it.
+        """Plan for a step with these arguments now: one runs, and gradients, buffers and random states are put back.
 
         Raises:
             BudgetError: no plan fits.
         """
-        with self._limiter._inside():
-            return self._limiter.planned(args, kwargs).paced()
+        return self._limiter.prepare(args, kwargs).calibrated()
 
-    def share_costs(self, other: Handle) -> None:
-        """Take over what ``other`` found out about the costs of operations, so that they are not timed again."""
-        self._limiter.planner.costs.update(other._limiter.planner.costs)
+    def prepare_all(self, steps: Iterable[Mapping[str, Any] | Sequence[Any] | Any]) -> list[Plan]:
+        """Plan for steps of several shapes, the largest first: a plan serves smaller steps, too.
+
+        Args:
+            steps: of each step, its keyword arguments (a mapping), its arguments (a tuple or list), or its only argument.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        calls = [
+            ((), dict(step)) if isinstance(step, Mapping) else (tuple(step) if isinstance(step, (tuple, list)) else (step,), {})
+            for step in steps
+        ]
+        calls.sort(key=lambda call: -sum(t.numel() for t in tensors_inside(call)))
+        return [self.prepare(*args, **kwargs) for args, kwargs in calls]
+
+    def set_budget(self, budget: str | int) -> None:
+        """Another budget from the next step on; what was learned about steps stays.
+
+        Raises:
+            BudgetError: the budget is malformed; at the next step, when no plan fits.
+        """
+        _check(budget)
+        self._limiter.set_budget(budget)
 
     def remove(self) -> None:
         """Give the model its own forward back. Steps that are under way finish under their plan."""
+        if self._limiter.engagement is not None:
+            self._limiter.engagement.end()
         if self.model.__dict__.get("forward") is self._limiter:
             if self._limiter.original is None:
                 del self.model.__dict__["forward"]
@@ -91,27 +121,28 @@ def limit_memory(
     optimizer: torch.optim.Optimizer | None = None,
     verify: Verify = "first",
     stores: Stores | None = None,
+    progress: bool | None = None,
 ) -> Handle:
     """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same gradients.
 
-    The first step with inputs of a new kind is traced on fake tensors, its operations are timed one at a time, and a plan is made; steps
-    then run under it. Other kinds (another shape, evaluation, gradients that are there or not) get plans of their own. What cannot be
-    traced on fake tensors runs one extra step for real, in little memory. While a plan is made, other threads see fake parameters in the model:
-    call ``handle.prepare(...)`` before threads share it. When the loss lies outside the model and ``loss_fn`` is not given,
-    the first step runs under the plan of least memory and the loss is measured.
+    The first step with inputs of a new kind is looked at while it runs: in about the memory that checkpointing every block takes, with every
+    operation run twice, to see that it reproduces and how long it takes. When its backward has ended a plan is made, and later steps run under
+    it. A plan for a larger step serves smaller ones; other kinds (evaluation, autocast, other parameters that train) get plans of their own.
+    Called again for a limited model, it replaces the limit.
 
     Args:
         model: any module; its forward is replaced on the instance until ``handle.remove()``.
-        budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak (of the largest step planned so far). ``None``
-            needs a policy that does without.
+        budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak (of the largest step planned so far), ``"min"`` for the
+            smallest that works, or ``"auto"`` for what the device has, less a reserve. ``None`` needs a policy that does without.
+        progress: whether a terminal is told what takes long; ``None`` goes by the environment (`lowtide.progress`).
         policy: a policy or its name; ``None`` is ``optimal``.
-        loss_fn: from the model's output to the loss, for a model that does not return its loss. It is used to plan, not to train.
+        loss_fn: from the model's output to the loss, for `Handle.prepare` of a model that does not return its loss. It is not used to train.
         optimizer: its state and its step count against the budget, too.
         stores: process groups to shard over and codecs of your own, for plans that move values; tiers open by themselves.
         verify: ``first`` compares every replay of the first step, ``always`` also checks digests in every step, ``never`` trusts.
 
     Raises:
-        BudgetError: the budget is malformed; at the first step, when no plan fits, with the smallest budget that does.
+        BudgetError: the budget is malformed; at the end of the first backward, when no plan fits, with the smallest budget that does.
         PlanError: an argument that cannot be.
 
     Example:
@@ -130,7 +161,7 @@ def limit_memory(
     if budget is None and policy is None:
         raise BudgetError("limit_memory needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, such as 'full'")
     if budget is not None:
-        budgets.parse(budget, 1 << 60)
+        _check(budget)
     refuse_other_kinds(model, policy, loss_fn, optimizer, stores)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
@@ -140,8 +171,23 @@ def limit_memory(
             "(they stay compiled)"
         )
     if isinstance(model.__dict__.get("forward"), Limiter):
-        raise PlanError("this model is limited already: call remove() on its handle first")
+        Handle(model.__dict__["forward"]).remove()
     refuse_sharded(model)
-    limiter = Limiter(model, budget=budget, policy=policy, loss_fn=loss_fn, optimizer=optimizer, verify=verify, stores=stores)
+    optimizer = None if optimizer is None else innermost(optimizer)
+    limiter = Limiter(
+        model, budget=budget, policy=policy, loss_fn=loss_fn, optimizer=optimizer, verify=verify, stores=stores, progress=progress
+    )
     model.__dict__["forward"] = limiter
+    limiter.engagement = Engagement(model, LowtideWarning)
     return Handle(limiter)
+
+
+def _check(budget: str | int) -> None:
+    if not budgets.asks_for(budget):
+        budgets.parse(budget, 1 << 60)
+
+
+def handle_of(model: torch.nn.Module) -> Handle | None:
+    """The handle of a limited model, or ``None`` if it has no limit."""
+    limiter = model.__dict__.get("forward")
+    return Handle(limiter) if isinstance(limiter, Limiter) else None

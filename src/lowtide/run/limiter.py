@@ -1,4 +1,9 @@
-"""What stands in for the forward of a model whose training step stays within a budget."""
+"""What stands in for the forward of a model whose training step stays within a budget.
+
+A kind of step goes through three states. *Unknown*: its next step is looked at (`lowtide.run.look`). *Looked at*: the planner makes a plan, when backward
+has ended and before anything else runs. *Planned*: steps run under the plan, and each is watched. What one of them shows (it took more than the
+budget, it ran other operations) is noted with the kind, and acted upon before the next step.
+"""
 
 from __future__ import annotations
 
@@ -6,10 +11,8 @@ import copy
 import inspect
 import threading
 import time
-import warnings
-import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -17,38 +20,52 @@ import torch
 from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError
+from lowtide.graph import StepGraph
+from lowtide.interception import interceptors
 from lowtide.plan.plan import Plan
-from lowtide.run.aside import outputs_and_aside
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector
+from lowtide.run.engage import Engagement
 from lowtide.run.follow import Follower
 from lowtide.run.key import StepKey, step_key
+from lowtide.run.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
 from lowtide.run.later import later_steps_told
+from lowtide.run.look import Look
 from lowtide.run.moved import Mover, prepare
-from lowtide.run.outside import OutsideGradients
-from lowtide.run.planned import Planned
-from lowtide.run.planning import LETS_GO, Planner, Policy
+from lowtide.run.overhead import executor_overhead
+from lowtide.run.planning import Planner, Policy
 from lowtide.run.quiet import quiet
 from lowtide.run.record import Recorder, Verify
 from lowtide.run.refuse import refuse_sharded
 from lowtide.run.rehearse import Listener
-from lowtide.run.shares import slack_bytes
 from lowtide.run.timed import TimedRecorder
-from lowtide.run.unseen import LossMemory
-from lowtide.run.watch import StepWatch, unwatched
+from lowtide.run.told import warn
+from lowtide.run.untouched import apart, untouched
+from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
-from lowtide.trace.chance import BY_CHANCE
 from lowtide.trace.describe import tensors_inside
-from lowtide.trace.eager import Tracer
-from lowtide.trace.step import model_loss_of
+from lowtide.trace.loss import loss_to_plan_for
+
+BUDGET_CHANGED = "the budget was changed"
 
 
-class LowtideWarning(UserWarning):
-    """Something that a user should know and that stops nothing: an operation that does not reproduce, a plan made again."""
+class _Local(threading.local):
+    """What a thread is in the middle of.
+
+    Attributes:
+        inside: the model's own forward runs.
+        look: the look at a step whose backward is still to come.
+        watch: the watch of the latest step.
+    """
+
+    def __init__(self) -> None:
+        self.inside = False
+        self.look: tuple[Look, Kind] | None = None
+        self.watch: StepWatch | None = None
 
 
 class Limiter:
-    """Stands in for ``model.forward``: plans at the first step of each kind, and runs every training step under its plan.
+    """Stands in for ``model.forward``: looks at the first step of each kind, and runs every later one under its plan.
 
     It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the model that they know. It can be copied and
     pickled with the model; plans are not copied, the copy plans for itself.
@@ -64,11 +81,13 @@ class Limiter:
         optimizer: torch.optim.Optimizer | None,
         verify: Verify,
         stores: Stores | None = None,
+        progress: bool | None = None,
     ) -> None:
         self.model = model
         self.budget = budget
         self.policy: Policy = policy if policy is not None else "optimal"
         self.loss_fn = loss_fn
+        self.progress = progress
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
         self.stores = stores if stores is not None else Stores()
@@ -76,20 +95,16 @@ class Limiter:
         self._fresh(optimizer)
 
     def _fresh(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self.planner = Planner(self.model, self.budget, self.policy, self.loss_fn, optimizer, lambda: self.stores.groups)
-        self.plans: dict[StepKey, Planned] = {}
-        self.latest: Planned | None = None
+        self.planner = Planner(self.model, self.budget, self.policy, optimizer, lambda: self.stores.groups, self.progress)
+        self.kinds: dict[StepKey, Kind] = {}
+        self.latest: Kind | None = None
         self.lock = threading.RLock()
-        self.idle = threading.Condition(self.lock)
-        self.running = 0
-        self.told = False
-        self.told_untrained = False
-        self.told_pending = False
-        self.watched: weakref.ref[StepWatch] | None = None  # the latest step that was watched
-        self.local = threading.local()
+        self.told: set[str] = set()
+        self.local = _Local()
+        self.engagement: Engagement | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "budget", "policy", "loss_fn", "verify", "original")
+        names = ("model", "budget", "policy", "loss_fn", "verify", "original", "progress")
         return {**{name: self.__dict__[name] for name in names}, "counted": self.planner.optimizer is not None}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
@@ -99,10 +114,8 @@ class Limiter:
         self.own_stores = True
         self._fresh(None)
         if counted:
-            warnings.warn(
-                "the copy of a limited model does not count an optimizer: remove() its limit and call limit_memory with the copy's optimizer",
-                LowtideWarning,
-                stacklevel=3,
+            warn(
+                "the copy of a limited model does not count an optimizer: remove() its limit and call limit_memory with the copy's optimizer"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Limiter:
@@ -122,131 +135,68 @@ class Limiter:
         """The model's own forward."""
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
 
+    @property
+    def device(self) -> torch.device:
+        """Where the model's parameters lie."""
+        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    # ---- a step -----------------------------------------------------------------------------------------------------------------
+
     @private.skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if getattr(self.local, "inside", False):
+        if self.local.inside:
             return self.forward(*args, **kwargs)
         with private.out_of_dynamo() as compiled:
-            if compiled and not self.told:
-                self.told = True
-                warnings.warn(
-                    "torch.compile around a limited model does not reach into it: compile its submodules, which stay compiled",
-                    LowtideWarning,
-                    stacklevel=2,
+            if compiled:
+                self._tell(
+                    "compiled", "torch.compile around a limited model does not reach into it: compile its submodules, which stay compiled"
                 )
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or _watched():
-            with self._inside(), self._running():
-                return self.forward(*args, **kwargs)
+        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or _governed():
+            return self._plainly(args, kwargs)
+        if private.transformed():
+            self._tell(
+                "transformed",
+                "this limited model runs inside a function transform (torch.func.vmap, grad, jvp or the like, torch.cond): such steps run as they "
+                "are, without a limit. Put the limit on a module whose forward holds the transform, or use torch.autograd.grad",
+            )
+            return self._plainly(args, kwargs)
+        if any(torch.nn.parameter.is_lazy(parameter) for parameter in (*self.model.parameters(), *self.model.buffers())):
+            self._tell(
+                "lazy",
+                "some parameters of this limited model are not initialized yet (lazy modules): this step runs as it is, without a limit, and later "
+                "ones within the budget. To limit it, too, run the model once under torch.no_grad() before",
+            )
+            return self._plainly(args, kwargs)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
-            self._tell_untrained(args, kwargs)
-            with self._inside(), self._running():
-                return self.forward(*args, **kwargs)
+            if any(tensor.requires_grad for tensor in tensors_inside((args, kwargs))):
+                self._tell(
+                    "untrained",
+                    "no parameter of this limited model requires grad, so its steps are not planned: what autograd keeps for the gradients of "
+                    "its inputs is not limited. Put the limit on a module around it that has parameters to train",
+                )
+            return self._plainly(args, kwargs)
         begin = time.perf_counter()
-        with self._inside(), self._running(args, kwargs) as planned:
-            assert planned is not None
-            if planned.plan.changes_nothing and not planned.loss_unknown:
-                planned.steps += 1
-                return self.forward(*args, **kwargs)
-            return self._step(planned, args, kwargs, begin)
+        if self.engagement is not None:
+            self.engagement.end()
+            self.engagement = None
+        self._settle()
+        if self.local.look is not None:  # its step has several forwards before its backward
+            result = self._plainly(args, kwargs)
+            self.local.look[0].beside(result)
+            return result
+        kind = self.kind_for(args, kwargs)
+        if kind.wants_look and kind.unseen_backward:
+            self.prepare(args, kwargs)
+        if kind.wants_look:
+            return self._look(kind, args, kwargs)
+        return self._step(kind, args, kwargs, begin)
 
-    @contextmanager
-    def _running(self, args: tuple[Any, ...] | None = None, kwargs: dict[str, Any] | None = None) -> Iterator[Planned | None]:
-        """The model runs in the block, so that no other thread lends it fake parameters meanwhile; planned for ``args`` where given."""
-        with self.lock:
-            planned = self.planned(args, kwargs or {}) if args is not None else None
-            self.running += 1
-        try:
-            yield planned
-        finally:
-            with self.lock:
-                self.running -= 1
-                self.idle.notify_all()
-
-    def _tell_untrained(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Say once that a step is not limited although autograd keeps what it needs for the inputs' gradients."""
-        if not self.told_untrained and any(tensor.requires_grad for tensor in tensors_inside((args, kwargs))):
-            self.told_untrained = True
-            warnings.warn(
-                "no parameter of this limited model requires grad, so its steps are not planned: what autograd keeps for the gradients of "
-                "its inputs is not limited. Put the limit on a module around it that has parameters to train",
-                LowtideWarning,
-                stacklevel=6,
-            )
-
-    def _tell_pending(self) -> None:
-        """Say once that several forwards stand in memory together."""
-        before = self.watched() if self.watched is not None else None
-        if before is not None and before.pending and not self.told_pending:
-            self.told_pending = True
-            warnings.warn(
-                "a forward of this limited model begins while the backward of an earlier one is still to come: the budget holds for each of "
-                "them, and together they take more. Run backward after each forward (gradients add up), or put the limit on a module that "
-                "runs both",
-                LowtideWarning,
-                stacklevel=7,
-            )
-
-    def _step(self, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float) -> Any:
-        self._tell_pending()
-        self.planner.note_pace(planned)
-        director = PlanDirector(planned.plan)
-        verifying = self.verify != "never" and not planned.verified
-        plan = planned.plan
-        script = planned.script if planned.script is not None and planned.script.plan is plan else None
-        listener = Listener(plan) if script is None and not verifying and self.verify != "always" else None
-        if plan.moves or plan.places:
-            prepare(plan, self.stores, torch.device(plan.device))  # before memory is watched: what it reserves stands from now on
-        watch = self._watch(planned, verifying, listener is not None)
-        mover = Mover(plan, self.stores, verifying) if plan.moves else None
-        kind = TimedRecorder if watch is not None and planned.timed is watch else Follower
-        recorder = kind(
-            director,
-            verify=verifying,
-            check=self.verify == "always",
-            watch=watch,
-            room=planned.room() if verifying else None,
-            mover=mover,
-            placer=self.stores.placer if plan.places else None,
-            script=script,
-            listener=listener,
-        )
-        with ExitStack() as stack:
-            stack.enter_context(recorder.recording())
-            stack.enter_context(left_alone(self.model))
-            if script is not None:
-                stack.enter_context(quiet(script, recorder))
-            elif listener is not None:
-                listener.stay = any(isinstance(m.__dict__.get("forward"), Limiter) for m in self.model.modules() if m is not self.model)
-                stack.enter_context(listener.listening(self.model))
-            inside = time.perf_counter()
-            result = self.forward(*args, **kwargs)
-            outside = time.perf_counter()
-        if listener is not None and not director.departed:
-            planned.script = listener.script()
-        planned.steps += 1
-        planned.departed = director.departed
-        if planned.steps == 1 and planned.traced.source == "fake" and self._alone(planned) and plan.budget_bytes is not None:
-            planned.astray = director.missed > 0 or recorder.findings.strange_bytes > slack_bytes(plan.budget_bytes)
-        if mover is not None and mover.notes and planned.steps == 1:
-            warnings.warn(
-                f"{len(mover.notes)} values do not fit their codec and stay as they are, on top of the predicted peak ({mover.notes[0]})",
-                LowtideWarning,
-                stacklevel=5,
-            )
-        if watch is not None:
-            there = (model_loss_of(result), *tensors_inside((args, kwargs)), *self.model.parameters(), *self.model.buffers())
-            watch.recording_seconds += inside - begin + time.perf_counter() - outside
-            if planned.loss_unknown and self._alone(planned):
-                planned.outside = OutsideGradients(result)
-            watch.awaits(tensors_inside(result))
-            watch.forward_ends(*outputs_and_aside(result, there, planned.traced.aside))
-        if verifying:
-            planned.verified = True
-            self._keep(planned, recorder.findings.kept)
-        return result
+    def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        with self._inside():
+            return self.forward(*args, **kwargs)
 
     @contextmanager
     def _inside(self) -> Iterator[None]:
@@ -256,141 +206,264 @@ class Limiter:
         finally:
             self.local.inside = False
 
-    # ---- planning ---------------------------------------------------------------------------------------------------------------
+    def _tell(self, what: str, text: str) -> None:
+        """Warn of something once."""
+        if what not in self.told:
+            self.told.add(what)
+            warn(text)
 
-    def planned(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        """The plan for a step with these arguments, made now if there is none.
+    def _settle(self) -> None:
+        """A step is about to begin: an earlier one of this thread that was looked at, and whose graph its caller kept, is over now."""
+        if self.local.look is not None:
+            look, kind = self.local.look
+            if look.backwards:
+                self._tell_together()
+                self._looked(look, kind)
+            elif look.over or look.failed:
+                self.local.look = None
+                look.close()
+        watch, self.local.watch = self.local.watch, None
+        if watch is not None:
+            if watch.pending():
+                self._tell_together()
+            else:
+                watch.close()
+
+    def _tell_together(self) -> None:
+        self._tell(
+            "pending",
+            "a forward of this limited model begins while what an earlier one saved is still needed (its backward is to come, or kept its graph): the "
+            "budget holds for each of them, and together they take more than the budget. Run backward after each forward (gradients add up), or "
+            "put the limit on a module that runs them both",
+        )
+
+    def kind_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+        """What is known of steps with these arguments; what an earlier step taught is acted upon now.
 
         Raises:
             BudgetError: no plan fits.
         """
         with self.lock:
             key = step_key(self.model, args, kwargs)
-            found = self.plans.get(key)
-            if found is None or found.astray or found.shows_outside():
-                self.idle.wait_for(lambda: self.running == 0)
-                found = self.plans.get(key)  # another thread may have made it meanwhile
-            if found is not None and found.astray:
-                found = self._traced_again(key, found, args, kwargs)
-            if found is None:
-                refuse_sharded(self.model)
-                if self.plans:
-                    last = next(reversed(self.plans))
-                    warnings.warn(f"lowtide plans for another kind of step: {key.difference(last)}", LowtideWarning, stacklevel=8)
-                with unwatched(), later_steps_told(self.model):
-                    found = self.planner.first(self.forward, args, kwargs)
-                self.plans[key] = found
-            else:
-                self.planner.confer(found)
-                if found.shows_outside():
-                    self.planner.with_outside(found, self.forward, args, kwargs)
-                elif found.again:
-                    self.planner.solve_again(found)
-            self.latest = found
-            return found
+            kind = self.kinds.get(key)
+            if kind is None:
+                larger = plan_for_larger(self.kinds.values(), key)
+                if larger is not None:
+                    kind = larger
+                else:
+                    refuse_sharded(self.model)
+                    if self.kinds:
+                        self._tell_another_kind(key)
+                    without = same_but_gradients(self.kinds, key) if key.gradients else None
+                    kind = Kind(key)
+                    if without is not None:
+                        self.planner.plan_standing(kind, without)
+                    self._remember(kind)
+            self.planner.confer(kind)
+            if kind.solve_again and not kind.wants_look:
+                self._solve_again(kind)
+            self.latest = kind if kind.plan is not None else self.latest
+            return kind
 
-    def _traced_again(self, key: StepKey, planned: Planned, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Planned:
-        """The plan from a new trace; where none fits, the plan as it is.
-
-        A first step that went astray is traced for real, under the plan as it is: on fake tensors the model takes another way. A later one
-        that did, and took too much, is traced as it is now: some models make a start in their first step (ranges of activations, say) and
-        go on otherwise.
-        """
-        planned.astray, planned.renewed, later, exceeds = False, True, planned.steps > 1, bool(planned.again)
+    def _solve_again(self, kind: Kind) -> None:
+        """Make the plan again; where none fits that leaves what one step took besides, the one that is there stays."""
         try:
-            if exceeds and not later:  # a step for real goes by the plan as it is: let that take less first
-                self.planner.solve(planned)
-            with unwatched():
-                planned = self.plans[key] = self.planner.first(self.forward, args, kwargs, astray=not later, under=planned.plan)
-            planned.renewed = later
+            self.planner.solve_again(kind)
         except BudgetError as error:
-            if exceeds:
-                warnings.warn(f"lowtide traced a step again, and goes on with the plan that it has: {error}", LowtideWarning, stacklevel=9)
-        return planned
+            if not kind.margin_bytes or kind.solve_again == BUDGET_CHANGED:
+                raise
+            kind.margin_bytes, kind.solve_again = 0, ""
+            self._tell("stays", f"lowtide goes on with the plan that it has, since no other fits: {error}")
 
-    def _keep(self, planned: Planned, kept: dict[str, str]) -> None:
-        """Operations were found that do not reproduce: say so once, keep what they write, and solve again."""
-        new = {name: reason for name, reason in kept.items() if name not in self.planner.kept}
-        if not new:
-            return
-        self.planner.kept.update(new)
-        for name, reason in new.items():
-            warnings.warn(f"lowtide keeps the results of {name}: {reason}", LowtideWarning, stacklevel=6)
-        self.planner.settle(planned, "operations do not reproduce")
+    def _tell_another_kind(self, key: StepKey) -> None:
+        last = next(reversed(self.kinds))
+        self._tell(f"kind {key}", f"lowtide plans for another kind of step: {key.difference(last)}")
 
-    def _watch(self, planned: Planned, verifying: bool, listening: bool) -> StepWatch | None:
-        """What to learn from the coming step, if anything is left to learn; one that is verified or listened to takes longer than others."""
-        learning = planned.loss_unknown or (not planned.held and bool(planned.traced.outputs) and planned.steps == 0)
-        measuring = planned.steps <= 2 and planned.plan.budget_bytes is not None
-        timing = not verifying and not listening and planned.wants_pace()
-        if not (learning or measuring or timing):
-            return None
-        device = next((p.device for p in self.model.parameters()), torch.device("cpu"))
-        learns, plan = learning or measuring or self.planner.learns(planned), planned.plan
-        watch = StepWatch(
-            lambda: self._learn(planned, watch) if learns else None,
-            lambda: self._compare(planned, watch, plan, verifying) if measuring else None,
-            device,
-            memory=learning or measuring,
-            small_bytes=slack_bytes(planned.plan.budget_bytes) // 2,
-            withheld_bytes=sum(planned.traced.storages[storage].bytes for storage in planned.traced.withheld_storages()),
-            repeats=planned.repeats if planned.steps == 0 else None,
+    def _remember(self, kind: Kind) -> None:
+        self.kinds[kind.key] = kind
+        while len(self.kinds) > MOST_KINDS:
+            self.kinds.pop(next(iter(self.kinds)))
+
+    def set_budget(self, budget: str | int) -> None:
+        """Plan for another budget before the next step."""
+        with self.lock:
+            self.budget = self.planner.budget = budget
+            for kind in self.kinds.values():
+                kind.solve_again = BUDGET_CHANGED
+
+    # ---- looking ----------------------------------------------------------------------------------------------------------------
+
+    def _look(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        executor_overhead(self.device.type)  # now, and not when backward has ended
+        look = Look(
+            self.model,
+            self.device,
+            verify=self.verify != "never",
+            on_end=lambda look: self._looked(look, kind),
+            claims=kind.claims,
         )
-        planned.timed = watch if timing else planned.timed
-        self.watched = weakref.ref(watch)
-        return watch
+        self.local.look = (look, kind)
+        try:
+            with self._inside():
+                result = look.run(self.forward, args, kwargs)
+        except BaseException:
+            self.local.look = None
+            raise
+        return result
 
-    def _learn(self, planned: Planned, watch: StepWatch) -> None:
-        """Backward begins: the loss has been computed, and the caller has let go of what it does not need."""
-        if planned.loss_unknown:
-            planned.loss_unknown = False
-            planned.holding = planned.held = not watch.outputs_dropped
-            if watch.loss_peak_bytes is not None and watch.loss_live_bytes is not None:
-                planned.loss = LossMemory(watch.loss_peak_bytes, watch.loss_live_bytes, planned.plan.stored)
+    def _looked(self, look: Look, kind: Kind) -> None:
+        """A step that was looked at is over: plan for its kind."""
+        if self.local.look is not None and self.local.look[0] is look:
+            self.local.look = None
+        if look.blind:
+            kind.unseen_backward = True
+            return
+        with self.lock:
+            self._keep(look.kept)
+            peak = look.peak_bytes
+            graph, before = look.graph(self.model), kind.graph
+            longest = before is None or len(graph.operations) > len(before.operations)
+            kind.looks += 1
+            kind.varies = kind.varies or look.tracer.asks
+            if longest or kind.claims:
+                self._plan(kind, graph)
             else:
-                warnings.warn(
-                    "lowtide cannot measure the loss outside the model here (no C++ compiler for the counting allocator): pass loss_fn=",
-                    LowtideWarning,
-                    stacklevel=2,
-                )
-            if planned.outside is not None:
-                planned.outside.reaches_model(watch.loss_live_bytes)
-            self.planner.settle(planned, "the loss has been measured")
-        elif planned.holding and watch.outputs_dropped:
-            planned.holding = False
-            planned.again = LETS_GO
-        elif not planned.holding and not planned.held and not watch.outputs_dropped:
-            planned.holding = planned.held = True
-            self.planner.settle(planned, "the caller holds the outputs")
+                kind.look_again = ""
+            self.latest = kind
+            plan = kind.plan
+            if plan is not None and plan.budget_bytes is not None and peak is not None and before is None:
+                taken = graph.resident_bytes + peak
+                if taken > plan.budget_bytes and not plan.changes_nothing:
+                    self._tell(
+                        "first",
+                        f"the first step, from which lowtide plans, took {budgets.format_bytes(taken)} of the "
+                        f"{budgets.format_bytes(plan.budget_bytes)} of the budget; later ones keep to it",
+                    )
 
-    def _compare(self, planned: Planned, watch: StepWatch, plan: Plan, verifying: bool) -> None:
-        """Backward of a step under ``plan`` has ended: hold what the step took against the budget.
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+        """Plan for steps with these arguments now: one runs, and everything is put back.
 
-        One that was verified took more than predicted, and one that taught something, another plan is for; if they departed from their trace,
-        too, that is what is to be put right.
+        Raises:
+            BudgetError: no plan fits.
+            TraceError: no loss can be found or stood in for.
         """
-        limit = plan.budget_bytes
-        if watch.peak_bytes is None or limit is None:
-            return
-        measured = planned.graph.resident_bytes + plan.slab_bytes + watch.peak_bytes
-        departed = planned.astray or (planned.departed > 0 and planned.steps > 1 and not planned.renewed and self._alone(planned))
-        if measured <= limit or not (departed or (planned.plan is plan and not planned.again and not verifying)):
-            return
-        warnings.warn(
-            f"a planned step took {budgets.format_bytes(measured)} where {budgets.format_bytes(plan.predicted_peak_bytes)} was "
-            f"predicted, above the budget of {budgets.format_bytes(limit)}: {planned.remedy(departed)}",
-            LowtideWarning,
-            stacklevel=2,
+        if self.engagement is not None:
+            self.engagement.end()
+            self.engagement = None
+        kind = self.kind_for(args, kwargs)
+        if not kind.wants_look:
+            return kind
+        graphs: list[Look] = []
+        with untouched([self.model]), torch.enable_grad(), self._inside():
+            look = Look(self.model, self.device, verify=self.verify != "never", on_end=graphs.append, claims=kind.claims)
+            given, named = apart((args, kwargs))
+            result = look.run(self.forward, given, named)
+            try:
+                loss = loss_to_plan_for(result, self.loss_fn, self.model)
+                del result
+                loss.backward()
+                graph = look.graph(self.model)
+            finally:
+                look.close()
+        with self.lock:
+            kind.looks += 1
+            kind.varies = kind.varies or look.tracer.asks
+            self._keep(look.kept)
+            self._plan(kind, graph)
+            self.latest = kind
+        return kind
+
+    def _plan(self, kind: Kind, graph: StepGraph) -> None:
+        with nullcontext() if kind.key.gradients else later_steps_told(self.model):
+            self.planner.plan(kind, graph)
+
+    def _keep(self, kept: dict[str, str]) -> None:
+        """Operations were found that do not reproduce: say so once, and keep what they write in every plan from now on."""
+        for name, reason in kept.items():
+            if name not in self.planner.kept:
+                warn(f"lowtide keeps the results of {name}: {reason}")
+        self.planner.kept.update(kept)
+
+    # ---- under a plan -------------------------------------------------------------------------------------------------------------
+
+    def _step(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float) -> Any:
+        plan = kind.plan
+        assert plan is not None
+        self.planner.note_pace(kind)
+        watch = StepWatch(lambda: self._compare(kind, watch, plan, director), self.device)
+        self.local.watch = watch
+        director = PlanDirector(plan)
+        if plan.changes_nothing and (plan.budget_bytes is None or not kind.varies):
+            kind.steps += 1
+            result = self._plainly(args, kwargs)
+            watch.forward_ends(tensors_inside(result))
+            return result
+        script = kind.script if kind.script is not None and kind.script.plan is plan else None
+        listener = Listener(plan) if script is None and self.verify != "always" else None
+        if plan.moves:
+            prepare(plan, self.stores, torch.device(plan.device))
+        timing = listener is None and kind.wants_pace()
+        kind.timed = watch if timing else kind.timed
+        mover = Mover(plan, self.stores, self.verify != "never" and kind.steps == 0) if plan.moves else None
+        recorder_kind = TimedRecorder if timing else Follower
+        recorder = recorder_kind(
+            director,
+            check=self.verify == "always",
+            watch=watch if timing else None,
+            mover=mover,
+            script=script,
+            listener=listener,
         )
-        planned.margin_bytes += max(0, measured - (limit if verifying else plan.predicted_peak_bytes))
-        planned.again = planned.again or "a step took more than predicted"
-        planned.astray = departed
+        with ExitStack() as stack:
+            stack.enter_context(self._inside())
+            stack.enter_context(recorder.recording())
+            stack.enter_context(left_alone(self.model))
+            if script is not None:
+                stack.enter_context(quiet(script, recorder))
+            elif listener is not None:
+                listener.stay = kind.varies or any(
+                    isinstance(m.__dict__.get("forward"), Limiter) for m in self.model.modules() if m is not self.model
+                )
+                stack.enter_context(listener.listening(self.model))
+            inside = time.perf_counter()
+            result = self.forward(*args, **kwargs)
+            outside = time.perf_counter()
+        if listener is not None and not director.departed:
+            kind.script = listener.script()
+        kind.steps += 1
+        if mover is not None and mover.notes and kind.steps == 1:
+            warn(f"{len(mover.notes)} values do not fit their codec and stay as they are, on top of the predicted peak ({mover.notes[0]})")
+        watch.recording_seconds += inside - begin + time.perf_counter() - outside
+        watch.forward_ends(tensors_inside(result))
+        return result
 
-    def _alone(self, planned: Planned) -> bool:
-        """Whether the step may be traced again: no other ranks would have to do so, too, and it is not left to chance what it does."""
-        return self.planner.agreement is None and BY_CHANCE not in planned.traced.notes
+    def _compare(self, kind: Kind, watch: StepWatch, plan: Plan, director: PlanDirector) -> None:
+        """A backward of a step under ``plan`` has ended: hold what the step took against the budget, and note what to do about it."""
+        kind.ran(director.departed - director.missed)
+        limit, peak = plan.budget_bytes, watch.peak_bytes
+        if peak is None or limit is None or kind.graph is None or kind.plan is not plan:
+            return
+        measured = kind.graph.resident_bytes - self.planner.moved_bytes + plan.slab_bytes + peak
+        if measured <= limit + budgets.slack_bytes(limit):
+            return
+        if (director.departed or plan.changes_nothing) and kind.may_look_again:
+            remedy = "it ran other operations than the step that was planned for, and lowtide looks at the next one"
+            kind.look_again, kind.varies = "a step ran other operations", True
+        elif watch.backwards > 1:
+            remedy = (
+                "backward runs more than once through what one forward saved (retain_graph=True), where a plan is for one backward. "
+                "Of several losses, add them up and run one backward; else give a smaller budget"
+            )
+        else:
+            remedy = "lowtide plans again with that much less"
+            kind.margin_bytes += max(0, measured - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
+            kind.solve_again = "a step took more than predicted"
+        warn(
+            f"a planned step took {budgets.format_bytes(measured)} where {budgets.format_bytes(plan.predicted_peak_bytes)} was "
+            f"predicted, above the budget of {budgets.format_bytes(limit)}: {remedy}"
+        )
 
 
-def _watched() -> bool:
-    """Whether a trace or another limited model around this one already governs what runs here."""
-    return any(isinstance(mode, (Recorder, Tracer)) for mode in private.dispatch_modes())
+def _governed() -> bool:
+    """Whether another limited model around this one already governs what runs here."""
+    return any(isinstance(one, Recorder) for one in interceptors())

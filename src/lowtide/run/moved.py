@@ -13,10 +13,10 @@ from typing import Any
 import torch
 
 from lowtide import private
+from lowtide.interception import unseen
 from lowtide.plan.plan import Compress, Move, Plan, Shard, stages
 from lowtide.plan.traffic import ahead_bytes
-from lowtide.run.placed import Placer
-from lowtide.run.tape import LiveValue, digest, unrecorded
+from lowtide.run.tape import LiveValue, digest
 from lowtide.store.codec import CodecError
 from lowtide.store.slab import Place
 from lowtide.store.stores import Stores
@@ -273,7 +273,7 @@ class Mover:
     def out(self, number: int, tensor: torch.Tensor, order: float) -> Fetch:
         """Store the value that ``tensor`` shows, the ``number``-th of the plan's moves (rules 1 and 2)."""
         move = self.plan.moves[number]
-        with unrecorded():
+        with unseen():
             parcel = Parcel(move, number, tensor, self.stores, self.verify)
             if parcel.note:
                 self.notes.append(parcel.note)
@@ -313,7 +313,7 @@ class Mover:
                     return
                 room -= size
                 self._early[id(parcel)] = size
-                with unrecorded():
+                with unseen():
                     parcel.begin()
             self._next += 1
 
@@ -354,5 +354,4 @@ def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
     for tier, expected in by_tier.items():
         tier.expect(*expected)
     stores.reserve(plan.slab_bytes, device)
-    stores.placer = Placer(plan, stores, device) if plan.places else None
     stores.prepared = plan

@@ -18,6 +18,7 @@ import torch
 from torch.nn import functional
 
 from lowtide import private
+from lowtide.interception import unseen, visible
 from lowtide.run.direct import IdleDirector, RegionDirector
 from lowtide.run.record import Recorder
 from lowtide.run.timed import TimedRecorder
@@ -53,7 +54,7 @@ def executor_overhead(device: str = "cpu") -> Overhead:
     """
     if torch.device(device).type != "cpu":
         return Overhead(0.0, 0.0)
-    with private.without_fake_mode(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with private.without_fake_mode(), unseen(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         weights = [torch.full((8, 8), 0.1, requires_grad=True) for _ in range(_LAYERS)]
         x = torch.full((2, 2, 8), 0.5)
         streamed = np.zeros(_STREAMED, dtype=np.float32)
@@ -76,7 +77,7 @@ def executor_overhead(device: str = "cpu") -> Overhead:
 
         def seconds(around: AbstractContextManager[Any]) -> float:
             begin = time.perf_counter()
-            with around:
+            with visible(), around:
                 loss = forward()
             torch.autograd.grad(loss, weights)
             return time.perf_counter() - begin
@@ -89,17 +90,17 @@ def executor_overhead(device: str = "cpu") -> Overhead:
             return time.perf_counter() - begin
 
         plain, passing, replaying, kernels = [], [], [], []
-        seen: list[tuple[float, int]] = []
+        noticed: list[tuple[float, int]] = []
         for _ in range(_ROUNDS):
             plain.append(seconds(nullcontext()))
             kernels.append(kernels_alone())
             passing.append(seconds(Recorder(IdleDirector()).recording()))
             replaying.append(seconds(Recorder(RegionDirector()).recording()))
-            watch = StepWatch(lambda: None, lambda: None, torch.device("cpu"), memory=False)
+            watch = StepWatch(lambda: None, torch.device("cpu"))
             seconds(TimedRecorder(IdleDirector(), watch=watch).recording())
-            seen.append((watch.recording_seconds, watch.entries))
+            noticed.append((watch.recording_seconds, watch.entries))
     count = _LAYERS * _OPERATIONS_OF_A_LAYER
     base, idle = statistics.median(plain), statistics.median(passing)
     again = statistics.median(replaying) - idle - statistics.median(kernels)
-    unseen = max(0.0, idle - base - statistics.median(seconds for seconds, _ in seen)) / max(1, seen[0][1])
-    return Overhead(max(0.0, idle - base) / count, max(0.0, again) / count, unseen)
+    unnoticed = max(0.0, idle - base - statistics.median(seconds for seconds, _ in noticed)) / max(1, noticed[0][1])
+    return Overhead(max(0.0, idle - base) / count, max(0.0, again) / count, unnoticed)

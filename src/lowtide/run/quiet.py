@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from lowtide import private
+from lowtide.interception import interceptors
 from lowtide.run.follow import Follower
 from lowtide.run.rehearse import Mark, Script, Staged, wrapped
 
@@ -37,8 +37,9 @@ class Switch:
                 if on is self._on:
                     return
                 if not on:
-                    if private.top_mode() is self._recorder:  # else a mode of the model's own is on top
-                        self._depth = private.leave_top()
+                    if interceptors()[-1:] == [self._recorder]:  # else a scope's recorder is on top
+                        self._recorder.stop()
+                        self._depth = len(interceptors())
                         self._on = False
                     return
                 if self.back():
@@ -49,9 +50,9 @@ class Switch:
         self.back()
 
     def back(self) -> bool:
-        """Put the recorder back if it is off; impossible where a mode of the model's own has been entered since."""
-        if not self._on and private.modes_deep() == self._depth:
-            private.enter_modes([self._recorder])
+        """Put the recorder back if it is off; impossible where another recorder has been started since."""
+        if not self._on and len(interceptors()) == self._depth:
+            self._recorder.start()
             self._on = True
         return self._on
 

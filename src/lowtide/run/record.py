@@ -1,6 +1,6 @@
 """Record a running forward on the tape, and stand between autograd and what it saves.
 
-`Recorder` is the dispatch mode and the pair of saved-tensor hooks of one forward. What is recorded and what is held is asked of a `Director`:
+`Recorder` is the interceptor and the pair of saved-tensor hooks of one forward. What is recorded and what is held is asked of a `Director`:
 one that follows a plan (`lowtide.run.apply`) or one that knows only its region (`lowtide.run.scope`).
 """
 
@@ -13,9 +13,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import private
+from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.ops import (
     OpInfo,
     covers_storage,
@@ -25,29 +25,24 @@ from lowtide.ops import (
     is_wrapper,
     op_info,
     tensors_of,
-    unwatched,
     written_tensors,
 )
-from lowtide.run.direct import Director, PlanDirector
+from lowtide.run.direct import Asks, Director, PlanDirector
 from lowtide.run.drawn import drawn
-from lowtide.run.handles import GivenUp, Kept, Wrapped, unpack
+from lowtide.run.handles import Evicted, Kept, Wrapped, unpack
 from lowtide.run.tape import (
     LiveValue,
     Node,
     Ref,
     digest,
     flat_results,
-    is_unrecorded,
     reach,
-    unrecorded,
 )
 from lowtide.run.verify import copied, why_not_reproduced
 from lowtide.run.watch import StepWatch
-from lowtide.sums import Sums
 
 if TYPE_CHECKING:
     from lowtide.run.moved import Fetch, Mover
-    from lowtide.run.placed import Placer
 
 Verify = Literal["first", "always", "never"]
 
@@ -67,8 +62,8 @@ class Findings:
     strange_bytes: int = 0
 
 
-class Recorder(TorchDispatchMode):
-    """The dispatch mode of one forward, or of one region of it.
+class Recorder(Interceptor):
+    """Intercepts the operations of one forward, or of one region of it.
 
     Args:
         director: decides what is recorded and what stays.
@@ -79,7 +74,6 @@ class Recorder(TorchDispatchMode):
         room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its position in the forward; what
             does not fit is not run twice but checked by digest in backward.
         mover: carries out the plan's moves.
-        placer: has kept values written into the slab.
     """
 
     def __init__(
@@ -91,9 +85,7 @@ class Recorder(TorchDispatchMode):
         watch: StepWatch | None = None,
         room: Callable[[int], int] | None = None,
         mover: Mover | None = None,
-        placer: Placer | None = None,
     ) -> None:
-        super().__init__()
         private.keep_dynamo_out()
         self.director = director
         self.verify = verify
@@ -108,29 +100,13 @@ class Recorder(TorchDispatchMode):
         self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._newest: weakref.ref[Node] | None = None
         self._order = 0
-        self._sums = Sums()
-        self.placer = placer
-        if placer is not None and isinstance(director, PlanDirector):
-            self.__dict__["_call"] = placer.around(director, self._call)
-        self._packs = placer is None or mover is not None or watch is not None or self.check or placer.replays
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled call within stays compiled."""
-        return True
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No wrapper around every call that keeps dynamo out: `private.keep_dynamo_out` does that once for all."""
-        return False
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Activate the mode and the hooks together; afterwards nothing but autograd's graph holds what was recorded."""
+        """Intercept operations and saved tensors together; afterwards nothing but autograd's graph holds what was recorded."""
         with ExitStack() as stack:
             stack.callback(self.close)
-            if self._packs:
-                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
             stack.enter_context(self)
             yield self
 
@@ -168,20 +144,16 @@ class Recorder(TorchDispatchMode):
         self._given.clear()
         self._held.clear()
         self._blank.clear()
-        self.__dict__.pop("_call", None)  # refers back to this
 
     # ---- operations -------------------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation and record it where the director wants that; a backward inside the forward only runs."""
         info = op_info(func)
-        if info.is_view or info.waits or is_unrecorded():
-            return self._call(unwatched(func), args, kwargs)
-        if private.in_backward():
-            return self._backward(func, args, kwargs)
-        for kind in types:
-            if kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__"):
-                return NotImplemented
+        if info.is_view or info.waits or private.in_backward():
+            return self._call(func, args, kwargs)
+        if isinstance(self.director, Asks):
+            self.director.arrives(info, args, kwargs)
         if not info.written and not info.uninitialized and self.director.passes(info):
             return self._passing(func, info, args, kwargs)
         return self._operation(func, info, args, kwargs)
@@ -191,17 +163,12 @@ class Recorder(TorchDispatchMode):
         self.director.skip(count)
         self._seen += count
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool = False) -> Any:
-        return func(*args, **kwargs) if plain else private.call(func, args, kwargs)
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return proceed(func, args, kwargs)
 
-    def _backward(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation of a backward that is watched: autograd's own sums run in place, as they do where no mode is active."""
-        func = unwatched(self._sums.instead(func, args, kwargs))
-        result = self._call(func, args, kwargs)
-        info = op_info(func)
-        touched = (*flat_results(result), *written_tensors(info, args, kwargs))
-        self._sums.ran(info.name, [private.storage_key(t) for t in touched if isinstance(t, torch.Tensor) and has_plain_storage(t)])
-        return result
+    def _second_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Callable[[], Any]], Any]:
+        """What makes the call that runs an operation a second time."""
+        return lambda call: call()
 
     def _passing(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """An operation that is not recorded and overwrites nothing that a replay may rest on."""
@@ -270,10 +237,11 @@ class Recorder(TorchDispatchMode):
             for position in fresh.values():
                 self._mark_blank(flat[position])
         self._forget(touched, info)
-        moves = self.director.moves if self.mover is not None and isinstance(self.director, PlanDirector) else ()
-        if moves:
-            with unrecorded():
+        planned = self.director if self.mover is not None and isinstance(self.director, PlanDirector) else None
+        if planned is not None and planned.moves:
+            with unseen():
                 wrote = [*(flat[at] for at in fresh.values()), *written]
+                moves = planned.moves_of([t.untyped_storage().nbytes() if has_plain_storage(t) else -1 for t in wrote])
                 if info.collective and any(number >= 0 for number in moves):  # what is copied has to be there
                     wrote = [private.wait_for_collective(tensor) for tensor in wrote]
                 self._move(moves, wrote, info, fresh)
@@ -281,7 +249,7 @@ class Recorder(TorchDispatchMode):
             return result
         if self.verify and not info.collective:
             fits = len(before) == len(written) and self._fits(sum(flat[at].untyped_storage().nbytes() for at in fresh.values()), ran=1)
-            reason = why_not_reproduced(node, info, args, kwargs, flat, before) if fits else ""
+            reason = why_not_reproduced(node, info, args, kwargs, flat, before, self._second_run(func, args, kwargs)) if fits else ""
             if reason:
                 self._not_reproduced(info.name, reason)
                 return result
@@ -412,7 +380,7 @@ class Recorder(TorchDispatchMode):
         if entry is not None:
             value = entry[0]
             if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
-                self._written_behind(value, tensor)
+                value = self._written_behind(value, tensor)
             if value.node is not None and not isinstance(value.node, Node) and not value.node.parcel.replayable_from:
                 raise Unrecordable  # too little of it comes back
             return value
@@ -424,14 +392,23 @@ class Recorder(TorchDispatchMode):
         self._held[key] = weakref.ref(value)
         return value
 
-    def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> None:
+    def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
+        """Code that the dispatcher does not see has overwritten ``tensor``: the value that it shows now, which stays.
+
+        What had read the old one cannot be replayed: nobody has a copy of it.
+        """
         name = str(value.node.func) if value.node is not None else "an operation"
         self._not_reproduced(name, "its result was written by code that the dispatcher does not see")
-        value.node = None
-        value.held = private.versioned_alias(tensor)
-        value.version = value.held._version
-        value.digest = None
-        self._given.pop(private.storage_key(tensor), None)
+        for reader, _ in self._given.values():
+            if isinstance(reader.node, Node) and any(read is value for read in reader.node.inputs()):
+                self._not_reproduced(str(reader.node.func), "what it had read was overwritten by code that the dispatcher does not see")
+        new = LiveValue.stored(tensor)
+        value.node, value.digest = None, None
+        value.held, value.version = new.held, (-1 if value.readers else new.version)
+        key = private.storage_key(tensor)
+        self._given.pop(key, None)
+        self._held[key] = weakref.ref(new)
+        return new
 
     def _copy_on_write(self, written: list[torch.Tensor]) -> None:
         """Give recorded readers of a held tensor a copy of their own before the tensor is overwritten."""
@@ -463,7 +440,7 @@ class Recorder(TorchDispatchMode):
         if type(tensor) is torch.nn.Parameter:  # the commonest, and no plan gives it up
             return Kept(tensor, self.watch, self.mover)
         if is_wrapper(tensor):
-            return Wrapped(tensor, self.pack)
+            return Kept(tensor) if private.transformed() else Wrapped(tensor, self.pack)
         if not has_plain_storage(tensor):
             return Kept(tensor, self.watch)
         entry = self._given.get(tensor.untyped_storage()._cdata)
@@ -471,10 +448,10 @@ class Recorder(TorchDispatchMode):
             return Kept(tensor, self.watch, self.mover)
         if not self.check:
             return self._give_up(entry[0], tensor)
-        with unrecorded():  # digests are operations
+        with unseen():  # digests are operations
             return self._give_up(entry[0], tensor)
 
-    def _give_up(self, value: LiveValue, tensor: torch.Tensor) -> Kept | GivenUp:
+    def _give_up(self, value: LiveValue, tensor: torch.Tensor) -> Kept | Evicted:
         if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
             self._written_behind(value, tensor)
             return Kept(tensor, self.watch)
@@ -485,7 +462,7 @@ class Recorder(TorchDispatchMode):
         elif self.check and checked is None:
             checked = value.digest = digest(tensor, value.extent)
         self.findings.given_up_bytes += tensor.nbytes
-        return GivenUp(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
+        return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
 
 
 def _plain_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:

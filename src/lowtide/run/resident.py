@@ -10,8 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import PlanError
-from lowtide.trace.eager import Tracer
 from lowtide.trace.fake import Faker
+from lowtide.trace.fake_tracer import Tracer
 
 
 @dataclass(frozen=True)
@@ -129,7 +129,7 @@ def own_share(item: Any) -> Any:
 
 
 def _step_peak(twin: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> int:
-    tracer = Tracer(None, fake=True)
+    tracer = Tracer()
     with tracer:
         step = kind.step
         step.__wrapped__(twin) if hasattr(step, "__wrapped__") else twin.step()  # type: ignore[attr-defined]

@@ -3,39 +3,56 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable, Collection, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 
 from lowtide import private
 from lowtide.errors import PlanError
-from lowtide.plan.plan import Plan
-from lowtide.run.compiled import left_alone
-from lowtide.run.direct import Director, IdleDirector, PlanDirector, RegionDirector
-from lowtide.run.record import Recorder, unpack
+from lowtide.run.direct import Director, IdleDirector, RegionDirector
+from lowtide.run.record import Recorder
 
-RegionPolicy = str | Callable[[str], bool] | None
+Rule = Callable[[str], bool] | Callable[[str, tuple[Any, ...], dict[str, Any]], bool]
+"""From an operation's qualified name (``aten.gelu.default``), and if it takes them its arguments, to whether its results are evicted."""
+
+RegionPolicy = str | Rule | Collection[str] | None
 
 
 class RuleDirector(RegionDirector):
-    """Gives up what the operations that a rule names wrote, and keeps the rest.
+    """Evicts what the operations that a rule names wrote, and keeps the rest. The rule is asked once for each operation.
 
     Args:
-        give_up: from an operation's qualified name (``aten.gelu.default``) to whether its results are given up.
+        rule: see `Rule`.
     """
 
-    def __init__(self, give_up: Callable[[str], bool]) -> None:
-        self._give_up = give_up
+    def __init__(self, rule: Callable[..., bool]) -> None:
+        self._rule = rule
+        self._sees_arguments = _takes(rule) >= 3
+        self._answer = False
+
+    def arrives(self, info: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The next operation: ask the rule, and say what it answers."""
+        self._answer = bool(self._rule(info.name, args, kwargs) if self._sees_arguments else self._rule(info.name))
+        return self._answer
 
     def wants(self, info: Any) -> bool:
-        """As the rule says."""
-        return bool(self._give_up(info.name))
+        """As the rule said."""
+        return self._answer
 
     def decide(self, info: Any, writes: int) -> tuple[bool, tuple[bool, ...]]:
-        """As the rule says."""
-        return bool(self._give_up(info.name)), ()
+        """As the rule said."""
+        return self._answer, ()
+
+
+def _takes(rule: Callable[..., object]) -> int:
+    """How many arguments a rule can be called with."""
+    try:
+        parameters = inspect.signature(rule).parameters.values()
+    except (TypeError, ValueError):
+        return 1
+    return sum(1 for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
 
 
 def _director(policy: RegionPolicy) -> Director:
@@ -48,6 +65,12 @@ def _director(policy: RegionPolicy) -> Director:
             f"checkpointing(policy={policy!r}): a scope has no step graph, so it takes 'full', 'keep_all', or a function from an operation's "
             "name to whether its results are given up; give the other policies to lowtide.limit_memory"
         )
+    if isinstance(policy, Collection):
+        names = frozenset(policy)
+        unknown = sorted(name for name in names if not isinstance(name, str) or name.count(".") < 1)
+        if unknown:
+            raise PlanError(f"checkpointing(policy={unknown}): a list names operations, as in ['aten.gelu.default', 'aten.mm.default']")
+        return RuleDirector(names.__contains__)
     rule = getattr(policy, "gives_up", policy)
     if not callable(rule) or _takes_graph(rule):
         raise PlanError(f"checkpointing(policy={policy!r}): this policy needs a step graph; give it to lowtide.limit_memory")
@@ -71,12 +94,12 @@ def checkpointing(policy: RegionPolicy = None, *, check: bool = True) -> Iterato
     reaches costs nothing. Without gradients the block does nothing.
 
     Args:
-        policy: ``None`` or ``"full"`` gives everything up, ``"keep_all"`` nothing (to except a part of an outer region), and a function
-            decides by operation name.
+        policy: ``None`` or ``"full"`` evicts everything, ``"keep_all"`` nothing (to except a part of an outer region). A list names the operations
+            whose results are evicted, and a function decides by an operation's name (or name, arguments and keyword arguments).
         check: compare a digest of every replayed tensor with the original's.
 
     Raises:
-        PlanError: a policy that needs a step graph.
+        PlanError: a policy that needs a step graph, or a fake tensor mode that is active without a trace of lowtide's.
         ReplayError: in backward, when an operation did not reproduce or a source was overwritten.
 
     Source: OneFlow's checkpointing pass, which keeps a scope's inputs and orders the replay behind its first backward consumer.
@@ -92,42 +115,15 @@ def checkpointing(policy: RegionPolicy = None, *, check: bool = True) -> Iterato
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         yield
         return
-    watcher = next((mode for mode in reversed(private.dispatch_modes()) if hasattr(mode, "region")), None)
+    watcher = next((one for one in reversed(private.watchers()) if hasattr(one, "region")), None)
     if watcher is not None:
-        with watcher.region(director):  # type: ignore[attr-defined]
+        with watcher.region(director):
             yield
         return
+    if private.is_fake_mode_active():
+        raise PlanError("checkpointing() cannot record on fake tensors: trace the step with lowtide.trace(..., fake=True)")
     with Recorder(director, check=check).recording():
         yield
-
-
-def small_executor(
-    model: torch.nn.Module, plan: Plan | None = None
-) -> tuple[tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]], Callable[[], Any]]:
-    """An executor for a step of which nothing is known yet: every block of the model keeps only what enters it.
-
-    Args:
-        model: whose step it is.
-        plan: one that steps like it have run under; then it keeps what that keeps, unless that moves values.
-
-    Returns:
-        Its pack and unpack, and a function that makes the context in which it records.
-    """
-    known = plan is not None and bool(plan.program) and not plan.moves
-    recorder = Recorder(PlanDirector(plan) if plan is not None and known else RegionDirector())
-
-    @contextmanager
-    def active() -> Iterator[None]:
-        with ExitStack() as stack:
-            for block in [] if known else blocks_of(model):
-                stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
-                stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
-            stack.callback(recorder.close)
-            stack.enter_context(recorder)
-            stack.enter_context(left_alone(model))
-            yield
-
-    return (recorder.pack, unpack), active
 
 
 def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
@@ -142,4 +138,5 @@ def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
                 search(child)
 
     search(model)
-    return found or list(model.children())
+    blocks = found or list(model.children())
+    return [block for block in blocks if not isinstance(block, torch.jit.ScriptModule)]  # which take no hooks from here

@@ -2,35 +2,30 @@
 
 from __future__ import annotations
 
-import math
-
+from lowtide.budget import SLACK_BYTES, SLACK_SHARE, STANDING, STATE, too_small, with_slack
 from lowtide.errors import BudgetError
 
-REAL_SHARES = 0.9, 0.94  # of the budget, for plans from a trace of real tensors; the second where no plan fits in the first, for two
-# such traces see scratch that differs by a little
-ANSWERED_SHARES = 0.95, 0.95  # and from one of a step that goes by what is in its tensors, which will be something else another time
-_SLACK_SHARE = 1e-3  # of the budget, at most `_SLACK_BYTES`, for the few bytes of scalars that a trace does not show
-_SLACK_BYTES = 1 << 16
 
-
-def slack_bytes(limit: int | None) -> int:
-    """What a plan leaves of a budget of `limit` bytes for what no trace shows."""
-    return 0 if limit is None else math.ceil(min(limit * _SLACK_SHARE, _SLACK_BYTES))
-
-
-def within(limit: int, share: float) -> int:
+def within(limit: int) -> int:
     """What a plan may use of a budget of `limit` bytes."""
-    return int((limit - min(limit * _SLACK_SHARE, _SLACK_BYTES)) * share)
+    return int(limit - min(limit * SLACK_SHARE, SLACK_BYTES))
 
 
-def beyond(error: BudgetError, limit: int, share: float, enough: int, whole: int | None) -> BudgetError:
-    """The refusal of a budget of `limit` bytes, with a smallest budget that will be accepted, of which a plan may use a share; nothing has to be
-    given up in `enough` bytes. Also as a share of `whole` bytes, where one was given."""
+def beyond(error: BudgetError, limit: int, margin_bytes: int, enough: int, whole: int | None, state_bytes: int = 0) -> BudgetError:
+    """The refusal of a budget of `limit` bytes, with a smallest budget that will be accepted.
+
+    Args:
+        error: what the planner said.
+        limit: the budget.
+        margin_bytes: what steps were seen to take beside their prediction.
+        enough: nothing has to be evicted in so many bytes.
+        whole: what percentages are of, where one was given.
+        state_bytes: of what stands, how much is the optimizer's state.
+    """
     assert error.smallest_bytes is not None
-    wanted = error.smallest_bytes / share
-    smallest = min(enough, math.ceil(min(wanted / (1 - _SLACK_SHARE), wanted + _SLACK_BYTES)) + 1)
-    detail = error.detail
-    if share < 1 and smallest < enough:
-        detail += f" {100 * (1 - share):.0f}% of it is for what the trace does not show: other steps of this model may need other amounts."
-    said = f", {math.ceil(1000 * smallest / whole) / 10:g}% of the plain step's peak" if whole else ""
-    return BudgetError(f"no plan fits in {limit:,} bytes: the smallest that can be met is {smallest:,} bytes{said}.", smallest, detail)
+    smallest = min(enough, with_slack(error.smallest_bytes + margin_bytes) + 1)
+    parts = dict(error.parts)
+    standing = parts.pop(STANDING, 0)
+    rest = {STATE: min(state_bytes, standing), STANDING: max(0, standing - state_bytes)}
+    parts = {**{name: count for name, count in rest.items() if count}, **parts}
+    return too_small(limit, smallest, parts, policy=error.policy, plain_peak_bytes=whole, detail=error.detail)

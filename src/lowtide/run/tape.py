@@ -6,7 +6,6 @@ the node that wrote it, a node holds the values that it read. When autograd lets
 
 from __future__ import annotations
 
-import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -14,30 +13,12 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
+from lowtide.interception import unseen
 from lowtide.ops import covers_storage, op_info
 from lowtide.run.drawn import drawn_again
 
 if TYPE_CHECKING:
     from lowtide.run.moved import Fetch
-
-_BUSY = threading.local()
-
-
-def is_unrecorded() -> bool:
-    """Whether this thread is in the middle of lowtide's own work."""
-    return getattr(_BUSY, "depth", 0) > 0
-
-
-class unrecorded:
-    """A context: what runs in the block on this thread is lowtide's own work, which no tape records."""
-
-    __slots__ = ()
-
-    def __enter__(self) -> None:
-        _BUSY.depth = getattr(_BUSY, "depth", 0) + 1
-
-    def __exit__(self, *_: object) -> None:
-        _BUSY.depth -= 1
 
 
 class LiveValue:
@@ -250,7 +231,7 @@ def bring_back(value: LiveValue) -> torch.Tensor:
         for source in node.inputs():
             uses[id(source)] = uses.get(id(source), 0) + 1
     uses[id(value)] = uses.get(id(value), 0) + 1
-    with unrecorded(), private.replaying():
+    with unseen(), private.replaying():
         for node in order:
             torch._C._set_grad_enabled(node.grad)
             _run(node, transient, uses)
@@ -343,9 +324,13 @@ def _clone_storage(base: torch.Tensor, ref: Ref) -> torch.Tensor:
 def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """One call with the recorded random state, leaving the generator as it was; a collective is waited for."""
     if node.random_state is None:
-        result = private.call(node.func, args, kwargs)
+        result = node.func(*args, **kwargs)
         return private.wait_for_collective(result) if op_info(node.func).collective else result
-    return drawn_again(node, private.call, tuple(args), kwargs)
+    return drawn_again(node, _plainly, tuple(args), kwargs)
+
+
+def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return func(*args, **kwargs)
 
 
 def reach(tensor: torch.Tensor) -> int:

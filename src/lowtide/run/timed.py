@@ -21,19 +21,20 @@ class TimedRecorder(Follower):
         super().__init__(*args, **kwargs)
         self._kernels = 0.0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run and record one operation, and add up what recording took."""
         assert self.watch is not None
         self.watch.entries += 1
         begin, kernels = time.perf_counter(), self._kernels
         try:
-            return super().__torch_dispatch__(func, types, args, kwargs)
+            return super().operation(func, args, kwargs)
         finally:
             self.watch.recording_seconds += time.perf_counter() - begin - (self._kernels - kernels)
 
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], plain: bool = False) -> Any:
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         begin = time.perf_counter()
         try:
-            return super()._call(func, args, kwargs, plain)
+            return super()._call(func, args, kwargs)
         finally:
             self._kernels += time.perf_counter() - begin
 

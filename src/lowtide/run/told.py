@@ -1,11 +1,26 @@
-"""What a limited model says of itself in one line."""
+"""What a limited model says: of itself in one line, and in warnings to the code that runs its steps."""
 
 from __future__ import annotations
+
+import sys
+import warnings
 
 import torch
 
 from lowtide.budget import format_bytes
 from lowtide.plan.plan import Plan
+
+
+class LowtideWarning(UserWarning):
+    """Something that a user should know and that stops nothing: an operation that does not reproduce, a plan made again."""
+
+
+def warn(text: str) -> None:
+    """Warn whoever called: the warning points at the innermost code that is neither lowtide's nor PyTorch's."""
+    frame, level = sys._getframe(1), 2
+    while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in ("lowtide", "torch"):
+        frame, level = frame.f_back, level + 1
+    warnings.warn(text, LowtideWarning, stacklevel=level)
 
 
 def limit_line(model: torch.nn.Module, budget: str | int | None, kinds: int, latest: Plan | None) -> str:

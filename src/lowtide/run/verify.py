@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage
 from lowtide.run.tape import Node, flat_results, run_again, same_bytes
 
@@ -22,6 +24,7 @@ def why_not_reproduced(
     kwargs: dict[str, Any],
     flat: list[Any],
     before: list[tuple[torch.Tensor, torch.Tensor]],
+    around: Callable[[Callable[[], Any]], Any] = lambda call: call(),
 ) -> str:
     """Why a second run of an operation gives something else than the first did, or nothing.
 
@@ -31,6 +34,7 @@ def why_not_reproduced(
         args, kwargs: what it was called with.
         flat: what it returned.
         before: for each tensor that it overwrote, a copy of what was there.
+        around: makes the call of the second run, to measure it.
     """
     fresh = {id(tensor): copy for tensor, copy in before}
     for position in node.statistics:
@@ -38,7 +42,9 @@ def why_not_reproduced(
             fresh[id(args[position])] = copied(args[position])
 
     try:
-        again = flat_results(run_again(node, [_swap(item, fresh) for item in args], {k: _swap(v, fresh) for k, v in kwargs.items()}))
+        given, named = [_swap(item, fresh) for item in args], {k: _swap(v, fresh) for k, v in kwargs.items()}
+        with private.replaying():
+            again = flat_results(around(lambda: run_again(node, given, named)))
     except RuntimeError as error:
         return f"its second run raised {type(error).__name__}: {error}"
     both = enumerate(zip(flat, again, strict=True))

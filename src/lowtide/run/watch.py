@@ -1,198 +1,80 @@
-"""Watch one planned step from outside: what is known only once backward begins, and what the step really took."""
+"""Watch one step under a plan from outside: what it really took, and how long."""
 
 from __future__ import annotations
 
-import threading
 import time
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 
 from lowtide import private
 from lowtide.meter import MeterError, Peak, available, peak
-from lowtide.run.aside import Histories
 
 
-class _Here(threading.local):
-    """The watches that this thread has open: a step of one limited model may run within that of another."""
-
-    def __init__(self) -> None:
-        self.watches: weakref.WeakSet[StepWatch] = weakref.WeakSet()
-
-
-_HERE = _Here()
-
-
-@contextmanager
-def unwatched() -> Iterator[None]:
-    """Leave the block out of what this thread's open watches measure: planning another model's first step is no part of theirs."""
-    stretches = [stretch for watch in list(_HERE.watches) for stretch in watch.stretches()]
-    for stretch in stretches:
-        stretch.pause()
-    try:
-        yield
-    finally:
-        for stretch in stretches:
-            stretch.resume()
-
-
-class _Stretch:
-    """Most and last live bytes since it was made, without those of its pauses."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
-        self._peak = _open(device)
-        self._before = self._most = 0
-        self._over = False
-        self.known = self._peak is not None
-
-    def pause(self) -> None:
-        """Stop measuring for a while."""
-        self._most, self._before = self.peak_bytes, self.live_bytes
-        self._stop()
-
-    def resume(self) -> None:
-        """Go on, as if nothing had changed meanwhile, unless it has been closed."""
-        if self.known and not self._over:
-            self._peak = _open(self._device)
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most live bytes, above those at the start."""
-        return max(self._most, self._before + self._peak.peak_bytes) if self._peak is not None else self._most
-
-    @property
-    def live_bytes(self) -> int:
-        """Live bytes now, above those at the start."""
-        return self._before + (self._peak.live_bytes if self._peak is not None else 0)
-
-    def close(self) -> None:
-        """Stop measuring for good."""
-        self._over = True
-        self._stop()
-
-    def _stop(self) -> None:
-        if self._peak is not None:
-            self._peak.__exit__(None, None, None)
-            self._peak = None
-
-    def __del__(self) -> None:
-        self._stop()
-
-
-class Repeats:
-    """Whether backward has run again through what one forward saved."""
-
-    def __init__(self) -> None:
-        self.seen = False
+class _Mark:
+    """Lives as long as the node of autograd's graph that it was left in."""
 
 
 class StepWatch:
-    """Follows one step of a limited model, from before its forward to the end of its backward.
+    """Follows one step of a limited model, from before its forward to the end of its backward, or of each of its backwards.
 
     Args:
-        on_backward: called once, when backward asks for the first saved tensor of the forward.
-        on_end: called once, when that backward has ended.
+        on_end: called each time that a backward through the step has ended.
         device: whose memory and time are watched.
-        memory: whether to watch memory, too.
-        small_bytes: outputs that take no more than this together do not count as held: a model may keep a few numbers itself.
-        withheld_bytes: what those outputs hold beside themselves that have a history aside from the loss.
-        repeats: is told of saved tensors that a later backward asks for again, or ``None``.
 
     Attributes:
-        outputs_dropped: whether the caller had let go of what the forward returned (other than the loss) when backward began, and of
-            what autograd saved for it alone.
-        loss_peak_bytes, loss_live_bytes: most and last live bytes between forward and backward, above those at the forward's end; ``None``
-            where they cannot be measured.
-        peak_bytes: most live bytes of the step, above those at its start; ``None`` where it cannot be measured.
-        replay_seconds, recording_seconds: time that bringing values back and recording took, the latter with what is done around the forward;
-            they say nothing on a GPU, where the host runs ahead.
-        entries: how often a dispatch or a saved tensor's hook went into Python.
+        backwards: how many backwards through the step have ended.
+        replay_seconds, recording_seconds: time that bringing values back and recording took; they say nothing on a GPU, where the host runs ahead.
+        entries: how often an operation or a saved tensor's hook went into Python.
     """
 
-    def __init__(
-        self,
-        on_backward: Callable[[], None],
-        on_end: Callable[[], None],
-        device: torch.device,
-        *,
-        memory: bool = True,
-        small_bytes: int = 0,
-        withheld_bytes: int = 0,
-        repeats: Repeats | None = None,
-    ) -> None:
-        self._on_backward = on_backward
-        self._on_end = on_end
-        self._began = False
-        self._outputs: list[weakref.ref[torch.Tensor]] = []
-        self._whole = _stretch(device) if memory else None
-        self._loss: _Stretch | None = None
-        self._memory = memory
-        self._small_bytes = small_bytes
-        self._withheld_bytes = withheld_bytes
-        self._histories = Histories()
-        self._awaited = Histories()
-        self._repeats = repeats
-        self._asked: set[int] = set()
-        self._ended = False
+    def __init__(self, on_end: Callable[[], None], device: torch.device) -> None:
         self.device = device
-        self._marks = [_now(device)]
-        self.outputs_dropped = False
-        self.loss_peak_bytes: int | None = None
-        self.loss_live_bytes: int | None = None
-        self.peak_bytes: int | None = None
+        self.backwards = 0
         self.replay_seconds = 0.0
         self.recording_seconds = 0.0
         self.entries = 0
-        _HERE.watches.add(self)
-
-    def stretches(self) -> list[_Stretch]:
-        """What is being measured."""
-        return [stretch for stretch in (self._whole, self._loss) if stretch is not None]
-
-    def forward_ends(self, outputs: Iterable[torch.Tensor], aside: Iterable[torch.Tensor] = ()) -> None:
-        """The forward returned ``outputs``; those ``aside`` have a history that the loss does not share."""
-        self._outputs = [weakref.ref(t) for t in outputs if t.numel() > 1]
-        self._histories.follow(aside)
-        self._loss = _stretch(self.device) if self._memory else None
-        self._marks.append(_now(self.device))
-
-    def awaits(self, outputs: Iterable[torch.Tensor]) -> None:
-        """The forward returned these outputs, the loss among them."""
-        self._awaited.follow(outputs)
+        self._on_end = on_end
+        self._began = False
+        self._awaited: list[weakref.ref[_Mark]] = []
+        self._peak = open_peak(device)
+        self._marks = [_now(device)]
 
     @property
+    def peak_bytes(self) -> int | None:
+        """Most live bytes of the step so far, above those at its start; ``None`` where it cannot be measured."""
+        return self._peak.peak_bytes if self._peak is not None else None
+
+    def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
+        """The forward returned ``outputs``: backward is expected to come from there."""
+        if len(self._marks) == 1:
+            self._marks.append(_now(self.device))
+        for output in outputs:
+            node = output.grad_fn
+            if node is not None:
+                node.register_prehook(self.backward_begins)
+                mark = _Mark()
+                node.metadata["lowtide", id(self)] = mark  # pyright: ignore
+                self._awaited.append(weakref.ref(mark, self._let_go))
+
     def pending(self) -> bool:
         """Whether the step's backward is still to come: it has not begun, and someone can still begin it."""
-        return not self._began and self._awaited.any_held()
+        return not self.backwards and not self._began and any(mark() is not None for mark in self._awaited)
 
-    def backward_begins(self) -> None:
-        """Backward asks for a saved tensor; only the first time counts."""
+    def backward_begins(self, *_: object) -> None:
+        """Backward reaches the step."""
         if self._began or not private.in_backward():  # a debugger may look at a saved tensor, too
             return
         self._began = True
-        self._marks.append(_now(self.device))
-        held = [output for reference in self._outputs if (output := reference()) is not None]
-        history_bytes = self._withheld_bytes if self._histories.any_held() else 0
-        self.outputs_dropped = sum(output.nbytes for output in held) + history_bytes <= self._small_bytes
-        del held
-        if self._loss is not None:
-            self.loss_peak_bytes, self.loss_live_bytes = self._loss.peak_bytes, self._loss.live_bytes
-            self._loss.close()
-            self._loss = None
+        if len(self._marks) == 2:
+            self._marks.append(_now(self.device))
         private.at_backward_end(self._backward_ends)
-        self._on_backward()
 
     def unpacks(self, unpack: Callable[[], torch.Tensor], *, replays: bool) -> torch.Tensor:
         """What ``unpack`` hands to backward, counted and timed: as replaying, or as what recording costs."""
         self.backward_begins()
-        if self._repeats is not None:
-            handle = id(getattr(unpack, "__self__", unpack))
-            self._repeats.seen |= self._ended and handle in self._asked
-            self._asked.add(handle)
         begin = time.perf_counter()
         found = unpack()
         self.entries += 1
@@ -204,10 +86,17 @@ class StepWatch:
         return found
 
     def _backward_ends(self) -> None:
-        self._marks.append(_now(self.device))
-        self._ended = True
-        self.close()
+        self._began = False
+        self.backwards += 1
+        if len(self._marks) == 3:
+            self._marks.append(_now(self.device))
         self._on_end()
+        self._let_go()
+
+    def _let_go(self, *_: object) -> None:
+        """Nobody can run backward through the step any more: stop measuring, or the meter would stand after the last step."""
+        if not self._began and self._awaited and all(mark() is None for mark in self._awaited):
+            self.close()
 
     def over(self) -> bool:
         """Whether the time is known without waiting; of a step whose backward never ended it never will be, which is known, too."""
@@ -224,26 +113,16 @@ class StepWatch:
         return _between(begin, forward_end) + _between(backward_begin, end)
 
     def close(self) -> None:
-        """Stop measuring."""
-        if self._whole is not None:
-            self.peak_bytes = self._whole.peak_bytes
-            self._whole.close()
-            self._whole = None
-        if self._loss is not None:
-            self._loss.close()
-            self._loss = None
+        """Stop measuring memory."""
+        if self._peak is not None:
+            self._peak.__exit__(None, None, None)
+            self._peak = None
 
     def __del__(self) -> None:
         self.close()
 
 
-def _stretch(device: torch.device) -> _Stretch | None:
-    """A stretch that is being measured, where memory can be read at any time."""
-    found = _Stretch(device)
-    return found if found.known else None
-
-
-def _open(device: torch.device) -> Peak | None:
+def open_peak(device: torch.device) -> Peak | None:
     """A running peak, where there is one that can be read at any time."""
     if device.type == "cpu" and not available():
         return None

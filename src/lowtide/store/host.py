@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import mmap
 from contextlib import AbstractContextManager
 
 import torch
 
+from lowtide.store.pinned import host_bytes
 from lowtide.store.tier import Fault, Slot, StoreError, Tier, Transfer
 
 
@@ -28,30 +28,23 @@ class Host(Tier):
     def __init__(self, device: torch.device | str = "cpu", fault: Fault | None = None) -> None:
         super().__init__(512, fault)
         self.device = torch.device(device)
-        self._slabs: list[tuple[int, mmap.mmap, torch.Tensor]] = []
+        self._slabs: list[tuple[int, torch.Tensor]] = []
         self._stream = torch.get_device_module(self.device.type).Stream(self.device) if self.device.type != "cpu" else None
 
     def _grow(self, end: int) -> None:
         begin = self.counts.slab_bytes
         try:
-            memory = mmap.mmap(-1, end - begin)
-            tensor = torch.frombuffer(memory, dtype=torch.uint8)
-            if self.device.type == "cuda":
-                code = torch.cuda.cudart().cudaHostRegister(  # pyright: ignore[reportOptionalMemberAccess]
-                    tensor.data_ptr(), tensor.numel(), 0
-                )
-                if int(code) != 0:
-                    raise MemoryError(f"pinning failed with code {int(code)}")
+            slab = host_bytes(end - begin, pin=self.device.type == "cuda")
         except (OSError, ValueError, MemoryError, OverflowError) as error:
             raise StoreError(
                 f"the host has no room for {end - begin:,} bytes more of saved values ({type(error).__name__}: {error}): use a larger budget, a "
                 "codec, or the disk tier"
             ) from error
-        self._slabs.append((begin, memory, tensor))
+        self._slabs.append((begin, slab))
 
     def _view(self, start: int, count: int) -> torch.Tensor:
         """Bytes of the slab; it grows by pieces, and a region that spans two is put together by the caller's parts."""
-        for begin, _, tensor in reversed(self._slabs):
+        for begin, tensor in reversed(self._slabs):
             if begin <= start:
                 return tensor[start - begin : start - begin + count]
         raise StoreError("a slot lies outside its slab: please report this")
@@ -114,9 +107,6 @@ class Host(Tier):
     def _drop(self) -> None:
         if self._stream is not None:
             self._stream.synchronize()
-        for _, _, tensor in self._slabs:
-            if self.device.type == "cuda":
-                torch.cuda.cudart().cudaHostUnregister(tensor.data_ptr())  # pyright: ignore[reportOptionalMemberAccess]
         self._slabs.clear()
 
     def _explain(self, what: str, error: BaseException) -> StoreError:

@@ -1,4 +1,4 @@
-"""How fast a tier is beside a computation, and what its transfers take from that computation.
+"""What planning rests on outside the step: what codecs make of values, how fast they, tiers and groups are, and what transfers take from a computation.
 
 A tier on the CPU moves bytes on threads of its own. They share cores, caches, memory and the interpreter's lock with the step, even where a core is
 left over. So both are measured together, as they will run: matrix products and activations on this thread, transfers on the tier's.
@@ -9,18 +9,40 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch.nn import functional
 
 from lowtide import private
+from lowtide.plan.decisions import Compress, Moving, Offload, Shard, stages
+from lowtide.plan.supply import Codec as OwnCodec
+from lowtide.plan.supply import CodecFacts
+from lowtide.plan.traffic import Link
+from lowtide.plan.ways import codecs_behind, decision_of
+from lowtide.progress import current
+from lowtide.store.codec import CHUNK, Codec, Form, codec_named
+from lowtide.store.shard import Replicas
+from lowtide.store.stores import Stores
 from lowtide.store.tier import BUFFER_BYTES, Tier
 
+_SAMPLE = 1 << 20
+"""Elements on which a codec is timed, where there is room."""
+
+_SAMPLE_AT_LEAST = 1 << 12
+
+_CODEC_BYTES = 24
+"""The most that timing a codec takes for each element: what goes in, what comes out, what stands on the way."""
+
+_LATENCY_SECONDS = 1e-4
 _ROUNDS = 4
 _ALONE_SECONDS = 0.02
+_SIZE_AT_LEAST = 1 << 16
+_MOST_TRANSFERS = 64
+_WIDTHS = (256, 128, 64, 32, 16)
 _ENOUGH_SECONDS = 2.0
 """No further round begins after so long: tiers may be slow."""
 
@@ -45,6 +67,7 @@ def measure_tier(
     total_bytes: int = 48 << 20,
     compute: Callable[[], Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
+    room_bytes: int | None = None,
 ) -> TierSpeed:
     """Move ``total_bytes`` there and back a few times, beside a computation.
 
@@ -54,12 +77,14 @@ def measure_tier(
         total_bytes: moved each way in each round.
         compute: a few milliseconds of the step's kind of work; by default a matrix product and its activation.
         clock: seconds.
+        room_bytes: the most device memory to take, ``compute``'s aside where that is given; ``None`` for 23 MiB.
     """
-    size = 4 * BUFFER_BYTES
+    size = 4 * BUFFER_BYTES if room_bytes is None else max(_SIZE_AT_LEAST, min(4 * BUFFER_BYTES, room_bytes // 2))
+    total_bytes = min(total_bytes, size * _MOST_TRANSFERS)
     data = torch.ones(size, dtype=torch.uint8, device=device)
     slots = [tier.take(size) for _ in range(max(1, total_bytes // size))]
     waits = device.type != "cpu"
-    compute = compute or _kernels()
+    compute = compute or _kernels(256 if room_bytes is None else _width(room_bytes // 2))
     seconds: dict[bool, list[float]] = {True: [], False: []}
     lost: dict[bool, list[float]] = {True: [], False: []}
     started = clock()
@@ -97,14 +122,122 @@ def _each(compute: Callable[[], Any], clock: Callable[[], float], over: Callable
     return max(clock() - begin, 1e-9) / count
 
 
-def _kernels() -> Callable[[], Any]:
-    """A matrix product and its activation, on other inputs each time, as a step's are."""
+def _kernels(width: int) -> Callable[[], Any]:
+    """A matrix product and its activation, on other inputs each time, as a step's are; takes `_kernel_bytes`."""
     with private.without_fake_mode():
-        inputs = itertools.cycle(torch.ones(16, 256, 256).unbind())
-        weight = torch.ones(1024, 256)
+        inputs = itertools.cycle(torch.ones(16, width, width).unbind())
+        weight = torch.ones(4 * width, width)
 
     def compute() -> None:
         with torch.no_grad(), private.without_fake_mode():
             functional.gelu(functional.linear(next(inputs), weight))
 
     return compute
+
+
+def _kernel_bytes(width: int) -> int:
+    """Inputs, the weight, a product and its activation."""
+    return (16 + 4 + 4 + 4) * width * width * 4
+
+
+def _width(room_bytes: int) -> int:
+    """The widest product that fits, or the narrowest there is."""
+    return next((width for width in _WIDTHS if _kernel_bytes(width) <= room_bytes), _WIDTHS[-1])
+
+
+def codec_facts(name: str, own: Sequence[OwnCodec] = ()) -> CodecFacts:
+    """What the planner has to know of a codec, one of ``own`` or of lowtide's."""
+    codec = codec_named(name, cast("Sequence[Codec]", own))
+
+    def encoded_bytes(elements: int, dtype: str) -> int:
+        return codec.encoded_bytes(Form(elements, getattr(torch, dtype, torch.uint8)))
+
+    return CodecFacts(codec.name, codec.gentler, codec.replayable_from, codec.scratch_bytes, CHUNK, encoded_bytes)
+
+
+def link_speeds(ways: Sequence[Moving], own: Sequence[OwnCodec], device: str, room_bytes: int | None = None) -> dict[str, Link]:
+    """How fast the tiers and codecs of some decisions are, measured now."""
+    return measure_links(*ways, stores=Stores(codecs=cast("Sequence[Codec]", own)), device=device, room_bytes=room_bytes)
+
+
+def measure_links(
+    *ways: str | Moving, stores: Stores | None = None, device: str | torch.device = "cpu", room_bytes: int | None = None
+) -> dict[str, Link]:
+    """How fast the tiers, codecs and groups of some decisions are here, by moving a few megabytes.
+
+    Args:
+        ways: decisions, or their short names.
+        stores: with the groups and codecs that ``ways`` name. Where there is a group, all its ranks have to call this, and all get the same.
+        device: where values come from.
+        room_bytes: the most device memory that measuring tiers and codecs may take; ``None`` for up to 24 MiB.
+
+    Returns:
+        The speed of each by its name, as ``links=`` of the policies takes them.
+
+    Raises:
+        PlanError: a tier cannot be opened, or a group or codec is not there.
+
+    Example:
+        >>> sorted(measure_links("int8"))
+        ['int8']
+    """
+    place = torch.device(device)
+    found: dict[str, Link] = {}
+    current().say("timing transfers")
+    with Stores() as own:
+        known = stores or own
+        for decision in map(decision_of, ways):
+            first, then = stages(decision)
+            if isinstance(first, Compress):
+                for name in codecs_behind(first.codec, known.codecs):
+                    found.setdefault(name, _codec_link(known.codec(name), place, room_bytes))
+            elif isinstance(first, Shard) and first.group not in found:
+                found[first.group] = _group_link(known.group(first.group, first.size), place)
+            if then is not None and then.tier not in found:
+                found[then.tier] = _tier_link(own, then, place, room_bytes)
+    return found
+
+
+def _tier_link(stores: Stores, decision: Offload, device: torch.device, room_bytes: int | None) -> Link:
+    speed = measure_tier(stores.tier(decision.tier, decision.path, device), device, room_bytes=room_bytes)
+    return Link(speed.write_bytes_per_second, speed.read_bytes_per_second, _LATENCY_SECONDS, speed.busy)
+
+
+def _codec_link(codec: Codec, device: torch.device, room_bytes: int | None) -> Link:
+    """Seconds of encoding and decoding, on numbers that every codec takes: zeros and ones."""
+    count = _SAMPLE if room_bytes is None else max(_SAMPLE_AT_LEAST, min(_SAMPLE, room_bytes // _CODEC_BYTES))
+    x = torch.zeros(count, device=device)
+    x[1::2] = 1
+    out = torch.empty_like(x)
+    seconds: list[list[float]] = [[], []]
+    for _ in range(3):
+        begin = _clock(device)
+        parts = codec.encode(x)
+        middle = _clock(device)
+        codec.decode(parts, out)
+        seconds[0].append(middle - begin)
+        seconds[1].append(_clock(device) - middle)
+    encode, decode = (max(min(row), 1e-9) for row in seconds)
+    return Link(x.nbytes / encode, x.nbytes / decode)
+
+
+def _group_link(replicas: object, device: torch.device) -> Link:
+    """Bytes a second of gathered values; the slowest rank's, on every rank."""
+    assert isinstance(replicas, Replicas)
+    part = torch.ones(-(-_SAMPLE // replicas.size), device=device)
+    whole = torch.empty(part.nbytes * replicas.size, dtype=torch.uint8, device=device)
+    seconds = []
+    for _ in range(3):
+        begin = _clock(device)
+        replicas.gather(part, whole).wait()
+        seconds.append(_clock(device) - begin)
+    slowest = torch.tensor(min(seconds), dtype=torch.float64, device=device)
+    dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=replicas.group)
+    speed = whole.nbytes / max(float(slowest), 1e-9)
+    return Link(speed, speed, _LATENCY_SECONDS)
+
+
+def _clock(device: torch.device) -> float:
+    if device.type != "cpu":
+        torch.get_device_module(device.type).synchronize(device)
+    return time.perf_counter()

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 
-from lowtide.into import Geometry
 from lowtide.store.tier import Transfer
 
 
@@ -90,7 +89,6 @@ class Slab:
         self._taken: dict[tuple[int, int], Place] = {}
         self._beside: dict[tuple[int, int], list[tuple[int, int]]] = {}
         """bytes that were asked for -> those of the same kind that overlap with them, themselves included"""
-        self._aliases: dict[tuple[int, Geometry], torch.Tensor] = {}
         self._lock = threading.Lock()
 
     def take(self, start: int, bytes_: int) -> tuple[Place, torch.Tensor] | None:
@@ -100,20 +98,6 @@ class Slab:
                 return None
             tensor = _own_storage(self.memory[start : start + bytes_])
             return self._enter(start, bytes_, tensor), tensor
-
-    def tensor(self, start: int, look: Geometry) -> torch.Tensor | None:
-        """The bytes from ``start`` on as a tensor that looks like this, with a storage of its own, or ``None`` where some of them are in use."""
-        with self._lock:
-            if not self._free(start, start + look.bytes):
-                return None
-            alias = self._aliases.get((start, look))
-            if alias is None:
-                alias = torch.empty(0, dtype=look.dtype, device=self.memory.device)
-                alias.set_(self.memory.untyped_storage(), start // look.dtype.itemsize, look.shape, look.stride)  # type: ignore[call-overload]
-                self._aliases[start, look] = alias
-            tensor = _own_storage(alias)
-            self._enter(start, look.bytes, tensor)
-        return tensor
 
     def _free(self, start: int, end: int) -> bool:
         """Whether nobody uses any of these bytes. A plan asks for the same ones in every step, so it is known which of them overlap."""

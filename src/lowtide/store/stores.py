@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -15,10 +15,6 @@ from lowtide.store.disk import Disk
 from lowtide.store.host import Host
 from lowtide.store.slab import Slab
 from lowtide.store.tier import Fault, Tier
-
-if TYPE_CHECKING:
-    from lowtide.into import Geometry
-    from lowtide.run.placed import Placer
 
 
 class Stores:
@@ -33,9 +29,7 @@ class Stores:
         prepared: the plan that the tiers are laid out for.
         slab: where values come back to, for the plan that is prepared; ``None`` where each has memory of its own.
         slab_allocations: how often a slab was made.
-        unplaced: how many values (and encoded forms) came back into memory of their own, or were written there although the plan has a place for them.
-        placer: writes kept values into the slab, for the plan that is prepared; ``None`` where it has no places for them.
-        looks: what operations' results look like, by the form of a call.
+        unplaced: how many values (and encoded forms) came back into memory of their own although the plan has a place for them.
         tiers: those that are open.
 
     Example:
@@ -59,15 +53,13 @@ class Stores:
         self.slab: Slab | None = None
         self.slab_allocations = 0
         self.unplaced = 0
-        self.placer: Placer | None = None
-        self.looks: dict[Any, tuple[Geometry, ...] | None] = {}
 
     def reserve(self, bytes_: int, device: torch.device) -> None:
-        """Have a slab of exactly so many bytes for values that come back and kept ones. Kinds of steps that take turns each count their own in their peak: the slab
+        """Have a slab of exactly so many bytes for values that come back. Kinds of steps that take turns each count their own in their peak: the slab
         is as large as the one that runs."""
         if bytes_ == (self.slab.memory.numel() if self.slab is not None else 0):
             return
-        self.slab = self.placer = None
+        self.slab = None
         if bytes_:
             self.slab = Slab(device, bytes_)
             self.slab_allocations += 1
@@ -123,14 +115,14 @@ class Stores:
         for tier in self.tiers.values():
             tier.close()
         self.tiers.clear()
-        self.prepared = self.slab = self.placer = None
+        self.prepared = self.slab = None
 
     def retire(self) -> None:
         """Close each tier as soon as nothing is stored there any more: steps that are under way finish."""
         for tier in self.tiers.values():
             tier.retire()
         self.tiers.clear()
-        self.prepared = self.slab = self.placer = None
+        self.prepared = self.slab = None
 
     def __enter__(self) -> Stores:
         return self

@@ -1,6 +1,6 @@
 """Look: from a step to its `StepGraph`.
 
-``lowtide.trace(step, *args)`` runs one step on fake tensors (or for real) and returns its graph; see `lowtide.trace.step.trace`.
+``lowtide.trace(step, *args)`` runs one step and returns its graph; see `lowtide.run.step.trace`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ class _Room(ModuleType):
     """Lets ``lowtide.trace`` be the room and the verb: ``lowtide.trace(step, *args)``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepGraph:
-        from lowtide.trace.step import trace
+        from lowtide.run.step import trace
 
         return trace(*args, **kwargs)
 

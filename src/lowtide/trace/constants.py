@@ -11,7 +11,6 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage
-from lowtide.trace.chance import draws_one
 from lowtide.trace.fake import is_small_constant
 
 _FEW = 1 << 16
@@ -21,13 +20,10 @@ _INTEGERS = {torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 def stays_real(info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a call on real constants only (or one that makes integers from nothing) is carried out for real in a fake trace.
 
-    So are small tensors of ones, and what is made of such: models make them as masks and windows, and ask what is in them. And single
-    numbers, which `chance` decides.
+    So are small tensors of ones, and what is made of such: models make them as masks and windows, and ask what is in them.
     """
     if inputs:
         return all(not isinstance(t, FakeTensor) and (is_small_constant(t) or _is_small_and_plain(t)) for t in inputs)
-    if draws_one(info, args):
-        return True
     if info.name == "aten.ones.default":
         return math.prod(args[0]) <= _FEW
     dtype = kwargs.get("dtype")

@@ -8,9 +8,9 @@ import time
 from collections import deque
 from collections.abc import Hashable, Iterable, Iterator, Mapping, MutableMapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, replace
 from functools import lru_cache
-from typing import Any, Literal, TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch._ops import OpOverload
@@ -18,19 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from lowtide.trace.sizes import family_of, parts, read_off, scratch_of, work_of
+from lowtide.trace.specs import OpCost, OpSpec, TensorSpec, flops, runnable
+
 from ..meter import available, counting_allocator, peak, storages
-from .chance import same_torch_random
+from ..progress import current
 from .contents import fit
+from .random_state import same_torch_random
 from .roofline import Roofline, aside, calibrate, present
 from .staging import staging_bytes
 
 K = TypeVar("K", bound=Hashable)
 
-_RUN_NAMESPACES = frozenset({"aten", "prims"})
-_NEVER_RUN = frozenset({
-    "aten::from_file", "aten::record_stream", "aten::_pin_memory", "aten::_print", "aten::_nested_tensor_from_mask",
-    "aten::mkldnn_rnn_layer_backward", "aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward",  # a made-up workspace crashes them
-})  # fmt: skip
 _PATTERN_BYTES = 1 << 18  # 65,536 numbers of four bytes: then they repeat
 _PATTERN_BYTES_AT_LEAST = 1 << 10
 _PATTERN_SHARE = 64  # a small storage's numbers repeat so often, for making them takes room, too
@@ -38,116 +37,13 @@ _HELD_BYTES = 64 << 20
 _MIN_RUNS = 2
 _HEAVY = 2  # times its share, and it runs only once more after warming up
 _PATIENCE = (
-    2  # more than the time budget, in units of it, before operations are estimated: a light one whose estimate is wrong misleads a plan
+    8  # more than the time budget, in units of it, before operations are estimated: a light one whose estimate is wrong misleads a plan
 )
 _ALONE = 6  # times what each would get if all got the same, and not even that
 _MAX_RUNS = 25
-
-
-@dataclass(frozen=True, slots=True)
-class TensorSpec:
-    """A tensor argument without its contents.
-
-    Attributes:
-        storage_bytes: bytes of the storage that it is a view of.
-        dtype, shape, stride: as the tensor's.
-        offset: its storage offset, in elements.
-        device: where it lies.
-        storage_key: leaves of one operation with equal keys share one storage.
-    """
-
-    storage_bytes: int
-    dtype: torch.dtype
-    shape: tuple[int, ...]
-    stride: tuple[int, ...]
-    offset: int
-    device: torch.device
-    storage_key: int
-
-    @property
-    def bytes(self) -> int:
-        """Bytes that reading it touches: an expanded tensor has fewer than its elements would say."""
-        count = 1
-        for size, stride in zip(self.shape, self.stride, strict=True):
-            count *= size if stride != 0 or size == 0 else 1
-        return count * self.dtype.itemsize
-
-    @property
-    def extent_bytes(self) -> int:
-        """Bytes that its storage needs at least."""
-        if 0 in self.shape:
-            return 0
-        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
-        return (last + 1) * self.dtype.itemsize
-
-
-@dataclass(frozen=True, slots=True)
-class OpSpec:
-    """One call: the overload and its arguments, with a `TensorSpec` in place of every tensor.
-
-    Attributes:
-        func: the ATen (or custom) overload.
-        args, kwargs: its arguments.
-        output_bytes: bytes of the storages that it allocates for its outputs, 0 when not known.
-        trues: how many elements of each mask that it picks by are true; none where that is not known.
-    """
-
-    func: OpOverload
-    args: tuple[Any, ...]
-    kwargs: dict[str, Any] = field(default_factory=dict)
-    output_bytes: int = 0
-    trues: tuple[int, ...] = ()
-
-    def tensors(self) -> list[TensorSpec]:
-        """The tensor leaves, in argument order."""
-        return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, TensorSpec)]
-
-    def input_bytes(self) -> int:
-        """Bytes of the distinct input storages."""
-        sizes: dict[int, int] = {}
-        for leaf in self.tensors():
-            sizes[leaf.storage_key] = max(sizes.get(leaf.storage_key, 0), leaf.storage_bytes, leaf.extent_bytes)
-        return sum(sizes.values())
-
-
-@dataclass(frozen=True, slots=True)
-class OpCost:
-    """What one run of an operation costs.
-
-    Attributes:
-        seconds: time of one run, the Python call included.
-        scratch_bytes: the most it allocates beyond its outputs while it runs; where estimated, only what a collective moves through.
-        source: whether it was run or estimated.
-    """
-
-    seconds: float
-    scratch_bytes: int
-    source: Literal["measured", "estimated"]
-
-
-def runnable(func: OpOverload) -> bool:
-    """Whether an operation may be run on made-up inputs: ATen's own only, for others may talk to other processes or to the world."""
-    return func.namespace in _RUN_NAMESPACES and func._schema.name not in _NEVER_RUN
-
-
-def flops(spec: OpSpec) -> int:
-    """Floating-point operations as `torch.utils.flop_counter` counts them, 0 where it knows none."""
-    formula = flop_registry.get(spec.func.overloadpacket)
-    if formula is None:
-        return 0
-    try:
-        with aside(), torch.no_grad():
-            args, kwargs = tree_map(_meta, (spec.args, spec.kwargs))
-            out = spec.func(*args, **kwargs) if runnable(spec.func) else None
-            return int(formula(*args, **kwargs, out_val=out))
-    except Exception:  # a formula that does not fit the call, or no meta kernel: not known is 0
-        return 0
-
-
-def _meta(leaf: Any) -> Any:
-    if isinstance(leaf, TensorSpec):
-        return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
-    return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+_PART_SECONDS = 0.01  # of a heavier product, as much as takes about so long is run
+_PART_BYTES = 1 << 24  # of what moves more bytes, as much as does not live in the processor's cache
+_PRECISE = 0.002  # of all operations' time: closer than that one operation's need not be known
 
 
 class Bench:
@@ -187,9 +83,18 @@ class Bench:
         while self._held_bytes > room:
             self._held_bytes -= self._held.popleft().nbytes()
 
-    def time(self, spec: OpSpec, share: float, room: int = _HELD_BYTES, short: bool = False, long: float = math.inf) -> OpCost:
-        """Run an operation once to warm up, then at least twice, more often while that takes less than ``share`` seconds together;
-        one that takes twice its share runs once more only, and one that takes ``long`` seconds not even that.
+    def time(
+        self,
+        spec: OpSpec,
+        share: float,
+        room: int = _HELD_BYTES,
+        short: bool = False,
+        long: float = math.inf,
+        close: float = 0.0,
+    ) -> OpCost:
+        """Run an operation once to warm up, then at least twice, more often while that takes less than ``share`` seconds together and the runs
+        differ by more than ``close`` of their time; one that takes twice its share runs once more only, and one that takes ``long`` seconds
+        not even that.
 
         Args:
             spec: the operation.
@@ -198,6 +103,7 @@ class Bench:
             short: they are few, and the operation's scratch has to fit in them, too: no output stays until it is known, and what it can
                 be lent is not made up.
             long: seconds that no operation may take twice.
+            close: how far apart runs may lie, as a share of their time, for no more to be needed.
         """
         room = 0 if _is_cuda(spec) else min(room, _HELD_BYTES)
         self._hold((), set(), 0 if short else room)
@@ -233,7 +139,9 @@ class Bench:
         times = [] if slower else [first]
         if warm > _HEAVY * share and not slower:
             times.append(warm)  # what runs so long does not notice that it is the first
-        while len(times) < _MIN_RUNS or (len(times) < _MAX_RUNS and time.perf_counter() - begin < share):
+        while len(times) < _MIN_RUNS or (
+            len(times) < _MAX_RUNS and time.perf_counter() - begin < share and max(times) - min(times) > close * statistics.median(times)
+        ):
             self._refill(dirty)
             seconds, out = run(func, args, kwargs)
             self._hold(out, known, room)
@@ -362,14 +270,16 @@ def estimate(spec: OpSpec, roofline: Roofline | None = None, room: int | None = 
         roofline = calibrate(_device_of(spec), dtype, room)
     moved = sum(leaf.bytes for leaf in leaves)
     written = spec.output_bytes or (max((leaf.bytes for leaf in leaves), default=0))
-    return OpCost(roofline.seconds(flops(spec), moved + written), staging_bytes(spec), "estimated")
+    count = flops(spec)
+    return OpCost(roofline.seconds(count, moved + written), staging_bytes(spec), "estimated", family_of(spec), count, spec.touched_bytes())
 
 
 def measure_costs(
     specs: Mapping[K, OpSpec],
     *,
     cache: MutableMapping[K, OpCost] | None = None,
-    time_budget: float = 2.8,
+    counts: Mapping[K, int] | None = None,
+    time_budget: float = 0.7,
     memory_limit_bytes: int | None = None,
     held_limit_bytes: int | None = None,
     roofline: Roofline | None = None,
@@ -377,16 +287,18 @@ def measure_costs(
 ) -> dict[K, OpCost]:
     """Time operations one at a time, on inputs made up to have the same layout, outside autograd and every mode.
 
-    Each is run once to warm up and at least twice more, short ones more often, those that take more than twice their share once more, and
-    those that take six times what each would get if all got the same only once in all.
+    Each is run once to warm up and at least twice more, short ones more often where that matters to the whole, those that take more than twice
+    their share once more, and those that take six times what each would get if all got the same only once in all. Of heavy ones whose parts
+    are alike only a part is run, and sizes between, or not far beyond, those that are known are read off (`lowtide.trace.sizes`).
     What may not or cannot be run is estimated: other namespaces than ATen's (collectives among them), devices that are not there, inputs
-    that the operation rejects, what would not fit, and what is left when three times the time budget is spent. Random state is as before, and no
+    that the operation rejects, what would not fit, and what is left when nine times the time budget is spent. Random state is as before, and no
     memory stays.
 
     Args:
         specs: a signature for each distinct operation.
         cache: costs known from before, by signature; what is measured now is added.
-        time_budget: seconds for all of them together, calibration apart; a few heavy operations may take it up to three times that.
+        counts: how often the step runs each, once where it is not said: what counts for much is timed more closely.
+        time_budget: seconds for all of them together, calibration apart; a few heavy operations may take it up to nine times that.
         memory_limit_bytes: the most that an operation's inputs and outputs may take, earlier outputs still held included; what needs more
             is estimated. The operation's scratch is not known before and comes on top.
         held_limit_bytes: as the former where earlier outputs are concerned, if that is less: none are held for an operation beyond it.
@@ -398,32 +310,115 @@ def measure_costs(
     if not todo:
         return costs
     bench = Bench(standing)
-    limits = [limit for limit in (memory_limit_bytes, held_limit_bytes) if limit is not None]
     with _undisturbed(any(_is_cuda(spec) for spec in todo.values())):
         guess = {
             key: estimate(spec, roofline, held_limit_bytes if held_limit_bytes is not None else memory_limit_bytes)
             for key, spec in todo.items()
         }
-        order = sorted(todo, key=lambda key: -guess[key].seconds)  # the heavy ones first: where time runs out, little is left to guess
+        known = _by_family((*costs.values(), *(cache.values() if cache is not None else ())))
+        often = {key: (counts or {}).get(key, 1) for key in todo}
+        whole = sum(guess[key].seconds * often[key] for key in todo)
+        order = _heavy_first(guess)
         begin, long = time.perf_counter(), _ALONE * time_budget / len(order)
-        for done, key in enumerate(order):
+        for done, key in enumerate(current().each("timing operations", order)):
             spec, cost = todo[key], guess[key]
             left = time_budget - (time.perf_counter() - begin)
-            taken = spec.input_bytes() + spec.output_bytes
-            short = min(limits, default=taken + _HELD_BYTES) < taken + _HELD_BYTES
-            if short:
-                taken -= bench.lent_bytes(spec)
-            room = _HELD_BYTES if memory_limit_bytes is None else memory_limit_bytes - taken
-            held = room if held_limit_bytes is None else min(room, held_limit_bytes - taken)
-            if runnable(spec.func) and room >= 0 and left > -_PATIENCE * time_budget and all(map(present, _devices(spec))):
-                try:
-                    cost = bench.time(spec, max(0.0, left) / (len(order) - done), max(0, held), short, long)
-                except Exception:  # made-up inputs that the operation rejects: its estimate stands
-                    cost = guess[key]
+            told = read_off(known.get(cost.family, ()), cost.flops, cost.bytes) if cost.family else None
+            if told is not None:
+                cost = replace(cost, seconds=told[0], scratch_bytes=told[1], source="interpolated")
+            elif runnable(spec.func) and left > -_PATIENCE * time_budget and all(map(present, _devices(spec))):
+                close = min(1.0, max(0.05, _PRECISE * whole / max(cost.seconds * often[key], 1e-12)))
+                timing = _Timing(bench, max(0.0, left) / (len(order) - done), long, close, memory_limit_bytes, held_limit_bytes)
+                cost = timing.of(spec, cost)
+                known.setdefault(cost.family, []).append(cost)
             costs[key] = cost
             if cache is not None:
                 cache[key] = cost
     return costs
+
+
+def _by_family(costs: Iterable[OpCost]) -> dict[str, list[OpCost]]:
+    found: dict[str, list[OpCost]] = {}
+    for cost in costs:
+        if cost.family:
+            found.setdefault(cost.family, []).append(cost)
+    return found
+
+
+def _heavy_first(guess: Mapping[K, OpCost]) -> list[K]:
+    """The heavy families first, for where time runs out, little is left to guess; within one the small calls, from which others are read off."""
+    weight: dict[Any, float] = {}
+    for key, cost in guess.items():
+        family = cost.family or key
+        weight[family] = max(weight.get(family, 0.0), cost.seconds)
+    place = {key: k for k, key in enumerate(guess)}
+    first: dict[Any, int] = {}
+    for key, cost in guess.items():
+        first.setdefault(cost.family or key, place[key])
+    return sorted(
+        guess, key=lambda key: (-weight[guess[key].family or key], first[guess[key].family or key], work_of(guess[key]), place[key])
+    )
+
+
+@dataclass(frozen=True)
+class _Timing:
+    """What one operation may take to be timed: seconds and closeness as of `Bench.time`, and the limits of `measure_costs`."""
+
+    bench: Bench
+    share: float
+    long: float
+    close: float
+    memory_limit_bytes: int | None
+    held_limit_bytes: int | None
+
+    def of(self, spec: OpSpec, guess: OpCost) -> OpCost:
+        """The cost of an operation, run in whole or in part; ``guess`` where it cannot be run."""
+        heavy = guess.seconds > 2 * _PART_SECONDS if guess.flops else guess.bytes > 2 * _PART_BYTES
+        if heavy:
+            share = _PART_SECONDS / guess.seconds if guess.flops else _PART_BYTES / guess.bytes
+            smaller = parts(spec, share)
+            found = self._scaled(*smaller, guess) if smaller is not None else None
+            if found is not None:
+                return found
+        return self._run(spec, guess) or guess
+
+    def _scaled(self, part: OpSpec, larger: OpSpec, guess: OpCost) -> OpCost | None:
+        """The cost of a call of which ``part`` was run; ``None`` where that does not say what it is."""
+        first = self._run(part, _sized(part, guess))
+        if first is None or not work_of(first):
+            return None
+        more = first
+        if first.scratch_bytes:
+            second = self._run(larger, _sized(larger, guess), once=True)
+            if second is None:
+                return None
+            more = second
+        scratch = scratch_of(first, more, work_of(guess))
+        if scratch is None:
+            return None
+        return replace(guess, seconds=first.seconds * work_of(guess) / work_of(first), scratch_bytes=scratch, source="scaled")
+
+    def _run(self, spec: OpSpec, guess: OpCost, once: bool = False) -> OpCost | None:
+        """Run it, or ``None`` where it does not fit or rejects what was made up for it."""
+        limits = [limit for limit in (self.memory_limit_bytes, self.held_limit_bytes) if limit is not None]
+        taken = spec.input_bytes() + spec.output_bytes
+        short = min(limits, default=taken + _HELD_BYTES) < taken + _HELD_BYTES
+        if short:
+            taken -= self.bench.lent_bytes(spec)
+        room = _HELD_BYTES if self.memory_limit_bytes is None else self.memory_limit_bytes - taken
+        held = room if self.held_limit_bytes is None else min(room, self.held_limit_bytes - taken)
+        if room < 0:
+            return None
+        try:
+            cost = self.bench.time(spec, self.share, max(0, held), short, 0.0 if once else self.long, self.close)
+        except Exception:  # made-up inputs that the operation rejects
+            return None
+        return replace(guess, seconds=cost.seconds, scratch_bytes=cost.scratch_bytes, source="measured")
+
+
+def _sized(spec: OpSpec, like: OpCost) -> OpCost:
+    """A cost of a call's own size, which is counted as that of ``like``."""
+    return replace(like, flops=flops(spec) if like.flops else 0, bytes=spec.touched_bytes())
 
 
 @contextmanager

@@ -1,150 +1,104 @@
-"""Record one training step as a `StepGraph`, operation by operation, below autograd.
+"""Write down one real training step as a `StepGraph`, operation by operation, while it runs.
 
-A `TorchDispatchMode` sees every ATen call of forward and backward; `saved_tensors_hooks` see what autograd keeps. Storages are followed by
-weak references, because addresses are reused; in-place writes make new versions. On fake tensors every saved tensor is given up as it is
-packed and a stand-in is handed out as it is unpacked, so that the events show how long the *program* needs each storage.
+Comes in: every operation of the step (it is an `Interceptor`), and what autograd saves and asks for, from who stands between (`lowtide.run.look`). Goes
+out: the graph. Nothing that the step made is held here: storages are followed by weak references, so that the events show how long the program
+itself needs each of them, and an in-place write makes a new version.
 """
 
 from __future__ import annotations
 
+import statistics
 import weakref
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
-from dataclasses import replace
+from collections.abc import Callable
+from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils import _pytree as pytree
 
 from lowtide import private
-from lowtide.errors import TraceError
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
+from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.meter import available, peak
-from lowtide.ops import (
-    OpInfo,
-    asks,
-    covers_storage,
-    has_plain_storage,
-    hidden_bytes,
-    hidden_statistics,
-    op_info,
-    tensors_of,
-    unwatched,
-    written_tensors,
-)
-from lowtide.sums import Sums
-from lowtide.trace.answers import Answers, Looks
-from lowtide.trace.chance import Chance
-from lowtide.trace.columns import Columns
-from lowtide.trace.constants import Unknown, stays_real
-from lowtide.trace.contents import GROUPED
-from lowtide.trace.costs import OpSpec
-from lowtide.trace.describe import Signature, is_wrapper_type, plain_leaves, signature_of
-from lowtide.trace.ends import settled
-from lowtide.trace.fake import grouped, laid_out, refuse_strangers
-from lowtide.trace.guise import Alike, passing_for_real
-from lowtide.trace.numbers import Numbers
-from lowtide.trace.outputs import Outputs
+from lowtide.ops import OpInfo, covers_storage, has_plain_storage, hidden_statistics, op_info, tensors_of, written_tensors
+from lowtide.trace.clock import Clock
+from lowtide.trace.describe import plain_leaves, tensors_inside
 from lowtide.trace.overwritten import settled_operations
-from lowtide.trace.states import states_seen, take_down, without_strays
-from lowtide.trace.views import FreshViews, refuse_stale, taken
+from lowtide.trace.sums import SUM, in_place
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
+HIDDEN = "it was made by code that the dispatcher does not see"
+"""Why a value has to stay that a compiled submodule, say, returned."""
 _INNER = "it runs in a backward inside the step, which is not recorded"
 
 
-class TraceHandle:
-    """What autograd holds in place of a saved tensor during a trace; its end is the tensor's release."""
-
-    __slots__ = ("device", "dtype", "inner", "saved", "shape", "strides", "tracer")
-
-    def __init__(self, tracer: Tracer, saved: int, tensor: torch.Tensor, inner: Any) -> None:
-        self.tracer = tracer
-        self.saved = saved
-        self.shape = tensor.shape
-        self.strides = tensor.stride()
-        self.dtype = tensor.dtype
-        self.device = tensor.device
-        self.inner = inner
-
-    def __del__(self) -> None:
-        self.tracer.event("release", self.saved)
-
-
-class Tracer(TorchDispatchMode):
-    """Records what runs while it is active. Use `lowtide.trace`; this is the machine inside.
+class StepTracer(Interceptor):
+    """Records what runs while it is active.
 
     Args:
         model: names parameters, buffers and modules.
-        fake: the step runs on fake tensors, and autograd gets stand-ins instead of tensors to hold.
-        inner: pack and unpack of an executor that runs the step for real while it is traced.
-        claims: indices of operations that are taken to run again: layers that ask (`gives_up`) save the results.
-        chance: what single numbers drawn at random are.
-        answers: to what the model asks of fake tensors.
+        device: whose memory and time are measured.
+        claims: indices of operations that are to run again: layers that ask (`gives_up`) save the results.
+
+    Attributes:
+        in_region: whether what runs is the model's forward, which can be planned.
+        operations, storages, values, saved, events: as they will stand in the graph.
+        unreleased: how many saved tensors autograd still holds.
+        asks: whether the forward asked for values, which may change what it does from step to step.
+        before_write: called with the tensors that an operation outside the planned region is about to overwrite.
     """
 
-    def __init__(
-        self,
-        model: torch.nn.Module | None = None,
-        *,
-        fake: bool = True,
-        inner: tuple[Callable[[torch.Tensor], Any], Callable[[Any], torch.Tensor]] | None = None,
-        claims: frozenset[int] = frozenset(),
-        chance: Chance | None = None,
-        answers: Answers | None = None,
-    ) -> None:
-        super().__init__()
-        private.keep_dynamo_out()
-        self.model = model
-        self.fake = fake
-        self.inner = inner
-        self.claims, self.chance, self.answers = claims, chance or Chance(), answers or Answers()
+    def __init__(self, model: torch.nn.Module | None, device: torch.device, claims: frozenset[int] = frozenset()) -> None:
+        self.claims = claims
         self.operations: list[dict[str, Any]] = []
-        self.signatures: list[Signature] = []
-        self.specs: dict[Signature, OpSpec] = {}
-        self.scratch: dict[Signature, int] = {}  # what backward's operations were seen to take beyond their results, in a real trace
-        self._measures = not fake and available()
         self.storages: list[dict[str, Any]] = []
         self.values: list[dict[str, Any]] = []
         self.saved: list[dict[str, Any]] = []
         self.events: list[Event] = []
         self.in_region = True
         self.closed = False
-        self.paused = 0
-        self.module_stack: list[str] = []
-        self.backward_module = ""
-        self._known: dict[int, int] = {}  # storage address -> storage id
-        self._current: dict[int, int] = {}  # storage id -> id of its newest value
-        self._restored: dict[int, int] = {}  # address of a handed-out stand-in -> value id
+        self.unreleased = 0
+        self.asks = False
+        self.before_write: Callable[[list[torch.Tensor]], None] = lambda written: None
+        self.opaque = 0  # compiled submodules that are being run
+        self.clock = Clock(device)
+        self._device = device
+        self._measures = device.type == "cpu" and available()
+        self._seconds: dict[Any, list[Callable[[], float]]] = {}
+        self._scratch: dict[Any, int] = {}
+        self._cost: Any = None  # of the operation at hand
+        self._costs: list[Any] = []  # for each operation, what equal calls share
+        self._infos: list[OpInfo] = []
+        self._modules: list[str] = []
+        self._backward_module = ""
+        self._known: dict[int, int] = {}  # address of a storage -> its id
+        self._current: dict[int, int] = {}  # id of a storage -> id of its newest value
+        self._handed_out: dict[int, int] = {}  # address of the storage of an unpacked tensor -> id of the value that it shows
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
         self._names: dict[int, tuple[StorageKind, str]] = {}
+        self._given: set[int] = set()
         self._module_names: dict[int, str] = {}
         self._uninitialized: set[int] = set()
-        self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
-        self._wrote = False  # in place, where autograd follows
-        self._numbers, self._columns, self._sums = Numbers(self), Columns(self), Sums()
-        self._unknown, self.outputs = Unknown(), Outputs(self)
-        self._claimed: set[int] = set()  # operations whose results layers save because they were told to
-        self._scopes: list[tuple[int, Any]] = []
-        self._infos: list[OpInfo] = []
+        self._updated: set[int] = set()  # made in the step, later written by a kernel whose schema does not say so
+        self._claimed: set[int] = set()
+        self._scopes: list[Any] = []  # directors of the checkpointing scopes that are open
+        self._evicts: list[bool | None] = []  # for each operation, whether the scope around it evicts what it writes
+        self._nodes: list[Any] = []  # for each operation, the autograd node whose turn it was
+        self._sums: set[int] = set()  # additions that autograd's engine made between nodes
         if model is not None:
-            self.name_model(model)
-
-    @classmethod
-    def ignore_compile_internals(cls) -> bool:
-        """A compiled call within stays compiled."""
-        return True
+            self._name_model(model)
 
     # ---- names ------------------------------------------------------------------------------------------------------------------
 
-    def name_model(self, model: torch.nn.Module) -> None:
-        """Learn whose storage is whose and what the modules are called."""
+    def _name_model(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             self._name(parameter, "parameter", name)
             if parameter.grad is not None:
                 self._name(parameter.grad, "gradient", name)
+            slab = getattr(parameter, "gradient_slab", None)  # it stands without gradients, too
+            if isinstance(slab, torch.Tensor):
+                self._name(slab, "gradient", name)
         for name, buffer in model.named_buffers():
             self._name(buffer, "buffer", name)
         self._module_names = {id(module): name for name, module in model.named_modules()}
@@ -153,47 +107,51 @@ class Tracer(TorchDispatchMode):
         for leaf in plain_leaves(tensor):
             self._names.setdefault(private.storage_key(leaf), (kind, name))
 
+    def name_gradients(self, model: torch.nn.Module) -> None:
+        """Gradients that the step made have the names of their parameters from here on."""
+        for name, parameter in model.named_parameters():
+            for leaf in plain_leaves(parameter.grad) if parameter.grad is not None else ():
+                number = self.known(leaf)
+                if number is not None and self.storages[number]["producer"] is not None:
+                    self.storages[number]["name"] = name
+
     def enter_module(self, module: torch.nn.Module) -> None:
         """A module's forward begins."""
-        if not self._module_names:
-            self._module_names = {id(m): name for name, m in module.named_modules()}
-        here = self.module_stack[-1] if self.module_stack else ""
-        self.module_stack.append(self._module_names.get(id(module), here))
+        here = self._modules[-1] if self._modules else ""
+        self._modules.append(self._module_names.get(id(module), here))
 
     def exit_module(self) -> None:
         """A module's forward ends."""
-        if self.module_stack:
-            self.module_stack.pop()
+        if self._modules:
+            self._modules.pop()
 
     @property
     def module(self) -> str:
         """Qualified name of the module that runs now; in backward, of the one whose saved tensor was asked for last."""
         if private.in_backward():
-            return self.backward_module
-        return self.module_stack[-1] if self.module_stack else ""
+            return self._backward_module
+        return self._modules[-1] if self._modules else ""
 
-    # ---- events -----------------------------------------------------------------------------------------------------------------
+    # ---- storages and values ----------------------------------------------------------------------------------------------------
 
     def event(self, kind: Any, index: int) -> None:
         """Append one event, unless the trace is over."""
         if not self.closed:
             self.events.append(Event(kind, index))
 
-    def watch(self, storage: torch.UntypedStorage, on_end: Callable[[], None]) -> None:
-        """Call ``on_end`` when the storage ends, if that is before the trace does."""
+    def _watch(self, storage: torch.UntypedStorage, on_end: Callable[[], None]) -> None:
         key = storage._cdata
 
         def ended(_: object) -> None:
-            if not self.closed:
-                self._known.pop(key, None)
-                self._restored.pop(key, None)
-                on_end()
+            self._known.pop(key, None)
+            self._handed_out.pop(key, None)
+            on_end()
 
         self._watches.append(weakref.ref(storage, ended))
 
-    def holds_any(self) -> bool:
-        """Whether a fake tensor of the trace is still held by anyone."""
-        return any(storage is not None and storage.device.type == "meta" for storage in (watch() for watch in self._watches))
+    def given(self, tensor: torch.Tensor) -> None:
+        """The caller gave it to the step: it stands to the end, used or not, since the caller of a later step may hold on to it."""
+        self._given.add(self._storage_of(tensor))
 
     def _storage_of(self, tensor: torch.Tensor, producer: int | None = None) -> int:
         """The id of the tensor's storage, registered now if it is new."""
@@ -203,19 +161,41 @@ class Tracer(TorchDispatchMode):
         if found is not None:
             return found
         kind, name = self._names.get(key, (None, ""))
+        if kind is None and producer is None and self.opaque:
+            producer = self._hidden_operation()
         if kind is None or producer is not None:
             kind, name = ("input" if producer is None else "backward" if private.in_backward() else "forward"), ""
         number = len(self.storages)
-        self.storages.append({"id": number, "bytes": storage.nbytes(), "kind": kind, "producer": producer, "name": name})
+        bytes_ = storage.nbytes() if tensor.device.type == self._device.type else 0
+        self.storages.append({"id": number, "bytes": bytes_, "kind": kind, "producer": producer, "name": name})
         self._known[key] = number
-        self.watch(storage, lambda: self.event("free", number))
+        self._watch(storage, lambda: None if number in self._given else self.event("free", number))
         self._new_value(number, producer)
+        if producer is not None and self._infos[producer] is _HIDDEN_INFO:
+            self.operations[producer]["writes"] = (self._current[number],)
         return number
 
-    def keeps_state(self, state: torch.Tensor) -> None:
-        """The step has read a random state, which it keeps from its next operation on."""
-        if not (self.paused or self.closed):
-            take_down(self, state)
+    def _hidden_operation(self) -> int:
+        """What stands for code that wrote a tensor unseen; the tensor has just shown up."""
+        index = len(self.operations)
+        self._infos.append(_HIDDEN_INFO)
+        self._evicts.append(None)
+        self._nodes.append(None)
+        self._add_operation(index, HIDDEN, (), False, HIDDEN, (HIDDEN, index))
+        self.event("op", index)
+        return index
+
+    def opaque_call(self, call: Callable[[], Any]) -> Any:
+        """Run code whose operations nobody sees: what it returns and what autograd saves in it shows up as written by one hidden operation each."""
+        first = len(self.operations)
+        self.opaque += 1
+        try:
+            result = self.measured((HIDDEN, first), call)
+            for tensor in tensors_inside(result):
+                self.value_of(tensor)
+        finally:
+            self.opaque -= 1
+        return result
 
     def _new_value(self, storage: int, producer: int | None) -> int:
         version = self.values[self._current[storage]]["version"] + 1 if storage in self._current else 0
@@ -226,186 +206,193 @@ class Tracer(TorchDispatchMode):
 
     def value_of(self, tensor: torch.Tensor) -> int:
         """The id of the value that the tensor shows now."""
-        restored = self._restored.get(private.storage_key(tensor))
-        if restored is not None:
-            return restored
-        return self._current[self._storage_of(tensor)]
+        found = self._handed_out.get(private.storage_key(tensor))
+        return found if found is not None else self._current[self._storage_of(tensor)]
+
+    def made(self, tensor: torch.Tensor) -> bool:
+        """Whether the step made the tensor's storage: parameters, buffers and inputs stood before."""
+        number = self._known.get(private.storage_key(tensor))
+        return number is not None and self.storages[number]["producer"] is not None
+
+    def known(self, tensor: torch.Tensor) -> int | None:
+        """The id of the tensor's storage, if it has been seen."""
+        return self._known.get(private.storage_key(tensor))
 
     # ---- operations -------------------------------------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
-        kwargs = kwargs or {}
-        if self.paused or self.closed:
-            return private.call(func, args, kwargs)
-        if any(is_wrapper_type(kind) for kind in types):
-            return NotImplemented
-        func = unwatched(self._sums.instead(func, args, kwargs))
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run one operation and write it down."""
+        if self.closed:
+            return proceed(func, args, kwargs)
         info = op_info(func)
-        if info.is_view:
-            constant = self.fake and not any(isinstance(t, FakeTensor) for t in tensors_of([args, kwargs]))
-            with private.without_fake_mode() if constant else nullcontext():
-                return taken(private.call(func, args, kwargs), args)
         inputs = [t for t in tensors_of([args, kwargs]) if has_plain_storage(t)]
-        if self.fake:
-            refuse_strangers(inputs)
-            if info.real_only:
-                raise TraceError(f"{info.name} allocates memory that fake tensors do not show: trace with real=True")
-        written = written_tensors(info, args, kwargs)
+        written = [t for t in written_tensors(info, args, kwargs) if has_plain_storage(t)]
         keys = {private.storage_key(t) for t in inputs}
-        statistics = [args[position] for position in hidden_statistics(info, args)]
-        ignored = {id(t) for t in statistics}
+        statistics_ = [args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor)]
+        ignored = {id(t) for t in statistics_}
         if info.fills:
-            ignored |= {id(t) for t in written if has_plain_storage(t) and covers_storage(t)}
+            ignored |= {id(t) for t in written if covers_storage(t)}
         reads = list(dict.fromkeys(self.value_of(t) for t in inputs if id(t) not in ignored))
-        behind = [self.value_of(t) for t in statistics if isinstance(t, torch.Tensor) and has_plain_storage(t)]
-        self._updated.update(value for value in behind if self.values[value]["producer"] is not None)
-        signature, spec = signature_of(func, args, kwargs)
-        if self.fake:
-            result, trues = self._on_fakes(func, info, inputs, args, kwargs)
-            self._unknown.seen(inputs, written)
-            if trues:
-                signature, spec = (*signature, trues), replace(spec, trues=trues)
-        elif self._measures and private.in_backward():
-            with peak("cpu", "allocator") as seen:
-                result = private.call(func, args, kwargs)
-                live = max(0, seen.live_bytes)
-            self.scratch[signature] = max(seen.peak_bytes - live, self.scratch.get(signature, 0))
+        for tensor in statistics_:
+            if has_plain_storage(tensor) and self.values[(value := self.value_of(tensor))]["producer"] is not None:
+                self._updated.add(value)
+        scope = self._scopes[-1] if self._scopes else None
+        if scope is not None and hasattr(scope, "arrives"):
+            wanted = scope.arrives(info, args, kwargs)
         else:
-            result = private.call(func, args, kwargs)
-        result = self.chance.drawn(info, args, result)
+            wanted = bool(scope.wants(info)) if scope is not None else None
+        if not self.in_region and (written or statistics_):
+            self.before_write([*written, *statistics_])
+        self._cost = cost = _cost_key(func, args, kwargs)
+        if private.in_backward() or not self.in_region:
+            result = apart(func, args, kwargs, lambda call: self.measured(cost, call))
+        else:
+            result = proceed(func, args, kwargs)  # to the recorder, which measures its runs
+        self._cost = cost
         outputs = [t for t in tensors_of(result) if has_plain_storage(t)]
-        fresh = [t for t in outputs if private.storage_key(t) not in keys] if not info.returns_written else []
+        fresh = [] if info.returns_written else [t for t in outputs if private.storage_key(t) not in keys]
         if not fresh and not written:
+            self.asks |= self.in_region and info.name in _ASKS
             return result
-        if self.fake and torch.is_grad_enabled():
-            refuse_stale(inputs if self._wrote else [], written)
-            self._wrote = self._wrote or any(t.requires_grad for t in inputs if written)
         index = len(self.operations)
-        hidden = hidden_bytes(info, args) if self.fake else 0
-        if signature not in self.specs:
-            output_bytes = max(hidden, sum({private.storage_key(t): t.untyped_storage().nbytes() for t in fresh}.values()))
-            self.specs[signature] = replace(spec, output_bytes=output_bytes)
+        node = private.node_key() if private.in_backward() else None
+        self._nodes.append(node)
+        if info.name == SUM and node is not None and len(args) == 2 and not kwargs and self._meets(args[0], reads, node):
+            self._sums.add(index)
         writes: list[int] = []
+        reason = info.reason or self._unsafe(info, reads, outputs)
+        self._infos.append(info)
+        self._evicts.append(wanted)
+        self._add_operation(index, info.name, tuple(reads), info.random, reason, self._cost)
         for tensor in fresh:
             known = len(self.storages)
             storage = self._storage_of(tensor, producer=index)
             if storage >= known:
-                self.storages[storage]["bytes"] = max(hidden, self.storages[storage]["bytes"])
                 writes.append(self._current[storage])
                 if info.uninitialized:
                     self._uninitialized.add(self._current[storage])
         for tensor in written:
-            if has_plain_storage(tensor):
-                new = self._new_value(self._storage_of(tensor), index)
-                writes.append(new)
-                if info.fills and not covers_storage(tensor) and self._uninitialized.intersection(reads):
-                    self._uninitialized.add(new)
-        reason = info.reason or self._unsafe(info, reads, inputs, outputs)
-        self.signatures.append(signature)
-        self._infos.append(info)
+            new = self._new_value(self._storage_of(tensor), index)
+            writes.append(new)
+            if info.fills and not covers_storage(tensor) and self._uninitialized.intersection(reads):
+                self._uninitialized.add(new)
+        self.operations[index]["writes"] = tuple(dict.fromkeys(writes))
+        self.event("op", index)
+        return result
+
+    def _meets(self, first: Any, reads: list[int], node: Any) -> bool:
+        """Whether a gradient that another node made is the first that is read, and nobody else holds it: the engine adds the second to it.
+
+        A view holds its base, and the engine adds out of place where anybody holds the bytes.
+        """
+        producer = self.values[reads[0]]["producer"] if reads else None
+        return producer is not None and self._nodes[producer] not in (None, node) and not first._is_view()
+
+    def _add_operation(self, index: int, name: str, reads: tuple[int, ...], random: bool, reason: str, cost: Any) -> None:
+        self._costs.append(cost)
         self.operations.append(
             {
                 "index": index,
-                "name": info.name,
-                "reads": tuple(reads),
-                "writes": tuple(dict.fromkeys(writes)),
+                "name": name,
+                "reads": reads,
+                "writes": (),
                 "phase": "backward" if private.in_backward() else "forward",
                 "module": self.module,
-                "random": info.random,
+                "random": random,
                 "replayable": not reason,
                 "reason": reason,
             }
         )
-        self.event("op", index)
-        if private.in_backward():
-            self._sums.ran(info.name, [private.storage_key(t) for t in (*fresh, *written) if has_plain_storage(t)])
-        self._numbers.seen(info, args, index)
-        self._columns.seen(info, index)
+
+    def measured(self, cost: Any, call: Callable[[], Any]) -> Any:
+        """What ``call`` returns; its seconds and scratch count for the operations of the kind ``cost``."""
+        if not self._measures:
+            result, seconds = self.clock.time(call)
+        else:
+            with peak("cpu", "allocator") as seen:
+                result, seconds = self.clock.time(call)
+                live = max(0, seen.live_bytes)
+            self._scratch[cost] = max(self._scratch.get(cost, 0), seen.peak_bytes - live)
+        self._seconds.setdefault(cost, []).append(seconds)
         return result
 
-    def _on_fakes(
-        self, func: Any, info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[Any, tuple[int, ...]]:
-        """What a call returns in a trace on fake tensors, and how many elements of its masks are true, where that is known."""
-        told = self.answers.tell(info.name) if asks(func) else NotImplemented
-        positions, trues = self.answers.pick(func, args, self.value_of)
-        if stays_real(info, inputs, args, kwargs) and not any(map(self._unknown.has, inputs)):
-            with private.without_fake_mode():
-                return private.call(func, args, kwargs), trues
-        if told is not NotImplemented:
-            return told, trues
-        if info.name == GROUPED:
-            return grouped(*args, **kwargs), ()
-        return laid_out(info, args, private.call(func, positions, kwargs)), trues
+    def first_run(self, call: Callable[[], Any]) -> Any:
+        """Measure the first run of the forward operation at hand, for those that have no second one."""
+        return self.measured((self._cost, "cold"), call)
 
-    def _unsafe(self, info: OpInfo, reads: list[int], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
+    def second_run(self, call: Callable[[], Any]) -> Any:
+        """Measure the second, warm run of the forward operation at hand, which verifies that it reproduces."""
+        return self.measured(self._cost, call)
+
+    def _seconds_of(self, cost: Any) -> float:
+        reads = self._seconds.get(cost) or self._seconds.get((cost, "cold")) or ()
+        return statistics.median(read() for read in reads) if reads else 0.0
+
+    def _scratch_of(self, cost: Any) -> int:
+        return max(self._scratch.get(cost, 0), self._scratch.get((cost, "cold"), 0))
+
+    def _unsafe(self, info: OpInfo, reads: list[int], outputs: list[torch.Tensor]) -> str:
         if not self.in_region:
             return OUTSIDE
         if private.in_backward():
             return _INNER
         if info.uninitialized:
             return "it returns memory that nothing has written yet"
-        for value in reads:
-            if value in self._uninitialized:
-                return "it reads memory that nothing the dispatcher sees has written"
-        if not outputs:
-            return "it returns no tensor"
-        return ""
+        if any(value in self._uninitialized for value in reads):
+            return "it reads memory that nothing the dispatcher sees has written"
+        return "" if outputs else "it returns no tensor"
 
     # ---- saved tensors ----------------------------------------------------------------------------------------------------------
 
-    def pack(self, tensor: torch.Tensor) -> Any:
-        """Autograd saves ``tensor``."""
-        if self.closed or not has_plain_storage(tensor):
-            return tensor if self.inner is None else self.inner[0](tensor)
-        with self._pause():
-            value = self.value_of(tensor)
-            storage = self.storages[self.values[value]["storage"]]
-            droppable = self.in_region and storage["producer"] is not None and self._wanted(value) is not False
-            number = len(self.saved)
-            self.saved.append(
-                {
-                    "id": number,
-                    "value": value,
-                    "droppable": droppable,
-                    "module": self.module,
-                    "shape": tuple(tensor.shape),
-                    "dtype": str(tensor.dtype).removeprefix("torch."),
-                    "forced": self._wanted(value) is True or self.values[value]["producer"] in self._claimed,
-                }
-            )
-            self.event("pack", number)
-            given_up = droppable and self.fake
-            inner = self.inner[0](tensor) if self.inner is not None else None if given_up else tensor.detach()
-            return TraceHandle(self, number, tensor, inner)
+    def packs(self, tensor: torch.Tensor) -> tuple[int, bool]:
+        """Autograd saves ``tensor``: the id of the saved tensor, and whether a plan may evict it."""
+        value = self.value_of(tensor)
+        storage = self.storages[self.values[value]["storage"]]
+        wanted = self._wanted(value)
+        droppable = self.in_region and storage["producer"] is not None and wanted is not False
+        number = len(self.saved)
+        self.saved.append(
+            {
+                "id": number,
+                "value": value,
+                "droppable": droppable,
+                "module": self.module,
+                "shape": tuple(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+                "forced": wanted is True or self.values[value]["producer"] in self._claimed,
+            }
+        )
+        self.unreleased += 1
+        self.event("pack", number)
+        return number, droppable
 
-    def unpack(self, handle: Any) -> torch.Tensor:
-        """Autograd asks for a saved tensor."""
-        if not isinstance(handle, TraceHandle):
-            return handle if self.inner is None else self.inner[1](handle)
-        with self._pause():
-            self.backward_module = self.saved[handle.saved]["module"]
-            self.event("unpack", handle.saved)
-            value = self.saved[handle.saved]["value"]
-            if self.inner is not None:
-                tensor = self.inner[1](handle.inner)
-            elif handle.inner is not None:
-                tensor = handle.inner
-            else:
-                tensor = torch.empty_strided(handle.shape, handle.strides, dtype=handle.dtype, device=handle.device)
-            key = private.storage_key(tensor)
-            number = handle.saved
-            if key in self._known or key in self._restored:
-                self.event("done", number)
-            else:
-                self._restored[key] = value
-                self.watch(tensor.untyped_storage(), lambda: self.event("done", number))
-            return tensor
+    def unpacks(self, number: int) -> None:
+        """Backward asks for a saved tensor."""
+        self._backward_module = self.saved[number]["module"]
+        self.event("unpack", number)
+
+    def hands_out(self, number: int, storage: torch.UntypedStorage | None, on_end: Callable[[], None]) -> None:
+        """It gets one on ``storage``, made for it alone; without one, nobody can tell how long it is used, and it stays anyway."""
+        if storage is None:
+            self.event("done", number)
+            return
+
+        def ended() -> None:
+            self.event("done", number)
+            on_end()
+
+        self._handed_out[storage._cdata] = self.saved[number]["value"]
+        self._watch(storage, ended)
+
+    def releases(self, number: int) -> None:
+        """Autograd has let go of a saved tensor for good."""
+        self.unreleased -= 1
+        self.event("release", number)
 
     @contextmanager
-    def region(self, director: Any) -> Iterator[None]:
-        """A checkpointing scope: what its director gives up is forced, what it keeps is not droppable."""
-        self._scopes.append((len(self.operations), director))
+    def region(self, director: Any):
+        """A checkpointing scope: what its director evicts is forced, what it keeps is not droppable."""
+        self._scopes.append(director)
         try:
             yield
         finally:
@@ -413,61 +400,26 @@ class Tracer(TorchDispatchMode):
 
     def gives_up(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is taken to come back for whoever saves it."""
-        if not self.claims or self.closed or not has_plain_storage(tensor):
+        if not self.claims or self.closed or not self.in_region or not has_plain_storage(tensor):
             return False
         value = self.value_of(tensor)
         producer = self.values[value]["producer"]
-        if producer not in self.claims or not self.in_region or self._wanted(value) is False:
+        if producer not in self.claims or self._wanted(value) is False:
             return False
         self._claimed.add(producer)
         return True
 
     def _wanted(self, value: int) -> bool | None:
-        """Whether the innermost scope that is open gives up what the value's operation writes; ``None`` where it was not written in one."""
+        """Whether the scope in which the value was written evicts it; ``None`` where it was not written in one, or is saved outside it."""
         producer = self.values[value]["producer"]
-        if producer is None or not self._scopes:
-            return None
-        start, director = self._scopes[-1]
-        return bool(director.wants(self._infos[producer])) if producer >= start and director is not None else None
-
-    @contextmanager
-    def _pause(self) -> Iterator[None]:
-        self.paused += 1
-        try:
-            yield
-        finally:
-            self.paused -= 1
+        return self._evicts[producer] if producer is not None and self._scopes else None
 
     # ---- the whole --------------------------------------------------------------------------------------------------------------
 
-    @contextmanager
-    def recording(self) -> Iterator[Tracer]:
-        """Activate the dispatch mode, the hooks and the module names together."""
-        with ExitStack() as stack:
-            hook = torch.nn.modules.module
-            pre = hook.register_module_forward_pre_hook(lambda module, _: self.enter_module(module))
-            stack.callback(pre.remove)
-            post = hook.register_module_forward_hook(lambda *_: self.exit_module(), always_call=True)
-            stack.callback(post.remove)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
-            stack.enter_context(self)
-            if self.fake:
-                stack.enter_context(FreshViews(lambda: self._wrote))
-                stack.enter_context(Looks(self.answers, self._unknown.has))
-                stack.enter_context(Alike(self.answers))
-                stack.enter_context(passing_for_real())
-            stack.enter_context(states_seen())
-            yield self
-
-    def known(self, tensor: torch.Tensor) -> int | None:
-        """The id of the tensor's storage, if it has been seen."""
-        return self._known.get(private.storage_key(tensor))
-
-    def graph(self, *, device: str, source: Any, extra_resident_bytes: int = 0, notes: tuple[str, ...] = ()) -> StepGraph:
-        """What was recorded, as data, without times; ends the trace."""
+    def graph(self, notes: tuple[str, ...] = ()) -> StepGraph:
+        """What was recorded, as data; ends the trace."""
         self.closed = True
-        events = self._columns.events()
-        events = events if self.fake else settled(events, self.operations, self.values, self.saved, self.storages, self.outputs.storages)
+        events = in_place(self.events, self.operations, self.storages, self.values, self._sums)
         newest: dict[int, int] = {}
         for value in self.values:
             producer = value["producer"]
@@ -481,19 +433,72 @@ class Tracer(TorchDispatchMode):
             )
             for value in self.values
         )
-        resident = sum(s["bytes"] for s in self.storages if s["producer"] is None)
+        costs = {cost: (self._seconds_of(cost), self._scratch_of(cost)) for cost in set(self._costs)}
+        operations = tuple(
+            Operation(**operation, seconds=costs[cost][0], scratch_bytes=costs[cost][1])
+            for operation, cost in zip(
+                settled_operations(self.operations, self.values, self.saved, self.storages), self._costs, strict=True
+            )
+        )
         return StepGraph(
-            operations=tuple(Operation(**op) for op in settled_operations(self.operations, self.values, self.saved, self.storages)),
-            storages=tuple(Storage(**storage) for storage in without_strays(self.storages, len(self.operations), device)),
+            operations=operations,
+            storages=tuple(Storage(**storage) for storage in self.storages),
             values=values,
             saved=tuple(Saved(**saved) for saved in self.saved),
             events=tuple(events),
-            resident_bytes=resident + extra_resident_bytes,
-            device=device,
-            source=source,
+            resident_bytes=sum(s["bytes"] for s in self.storages if s["producer"] is None),
+            plain_seconds=sum(operation.seconds for operation in operations),
+            device=self._device.type,
+            source="real",
             notes=notes,
-            outputs=tuple(sorted(self.outputs.storages)),
-            withheld=tuple(self.outputs.withheld),
-            aside=tuple(self.outputs.aside),
             claims=tuple(sorted(self._claimed)),
         )
+
+
+_ASKS = ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default")
+_HIDDEN_INFO = OpInfo(HIDDEN, False, (), False, False, False, (), None, HIDDEN)
+
+
+def apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
+    """What ``run`` returns for the operation; a functional collective is waited for, and moves copies.
+
+    The threads that carry out a collective hold its buffers until they have tidied up, so only copies let the step's own tensors end where the
+    program lets go of them.
+    """
+    if getattr(func, "namespace", "") != "_c10d_functional" or op_info(func).waits:
+        return run(lambda: proceed(func, args, kwargs))
+    copies: list[tuple[torch.Tensor, torch.Tensor]] = []
+
+    def copied(tensor: torch.Tensor) -> torch.Tensor:
+        copies.append((tensor, tensor.clone()))
+        return copies[-1][1]
+
+    with unseen():
+        given, named = pytree.tree_map_only(torch.Tensor, copied, (args, kwargs))
+    result = run(lambda: _waited_for(proceed(func, given, named)))
+    written = {id(tensor) for tensor in written_tensors(op_info(func), given, named)}
+    with unseen():
+        if not written:
+            return pytree.tree_map_only(torch.Tensor, torch.clone, result)
+        for tensor, copy in copies:
+            if id(copy) in written:
+                tensor.copy_(copy)
+    originals = {private.storage_key(copy): tensor for tensor, copy in copies}
+    return pytree.tree_map_only(torch.Tensor, lambda tensor: originals[private.storage_key(tensor)], result)
+
+
+def _waited_for(result: Any) -> Any:
+    return pytree.tree_map_only(torch.Tensor, private.wait_for_collective, result)
+
+
+def _cost_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What calls share that take equally long: the overload, and the shapes, strides and types of its arguments."""
+    return (func, tuple(map(_form, args)), tuple((name, _form(item)) for name, item in kwargs.items()))
+
+
+def _form(item: Any) -> Any:
+    if isinstance(item, torch.Tensor):
+        return (item.shape, item.dtype, item.stride() if item.layout is torch.strided else None)
+    if isinstance(item, (tuple, list)):
+        return tuple(map(_form, item))
+    return item if isinstance(item, (int, float, bool, str, torch.dtype)) else type(item)

@@ -166,7 +166,7 @@ def refuse_strangers(inputs: list[torch.Tensor]) -> None:
         if not isinstance(tensor, FakeTensor) and tensor.requires_grad and tensor.is_leaf:
             raise TraceError(
                 f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that the trace does not know: pass the module that owns it "
-                "as model=, or trace with real=True"
+                "as model=, or leave fake=True out"
             )
 
 

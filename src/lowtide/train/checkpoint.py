@@ -22,7 +22,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lowtide.errors import LowtideError
-from lowtide.run.limiter import LowtideWarning
+from lowtide.run.told import LowtideWarning
 
 KEPT = 2
 _NAME = re.compile(r"step-(\d{8})\.json")

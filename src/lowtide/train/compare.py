@@ -73,7 +73,8 @@ class Comparison:
             "plain": plain(self.plain),
             "planned": plain(self.planned),
             "predicted_peak_bytes": self.plan.predicted_peak_bytes,
-            "predicted_extra": _share(self.plan.predicted_extra_seconds, self.plan.plain_seconds),
+            "predicted_extra": self.plan.predicted_extra,
+            "calibrated_extra": self.plan.calibrated_extra,
             "measured_extra": self.extra,
             "gap": self.plan.gap,
             "bitwise_equal": None if self.different is None else not self.different,
@@ -182,7 +183,3 @@ def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device)
     torch.set_rng_state(state[0])
     if state[1] is not None:
         torch.cuda.set_rng_state(state[1], device)
-
-
-def _share(part: float, whole: float) -> float | None:
-    return part / whole if whole else None

@@ -10,6 +10,7 @@ from typing import Any, Literal
 
 import torch
 
+from lowtide.budget import asks_for
 from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec, model_spec
 from lowtide.plan import POLICIES
@@ -29,7 +30,9 @@ class TrainOptions:
 
     Attributes:
         model: a preset, ``hf:TYPE[:key=value,...]``, or the path of a Hugging Face ``config.json``.
-        budget: the most live bytes at any moment, ``600MiB`` or ``60%`` of the plain step's peak; ``None`` with a policy that takes none.
+        budget: the most live bytes at any moment: ``600MiB``, ``60%`` of the plain step's peak, ``min`` (the smallest that works) or ``auto``
+            (what the device has, less a reserve); ``None`` with a policy that takes none.
+        raise_budget: take the smallest budget that works where ``budget`` is below it.
         policy: how to meet the budget; ``None`` is ``optimal``.
         steps: optimizer steps.
         batch, seq: sequences in a micro-batch, tokens in a sequence.
@@ -60,6 +63,7 @@ class TrainOptions:
 
     model: str = "gpt-small"
     budget: str | None = "60%"
+    raise_budget: bool = False
     policy: str | None = None
     steps: int = 150
     batch: int = 8
@@ -162,6 +166,11 @@ class TrainOptions:
         flags = [f"--{name} {count}" for name, count in (("tp", self.tp), ("dp", self.dp), ("pp", self.pp)) if count > 1]
         flags += ["--sequence-parallel"] * self.sequence_parallel + ["--shard-parameters"] * self.shard_parameters
         return " ".join(flags) or "--tp 1 --dp 1 --pp 1"
+
+    @property
+    def raises_budget(self) -> bool:
+        """Whether a budget below the smallest that works becomes that."""
+        return self.raise_budget or asks_for(self.budget) == "min"
 
     @property
     def compares(self) -> bool:

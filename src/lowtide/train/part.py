@@ -5,7 +5,6 @@ A part runs forward and backward of an optimizer step, and leaves gradients that
 
 from __future__ import annotations
 
-import math
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -14,16 +13,21 @@ import torch
 from torch import Tensor, nn
 
 import lowtide
+from lowtide import budget as budgets
+from lowtide.errors import BudgetError
+from lowtide.meter import resident_bytes
 from lowtide.models import ModelSpec, build_model
 from lowtide.models.build import HuggingFaceModel
-from lowtide.parallel.data import average_gradients, gradient_norm, scale_gradients
+from lowtide.parallel.data import average_gradients
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients
+from lowtide.parallel.grads import clip_grad_norm
 from lowtide.parallel.parallelize import parallelize
 from lowtide.train.compare import Comparison, compare
 from lowtide.train.options import DTYPES, OptionError, TrainOptions
 from lowtide.train.ranks import Ranks
 
 Batch = tuple[Tensor, Tensor]
+_RAISES = 4  # at most: a first step, one beside gradients, and one beside the optimizer's state
 
 
 class Part(ABC):
@@ -33,8 +37,10 @@ class Part(ABC):
         modules: what it holds; their state dicts have the names of the whole model.
         parameters: of the whole model.
         plans: how many plans were made.
+        note: what was chosen that nobody asked for, to be told once.
     """
 
+    note: str = ""
     modules: Sequence[nn.Module]
     parameters: int
     options: TrainOptions
@@ -62,14 +68,9 @@ class Part(ABC):
         """Scale the gradients so that their norm over the whole model is at most ``most``; returns the norm before."""
         if self.ranks.alone:
             return nn.utils.clip_grad_norm_(self.modules[0].parameters(), most).item()
-        norm = self.norm()
-        if math.isfinite(most):
-            scale_gradients(self.modules, norm, most)
-        return norm
-
-    def norm(self) -> float:
-        """The norm of the gradients of the whole model."""
-        return gradient_norm(self.modules, self.ranks.model, tensor=self.ranks.tensor, counted_elsewhere=self.counted_elsewhere())
+        parameters = [parameter for module in self.modules for parameter in module.parameters()]
+        pipeline = self.ranks.pipeline
+        return clip_grad_norm(parameters, most, pipeline=pipeline, counted_elsewhere=self.counted_elsewhere()).item()
 
     def counted_elsewhere(self) -> Sequence[Tensor]:
         """Parameters that another process holds, too, and counts in the norm."""
@@ -95,6 +96,13 @@ class Part(ABC):
         dtype = self.options.dtype
         return torch.autocast(self.ranks.device.type, DTYPES[dtype], enabled=dtype != "fp32")
 
+    def auto_budget(self, standing_bytes: int) -> int:
+        """What ``--budget auto`` is for this process: of main memory, which all processes share, its share."""
+        device = self.ranks.device
+        free, sharing = budgets.available_bytes(device), self.ranks.size if device.type == "cpu" else 1
+        standing_bytes = standing_bytes if device.type == "cpu" else 0
+        return budgets.auto_bytes(None if free is None else free // sharing + standing_bytes, str(device))
+
     def own(self, batch: Batch) -> Batch:
         """This process's sequences of a micro-batch, on its device."""
         rows = self.ranks.share_of(self.options.batch)
@@ -117,7 +125,44 @@ class WholeModel(Part):
         return len(self._handle.plans)
 
     def limit(self, optimizer: torch.optim.Optimizer) -> None:
-        self._handle = lowtide.limit_memory(self.model, budget=self.options.budget, policy=self.options.policy, optimizer=optimizer)
+        self._optimizer = optimizer
+        asked = budgets.asks_for(self.options.budget)
+        if asked == "auto":
+            self._limit(self.auto_budget(resident_bytes(self.model)))
+        else:  # every step needs more than a byte, and the refusal says how much
+            self._limit(1 if asked == "min" else self.options.budget)
+
+    def _limit(self, budget: str | int | None) -> None:
+        self._handle = lowtide.limit_memory(self.model, budget, policy=self.options.policy, optimizer=self._optimizer)
+
+    def _raise_budget(self, error: BudgetError, tokens: Tensor, targets: Tensor) -> None:
+        """Where the budget may be raised to the smallest that works: do so, and plan within it."""
+        for _ in range(_RAISES):
+            if not self.options.raises_budget or error.smallest_bytes is None:
+                break
+            self._handle.remove()
+            self._limit(error.smallest_bytes)
+            self.note = raised(self.options.budget, error)
+            try:
+                with self.autocast():
+                    self._handle.prepare(tokens, targets)
+                return
+            except BudgetError as larger:
+                error = larger
+        raise error
+
+    def _planned_backward(self, tokens: Tensor, targets: Tensor, count: int) -> float:
+        """One of ``count`` parts of the loss, from a micro-batch; its gradients are added to the parameters'."""
+        try:
+            loss = self._loss(tokens, targets) / count
+        except BudgetError as error:
+            self._raise_budget(error, tokens, targets)
+            loss = self._loss(tokens, targets) / count
+        try:
+            loss.backward()
+        except BudgetError as error:  # at the end of the first, whose gradients are complete
+            self._raise_budget(error, tokens, targets)
+        return loss.item()
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
         with self.autocast():
@@ -127,9 +172,7 @@ class WholeModel(Part):
         """The mean loss; its gradients are added to the parameters'."""
         loss = 0.0
         for batch in batches:
-            part = self._loss(*self.own(batch)) / len(batches)
-            part.backward()
-            loss += part.item()
+            loss += self._planned_backward(*self.own(batch), count=len(batches))
         return loss
 
     def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> float:
@@ -163,6 +206,15 @@ class WholeModel(Part):
             "predicted_peak_bytes": plan.predicted_peak_bytes,
             "plain_peak_bytes": plan.plain_peak_bytes,
         }
+
+
+def raised(asked: str | None, error: BudgetError) -> str:
+    """What is told of a budget that was raised to the smallest that works."""
+    assert error.smallest_bytes is not None
+    chosen = f"budget {budgets.format_bytes(error.smallest_bytes)}, the smallest that works"
+    if budgets.asks_for(asked) == "min" or error.budget_bytes is None:
+        return chosen
+    return f"{chosen}: the default of {asked} of the plain step's peak is {budgets.format_bytes(error.budget_bytes)}"
 
 
 def make_part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Literal
 
@@ -10,10 +10,15 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import budget as budgets
+from lowtide.errors import BudgetError
+from lowtide.graph import StepGraph
 from lowtide.models import ModelSpec, build_model
-from lowtide.plan import Plan, Simulator, make
-from lowtide.trace.step import trace
+from lowtide.plan import Plan, make
+from lowtide.plan.explain import in_one_line
+from lowtide.progress import working
+from lowtide.trace.step import trace_fake
 from lowtide.train.options import DTYPES, check_device, check_file, check_policy, checked_spec, require
+from lowtide.train.part import raised
 
 TIMED_BYTES = 2 << 30
 """Operations on more than this are estimated instead of timed: they would take minutes, and memory that the step itself may not have."""
@@ -25,6 +30,7 @@ class PlanOptions:
 
     model: str = "gpt-small"
     budget: str | None = "60%"
+    raise_budget: bool = False
     policy: str | None = None
     batch: int = 8
     seq: int = 256
@@ -59,9 +65,24 @@ def make_plan(options: PlanOptions) -> Plan:
         with torch.autocast(device.type, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
             return model(tokens, targets).loss
 
-    graph = trace(step, tokens, tokens.clone(), model=model, memory_limit_bytes=TIMED_BYTES)
-    limit = None if options.budget is None else budgets.parse(options.budget, Simulator(graph).plain_peak)
-    return make(graph, budget=limit, policy=options.policy or "optimal")
+    policy = options.policy or "optimal"
+    with working("planning", "planned") as work:
+        work.say("tracing one step")
+        graph = trace_fake(step, (tokens, tokens.clone()), {}, [model], memory_limit_bytes=TIMED_BYTES)
+        made = _planned(graph, options, policy)
+        work.done(in_one_line(made))
+    return made
+
+
+def _planned(graph: StepGraph, options: PlanOptions, policy: str) -> Plan:
+    """The plan within the budget, or within the smallest that works where the budget may be raised."""
+    try:
+        return make(graph, budget=options.budget, policy=policy)
+    except BudgetError as error:
+        if not options.raise_budget or error.smallest_bytes is None:
+            raise
+        plan = make(graph, budget=budgets.with_slack(error.smallest_bytes), policy=policy)
+        return replace(plan, notes=(*plan.notes, raised(options.budget, error)))
 
 
 def build_untouched(spec: ModelSpec, device: torch.device) -> nn.Module:

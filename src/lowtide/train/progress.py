@@ -22,6 +22,10 @@ class Progress(ABC):
         """The run of ``what`` begins after ``first`` of ``steps`` steps."""
 
     @abstractmethod
+    def note(self, text: str) -> None:
+        """Something was chosen that nobody asked for."""
+
+    @abstractmethod
     def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None:
         """A step has ended; ``peak_bytes`` is the most live memory within it, if known."""
 
@@ -42,6 +46,8 @@ class Silent(Progress):
     """Says nothing."""
 
     def start(self, first: int, steps: int, what: str) -> None: ...
+
+    def note(self, text: str) -> None: ...
 
     def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None: ...
 
@@ -65,8 +71,9 @@ class ConsoleProgress(Progress):
     def start(self, first: int, steps: int, what: str) -> None:
         self._first, self._steps = first, steps
         self._console.print(what, highlight=False, soft_wrap=True)
-        if first:
-            self._console.print(f"going on after step {first}")
+
+    def note(self, text: str) -> None:
+        self._console.print(text, highlight=False, soft_wrap=True)
 
     def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None:
         if done - self._first > 1:  # the first step plans

@@ -30,7 +30,6 @@ class Ranks:
     Attributes:
         rank, size: among all processes.
         tensor, data, pipeline: the ranks that share its layers, its place in the batch, the stages of its copy of the model.
-        model: every rank that holds a part of the same copy of the model.
         device: where it computes.
         store: what `lowtide.train.watch` writes to; ``None`` for a process alone or a group that somebody else set up.
     """
@@ -40,7 +39,6 @@ class Ranks:
     tensor: TensorGroup = ALONE
     data: TensorGroup = ALONE
     pipeline: TensorGroup = ALONE
-    model: TensorGroup = ALONE
     device: torch.device = field(default_factory=lambda: torch.device("cpu"))
     store: Any = None
 
@@ -182,7 +180,6 @@ def _layout(options: TrainOptions, device: torch.device, store: Any) -> Ranks:
         tensor=own(grid.reshape(-1, options.tp)),
         data=own(grid.permute(0, 2, 1).reshape(-1, options.dp)),
         pipeline=own(grid.permute(1, 2, 0).reshape(-1, options.pp)),
-        model=own(grid.permute(1, 0, 2).reshape(options.dp, -1)),
         device=device,
         store=store,
     )

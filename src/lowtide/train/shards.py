@@ -23,8 +23,8 @@ from torch import Tensor, nn
 
 from lowtide.parallel.checkpoint import partitions_of
 from lowtide.parallel.partition import Partition
-from lowtide.run.limiter import LowtideWarning
 from lowtide.run.resident import own_share
+from lowtide.run.told import LowtideWarning
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.ranks import Ranks

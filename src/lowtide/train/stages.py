@@ -20,7 +20,7 @@ from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
 from lowtide.parallel.window import MicroBatch, StageMemory, measure_micro_batch
 from lowtide.run.resident import optimizer_need
 from lowtide.train.options import OptionError, TrainOptions, require
-from lowtide.train.part import Batch, Part, count_parameters, shared_model
+from lowtide.train.part import Batch, Part, count_parameters, raised, shared_model
 from lowtide.train.ranks import Ranks
 
 DEFAULT_SCHEDULE = "1f1b"
@@ -150,18 +150,23 @@ class Stages(Part):
         need = optimizer_need(optimizer)
         standing = meter.resident_bytes(self.modules[0], optimizer, device) + need.state_bytes + need.missing_gradient_bytes
         plain = standing + self.memory.peak_bytes(self.memory.in_flight)
-        assert self.options.budget is not None
-        limit = budgets.parse(self.options.budget, max(self.ranks.gather(plain)))  # devices are alike: a percentage is of the fullest one
+        budget = self.options.budget
+        assert budget is not None
+        fullest = max(self.ranks.gather(plain))  # devices are alike: a percentage is of the fullest one
         fixed = {"keep_all": self.memory.in_flight, "full": 0}.get(self.options.policy or "")
         needed = self.memory.least_bytes if fixed is None else self.memory.peak_bytes(fixed)
         least = standing + max(needed, need.step_bytes)
+        if budgets.asks_for(budget) == "auto":
+            limit = self.auto_budget(meter.resident_bytes(self.modules[0], device=device))
+        else:
+            limit = budgets.resolve(budget, fullest, least)
         if least > limit:
-            text = budgets.format_bytes
-            raise BudgetError(
-                f"no window fits in {text(limit)}: with {self.memory.in_flight} micro-batches in flight the smallest budget is {text(least)} "
-                f"({least} bytes), of which parameters, gradients and optimizer state are {text(standing)}",
-                least,
-            )
+            parts = {budgets.PARAMETERS: standing, budgets.ACTIVATIONS: least - standing}
+            detail = f"Parameters are with their gradients and optimizer state; {self.memory.in_flight} micro-batches are in flight."
+            refusal = budgets.too_small(limit, least, parts, detail=detail)
+            if not self.options.raises_budget:
+                raise refusal
+            limit, self.note = least, raised(budget, refusal)
         capacity = self.memory.capacity(limit - standing) if fixed is None else fixed
         assert capacity is not None
         self._limit_bytes, self._standing_bytes = limit, standing

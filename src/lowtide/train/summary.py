@@ -14,6 +14,7 @@ from lowtide.train.trainer import TrainResult
 
 PICTURE_WIDTH, PICTURE_HEIGHT = 96, 16
 PAIRED = (
+    "time, predicted: forecast before any step, from operations timed alone; time, calibrated: as the run's own steps took; "
     "time, measured: the median step of either kind; time, paired: the median of what a planned step took more than the plain one that ran "
     "right before or after it"
 )
@@ -59,21 +60,31 @@ def _losses(result: TrainResult) -> str:
     if result.validation:
         words.append(f"validation loss {result.validation[-1][1]:.3f}")
     if result.step_peak_bytes:
-        planning, *others = result.step_peak_bytes
-        words.append(f"most live memory {format_bytes(max(others, default=planning))}")
-        if planning > max(others, default=planning):
-            words.append(f"{format_bytes(planning)} while planning")
+        words.append(f"most live memory {format_bytes(max(result.step_peak_bytes))} (step {result.worst_step})")
+        if result.budget_bytes is not None:
+            words.append(_held(result))
     if result.stopped:
         words.append(f"stopped after step {result.last_step}")
     return ", ".join(words)
 
 
+def _held(result: TrainResult) -> str:
+    """Whether every step stayed within the budget, and if not, which went furthest beyond."""
+    assert result.budget_bytes is not None
+    budget, over, steps = format_bytes(result.budget_bytes), result.steps_over_budget, len(result.step_peak_bytes)
+    if not over:
+        return f"budget {budget} held in every step"
+    return f"[red]budget {budget} exceeded in {len(over)} of {steps} steps, most in step {result.worst_step}[/red]"
+
+
 def _rank(rank: dict[str, Any]) -> str:
     """One of several processes: what it took, under which budget, and its window of micro-batches."""
-    peaks = rank["step_peak_bytes"][1:] or rank["step_peak_bytes"]
-    words = [f"most live memory {format_bytes(max(peaks))}" if peaks else "memory not counted"]
+    peaks = rank["step_peak_bytes"]
+    worst = peaks.index(max(peaks)) + rank["first_step"] + 1 if peaks else 0
+    words = [f"most live memory {format_bytes(max(peaks))} (step {worst})" if peaks else "memory not counted"]
     if rank.get("budget_bytes") is not None:
-        words.append(f"budget {format_bytes(rank['budget_bytes'])}")
+        held = {True: " held", False: " [red]exceeded[/red]"}[max(peaks) <= rank["budget_bytes"]] if peaks else ""
+        words.append(f"budget {format_bytes(rank['budget_bytes'])}{held}")
     if rank.get("blocks_recomputed") is not None:
         words.append(f"{rank['blocks_recomputed']} of {rank['blocks']} blocks recomputed")
     if "in_flight" in rank:
@@ -93,7 +104,10 @@ def _table(result: TrainResult, comparison: Comparison) -> Table:
         table.add_row(name, plain_text, planned_text, ratio)
 
     budget = "none" if plan.budget_bytes is None else format_bytes(plan.budget_bytes)
-    within = {True: "held", False: "[red]exceeded[/red]", None: ""}[comparison.within_budget]
+    if result.steps_over_budget and result.worst_step is not None:
+        within = f"[red]exceeded, most in step {result.worst_step}[/red]"
+    else:
+        within = {True: "held", False: "[red]exceeded[/red]", None: ""}[result.within_budget]
     row("budget", "", budget, within)
     row(
         "peak, predicted",
@@ -107,10 +121,11 @@ def _table(result: TrainResult, comparison: Comparison) -> Table:
         format_bytes(planned.peak_bytes),
         _change(planned.peak_bytes, plain.peak_bytes) if plain else "",
     )
-    predicted_seconds = plan.plain_seconds + plan.predicted_extra_seconds
-    row(
-        "time, predicted", seconds_text(plan.plain_seconds), seconds_text(predicted_seconds), _change(predicted_seconds, plan.plain_seconds)
-    )
+    times = {"time, predicted": (plan.plain_seconds, plan.predicted_extra_seconds)}
+    if plan.calibrated_plain_seconds is not None and plan.calibrated_extra_seconds is not None:
+        times["time, calibrated"] = (plan.calibrated_plain_seconds, plan.calibrated_extra_seconds)
+    for name, (base, extra) in times.items():
+        row(name, seconds_text(base), seconds_text(base + extra), _change(base + extra, base))
     row(
         "time, measured",
         seconds_text(plain.seconds) if plain else unknown,

@@ -7,7 +7,7 @@ import platform
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from types import FrameType
 from typing import Any, Literal
@@ -20,6 +20,7 @@ from lowtide.budget import format_bytes
 from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec
 from lowtide.optim import HostOptimizer
+from lowtide.progress import muted
 from lowtide.train import checkpoint, shards
 from lowtide.train.alive import Alive, guarded
 from lowtide.train.compare import Comparison
@@ -29,6 +30,7 @@ from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.part import make_part
 from lowtide.train.progress import Progress, Silent
 from lowtide.train.ranks import Ranks, ranks_for
+from lowtide.train.resume import check_same
 from lowtide.train.schedule import learning_rate
 
 
@@ -51,6 +53,7 @@ class TrainResult:
         step_seconds: wall time of every step.
         step_peak_bytes: most live bytes within every step, from its first forward to the end of its optimizer step, evaluation and
             checkpoint included; empty where they cannot be counted. The first step plans. Of this process.
+        budget_bytes: of the latest plan; ``None`` without a budget.
         ranks: what every process did that is its own: its name, its peaks, what its plans were; empty for a process alone.
         plans: how many plans were made (one for each shape of step).
         comparison: the plain and the planned step side by side, unless turned off.
@@ -67,6 +70,7 @@ class TrainResult:
     gradient_norms: list[float] = field(default_factory=list)
     step_seconds: list[float] = field(default_factory=list)
     step_peak_bytes: list[int] = field(default_factory=list)
+    budget_bytes: int | None = None
     plans: int = 0
     comparison: Comparison | None = None
     stopped: bool = False
@@ -77,6 +81,27 @@ class TrainResult:
     def last_step(self) -> int:
         """Optimizer steps done, those before a resume included."""
         return self.first_step + len(self.losses)
+
+    @property
+    def worst_step(self) -> int | None:
+        """The step with the most live memory, counted from 1; ``None`` where memory was not counted."""
+        peaks = self.step_peak_bytes
+        return self.first_step + peaks.index(max(peaks)) + 1 if peaks else None
+
+    @property
+    def steps_over_budget(self) -> list[int]:
+        """The steps that took more than the budget, counted from 1: none when it was held."""
+        if self.budget_bytes is None:
+            return []
+        return [step for step, peak in enumerate(self.step_peak_bytes, self.first_step + 1) if peak > self.budget_bytes]
+
+    @property
+    def within_budget(self) -> bool | None:
+        """Whether every step stayed within the budget, those of the comparison included; ``None`` without a budget or a meter."""
+        compared = None if self.comparison is None else self.comparison.within_budget
+        if self.budget_bytes is None or not self.step_peak_bytes:
+            return compared
+        return not self.steps_over_budget and compared is not False
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values."""
@@ -92,6 +117,10 @@ class TrainResult:
             "gradient_norms": self.gradient_norms,
             "step_seconds": self.step_seconds,
             "step_peak_bytes": self.step_peak_bytes,
+            "budget_bytes": self.budget_bytes,
+            "within_budget": self.within_budget,
+            "worst_step": self.worst_step,
+            "steps_over_budget": self.steps_over_budget,
             "plans": self.plans,
             "comparison": None if self.comparison is None else self.comparison.to_json(),
             "stopped": self.stopped,
@@ -149,6 +178,8 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
             memory.adopt(meter.resident_tensors(optimizer=optimizer))  # the loaded state is the checkpoint's own tensors
             result.first_step = resumed.step
         progress.start(result.first_step, options.steps, f"{options.model}, {result.parameters / 1e6:.1f} M parameters, {corpus}")
+        if resumed is not None:
+            progress.note(_going_on(options, resumed))
 
         for step in range(result.first_step, options.stop_after or options.steps):
             done = step + 1
@@ -159,7 +190,12 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, options.steps, options.lr, options.warmup)
                 ranks.seed(options.seed, step)
-                loss = part.step([batches.draw(step * options.grad_accum + micro) for micro in range(options.grad_accum)], optimizer)
+                drawn = [batches.draw(step * options.grad_accum + micro) for micro in range(options.grad_accum)]
+                with muted() if result.losses else nullcontext():  # the bar of the training is there from the first step on
+                    loss = part.step(drawn, optimizer)
+                if part.note:
+                    progress.note(part.note)
+                    part.note = ""
                 norm = part.clip(options.clip or math.inf)
                 loss, asked = ranks.sum(loss / ranks.size, float(bool(stop)))
                 if not math.isfinite(loss) or not math.isfinite(norm):
@@ -193,12 +229,13 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
             doing("the comparison")
             progress.comparing()
             result.comparison = part.compare(batches.draw(0), optimizer)
-        result.plans = part.plans
+        result.plans, result.budget_bytes = part.plans, part.about().get("budget_bytes")
         part.release()
     result.seconds = time.perf_counter() - began
     if not ranks.alone:
         doing("the end")
-        mine = {"name": ranks.name, "step_peak_bytes": result.step_peak_bytes, "plans": result.plans, **part.about()}
+        mine = {"name": ranks.name, "first_step": result.first_step, "step_peak_bytes": result.step_peak_bytes}
+        mine |= {"plans": result.plans, **part.about()}
         mine["comparison"] = None if result.comparison is None else result.comparison.to_json()
         result.ranks = ranks.gather(mine)
     return result
@@ -261,19 +298,15 @@ def find_checkpoint(options: TrainOptions, corpus: Corpus, ranks: Ranks) -> chec
     shared = not ranks.alone or shards.format_of(folder) == shards.FORMAT
     loaded = shards.newest(folder, ranks) if shared else checkpoint.load(folder)
     now = options.trajectory(corpus.digest)
-    for name, value in loaded.run.items():
-        if now.get(name) != value and name == "data":
-            raise OptionError(f"--resume: the run in {folder} was trained on other text: pass the same --data")
-        if now.get(name) != value and name == "model":
-            raise OptionError(f"--resume: the run in {folder} trains a model of another shape: pass the same --model and changes to it")
-        if now.get(name) != value:
-            flag = name.replace("_", "-")
-            raise OptionError(
-                f"--resume: the run in {folder} has --{flag} {value}, not {now.get(name)}: pass --{flag} {value}, or start anew"
-            )
-    if loaded.step >= (options.stop_after or options.steps):
-        raise OptionError(f"--resume: the run in {folder} is at step {loaded.step} already: there is nothing left to do")
+    check_same(folder, loaded.run, now, loaded.step, options.stop_after or options.steps)
     return loaded
+
+
+def _going_on(options: TrainOptions, resumed: checkpoint.Checkpoint | shards.Manifest) -> str:
+    """Which run is gone on with, and from where to where."""
+    text = f"going on with the run in {options.checkpoint_dir} after step {resumed.step} of {options.steps}"
+    before = resumed.run.get("steps", options.steps)
+    return text if before == options.steps else f"{text} ({before} so far): the learning rate follows the new length from here on"
 
 
 def save(
@@ -283,7 +316,7 @@ def save(
     several processes so do random numbers.
     """
     assert options.checkpoint_dir is not None
-    run = options.trajectory(corpus.digest)
+    run = {**options.trajectory(corpus.digest), "options": options.to_json()}
     if not ranks.alone:
         shards.save(options.checkpoint_dir, step, modules, optimizer, run, ranks)
         return

@@ -8,7 +8,7 @@ from typing import Any
 
 from torch import nn
 
-from lowtide.budget import parse
+from lowtide.budget import format_bytes, parse
 from lowtide.errors import BudgetError
 from lowtide.estimate.config import Config, describe
 from lowtide.estimate.devices import Device
@@ -21,6 +21,7 @@ from lowtide.estimate.simulation.traced import Traced, pretended_group, trace_ch
 from lowtide.estimate.total import stage_estimate
 from lowtide.graph import StepGraph
 from lowtide.plan import policies
+from lowtide.plan.blocks import default_blocks, full_stored, region_stored, regions_of, sqrt_stored
 from lowtide.plan.simulate import Simulation, Simulator
 from lowtide.trace.costs import OpCost
 from lowtide.trace.describe import Signature
@@ -216,15 +217,15 @@ def stored_values(config: Config, graph: StepGraph, policy: str | None = None) -
     if name == "keep_all":
         return frozenset(simulator.droppable)
     if name == "full":
-        return policies.full_stored(graph, simulator)
+        return full_stored(graph, simulator)
     if name == "sqrt" and policy is None:
         return _segments(config, graph, simulator)
     if name == "sqrt":
-        return policies.sqrt_stored(graph, simulator)
+        return sqrt_stored(graph, simulator)
     if name == "selective":
         cores = list(dict.fromkeys(op.module for op in graph.operations if op.module.endswith("attention.core")))
         if policy is None and cores:  # the project's own models name the core
-            return policies.region_stored(simulator, policies.regions_of(graph, cores))
+            return region_stored(simulator, regions_of(graph, cores))
         return policies.attention_stored(graph, simulator)
     raise EstimateError(f"--policy={name!r}: choose keep_all, full, sqrt or selective, or give --budget for the best plan within it")
 
@@ -232,9 +233,9 @@ def stored_values(config: Config, graph: StepGraph, policy: str | None = None) -
 def _segments(config: Config, graph: StepGraph, simulator: Simulator) -> frozenset[int]:
     """Sublinear checkpointing: what enters each segment of k layers stays."""
     size = segment_layers(config)
-    blocks = policies.default_blocks(graph)
-    region = policies.regions_of(graph, blocks)
-    return policies.region_stored(simulator, {op: number // size for op, number in region.items()})
+    blocks = default_blocks(graph)
+    region = regions_of(graph, blocks)
+    return region_stored(simulator, {op: number // size for op, number in region.items()})
 
 
 def _chunk(config: Config, pair: Pair, policy: str | None) -> Chunk:
@@ -269,9 +270,10 @@ def _within(config: Config, stage: int, pairs: Sequence[Pair], limit: int) -> li
             high = share
     if best is None:
         raise BudgetError(
-            f"no plan keeps stage {stage} within {limit:,} bytes: the smallest peak found is {smallest:,} bytes; give --budget at least that, more "
-            "pipeline stages or tensor-parallel ranks, or a smaller --micro-batch",
+            f"no plan keeps stage {stage} within {format_bytes(limit)}: the smallest peak found is {format_bytes(smallest)} "
+            f"({smallest} bytes); give --budget at least that, more pipeline stages or tensor-parallel ranks, or a smaller --micro-batch",
             smallest,
+            budget_bytes=limit,
         )
     return best
 

@@ -19,11 +19,11 @@ from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
 from lowtide.estimate.speed import EFFICIENCY
 from lowtide.graph import StepGraph
-from lowtide.plan import policies
+from lowtide.plan.blocks import block_of
 from lowtide.run.agree import with_collectives
 from lowtide.trace.costs import OpCost, Roofline, flops, measure_costs, runnable
 from lowtide.trace.describe import Signature
-from lowtide.trace.eager import Tracer
+from lowtide.trace.fake_tracer import Tracer
 from lowtide.trace.staging import staging_bytes
 
 CALL_SECONDS = 5e-6
@@ -61,7 +61,7 @@ class ScopedTracer(Tracer):
         """Whether the recomputation of a layer brings the tensor back."""
         number = self._known.get(private.storage_key(tensor))
         producer = None if number is None else self.storages[number]["producer"]
-        return producer is not None and bool(policies.block_of(self.operations[producer]["module"]))
+        return producer is not None and bool(block_of(self.operations[producer]["module"]))
 
 
 @contextmanager
@@ -149,7 +149,7 @@ def trace_chunk(
         with private.without_fake_mode():
             tokens = torch.zeros(config.micro_batch, config.seq, dtype=torch.long) if first else None
             targets = torch.zeros(config.micro_batch, config.seq, dtype=torch.long) if last else None
-        tracer = (ScopedTracer if whole_layers else Tracer)(piece, fake=True)
+        tracer = (ScopedTracer if whole_layers else Tracer)(piece)
         try:
             with tracer.recording(), torch.enable_grad():
                 split = _one_micro_batch(piece, config, tracer, tokens, targets)
@@ -164,7 +164,7 @@ def trace_chunk(
             kinds[kind] = sum({private.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
         if with_gradients:
             kinds["gradient"] = sum(p.grad.untyped_storage().nbytes() for p in piece.parameters() if p.grad is not None)
-        graph = with_collectives(tracer.graph(device="cpu", source="fake"))
+        graph = with_collectives(tracer.graph(device="cpu"))
     if device is not None:
         graph = _with_roofline(graph, tracer, device)
     if scratch is not None:

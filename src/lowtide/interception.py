@@ -1,0 +1,226 @@
+"""Stand between autograd and the kernels: every operation of a thread passes through Python, and ATen does not know.
+
+A `TorchDispatchMode` changes what it watches: ATen asks whether one is active and then takes other ways (losses mask out of place, backward makes
+second gradients, gradients that meet are added out of place). Here a kernel of our own stands at a dispatch key that PyTorch keeps for uses
+outside it (``Fake``), below autograd and above the devices. The key is let in for a thread while an `Interceptor` is active on it, so that everything
+else of PyTorch runs as it does in a plain step. Views have no kernel there and pass without Python; tensor subclasses come apart above it.
+
+Private interfaces of PyTorch, seen in 2.11 to 2.13: the key and its registration, the thread's set of included keys, objects in its thread state.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+
+_KEY = "Fake"
+_STATE = "lowtide.interception"
+_include = torch._C._dispatch_tls_set_dispatch_key_included
+_included = torch._C._dispatch_tls_is_dispatch_key_included
+_state_of_thread = torch._C._get_obj_in_tls
+_has_state = torch._C._is_key_in_tls
+
+
+class Interceptor:
+    """Sees the operations of a thread while it is active, the innermost first; nothing that it runs itself is seen by any."""
+
+    def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Run an operation: pass it on with `proceed`, and return what it returned."""
+        raise NotImplementedError
+
+    _thread_state: _Thread | None = None
+
+    def start(self) -> None:
+        """From here on, until `stop`, on this thread."""
+        _register()
+        thread = self._thread_state = _thread()
+        thread.active = [*thread.active, self]
+        _include(_KEY, True)
+
+    def stop(self) -> None:
+        """See nothing more, wherever among the active ones this is, and whichever thread says so."""
+        thread, self._thread_state = self._thread_state, None
+        if thread is None:
+            return
+        thread.active = [one for one in thread.active if one is not self]
+        if not thread.active and thread.level < 0:
+            _include(_KEY, False)  # another thread's kernels find out by themselves
+
+    def __enter__(self) -> Any:
+        self.start()
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.stop()
+
+
+class _Thread:
+    """What is active on a thread; the threads on which autograd runs a backward share it with the one that asked for that."""
+
+    __slots__ = ("active", "keyset", "level")
+
+    def __init__(self) -> None:
+        self.active: list[Interceptor] = []
+        self.level = -1  # place of the interceptor that runs an operation now, -1 where none does
+        self.keyset: Any = None
+
+
+def _thread() -> _Thread:
+    if not _has_state(_STATE):
+        torch._C._stash_obj_in_tls(_STATE, _Thread())
+    return _state_of_thread(_STATE)
+
+
+def interceptors() -> list[Interceptor]:
+    """Those that are active on this thread, outermost first."""
+    return _state_of_thread(_STATE).active if _has_state(_STATE) else []
+
+
+def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """Pass an operation on to the next interceptor, and from the outermost to its kernel; outside of all, just run it."""
+    thread = _state_of_thread(_STATE) if _has_state(_STATE) else None
+    if thread is None or thread.level < 0:
+        return func(*args, **kwargs)
+    if thread.level == 0:
+        return _run(func, thread.keyset & _BELOW, args, kwargs)
+    thread.level -= 1
+    try:
+        return thread.active[thread.level].operation(func, tuple(args), kwargs)
+    finally:
+        thread.level += 1
+
+
+class unseen:
+    """A context: operations in the block pass by every interceptor, without Python."""
+
+    __slots__ = ("_before",)
+
+    def __enter__(self) -> None:
+        self._before = _included(_KEY)
+        if self._before:
+            _include(_KEY, False)
+
+    def __exit__(self, *_: object) -> None:
+        if self._before and interceptors():
+            _include(_KEY, True)
+
+
+@contextmanager
+def visible() -> Iterator[None]:
+    """The other way round: within `unseen`, operations in the block are seen again."""
+    before = _included(_KEY)
+    _include(_KEY, bool(interceptors()))
+    try:
+        yield
+    finally:
+        _include(_KEY, before)
+
+
+def seen() -> bool:
+    """Whether operations that this thread runs now are seen by an interceptor."""
+    return _included(_KEY)
+
+
+class _Kernel:
+    """What stands at the key for one overload."""
+
+    __slots__ = ("func", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.func: Any = None
+
+    def __call__(self, keyset: Any, *args: Any, **kwargs: Any) -> Any:
+        func = self.func
+        if func is None:
+            func = self.func = _overload(self.name)
+        thread = _state_of_thread(_STATE) if _has_state(_STATE) else None
+        if thread is None or thread.level >= 0 or not thread.active or (args and isinstance(args[0], FakeTensor)):
+            return _passed(func, keyset & _BELOW, args, kwargs)
+        _include(_KEY, False)
+        active = thread.active
+        thread.level, thread.keyset = len(active) - 1, keyset
+        try:
+            return active[-1].operation(func, args, kwargs)
+        finally:
+            thread.level = -1
+            if thread.active:
+                _include(_KEY, True)
+
+
+def _passed(func: Any, below: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    with unseen():
+        return _run(func, below, args, kwargs)
+
+
+def _run(func: Any, below: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
+    """The kernel of an operation, from below the key on.
+
+    Python gets numbers where PyTorch had wrapped them in tensors (``x * 0.5``), and takes them back only from the top.
+    """
+    if (len(args) > 1 and type(args[1]) in _NUMBERS and _takes_tensor(func)) or (args and type(args[0]) in _NUMBERS):
+        with torch._C._AutoDispatchBelowAutograd():
+            return func(*args, **kwargs)
+    return func._handle.redispatch_boxed(below, *args, **kwargs)
+
+
+@functools.cache
+def _takes_tensor(func: Any) -> bool:
+    """Whether an overload's second argument is a tensor."""
+    return str(func._schema.arguments[1].type) in ("Tensor", "Optional[Tensor]")
+
+
+_DEVICES = ("CPU", "CUDA", "PrivateUse1")
+_NUMBERS = frozenset({int, float, bool, complex})
+_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+
+
+def _overload(name: str) -> Any:
+    namespace, _, rest = name.partition("::")
+    packet, _, overload = rest.partition(".")
+    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+
+
+@functools.cache
+def _registered() -> tuple[dict[str, Any], set[str]]:
+    """The libraries that hold our kernels, and the overloads that have been looked at. They stay for the life of the process."""
+    other = torch._C._dispatch_library("IMPL", "_", "", __file__, 1)
+    other.fallback(_KEY, torch.library.fallthrough_kernel, False)
+    return {"_": other}, set()
+
+
+def _register() -> None:
+    """Put a kernel of ours at the key, for every overload that there is by now and that is neither a view nor made of others."""
+    libraries, known = _registered()
+    for higher_order in torch._ops._higher_order_ops.values():
+        higher_order.non_fallthrough_keys = higher_order.non_fallthrough_keys.remove(_KEY)
+    new = set(torch._C._dispatch_get_all_op_names()) - known
+    if not new:
+        return
+    known |= new
+    views = _views()
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    for name in sorted(new):
+        namespace, _, rest = name.partition("::")
+        if name in views or (has(name, "CompositeImplicitAutograd") and not any(has(name, device) for device in _DEVICES)):
+            continue
+        if namespace not in libraries:
+            libraries[namespace] = torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
+        libraries[namespace].impl(rest, _KEY, _Kernel(name), True)
+
+
+def _views() -> set[str]:
+    """The overloads whose results are views of their arguments, by their schemas."""
+    found: set[str] = set()
+    for schema in torch._C._jit_get_all_schemas():
+        returns = [one for one in schema.returns if "Tensor" in str(one.type)]
+        writes = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
+        if returns and not writes and all(one.alias_info is not None and not one.alias_info.is_write for one in returns):
+            found.add(schema.name + (f".{schema.overload_name}" if schema.overload_name else ""))
+    found.add("aten::_unsafe_view")
+    return found

@@ -1,0 +1,111 @@
+"""What may be decided for a saved value."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any, Literal
+
+from lowtide.errors import PlanError
+
+
+@dataclass(frozen=True, slots=True)
+class Keep:
+    """The value stays on the device from forward to backward."""
+
+    kind: Literal["keep"] = "keep"
+
+
+@dataclass(frozen=True, slots=True)
+class Recompute:
+    """The value is given up in forward and its recorded operations run again when backward asks."""
+
+    kind: Literal["recompute"] = "recompute"
+
+
+@dataclass(frozen=True, slots=True)
+class Offload:
+    """The value's bytes wait in another tier.
+
+    Attributes:
+        tier: ``host`` or ``disk``.
+        path: the folder for the disk tier's file; empty for the system's folder for temporary files.
+    """
+
+    tier: str = "host"
+    path: str = ""
+    kind: Literal["offload"] = "offload"
+
+    def __post_init__(self) -> None:
+        if self.tier not in ("host", "disk"):
+            raise PlanError(f"Offload({self.tier!r}): there is no such tier, give 'host' or 'disk'")
+        if self.path and self.tier == "host":
+            raise PlanError(f"Offload('host', path={self.path!r}): the host tier has no path; leave it out, or give 'disk'")
+
+
+@dataclass(frozen=True, slots=True)
+class Compress:
+    """The value waits in fewer bytes.
+
+    Attributes:
+        codec: a codec's name, see `lowtide.store.codec`.
+    """
+
+    codec: str
+    kind: Literal["compress"] = "compress"
+
+
+@dataclass(frozen=True, slots=True)
+class Shard:
+    """Each rank of a group that holds the same value keeps its part, and the parts are gathered ahead of need: ZeRO-R's P_a.
+
+    Attributes:
+        group: the name under which the stores know the process group.
+        size: how many ranks it has.
+    """
+
+    group: str
+    size: int
+    kind: Literal["shard"] = "shard"
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise PlanError(f"Shard({self.group!r}, size={self.size}): give the number of ranks, 1 or more")
+
+
+@dataclass(frozen=True, slots=True)
+class Chain:
+    """One decision after another: shard-then-offload is P_a+cpu, compress-then-offload moves fewer bytes."""
+
+    first: Shard | Compress
+    then: Offload
+    kind: Literal["chain"] = "chain"
+
+
+Decision = Keep | Recompute | Offload | Compress | Shard | Chain
+
+
+Moving = Offload | Compress | Shard | Chain
+
+
+_DECISIONS: dict[str, Any] = {"keep": Keep, "recompute": Recompute, "offload": Offload, "compress": Compress, "shard": Shard}
+
+
+def stages(decision: Moving) -> tuple[Shard | Compress | None, Offload | None]:
+    """What happens to the value on the device, and the tier that the result goes to."""
+    if isinstance(decision, Chain):
+        return decision.first, decision.then
+    return (None, decision) if isinstance(decision, Offload) else (decision, None)
+
+
+def decision_to_json(decision: Decision) -> Any:
+    if isinstance(decision, Chain):
+        return {"kind": "chain", "first": asdict(decision.first), "then": asdict(decision.then)}
+    return decision.kind if isinstance(decision, Keep | Recompute) else asdict(decision)
+
+
+def decision_from_json(data: Any) -> Any:
+    if isinstance(data, str):
+        return _DECISIONS[data]()
+    if data["kind"] == "chain":
+        return Chain(decision_from_json(data["first"]), decision_from_json(data["then"]))
+    return _DECISIONS[data["kind"]](**data)

@@ -1,0 +1,177 @@
+"""Progress of what takes seconds: Python's logging underneath, a bar on an interactive terminal, one line at the end.
+
+>>> with working("planning", "planned") as work:
+...     for operation in work.each("timing operations", ["mm", "gelu"]):
+...         pass  # whatever takes long
+...     work.done("60 % of the memory, +12 % time")
+
+Everything goes to the logger ``lowtide``: what is being done at level DEBUG, the line at the end at level INFO. The bar
+is for people: it is there where standard error is a terminal, once the work has taken a second. It needs no thread, so
+that it disturbs nothing that is timed.
+
+To turn it off: ``progress=False`` where a function takes that, ``LOWTIDE_PROGRESS=0`` in the environment, a level above
+INFO on the logger, or `muted` around a piece of code.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from contextvars import ContextVar
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+
+log = logging.getLogger("lowtide")
+
+AFTER_SECONDS = 1.0
+"""Work that is over sooner shows nothing on a terminal."""
+
+_REFRESH_SECONDS = 0.1
+_OFF = ("0", "false", "no", "off")
+_TEST = "PYTEST_CURRENT_TEST"
+
+_current: ContextVar[Work | None] = ContextVar("lowtide_progress", default=None)
+
+
+class Work:
+    """Something that takes long. Made by `working`.
+
+    Args:
+        what: what it is, as in "planning".
+        past: what it is called when it is over, as in "planned".
+        shows: whether a terminal is told.
+    """
+
+    def __init__(self, what: str, past: str, shows: bool) -> None:
+        self.what, self.past = what, past
+        self.depth = 0
+        self._shows = shows
+        self._begin = self._latest = time.perf_counter()
+        self._text, self._count, self._total = what, 0, 0
+        self._line = ""
+        self._bar: Any = None
+
+    @property
+    def seconds(self) -> float:
+        """Since it began."""
+        return time.perf_counter() - self._begin
+
+    def say(self, text: str, total: int = 0) -> None:
+        """What is being done from now on, in how many pieces where that is known."""
+        self._text, self._count, self._total = text, 0, total
+        log.debug("%s: %s", self.what, text)
+        self._show(at_once=True)
+
+    def advance(self) -> None:
+        """Another piece is done."""
+        self._count += 1
+        self._show()
+
+    def each(self, text: str, items: Sequence[T]) -> Iterator[T]:
+        """The items, each counted when the next one is asked for."""
+        self.say(text, len(items))
+        for item in items:
+            yield item
+            self.advance()
+
+    def done(self, result: str) -> None:
+        """What came of it, for the line at the end; only the outermost work has one."""
+        if not self.depth:
+            self._line = result
+
+    def _show(self, at_once: bool = False) -> None:
+        if not self._shows:
+            return
+        now = time.perf_counter()
+        if now - self._begin < AFTER_SECONDS or not (at_once or now - self._latest >= _REFRESH_SECONDS):
+            return
+        self._latest = now
+        if self._bar is None:
+            self._bar = _bar()
+            self._bar.add_task("")
+        (task,) = self._bar.task_ids
+        total = self._total or None
+        self._bar.update(task, description=f"lowtide: {self._text}", completed=self._count, total=total)
+        self._bar.start()  # does nothing where it has begun
+        self._bar.refresh()
+
+    def close(self, failed: bool) -> None:
+        """Take the bar away, and tell the line at the end unless it failed."""
+        if self._bar is not None:
+            self._bar.stop()
+        if failed or not self._line:
+            return
+        text = f"{self.past} in {self.seconds:.1f} s: {self._line}"
+        log.info("%s", text)
+        if self._shows and self.seconds >= AFTER_SECONDS and not log.isEnabledFor(logging.INFO):
+            print(f"lowtide: {text}", file=sys.stderr, flush=True)
+
+
+@contextmanager
+def working(what: str, past: str, progress: bool | None = None) -> Iterator[Work]:
+    """Show what the block does. Inside another such block it is a part of that.
+
+    Args:
+        what: "planning", say.
+        past: "planned", for the line at the end.
+        progress: whether a terminal is told; ``None`` goes by the environment.
+    """
+    outer = _current.get()
+    if outer is not None:
+        outer.depth += 1
+        try:
+            yield outer
+        finally:
+            outer.depth -= 1
+        return
+    work = Work(what, past, shows(progress))
+    token, failed = _current.set(work), True
+    try:
+        yield work
+        failed = False
+    finally:
+        _current.reset(token)
+        work.close(failed)
+
+
+@contextmanager
+def muted() -> Iterator[None]:
+    """Nothing in the block is shown on a terminal, whatever it asks for."""
+    work = Work("", "", shows=False)
+    work.depth = 1  # so that nothing in it has a line of its own
+    token = _current.set(work)
+    try:
+        yield
+    finally:
+        _current.reset(token)
+
+
+def current() -> Work:
+    """The work that is under way in this thread, or one that nobody sees."""
+    return _current.get() or Work("", "", shows=False)
+
+
+def shows(progress: bool | None = None) -> bool:
+    """Whether a bar belongs here: in the main thread of the first process, with a person at the terminal who did not turn it off."""
+    if progress is False or (progress is None and os.environ.get("LOWTIDE_PROGRESS", "").lower() in _OFF):
+        return False
+    if log.level > logging.INFO or os.environ.get("RANK", "0") != "0" or _TEST in os.environ:
+        return False
+    if threading.current_thread() is not threading.main_thread() or os.environ.get("TERM") == "dumb":
+        return False
+    return bool(sys.stderr is not None and sys.stderr.isatty())
+
+
+def _bar() -> Any:
+    """A bar that goes when it is over, and is drawn only when it is told something."""
+    from rich.console import Console  # takes a tenth of a second, which only a terminal has to wait for
+    from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn())
+    return Progress(*columns, console=Console(file=sys.stderr), transient=True, auto_refresh=False)

@@ -1,0 +1,59 @@
+"""Notice a limit that never engages: the model's parts are called one by one, and its own forward never."""
+
+from __future__ import annotations
+
+import warnings
+
+import torch
+
+
+class _Runs:
+    """Notes that a part of the model ran. In a copy of the model it notes nothing: the copy has a limit of its own."""
+
+    def __init__(self, name: str = "", ran: dict[str, None] | None = None) -> None:
+        self.name, self.ran = name, ran if ran is not None else {}
+
+    def __call__(self, *_: object) -> None:
+        self.ran[self.name] = None
+
+    def __reduce__(self) -> tuple[type[_Runs], tuple[()]]:
+        return _Runs, ()
+
+
+class Engagement:
+    """Watches a limited model until its forward runs for the first time.
+
+    Args:
+        model: the limited model.
+        category: of the warning.
+    """
+
+    def __init__(self, model: torch.nn.Module, category: type[Warning]) -> None:
+        self._kind = type(model).__name__
+        self._category = category
+        self._ran: dict[str, None] = {}
+        self._hooks = [
+            child.register_forward_pre_hook(_Runs(name, self._ran))
+            for name, child in model.named_children()
+            if not isinstance(child, torch.jit.ScriptModule)
+        ]
+        trained = [p for p in model.parameters() if not torch.nn.parameter.is_lazy(p) and p.is_leaf and p.requires_grad]
+        self._hooks += [p.register_post_accumulate_grad_hook(self._has_gradient) for p in trained]
+
+    def _has_gradient(self, _: torch.Tensor) -> None:
+        if not self._ran:
+            return
+        called = ", ".join(self._ran)
+        self.end()
+        warnings.warn(
+            f"the limit on this {self._kind} has not engaged: its parameters got gradients, but its own forward never ran ({called} did). Put the "
+            "limit on what is called, or call the model itself",
+            self._category,
+            stacklevel=2,
+        )
+
+    def end(self) -> None:
+        """The limit engages, or it has been said that it does not."""
+        for hook in self._hooks:
+            hook.remove()
+        self._hooks = []

@@ -1,0 +1,149 @@
+"""Kinds of steps: which steps may share a plan, and what is known of each kind."""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from lowtide.graph import StepGraph
+from lowtide.plan.moves import simulate_plan
+from lowtide.plan.plan import Plan
+from lowtide.run.key import StepKey
+from lowtide.run.rehearse import Script
+from lowtide.run.watch import StepWatch
+
+_PACE_STEPS = 9  # are timed under a plan before it settles, and make up its pace from then on, too
+_PACE_EVERY = 4  # a settled plan times every so many steps: a machine does not stay as fast as it was
+_PACE_STEPS_AT_LEAST = 2  # before their pace says anything
+_LOOKS = 8  # at a kind whose steps differ from one to the next, before the plan for the longest stays
+_LONGER = 0.1  # so much more than its graph a step has to do to be looked at
+_WORTH_ITS_PLAN = 0.4  # a step with a smaller share of the elements of the step that a plan is for gets one of its own
+MOST_KINDS = 24  # are remembered
+
+
+@dataclass
+class Kind:
+    """One kind of step, and what its steps have taught.
+
+    Attributes:
+        graph: the step as it was looked at, or ``None`` before.
+        plan: the plan in force, or ``None``.
+        looks: how often a step of it was looked at.
+        varies: its steps may run other operations each: the forward asks for values, or a step was seen to.
+        look_again: why the next step is to be looked at, or empty.
+        solve_again: why the plan is to be made again before the next step, or empty.
+        margin_bytes: by how much a step was seen to exceed its prediction.
+        unseen_backward: backward runs on a thread whose operations are not seen: the next look runs one of its own.
+        claims: gathers whose results layers save, in the next look.
+        without_claims: the graph and plan of a step without claims, to compare with.
+        steps: how many steps have run under the plan.
+        script: what a step under the plan taught of the next ones.
+        timed: watches the time of the latest step.
+        seconds: of the latest steps that were timed under the plan, and of recording and replaying in them where the host knows.
+    """
+
+    key: StepKey
+    graph: StepGraph | None = None
+    plan: Plan | None = None
+    looks: int = 0
+    varies: bool = False
+    look_again: str = ""
+    solve_again: str = ""
+    margin_bytes: int = 0
+    unseen_backward: bool = False
+    claims: frozenset[int] = frozenset()
+    without_claims: tuple[StepGraph, Plan] | None = None
+    steps: int = 0
+    script: Script | None = None
+    timed: StepWatch | None = None
+    seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
+
+    @property
+    def wants_look(self) -> bool:
+        """Whether the next step is to be looked at."""
+        return self.plan is None or bool(self.look_again)
+
+    @property
+    def may_look_again(self) -> bool:
+        """Whether there were few looks so far: some models do something else in every step."""
+        return self.looks < _LOOKS
+
+    def ran(self, strange: int) -> None:
+        """A step ran so many operations that its plan does not know."""
+        if strange > 0:
+            self.varies = True
+        if self.plan is not None and strange > _LONGER * len(self.plan.program) and self.may_look_again:
+            self.look_again = self.look_again or "a step ran other operations"
+
+    def takes(self, graph: StepGraph, plan: Plan) -> None:
+        """A plan has been made."""
+        self.graph, self.plan = graph, plan
+        self.look_again = self.solve_again = ""
+        self.script = self.timed = None
+        self.seconds.clear()
+
+    # ---- pace -------------------------------------------------------------------------------------------------------------------
+
+    @property
+    def settled(self) -> bool:
+        """Whether enough steps were timed for a pace."""
+        return len(self.seconds) == _PACE_STEPS
+
+    def wants_pace(self) -> bool:
+        """Whether the coming step is to be timed."""
+        return self.timed is None and (not self.settled or self.steps % _PACE_EVERY == 0)
+
+    def calibrated(self) -> Plan:
+        """The plan with the times of the steps that were timed beside its forecast: of whole steps, and of recording and replaying in them."""
+        assert self.plan is not None
+        plan = self.plan
+        predicted = plan.plain_seconds + plan.predicted_extra_seconds
+        if len(self.seconds) < _PACE_STEPS_AT_LEAST or not predicted:
+            return plan
+        whole = statistics.median(seconds for seconds, _ in self.seconds)
+        replays = [again for _, again in self.seconds if again is not None]
+        if replays:
+            extra = min(whole, statistics.median(replays) + plan.crowding_seconds)  # which no clock of the executor sees
+        else:
+            extra = plan.predicted_extra_seconds * whole / predicted
+        return plan.calibrated(whole - extra, extra)
+
+    def room(self) -> Callable[[int], int]:
+        """From a forward operation's position to the bytes that the budget leaves beside it."""
+        plan, graph = self.plan, self.graph
+        assert plan is not None and graph is not None
+        if plan.budget_bytes is None:
+            return lambda _: 1 << 62
+        top = simulate_plan(graph, plan).top_bytes
+        places = [at for at, event in enumerate(graph.events) if event.kind == "op"]
+        forward = {op.index for op in graph.operations if op.phase == "forward"}
+        taken = np.array([top[at] for at in places if graph.events[at].index in forward], dtype=np.int64)
+        budget = plan.budget_bytes
+        return lambda position: int(budget - taken[position]) if position < len(taken) else 0
+
+
+def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
+    """The kind of the smallest planned step that is at least as large in every dimension as one with ``key``, else the same.
+
+    What a step takes grows with its sizes, operation by operation, so its plan holds for the smaller step, too. Where it evicts much for a step that
+    is far smaller, the smaller one deserves a plan of its own.
+    """
+    best: tuple[int, Kind] | None = None
+    for kind in kinds:
+        if kind.plan is None or kind.look_again or not key.fits_in(kind.key):
+            continue
+        size = kind.key.elements()
+        worth = kind.plan.changes_nothing or key.elements() >= _WORTH_ITS_PLAN * size
+        if worth and (best is None or size < best[0]):
+            best = size, kind
+    return best[1] if best is not None else None
+
+
+def same_but_gradients(kinds: dict[Any, Kind], key: StepKey) -> Kind | None:
+    """The planned kind that differs from ``key`` in nothing but that no gradients stood before the step."""
+    return next((k for k in kinds.values() if k.graph is not None and k.key.without_gradients() == key.without_gradients()), None)

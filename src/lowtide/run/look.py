@@ -1,0 +1,334 @@
+"""Look at one step: run it for real, in little memory, and write it down.
+
+Comes in: a model's forward and its arguments; its caller computes the loss and calls backward, as in any step. Goes out, when backward has ended:
+the `StepGraph`. Every block keeps a copy of what enters it, everything else is evicted as autograd packs it and replayed in backward. So nothing but
+the program itself holds what the step made, and the storages' ends are the program's own. Each forward operation runs twice at once: that verifies
+that it can be replayed, and times it warm.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+import torch
+
+from lowtide import private
+from lowtide.errors import TraceError
+from lowtide.graph import StepGraph
+from lowtide.interception import interceptors, unseen
+from lowtide.ops import has_plain_storage, is_wrapper
+from lowtide.run.compiled import left_alone
+from lowtide.run.direct import RegionDirector
+from lowtide.run.handles import Evicted, Kept, Wrapped
+from lowtide.run.record import Recorder
+from lowtide.run.scope import blocks_of
+from lowtide.run.tape import LiveValue
+from lowtide.run.watch import open_peak
+from lowtide.trace.describe import tensors_inside
+from lowtide.trace.eager import StepTracer, apart
+
+
+class Look:
+    """One step that is looked at.
+
+    Args:
+        model: its forward is the region that can be planned.
+        device: whose memory the graph is about.
+        verify: run every operation twice and compare.
+        on_end: called with this once backward has ended.
+        claims: as of `lowtide.trace.eager.StepTracer`.
+
+    Attributes:
+        kept: operations that did not reproduce, with the reason; what they wrote stayed.
+        peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be measured, or the step is not over.
+        backwards: how many backwards through the step have ended.
+        blind: backward ran on a thread whose operations are not seen.
+        over: whether nothing more is taken down.
+    """
+
+    def __init__(
+        self,
+        model: torch.nn.Module | None,
+        device: torch.device,
+        *,
+        verify: bool = True,
+        on_end: Callable[[Look], None] | None = None,
+        claims: frozenset[int] = frozenset(),
+    ) -> None:
+        self.tracer = StepTracer(model, device, claims)
+        self.recorder = _LittleMemory(self.tracer, verify)
+        self.tracer.before_write = self.recorder.copy_before_write
+        self._model = model
+        self._on_end = on_end
+        self._stack = ExitStack()
+        self._in_backward = False
+        self._peak = open_peak(device)
+        self.peak_bytes: int | None = None
+        self.backwards = 0
+        self.blind = False
+        self.over = False
+
+    @property
+    def kept(self) -> dict[str, str]:
+        return self.recorder.findings.kept
+
+    def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The forward, looked at. What its caller does from here on, until backward has ended, belongs to the step, too."""
+        try:
+            with self.forward(tensors_inside((args, kwargs))):
+                result = forward(*args, **kwargs)
+            self.awaits(result)
+        except BaseException as error:
+            self.close()
+            if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
+                raise TraceError(
+                    "the model's forward takes gradients with torch.func (grad, vjp, jacrev, hessian), under which PyTorch lets nobody stand "
+                    "between autograd and what it saves: use torch.autograd.grad(..., create_graph=True) there, or put the limit on the "
+                    "modules around it"
+                ) from error
+            if "HigherOrderOp" in type(error).__name__:
+                raise TraceError(
+                    "the model's forward calls torch.cond or another higher-order operator on its submodules, which PyTorch compiles, and not "
+                    "with hooks on them: put the limit on the modules around it"
+                ) from error
+            raise
+        return result
+
+    @contextmanager
+    def forward(self, inputs: Iterator[torch.Tensor]) -> Iterator[None]:
+        """The block is the region that can be planned."""
+        tracer, recorder = self.tracer, self.recorder
+        with ExitStack() as stack:
+            stack.callback(recorder.close)
+            for tensor in inputs:
+                tracer.given(tensor)
+            hooks = torch.nn.modules.module
+            stack.callback(hooks.register_module_forward_pre_hook(lambda module, _: tracer.enter_module(module)).remove)
+            stack.callback(hooks.register_module_forward_hook(lambda *_: tracer.exit_module(), always_call=True).remove)
+            if self._model is not None:
+                for block in blocks_of(self._model):
+                    stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
+                    stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
+                stack.enter_context(left_alone(self._model, tracer))
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+            stack.enter_context(recorder)
+            tracer.start()
+            self._stack.callback(tracer.stop)
+            yield
+        tracer.in_region = False
+
+    def awaits(self, result: Any) -> None:
+        """The forward returned ``result``: backward is expected to come from there."""
+        graph = _Graph(self)
+        for tensor in tensors_inside(result):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(self._backward_begins)
+                tensor.grad_fn.metadata["lowtide", id(self)] = graph  # pyright: ignore
+
+    def beside(self, result: Any) -> None:
+        """Another forward ran beside the step and returned ``result``: a backward through that one alone means that nobody waits for this step."""
+
+        def ends() -> None:
+            if not self.over and not self.backwards:
+                self.close()
+
+        for tensor in tensors_inside(result):
+            if tensor.grad_fn is not None:
+                tensor.grad_fn.register_prehook(lambda *_: private.at_backward_end(ends))
+
+    def _backward_begins(self, *_: object) -> None:
+        if not self.over and not self._in_backward and private.in_backward():
+            self._in_backward = True
+            self.blind |= self.tracer not in interceptors()
+            private.at_backward_end(self._backward_ends)
+
+    def _backward_ends(self) -> None:
+        self._in_backward = False
+        self.backwards += 1
+        if self.tracer.unreleased == 0 and not self.over:
+            self.close()
+            if self._on_end is not None:
+                self._on_end(self)
+
+    @property
+    def failed(self) -> bool:
+        """Whether a backward has begun and, to go by who asks, ended with an error: nobody calls back then."""
+        return self._in_backward and not private.in_backward()
+
+    def released(self, number: int) -> None:
+        """Autograd has let go of a saved tensor."""
+        self.tracer.releases(number)
+        self.left()
+
+    def left(self) -> None:
+        """Something of the step's graph is gone: outside of backward with the last of it the step is over."""
+        if self.tracer.unreleased == 0 and not (self.tracer.in_region or self.over or private.in_backward()):
+            self.close()
+
+    def close(self) -> None:
+        """The step is over, or given up."""
+        self.over = self.tracer.closed = True
+        if self._peak is not None:
+            self.peak_bytes = self._peak.peak_bytes
+            self._peak.__exit__(None, None, None)
+            self._peak = None
+        self._stack.close()
+
+    def graph(self, model: torch.nn.Module | None) -> StepGraph:
+        """What was seen; gradients that ``model`` has from the step have their parameters' names."""
+        self.close()
+        if model is not None:
+            self.tracer.name_gradients(model)
+        return self.tracer.graph()
+
+    # ---- saved tensors ----------------------------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: torch.Tensor) -> Any:
+        if private.transformed():
+            return Kept(tensor)
+        if is_wrapper(tensor):
+            return Wrapped(tensor, self._pack)
+        if not has_plain_storage(tensor) or self.tracer.closed:
+            return Kept(tensor)
+        with unseen():
+            number, droppable = self.tracer.packs(tensor)
+            return _Looked(self, number, self.recorder.held(tensor, droppable))
+
+    def _unpack(self, packed: Any) -> torch.Tensor:
+        return packed.unpack()
+
+
+class _Graph:
+    """Lives as long as the nodes of autograd's graph that the forward's results came from."""
+
+    def __init__(self, look: Look) -> None:
+        self._look = look
+
+    def __del__(self) -> None:
+        self._look.left()
+
+
+class _Looked:
+    """What autograd holds in place of a saved tensor; its end is the saved tensor's release."""
+
+    __slots__ = ("held", "look", "number")
+
+    def __init__(self, look: Look, number: int, held: Kept | Evicted) -> None:
+        self.look, self.number, self.held = look, number, held
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor, on a storage of its own as far as anybody can tell."""
+        self.look._backward_begins()
+        try:
+            with unseen():
+                return self._unpack()
+        except BaseException:  # backward ends here, and nobody calls back
+            self.look.close()
+            raise
+
+    def _unpack(self) -> torch.Tensor:
+        tracer = self.look.tracer
+        tracer.unpacks(self.number)
+        tensor = self.held.unpack()
+        if isinstance(self.held, Kept):
+            tracer.hands_out(self.number, None, lambda: None)
+            return tensor
+        alone = alias_of(tensor)
+        owner = [tensor]  # holds the bytes for as long as the alias is there
+        tracer.hands_out(self.number, alone.untyped_storage(), owner.clear)
+        return alone
+
+    def __del__(self) -> None:
+        self.look.released(self.number)
+
+
+def alias_of(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor over the same bytes on a storage object of its own, which does not hold them."""
+    alone = private.borrowed_storage(tensor.untyped_storage())
+    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    alias.set_(alone, tensor.storage_offset(), tensor.shape, tensor.stride())
+    if tensor.is_conj():
+        alias = torch._conj(alias)  # pyright: ignore
+    return torch._neg_view(alias) if tensor.is_neg() else alias  # pyright: ignore
+
+
+class _LittleMemory(Recorder):
+    """Evicts everything but copies of what enters a block.
+
+    Args:
+        tracer: knows what the step made.
+        verify: as of `lowtide.run.record.Recorder`.
+    """
+
+    def __init__(self, tracer: StepTracer, verify: bool) -> None:
+        super().__init__(RegionDirector(), verify=verify)
+        self.check = False  # what was compared at once needs no digest
+        self._tracer = tracer
+        self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+    def held(self, tensor: torch.Tensor, droppable: bool) -> Kept | Evicted:
+        """What stands for a saved tensor."""
+        key = private.storage_key(tensor)
+        entry = self._given.get(key)
+        if entry is None and not (droppable and self._tracer.made(tensor)):
+            return Kept(tensor)
+        if key in self._blank:  # the operation that saves it is about to write it, as rrelu does its noise: there is nothing to copy yet
+            return Kept(tensor)
+        value = entry[0] if entry is not None else self._value_of(tensor)
+        return self._give_up(value, tensor)
+
+    def gives_up(self, tensor: torch.Tensor) -> bool:
+        """Layers save what they would in a plain step; which claims there are the tracer says."""
+        return False
+
+    def _second_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Callable[[], Any]], Any]:
+        return self._tracer.second_run
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return apart(func, args, kwargs, self._tracer.first_run)
+
+    def _value_of(self, tensor: torch.Tensor) -> LiveValue:
+        """As the recorder's, but what stays of the step's own is copied, so that the original ends when the program lets go of it."""
+        key = private.storage_key(tensor)
+        if key in self._given or not self._tracer.made(tensor):
+            return super()._value_of(tensor)
+        reference = self._held.get(key)
+        value = reference() if reference is not None else None
+        if value is None:
+            value = LiveValue.stored(_copy(tensor))
+            held = self._held
+            held[key] = weakref.ref(value)
+            self._ends[key] = weakref.ref(tensor.untyped_storage(), lambda _: held.pop(key, None))
+        return value
+
+    def boundary(self) -> None:
+        """As the recorder's; copies are found again, and so is what stays, by who overwrites it."""
+        self._given.clear()
+
+    def close(self) -> None:
+        """Forget what would hold tensors."""
+        self._given.clear()
+        self._blank.clear()
+
+    def copy_before_write(self, written: list[torch.Tensor]) -> None:
+        """What replays start from is overwritten before backward, by another forward of the model perhaps.
+
+        In backward it is not: who writes there fills sharded weights again (FSDP), which hold nothing before.
+        """
+        if private.in_backward():
+            return
+        self._copy_on_write(written)
+        for tensor in written:
+            self._held.pop(private.storage_key(tensor), None)
+
+    def _copy_on_write(self, written: list[torch.Tensor]) -> None:
+        super()._copy_on_write([t for t in written if has_plain_storage(t) and not self._tracer.made(t)])
+
+
+def _copy(tensor: torch.Tensor) -> torch.Tensor:
+    storage = tensor.untyped_storage().clone()
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]

@@ -1,0 +1,91 @@
+"""`trace`: a callable that ends in a loss -> the StepGraph of one step of it, run for real in little memory, or on fake tensors."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lowtide.errors import TraceError
+from lowtide.graph import StepGraph
+from lowtide.run.look import Look
+from lowtide.run.unseen import with_overhead
+from lowtide.run.untouched import apart, untouched
+from lowtide.trace.describe import tensors_inside
+from lowtide.trace.loss import loss_of
+from lowtide.trace.step import device_of, find_modules, trace_fake
+
+
+def trace(
+    step: Callable[..., Any],
+    *args: Any,
+    model: torch.nn.Module | None = None,
+    fake: bool = False,
+    costs: bool = True,
+    **kwargs: Any,
+) -> StepGraph:
+    """Record one step of a callable that ends in a loss.
+
+    The step runs once for real, in about the memory that checkpointing every block takes. Gradients, buffers, module attributes and random state
+    stay as they are. Backward is run for the callable unless it runs it itself.
+
+    Args:
+        step: called as ``step(*args, **kwargs)``; returns a scalar loss, an output with ``.loss``, or ``None`` after its own backward.
+        model: the module whose parameters the step uses, when it cannot be found from the callable's own variables.
+        fake: run it on fake tensors instead, for a model or a device that is not here. Models that go by what is in their tensors cannot be
+            followed so.
+        costs: have each operation's seconds in the graph. Without it every operation takes 0 seconds, and two traces are equal.
+
+    Raises:
+        TraceError: the step cannot be called, has no loss, or (with ``fake=True``) uses values that fake tensors do not have.
+
+    Example:
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+        >>> graph = trace(lambda x: model(x).sum(), torch.randn(4, 8), costs=False)
+        >>> [operation.name for operation in graph.operations if operation.phase == "forward"]
+        ['aten.addmm.default', 'aten.gelu.default', 'aten.addmm.default', 'aten.sum.default', 'aten.ones_like.default']
+    """
+    if not callable(step):
+        raise TraceError(f"trace takes a function that runs one step, not {type(step).__name__}: lowtide.trace(step, *args)")
+    modules = [model] if model is not None else find_modules(step, args, kwargs)
+    if fake:
+        return trace_fake(step, args, kwargs, modules, costs=costs)
+    graph = _trace_real(step, args, kwargs, modules)
+    return with_overhead(graph) if costs else without_costs(graph)
+
+
+def _trace_real(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], modules: list[torch.nn.Module]) -> StepGraph:
+    root = modules[0] if modules else None
+    look = Look(root, torch.device(device_of(modules, args)))
+    with untouched(modules), torch.enable_grad():
+        try:
+            given, named = apart((args, kwargs))
+            with look.forward(tensors_inside((given, named))):
+                result = step(*given, **named)
+            ran = any(operation["phase"] == "backward" for operation in look.tracer.operations)
+            if not ran:
+                loss = loss_of(result)
+                if loss is None:
+                    raise TraceError(
+                        f"the step returned {_described(result)}, in which there is no loss: return a scalar tensor that requires grad, or "
+                        "an output with .loss, or run backward in the step"
+                    )
+                del result
+                (loss.sum() if loss.dim() else loss).backward()
+            return look.graph(root)
+        finally:
+            look.close()
+
+
+def _described(result: Any) -> str:
+    if not isinstance(result, torch.Tensor):
+        return type(result).__name__
+    return f"a tensor of shape {tuple(result.shape)} that {'requires' if result.requires_grad else 'does not require'} grad"
+
+
+def without_costs(graph: StepGraph) -> StepGraph:
+    """The graph with every operation taking 0 seconds."""
+    operations = tuple(replace(operation, seconds=0.0, scratch_bytes=0) for operation in graph.operations)
+    return replace(graph, operations=operations, plain_seconds=0.0)

@@ -1,0 +1,107 @@
+"""Going on with a run: which one, with what options, and what does not go together."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from collections.abc import Collection
+from pathlib import Path
+from typing import Any
+
+from lowtide.train import checkpoint
+from lowtide.train.checkpoint import CheckpointError
+from lowtide.train.options import OptionError
+
+RUNS = Path("runs")
+"""Where ``make train`` puts its runs, each in a folder of its own."""
+
+_OWN = {"checkpoint_dir", "resume", "stop_after", "compare", "json", "plot"}
+_LAYOUT = {"tp", "dp", "pp", "sequence_parallel", "shard_parameters", "schedule"}
+"""A checkpoint is loaded into any layout, so the command says which."""
+
+_OF_THE_BUDGET = {"budget", "raise_budget", "policy"}
+
+
+def newest_run(runs: Path = RUNS) -> Path:
+    """The folder in ``runs`` with the newest checkpoint.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    folders = [folder for folder in runs.iterdir() if checkpoint.steps(folder)] if runs.is_dir() else []
+    if not folders:
+        raise CheckpointError(
+            f"--resume: there is nothing to resume, no folder in {str(runs)!r} holds a checkpoint: leave out --resume to start a run, or "
+            "name its folder with --checkpoint-dir"
+        )
+    return max(folders, key=lambda folder: (_written(folder), folder.name))
+
+
+def _written(folder: Path) -> float:
+    return checkpoint.manifest(folder, checkpoint.steps(folder)[-1]).stat().st_mtime
+
+
+def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
+    """Options for going on with a run: what the command does not say is as the run was started.
+
+    Args:
+        asked: the command's options by name, defaults included; without a ``checkpoint_dir`` the newest run is taken.
+        given: the names that the command says something about.
+
+    Raises:
+        CheckpointError: there is no run.
+    """
+    folder = asked["checkpoint_dir"] or newest_run()
+    options = {**asked, "checkpoint_dir": folder}
+    kept = set(given) | _OWN | _LAYOUT
+    if _OF_THE_BUDGET & kept:
+        kept |= _OF_THE_BUDGET
+    for name, value in started_with(folder).items():
+        if name in options and name not in kept:
+            options[name] = Path(value) if name == "data" and value is not None else value
+    step = (checkpoint.steps(folder) or [0])[-1]
+    if options["json"] is None and (folder / "results.json").exists():
+        options["json"] = folder / f"results-from-{step}.json"
+    picture = (folder / "memory.png").exists() and importlib.util.find_spec("matplotlib") is not None
+    if options["plot"] is None and picture and options["compare"] is not False:
+        options["plot"] = folder / f"memory-from-{step}.png"
+    return options
+
+
+def started_with(folder: Path) -> dict[str, Any]:
+    """The options of a run, from its newest checkpoint that can be read; empty where checkpoints do not tell."""
+    for step in reversed(checkpoint.steps(folder)):
+        try:
+            return dict(json.loads(checkpoint.manifest(folder, step).read_text(encoding="utf-8"))["run"].get("options", {}))
+        except (OSError, ValueError, KeyError, TypeError, AttributeError):
+            continue
+    return {}
+
+
+def check_same(folder: Path, run: dict[str, Any], now: dict[str, Any], done: int, last: int) -> None:
+    """Refuse to go on with a run as another one; a run may get more steps than it was started with.
+
+    Args:
+        folder: of the run.
+        run: what its checkpoint says that the losses depend on.
+        now: what is asked for.
+        done: steps that it has done.
+        last: the step at which to stop now.
+
+    Raises:
+        OptionError: something differs, with all that does; or no step is left.
+    """
+    differs = [name for name, value in run.items() if name in now and now[name] != value]
+    if "steps" in differs and now["steps"] > run["steps"]:
+        differs.remove("steps")
+    words = {"data": "it was trained on other text (--data)", "model": "it trains a model of another shape (--model and changes to it)"}
+    told = [words.get(name) or f"it has --{name.replace('_', '-')} {run[name]}, not {now[name]}" for name in differs]
+    if told:
+        raise OptionError(
+            f"--resume: the run in {folder} is another one than is asked for: {'; '.join(told)}. "
+            "Leave these options out or pass those of the run, or start anew in another folder"
+        )
+    if done >= last:
+        raise OptionError(
+            f"--resume: the run in {folder} is at step {done} already, of {last}: pass --steps {2 * done}, say, to go on beyond"
+        )

@@ -1,0 +1,90 @@
+"""Page-locked main memory: exact in size, zeroed, and unlocked while it is still mapped. CUDA's runtime is stood in for."""
+
+from __future__ import annotations
+
+import gc
+from pathlib import Path
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+import torch
+
+from lowtide.optim.errors import OptimError
+from lowtide.optim.tier import MemoryTier
+from lowtide.store.host import Host
+from lowtide.store.pinned import host_bytes
+from lowtide.store.tier import StoreError
+
+needs_maps = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the process's mappings")
+
+
+def mapped(address: int) -> bool:
+    for line in Path("/proc/self/maps").read_text().splitlines():
+        start, stop = (int(edge, 16) for edge in line.split()[0].split("-"))
+        if start <= address < stop:
+            return True
+    return False
+
+
+class Runtime:
+    """Registers like CUDA's runtime, and says whether memory was there when it was unregistered."""
+
+    def __init__(self, code: int = 0) -> None:
+        self.code = code
+        self.registered: dict[int, int] = {}
+        self.there: list[bool] = []
+
+    def cudaHostRegister(self, address: int, count: int, flags: int) -> int:
+        self.registered[address] = count
+        return self.code
+
+    def cudaHostUnregister(self, address: int) -> int:
+        self.there.append(mapped(address))
+        del self.registered[address]
+        return 0
+
+
+@needs_maps
+def test_memory_is_unlocked_with_its_last_view_and_before_it_is_unmapped() -> None:
+    runtime = Runtime()
+    with patch.object(torch.cuda, "cudart", lambda: runtime):
+        memory = host_bytes(5000, pin=True)
+        address = memory.data_ptr()
+        assert runtime.registered == {address: 5000} and memory.eq(0).all()
+        view = memory[100:200].view(torch.float32)
+        del memory
+        gc.collect()
+        assert runtime.registered
+        view.fill_(2.0)
+        del view
+        gc.collect()
+    assert runtime.there == [True] and not mapped(address)
+
+
+@needs_maps
+def test_the_optimizers_tier_and_the_stores_lock_the_same_way() -> None:
+    runtime = Runtime()
+    with patch.object(torch.cuda, "cudart", lambda: runtime):
+        tier = MemoryTier(pin=True)
+        made = tier.zeros([(1000, torch.float32), (0, torch.float32), (7, torch.bfloat16)])
+        assert sorted(runtime.registered.values()) == [14, 4000] and [t.numel() for t in made] == [1000, 0, 7]
+        del made
+        host: Any = Host()
+        host.device, host.counts.slab_bytes = torch.device("cuda"), 0
+        host._grow(8192)
+        host.device = torch.device("cpu")
+        assert sorted(runtime.registered.values()) == [8192]
+        host._drop()
+        gc.collect()
+    assert runtime.there == [True] * 3
+
+
+def test_a_refusal_says_what_to_do() -> None:
+    with patch.object(torch.cuda, "cudart", lambda: Runtime(code=2)):
+        with pytest.raises(OptimError, match=r"error 2.*ulimit -l.*host='disk'"):
+            MemoryTier(pin=True).zeros([(1000, torch.float32)])
+        host: Any = Host()
+        host.device = torch.device("cuda")
+        with pytest.raises(StoreError, match=r"error 2.*disk tier"):
+            host._grow(8192)

@@ -1,0 +1,168 @@
+"""Shapes and numbers that change from step to step: few plans, and the budget held in every step."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from compare import SLACK_BYTES, check, peak_of
+from loops import data, mlp
+from torch import nn
+
+import lowtide
+
+pytest.importorskip("transformers")
+pytestmark = pytest.mark.usefixtures("quiet_transformers")
+
+LONGEST, SHORTEST, MOST_PLANS = 512, 16, 5
+
+
+def gpt2() -> nn.Module:
+    """Four layers of 64 features over 128 tokens, random weights."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    torch.manual_seed(0)
+    return GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=LONGEST, n_embd=64, n_layer=4, n_head=4, use_cache=False)).train()
+
+
+def tokens(length: int, rows: int = 4) -> torch.Tensor:
+    """A batch of a length."""
+    return torch.randint(128, (rows, length), generator=torch.Generator().manual_seed(length))
+
+
+class Plannings:
+    """Counts the plannings of a limited model: those that the handle counts, or else the plans that it has ever shown."""
+
+    def __init__(self, handle: lowtide.Handle) -> None:
+        self.handle = handle
+        self.keys: set[Any] = set()
+
+    def look(self) -> None:
+        """After each step."""
+        self.keys |= set(self.handle.plans)
+
+    @property
+    def count(self) -> int:
+        """So far."""
+        counted = getattr(self.handle, "plannings", None)
+        return len(self.keys) if counted is None else counted
+
+
+def over(model: nn.Module, lengths: list[int], budget: int) -> dict[int, int]:
+    """Steps of these lengths: bytes above the budget, by step. Fails as soon as there are too many plannings."""
+    counter, above = Plannings(lowtide.limit_memory(model, budget)), {}
+    for number, length in enumerate(lengths):
+        batch = tokens(length)
+
+        def step(batch: torch.Tensor = batch) -> None:
+            model(input_ids=batch, labels=batch).loss.backward()
+
+        peak, _ = peak_of(step, [model], batch)
+        counter.look()
+        if peak > budget + SLACK_BYTES:
+            above[number] = peak - budget
+        model.zero_grad()
+        if counter.count > MOST_PLANS:
+            pytest.fail(f"{counter.count} plannings in {number + 1} steps; bytes above the budget by step: {above}")
+    return above
+
+
+def _plain_peak(length: int) -> int:
+    model, batch = gpt2(), tokens(length)
+    return peak_of(lambda: model(input_ids=batch, labels=batch).loss.backward(), [model], batch)[0]
+
+
+@pytest.mark.parametrize("share", [0.7, 1.0])
+@pytest.mark.parametrize("steps", [40, pytest.param(1000, marks=pytest.mark.slow)])
+def test_random_lengths_cost_few_plans(steps: int, share: float) -> None:
+    lengths = [random.Random(number).randint(SHORTEST, LONGEST) for number in range(steps)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)
+        above = over(gpt2(), lengths, int(_plain_peak(LONGEST) * share))
+    assert not above, f"bytes above the budget by step: {above}"
+
+
+def test_growing_lengths_cost_few_plans() -> None:
+    lengths = sorted(random.Random(1).sample(range(SHORTEST, LONGEST + 1), 16))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)
+        above = over(gpt2(), lengths, int(_plain_peak(LONGEST) * 0.7))
+    assert not above, f"bytes above the budget by step: {above}"
+
+
+def test_random_lengths_give_the_same_bits() -> None:
+    lengths = [300, 100, 512, 17, 301, 16, 200]
+
+    def pattern(limit: Callable[..., Any]) -> Iterator[Any]:
+        model = limit(gpt2())
+        for length in lengths:
+            model.zero_grad()
+            torch.manual_seed(length)
+            loss = model(input_ids=tokens(length), labels=tokens(length)).loss
+            loss.backward()
+            yield model, loss
+
+    check(pattern, int(_plain_peak(LONGEST) * 0.75))
+
+
+class Scaled(nn.Module):
+    """A model that takes numbers beside its tensors and computes with them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp(width=64)
+
+    def forward(self, x: torch.Tensor, number: float, *, items: int) -> torch.Tensor:
+        h = self.net(x * number) + number
+        return (h * h).mul(0.5).sum() / items
+
+
+NUMBERS: dict[str, list[tuple[float, int]]] = {
+    "a time step": [(float(step), 128) for step in range(1, 7)],
+    "the items of a batch": [(1.0, 100 + 7 * step) for step in range(6)],
+    "a decaying rate": [(0.9**step, 128) for step in range(6)],
+    "all at once": [(0.3 * step, 90 + step) for step in range(6)],
+}
+
+
+@pytest.mark.parametrize("budget", ["100%", "60%"])
+@pytest.mark.parametrize("which", NUMBERS)
+def test_numbers_that_change_make_no_new_plan(which: str, budget: str) -> None:
+    def pattern(limit: Callable[..., Any]) -> Iterator[Any]:
+        model = limit(Scaled())
+        for step, (number, items) in enumerate(NUMBERS[which]):
+            model.zero_grad()
+            loss = model(data(step), number, items=items)
+            loss.backward()
+            yield model, loss
+
+    run = check(pattern, budget)
+    counter = Plannings(run.handles[0])
+    counter.look()
+    assert counter.count == 1, f"{counter.count} plannings; {run.messages}"
+
+
+def test_a_number_that_decides_what_runs_is_not_mixed_up() -> None:
+    class Depth(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = nn.ModuleList(nn.Linear(16, 16) for _ in range(4))
+
+        def forward(self, x: torch.Tensor, depth: int) -> torch.Tensor:
+            for layer in self.layers[:depth]:
+                x = x + layer(x).tanh()
+            return x.square().mean()
+
+    def pattern(limit: Callable[..., Any]) -> Iterator[Any]:
+        model = limit(Depth())
+        for step, depth in enumerate((4, 2, 4, 1, 3, 4, 2)):
+            model.zero_grad()
+            loss = model(data(step), depth)
+            loss.backward()
+            yield model, loss
+
+    check(pattern)

@@ -1,0 +1,447 @@
+"""What raised in 0.1.0 where the plain step runs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from compare import Limit, check, differences, run_limited, snapshot
+from loops import data, loop, mlp
+from torch import distributions, nn
+
+import lowtide
+
+BUDGETS = ["100%", "60%"]
+
+
+def normal(h: torch.Tensor) -> distributions.Distribution:
+    """A normal distribution for each number."""
+    return distributions.Normal(h[:, :2], F.softplus(h[:, 2:4]))
+
+
+DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], distributions.Distribution]] = {
+    "normal": normal,
+    "independent normal": lambda h: distributions.Independent(normal(h), 1),
+    "squashed normal": lambda h: distributions.TransformedDistribution(normal(h), [distributions.TanhTransform(cache_size=1)]),
+    "mixture": lambda h: distributions.MixtureSameFamily(
+        distributions.Categorical(logits=h[:, :2]), distributions.Normal(h[:, 2:4], F.softplus(h[:, :2]))
+    ),
+    "multivariate": lambda h: distributions.MultivariateNormal(h[:, :2], scale_tril=torch.diag_embed(F.softplus(h[:, 2:4]))),
+}
+
+
+class Policy(nn.Module):
+    """A model that returns a distribution."""
+
+    def __init__(self, kind: str, nested: bool) -> None:
+        super().__init__()
+        self.net, self.kind, self.nested = mlp(), kind, nested
+
+    def forward(self, x: torch.Tensor) -> Any:
+        h = self.net(x)
+        made = DISTRIBUTIONS[self.kind](h)
+        return {"policy": (made, h.sum())} if self.nested else made
+
+
+@pytest.mark.parametrize("nested", [False, True], ids=["alone", "in a dict"])
+@pytest.mark.parametrize("kind", DISTRIBUTIONS)
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_distributions_among_the_outputs(kind: str, nested: bool, budget: str) -> None:
+    def pattern(limit: Limit) -> Iterator[Any]:
+        model = limit(Policy(kind, nested))
+        for number in range(3):
+            model.zero_grad()
+            made = model(data(number))
+            made = made["policy"][0] if nested else made
+            drawn = made.rsample() if made.has_rsample else made.sample()
+            loss = made.log_prob(drawn).mean() + (drawn.square().mean() if drawn.requires_grad else 0)
+            loss.backward()
+            yield model, loss, drawn
+
+    check(pattern, budget)
+
+
+@pytest.mark.parametrize("how", ["script", "trace"])
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_torchscript_submodules(how: str, budget: str) -> None:
+    def pattern(limit: Limit) -> Iterator[Any]:
+        inner = nn.Sequential(nn.Linear(16, 16), nn.GELU())
+        made = torch.jit.script(inner) if how == "script" else torch.jit.trace(inner, torch.zeros(128, 16))
+        yield from loop(limit(nn.Sequential(mlp(outputs=16), made, nn.Linear(16, 4))))
+
+    check(pattern, budget)
+
+
+LAYOUTS = ["coo", "csr"]
+
+
+def adjacency(layout: str, nodes: int = 128) -> torch.Tensor:
+    """A ring of nodes with weights."""
+    at = torch.arange(nodes)
+    rows, columns = torch.cat([at, at, at]), torch.cat([at, (at + 1) % nodes, (at + 7) % nodes])
+    made = torch.sparse_coo_tensor(torch.stack([rows, columns]), torch.rand(3 * nodes), (nodes, nodes)).coalesce()
+    return made if layout == "coo" else made.to_sparse_csr()
+
+
+class GraphConvolution(nn.Module):
+    """Two layers that mix a node with its neighbours; the edges are a buffer or an input."""
+
+    def __init__(self, edges: torch.Tensor | None) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 4)
+        self.register_buffer("edges", edges)
+
+    def forward(self, x: torch.Tensor, edges: torch.Tensor | None = None) -> torch.Tensor:
+        edges = self.edges if edges is None else edges
+        return torch.sparse.mm(edges, self.two(torch.sparse.mm(edges, self.one(x)).relu()))
+
+
+@pytest.mark.parametrize("place", ["buffer", "input"])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("budget", BUDGETS)
+@pytest.mark.filterwarnings("ignore:Sparse CSR")
+def test_sparse_buffers_and_inputs(place: str, layout: str, budget: str) -> None:
+    def pattern(limit: Limit) -> Iterator[Any]:
+        edges = adjacency(layout)
+        model = limit(GraphConvolution(edges if place == "buffer" else None))
+        for number in range(3):
+            model.zero_grad()
+            output = model(data(number)) if place == "buffer" else model(data(number), edges)
+            output.square().mean().backward()
+            yield output, [p.grad for p in model.parameters()]
+
+    check(pattern, budget)
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_sparse_features(budget: str) -> None:
+    class Bag(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight, self.head = nn.Parameter(torch.randn(128, 16)), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(torch.sparse.mm(x, self.weight).tanh())
+
+    def pattern(limit: Limit) -> Iterator[Any]:
+        features = adjacency("coo")
+        model = limit(Bag())
+        for _ in range(3):
+            model.zero_grad()
+            loss = model(features).square().mean()
+            loss.backward()
+            yield model, loss
+
+    check(pattern, budget)
+
+
+@pytest.mark.parametrize("place", ["input", "inside"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_jagged_nested_tensors(place: str, budget: str) -> None:
+    class Ragged(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(16, 32), nn.Linear(32, 4)
+
+        def forward(self, x: Any) -> torch.Tensor:
+            if place == "inside":
+                x = torch.nested.as_nested_tensor(list(x), layout=torch.jagged)
+            return self.two(F.gelu(self.one(x))).values()
+
+    def pattern(limit: Limit) -> Iterator[Any]:
+        model = limit(Ragged())
+        for number in range(3):
+            model.zero_grad()
+            rows = [data(number * 4 + at, rows=rows) for at, rows in enumerate((9, 30, 21, 4))]
+            x = torch.nested.nested_tensor(rows, layout=torch.jagged) if place == "input" else rows
+            loss = model(x).square().mean()
+            loss.backward()
+            yield model, loss
+
+    check(pattern, budget)
+
+
+@pytest.fixture
+def mesh() -> Iterator[Any]:
+    """A mesh of this process alone."""
+    import torch.distributed as dist
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore  # no threads that outlive the test
+
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=1)
+    yield init_device_mesh("cpu", (1,))
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_dtensor_among_the_outputs(mesh: Any, budget: str) -> None:
+    from torch.distributed.tensor import DTensor, Shard
+
+    class Sharded(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: torch.Tensor) -> Any:
+            h = self.net(x)
+            return {"logits": DTensor.from_local(h, mesh, [Shard(0)]), "norm": h.norm()}
+
+    def pattern(limit: Limit) -> Iterator[Any]:
+        model = limit(Sharded())
+        for number in range(3):
+            model.zero_grad()
+            outputs = model(data(number))
+            (outputs["logits"].to_local().square().mean() + outputs["norm"]).backward()
+            yield model, outputs["logits"].to_local()
+
+    check(pattern, budget)
+
+
+class Decorated(nn.Module):
+    """A teacher that switches gradients off itself."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = mlp()
+
+    @torch.no_grad()
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.net(x)
+
+
+class Distilled(nn.Module):
+    """A student beside its teacher."""
+
+    def __init__(self, teacher: nn.Module) -> None:
+        super().__init__()
+        self.student, self.teacher = mlp(), teacher
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.mse_loss(self.student(x), self.teacher(x))
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+@pytest.mark.parametrize("place", ["inside", "limited itself", "limited as a pair", "alone"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_teacher_under_its_own_no_grad(place: str, frozen: bool, budget: str) -> None:
+    def pattern(limit: Limit) -> Iterator[Any]:
+        teacher = Decorated().requires_grad_(not frozen)
+        if place in ("inside", "limited as a pair"):
+            if place == "limited as a pair":
+                limit(teacher)
+            yield from loop(limit(Distilled(teacher)), loss=lambda value: value)
+            return
+        student = limit(mlp()) if place == "limited itself" else mlp()
+        limit(teacher)
+        for number in range(3):
+            student.zero_grad()
+            loss = F.mse_loss(student(data(number)), teacher(data(number)))
+            loss.backward()
+            yield student, teacher, loss
+
+    check(pattern, budget, planned=False)
+
+
+def test_a_second_limit_replaces_the_first() -> None:
+    torch.manual_seed(0)
+    plain, model = mlp(width=64), mlp(width=64)
+    model.load_state_dict(plain.state_dict())
+    own = model.forward
+    first = lowtide.limit_memory(model, "100%")
+    model(data(0, rows=512)).square().mean().backward()
+    assert first.plan is not None
+    second = lowtide.limit_memory(model, "90%")
+    for number in range(3):
+        for one in (plain, model):
+            one.zero_grad()
+            one(data(number, rows=512)).square().mean().backward()
+        assert not differences([snapshot(plain)], [snapshot(model)])
+    assert second.plan is not None and second.plan.budget_bytes is not None and first.plan.budget_bytes is not None
+    assert second.plan.budget_bytes < first.plan.budget_bytes
+    first.remove()  # the second stands
+    assert model.forward != own
+    second.remove()
+    assert model.forward == own
+
+
+class Accelerated(torch.optim.Optimizer):
+    """An optimizer around another, as accelerate has it: `Optimizer.__init__` is not called, and all that it shows is the inner one's."""
+
+    def __init__(self, optimizer: torch.optim.Optimizer) -> None:
+        self.optimizer = optimizer
+
+    @property
+    def state(self) -> Any:
+        return self.optimizer.state
+
+    @state.setter
+    def state(self, state: Any) -> None:
+        self.optimizer.state = state
+
+    @property
+    def param_groups(self) -> Any:
+        return self.optimizer.param_groups
+
+    @param_groups.setter
+    def param_groups(self, groups: Any) -> None:
+        self.optimizer.param_groups = groups
+
+    @property
+    def defaults(self) -> Any:
+        return self.optimizer.defaults
+
+    @defaults.setter
+    def defaults(self, defaults: Any) -> None:
+        self.optimizer.defaults = defaults
+
+    def state_dict(self) -> Any:
+        return self.optimizer.state_dict()
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self, closure: Any = None) -> Any:
+        return self.optimizer.step(closure)
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_an_optimizer_around_another(kind: type[torch.optim.Optimizer], budget: str) -> None:
+    def pattern(limit: Limit, wrap: Callable[[Any], Any] = Accelerated) -> Iterator[Any]:
+        model = mlp()
+        optimizer = wrap(kind(model.parameters(), lr=0.01))
+        limit(model, optimizer=optimizer)
+        for number in range(3):
+            optimizer.zero_grad()
+            model(data(number)).square().mean().backward()
+            optimizer.step()
+            yield model
+
+    bytes_counted = [
+        run.handles[0].plan.predicted_peak_bytes
+        for run in (check(pattern, budget), run_limited(lambda limit: pattern(limit, lambda inner: inner), budget))
+        if run.handles[0].plan is not None
+    ]
+    assert len(bytes_counted) == 2 and bytes_counted[0] == bytes_counted[1]  # the inner one's state counts all the same
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_lazy_modules(budget: str) -> None:
+    def pattern(limit: Limit) -> Iterator[Any]:
+        model = limit(nn.Sequential(nn.LazyLinear(32), nn.LazyBatchNorm1d(), nn.GELU(), nn.LazyLinear(4)))
+        for number in range(3):
+            torch.manual_seed(number)
+            model.zero_grad()
+            loss = model(data(number)).square().mean()
+            loss.backward()
+            yield model, loss
+
+    check(pattern, budget)
+
+
+def works_or_says(pattern: Callable[[Limit], Iterator[Any]], budget: str, *words: str) -> None:
+    """The same bits, or an error of lowtide's own that names what it is about."""
+    try:
+        check(pattern, budget, planned=False)
+    except lowtide.LowtideError as error:
+        assert any(word in str(error) for word in words), f"the error does not name {words}: {error}"
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_torch_cond(budget: str) -> None:
+    class Branches(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.two = nn.Linear(16, 4), nn.Linear(16, 4)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return torch.cond(x.sum() > 0, lambda x: self.one(x).sin(), lambda x: self.two(x).cos(), (x,))
+
+    def pattern(limit: Limit) -> Iterator[Any]:
+        model = limit(Branches())
+        for number in range(4):
+            model.zero_grad()
+            loss = model(data(number)).square().mean()
+            loss.backward()
+            yield model, loss
+
+    works_or_says(pattern, budget, "cond", "higher-order", "higher order")
+
+
+@pytest.mark.parametrize("what", ["vmap", "gradients of each row", "jacobian", "forward mode"])
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_function_transforms_over_a_limited_model(what: str, budget: str) -> None:
+    def pattern(limit: Limit) -> Iterator[Any]:
+        model = limit(mlp(act=nn.Tanh))
+        weights = dict(model.named_parameters())
+
+        def loss(weights: Any, row: torch.Tensor) -> torch.Tensor:
+            return torch.func.functional_call(model, weights, (row[None],)).square().mean()
+
+        for number in range(3):
+            model.zero_grad()
+            x = data(number, rows=32)
+            if what == "vmap":
+                torch.vmap(model)(x.view(4, 8, 16)).square().mean().backward()
+                yield model
+            elif what == "gradients of each row":
+                yield torch.vmap(torch.func.grad(loss), in_dims=(None, 0))(weights, x)
+            elif what == "jacobian":
+                yield torch.func.jacrev(lambda x: torch.func.functional_call(model, weights, (x,)))(x[0])
+            else:
+                yield torch.func.jvp(lambda x: torch.func.functional_call(model, weights, (x,)), (x,), (torch.ones_like(x),))
+
+    works_or_says(pattern, budget, "vmap", "torch.func", "functorch", "transform")
+
+
+def _keeps(budget: str, mark: Callable[[nn.Module, torch.Tensor], Any]) -> list[bool]:
+    """For each step, whether what a custom function saved came back with the attribute that was set on it."""
+    found: list[bool] = []
+
+    class Fused(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x, weight)
+            return x @ weight
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            x, weight = ctx.saved_tensors
+            found.append(any(getattr(saved, "main_grad", None) is not None for saved in (x, weight)))
+            return grad @ weight.t(), x.t() @ grad
+
+    class Layer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.one, self.weight = nn.Linear(16, 32), nn.Parameter(torch.randn(32, 4))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.one(x).tanh()
+            mark(self, h)
+            return Fused.apply(h, self.weight)
+
+    def pattern(limit: Limit) -> Iterator[Any]:
+        yield from loop(limit(Layer()))
+
+    steps = len(run_limited(pattern, budget).steps)
+    return found[-steps:]
+
+
+@pytest.mark.parametrize("budget", BUDGETS)
+def test_a_parameter_that_a_custom_function_saved_comes_back_as_it_is(budget: str) -> None:
+    def mark(layer: Any, h: torch.Tensor) -> None:
+        layer.weight.main_grad = torch.zeros(1)
+
+    # Where anything stands between autograd and what it saves, PyTorch itself hands out another object: so in the step that is looked at.
+    assert _keeps(budget, mark)[1:] == [True] * 2
+
+
+def test_an_activation_that_a_custom_function_saved_and_the_plan_keeps_comes_back_as_it_is() -> None:
+    def mark(layer: Any, h: torch.Tensor) -> None:
+        h.main_grad = torch.zeros(1)  # type: ignore[attr-defined]
+
+    assert _keeps("100%", mark)[1:] == [True] * 2

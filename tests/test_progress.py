@@ -1,0 +1,140 @@
+"""Progress: lines in the log, a bar on a terminal alone, and ways to turn it off."""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import pty
+import re
+import subprocess
+import sys
+import threading
+from types import SimpleNamespace
+
+import pytest
+
+import lowtide
+from lowtide import progress
+from lowtide.progress import Work, current, muted, shows, working
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
+    """Standard error as a person at a terminal has it."""
+    monkeypatch.setattr(progress, "_TEST", "NOT_A_TEST")
+    for name in ("LOWTIDE_PROGRESS", "RANK"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+    found = Terminal()
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=found))  # pytest puts its own back between fixture and test
+    monkeypatch.setattr(progress, "AFTER_SECONDS", 0.0)
+    monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.0)
+    return found
+
+
+def planning(progress: bool | None = None) -> None:
+    with working("planning", "planned", progress) as work:
+        work.say("tracing")
+        with working("searching", "searched") as inner:
+            for _ in inner.each("timing operations", range(3)):
+                pass
+            inner.done("nobody sees this")
+        work.done("60 % of the memory, +12 % time")
+
+
+def test_a_terminal_has_a_bar_and_one_line_at_the_end(terminal: Terminal) -> None:
+    planning()
+    shown = terminal.getvalue()
+    assert "lowtide: tracing" in shown and "lowtide: timing operations" in shown
+    assert re.search(r"lowtide: planned in [0-9.]+ s: 60 % of the memory, \+12 % time\n", shown)
+    assert "searched" not in shown and shown.count("planned") == 1, "what is inside has no line of its own"
+    assert threading.active_count() == 1, "no thread stays that would disturb what is timed"
+
+
+@pytest.mark.parametrize("way", ["argument", "environment", "level", "muted", "rank", "short"])
+def test_ways_to_turn_it_off(terminal: Terminal, monkeypatch: pytest.MonkeyPatch, way: str) -> None:
+    if way == "environment":
+        monkeypatch.setenv("LOWTIDE_PROGRESS", "0")
+    if way == "rank":
+        monkeypatch.setenv("RANK", "1")
+    if way == "short":
+        monkeypatch.setattr(progress, "AFTER_SECONDS", 60.0)
+    if way == "level":
+        monkeypatch.setattr(progress.log, "level", logging.ERROR)
+    if way == "muted":
+        with muted():
+            planning(True)
+    else:
+        planning(False if way == "argument" else None)
+    assert terminal.getvalue() == ""
+
+
+def test_an_argument_goes_before_the_environment(terminal: Terminal, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_PROGRESS", "0")
+    assert not shows() and shows(True)
+
+
+def test_without_a_terminal_only_the_log_hears(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+    assert not shows() and not shows(True)
+    with caplog.at_level(logging.DEBUG, "lowtide"):
+        planning(True)
+    assert capsys.readouterr() == ("", "")
+    assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG", "INFO"]
+    assert re.fullmatch(r"planned in [0-9.]+ s: 60 % of the memory, \+12 % time", caplog.messages[-1])
+
+
+def test_a_log_that_has_the_line_is_not_told_it_twice(terminal: Terminal, caplog: pytest.LogCaptureFixture) -> None:
+    with caplog.at_level(logging.INFO, "lowtide"):
+        planning()
+    assert "planned" in caplog.text and "planned" not in terminal.getvalue()
+
+
+def test_what_fails_has_no_line_and_leaves_nothing_behind(terminal: Terminal) -> None:
+    with pytest.raises(ZeroDivisionError), working("planning", "planned") as work:
+        work.done("60 % of the memory")
+        raise ZeroDivisionError
+    assert "planned" not in terminal.getvalue()
+    assert current().what == "", "the next one is its own"
+
+
+def test_a_bar_is_cheap_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "_bar", lambda: pytest.fail("there is no terminal"))
+    with working("planning", "planned") as work:
+        assert list(work.each("timing operations", [1, 2, 3])) == [1, 2, 3]
+    assert isinstance(current(), Work)
+
+
+def test_planning_says_what_it_came_to(caplog: pytest.LogCaptureFixture) -> None:
+    import torch
+
+    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(6)))
+    with caplog.at_level(logging.DEBUG, "lowtide"):
+        handle = lowtide.limit_memory(model, "60%", loss_fn=torch.sum)
+        plan = handle.prepare(torch.randn(512, 32))
+    lines = [record.getMessage() for record in caplog.records if record.levelno == logging.INFO]
+    assert len(lines) == 1 and lines[0].startswith("planned in ")
+    assert f"{100 * plan.predicted_peak_bytes / plan.plain_peak_bytes:.0f} % of the memory, +" in lines[0]
+    assert any("timing operations" in text for text in caplog.messages)
+
+
+def test_a_real_terminal() -> None:
+    """The bar in a process of its own, on a pseudo-terminal."""
+    code = (
+        "import time\nfrom lowtide import progress\nprogress.AFTER_SECONDS = 0.0\n"
+        "with progress.working('planning', 'planned') as work:\n"
+        "    for _ in work.each('timing operations', range(3)):\n        time.sleep(0.12)\n    work.done('all of it')\n"
+    )
+    outer, inner = pty.openpty()
+    environment = {name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "LOWTIDE_PROGRESS", "RANK")}
+    with subprocess.Popen([sys.executable, "-c", code], stderr=inner, env={**environment, "TERM": "xterm"}) as process:
+        assert process.wait(60) == 0
+    os.close(inner)
+    shown = os.read(outer, 1 << 16).decode()
+    os.close(outer)
+    assert "timing operations" in shown and "planned in 0." in shown and "all of it" in shown
