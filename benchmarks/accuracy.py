@@ -1,12 +1,15 @@
-"""Predicted against measured: peak bytes and extra seconds of planned steps, on six models at four budgets each.
+"""Predicted against measured: peak bytes and extra seconds of planned steps, on six models at four budgets
+each.
 
 python -m benchmarks accuracy
 
-Two predictions are scored, each against what the paired rounds measure: the *forecast*, read before any step runs under the plan, and the
-*calibrated* times, read when the rounds are over. The forecast is what chose the plan. It *holds* where its extra time is at most 2 % of the
-step or 15 % of the extra time off; the plain step's own time is scored beside it, and holds within 15 %.
+Two predictions are scored, each against what the paired rounds measure: the *forecast*, read before any step
+runs under the plan, and the *calibrated* times, read when the rounds are over. The forecast is what chose the
+plan. It *holds* where its extra time is at most 2 % of the step or 15 % of the extra time off; the plain
+step's own time is scored beside it, and holds within 15 %.
 
-The C library is told to keep its pages (`benchmarks.common.keep_pages`), so that the time of operations is measured and not the system's.
+The C library is told to keep its pages (`benchmarks.common.keep_pages`), so that the time of operations is
+measured and not the system's.
 """
 
 from __future__ import annotations
@@ -63,7 +66,11 @@ def rows_of(case: Case, seconds_for_a_row: float = 40.0) -> list[dict[str, Any]]
         rounds = rounds_within([plain_step, step], seconds_for_a_row, most=81)
         plain_seconds, planned_seconds = paired([plain_step, step], rounds)
         plan = handle.plan
-        assert plan is not None and plan.calibrated_extra_seconds is not None and plan.calibrated_plain_seconds is not None
+        assert (
+            plan is not None
+            and plan.calibrated_extra_seconds is not None
+            and plan.calibrated_plain_seconds is not None
+        )
         base = statistics.median(plain_seconds)
         extra = median_difference(planned_seconds, plain_seconds)
         forecast_off, off = forecast.predicted_extra_seconds - extra, plan.calibrated_extra_seconds - extra
@@ -100,10 +107,12 @@ def rows_of(case: Case, seconds_for_a_row: float = 40.0) -> list[dict[str, Any]]
         handle.remove()
         row = rows[-1]
         print(
-            f"{case.name:16} {label:9} peak {measured / 2**20:7.1f} MiB ({100 * row['peak_error']:+.2f} %)  extra {100 * extra / base:+6.1f} % "
-            f"forecast {100 * forecast.predicted_extra_seconds / base:+6.1f} %  calibrated "
-            f"{100 * plan.calibrated_extra_seconds / base:+6.1f} %  plain {100 * row['forecast_plain_error']:+.0f} % off  "
-            f"gap {100 * plan.gap:.2f} %  planned in {planning:.1f} s",
+            f"{case.name:16} {label:9} peak {measured / 2**20:7.1f} MiB ({100 * row['peak_error']:+.2f} %)  "
+            f"extra {100 * extra / base:+6.1f} % forecast "
+            f"{100 * forecast.predicted_extra_seconds / base:+6.1f} %  calibrated "
+            f"{100 * plan.calibrated_extra_seconds / base:+6.1f} %  plain "
+            f"{100 * row['forecast_plain_error']:+.0f} % off  gap {100 * plan.gap:.2f} %  planned in "
+            f"{planning:.1f} s",
             flush=True,
         )
     return rows

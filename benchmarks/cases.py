@@ -61,16 +61,32 @@ def language(name: str, batch: int, sequence: int, **shape: Any) -> Case:
     return Case(name, build, data)
 
 
-def gpt(layers: int, width: int, *, batch: int = 2, sequence: int = 512, dropout: float = 0.0, fused: bool = True) -> Case:
+def gpt(
+    layers: int, width: int, *, batch: int = 2, sequence: int = 512, dropout: float = 0.0, fused: bool = True
+) -> Case:
     """A GPT shape."""
-    shape = dict(family="gpt", layers=layers, width=width, heads=width // 64, hidden_width=4 * width, key_value_heads=width // 64)
+    shape = dict(
+        family="gpt",
+        layers=layers,
+        width=width,
+        heads=width // 64,
+        hidden_width=4 * width,
+        key_value_heads=width // 64,
+    )
     return language(f"gpt {layers}x{width}", batch, sequence, dropout=dropout, fused_attention=fused, **shape)
 
 
 def llama(layers: int, width: int, *, batch: int = 2, sequence: int = 512) -> Case:
     """A Llama shape with grouped-query attention."""
     hidden = (8 * width // 3 + 63) // 64 * 64
-    shape = dict(family="llama", layers=layers, width=width, heads=width // 64, hidden_width=hidden, key_value_heads=max(1, width // 128))
+    shape = dict(
+        family="llama",
+        layers=layers,
+        width=width,
+        heads=width // 64,
+        hidden_width=hidden,
+        key_value_heads=max(1, width // 128),
+    )
     return language(f"llama {layers}x{width}", batch, sequence, **shape)
 
 
@@ -108,7 +124,9 @@ def bert() -> Case:
         ids = torch.randint(1000, (2, 192))
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
-    values = dict(vocab_size=1000, hidden_size=384, num_hidden_layers=4, num_attention_heads=6, intermediate_size=1536)
+    values = dict(
+        vocab_size=1000, hidden_size=384, num_hidden_layers=4, num_attention_heads=6, intermediate_size=1536
+    )
     return _hugging_face("bert 4x384", "BertForMaskedLM", "BertConfig", values, batch)
 
 
@@ -120,7 +138,9 @@ def t5() -> Case:
         ids = torch.randint(1000, (2, 160))
         return {"input_ids": ids, "labels": ids}
 
-    values = dict(vocab_size=1000, d_model=320, d_kv=64, d_ff=1280, num_layers=3, num_heads=5, decoder_start_token_id=0)
+    values = dict(
+        vocab_size=1000, d_model=320, d_kv=64, d_ff=1280, num_layers=3, num_heads=5, decoder_start_token_id=0
+    )
     return _hugging_face("t5 3+3x320", "T5ForConditionalGeneration", "T5Config", values, batch)
 
 
@@ -132,11 +152,19 @@ def vit() -> Case:
         return {"pixel_values": torch.randn(3, 3, 96, 96), "labels": torch.randint(10, (3,))}
 
     values = dict(
-        hidden_size=384, num_hidden_layers=4, num_attention_heads=6, intermediate_size=1536, image_size=96, patch_size=8, num_labels=10
+        hidden_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        intermediate_size=1536,
+        image_size=96,
+        patch_size=8,
+        num_labels=10,
     )
     return _hugging_face("vit 4x384", "ViTForImageClassification", "ViTConfig", values, batch)
 
 
 def six() -> list[Case]:
-    """One of each kind, so small that a step takes half a second on one core and forty pairs fit in a minute."""
+    """One of each kind, so small that a step takes half a second on one core and forty pairs fit in a
+    minute.
+    """
     return [gpt(4, 384, batch=1, dropout=0.1), llama(4, 384, batch=1), bert(), t5(), vit(), resnet()]

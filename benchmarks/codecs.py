@@ -2,13 +2,15 @@
 
 python -m benchmarks codecs
 
-Bias and variance are of the whole gradient of a small GPT (after some steps of training) over many draws of the codec's rounding: with g the exact
-gradient and g_k the k-th draw, bias = |mean_k g_k - g| / |g| and deviation = sqrt(mean_k |g_k - mean g|^2) / |g|; a codec without bias has a bias of
-about deviation / sqrt(draws).
+Bias and variance are of the whole gradient of a small GPT (after some steps of training) over many draws of
+the codec's rounding: with g the exact gradient and g_k the k-th draw, bias = |mean_k g_k - g| / |g| and
+deviation = sqrt(mean_k |g_k - mean g|^2) / |g|; a codec without bias has a bias of about deviation /
+sqrt(draws).
 
-Two trainings that differ in the last bit drift apart, at a constant rate of 3e-3 by several percent of the loss, so the rate falls to 0 here, losses are
-compared for several seeds (of the parameters, the dropout and the batches), and the row *none* says how far trainings drift that differ by a millionth in
-one parameter: nearer than that no codec can be told from none.
+Two trainings that differ in the last bit drift apart, at a constant rate of 3e-3 by several percent of the
+loss, so the rate falls to 0 here, losses are compared for several seeds (of the parameters, the dropout and
+the batches), and the row *none* says how far trainings drift that differ by a millionth in one parameter:
+nearer than that no codec can be told from none.
 """
 
 from __future__ import annotations
@@ -38,7 +40,16 @@ WARM_STEPS = 100
 WARM_UP = 50
 RATE = 1e-3
 SEEDS = (0, 1, 2)
-SHAPE = dict(family="gpt", layers=2, width=64, heads=2, hidden_width=256, key_value_heads=2, vocabulary=256, positions=64)
+SHAPE = dict(
+    family="gpt",
+    layers=2,
+    width=64,
+    heads=2,
+    hidden_width=256,
+    key_value_heads=2,
+    vocabulary=256,
+    positions=64,
+)
 EVERYWHERE = " everywhere"
 CODECS = ("none", "auto", "sparse0.6", "bfloat16", "int8", "int4", "int4" + EVERYWHERE)
 LOSSLESS = ("auto", "sparse0.6")
@@ -103,11 +114,15 @@ def speeds(name: str) -> dict[str, Any]:
 
 
 def rate_at(step: int) -> float:
-    """Warm-up, then a half cosine down to 0 at the last step: a training that ends, so that two of them can be compared."""
+    """Warm-up, then a half cosine down to 0 at the last step: a training that ends, so that two of them can
+    be compared.
+    """
     return min((step + 1) / WARM_UP, 0.5 + 0.5 * math.cos(math.pi * min(1.0, step / STEPS)))
 
 
-def trained(policy: Any, seed: int = 0, steps: int = STEPS, nudge: float = 0.0) -> tuple[float, torch.nn.Module]:
+def trained(
+    policy: Any, seed: int = 0, steps: int = STEPS, nudge: float = 0.0
+) -> tuple[float, torch.nn.Module]:
     """Mean loss of the last tenth of the steps, and the model."""
     data, net = text(), model(seed)
     if policy is not None:
@@ -167,7 +182,9 @@ def gradients(name: str) -> dict[str, Any]:
 
 
 def main(names: tuple[str, ...] = CODECS, seeds: tuple[int, ...] = SEEDS, losses_only: bool = False) -> None:
-    """Run and write benchmarks/results/codecs.json; other rows and seeds that stand there stay, and with ``losses_only`` what else is in a row."""
+    """Run and write benchmarks/results/codecs.json; other rows and seeds that stand there stay, and with
+    ``losses_only`` what else is in a row.
+    """
     torch.set_num_threads(1)
     before = RESULTS / "codecs.json"
     found = json.loads(before.read_text()) if before.exists() else {}
@@ -186,7 +203,9 @@ def main(names: tuple[str, ...] = CODECS, seeds: tuple[int, ...] = SEEDS, losses
             row["mean_over_plain"] = statistics.mean(row["over_plain"].values())
             row["holds"] = all(abs(over) <= 0.01 for over in row["over_plain"].values())
             print(row, flush=True)
-            save("codecs", [rows[n] for n in CODECS if n in rows], draws=DRAWS, steps=STEPS, plain_losses=plain)
+            save(
+                "codecs", [rows[n] for n in CODECS if n in rows], draws=DRAWS, steps=STEPS, plain_losses=plain
+            )
 
 
 if __name__ == "__main__":

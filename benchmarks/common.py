@@ -1,4 +1,6 @@
-"""What every benchmark shares: models to measure, paired timing, and results that say where they come from."""
+"""What every benchmark shares: models to measure, paired timing, and results that say where they come
+from.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ from lowtide import __version__, meter
 RESULTS = Path(__file__).parent / "results"
 
 UNSETTLED = 13
-"""The first steps under a plan, of which one is verified, one listened to and nine are timed, all of which takes longer: they are not measured."""
+"""The first steps under a plan, of which one is verified, one listened to and nine are timed, all of which
+takes longer: they are not measured.
+"""
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _MMAP_MAX = -1, -3, -4  # parameters of glibc's mallopt
 _LARGEST_INT = 2**31 - 1
@@ -50,7 +54,11 @@ def machine() -> dict[str, Any]:
     model = platform.processor()
     cpuinfo = Path("/proc/cpuinfo")
     if cpuinfo.exists():
-        names = [line.partition(":")[2].strip() for line in cpuinfo.read_text().splitlines() if line.startswith("model name")]
+        names = [
+            line.partition(":")[2].strip()
+            for line in cpuinfo.read_text().splitlines()
+            if line.startswith("model name")
+        ]
         model = names[0] if names else model
     found: dict[str, Any] = {
         "date": date.today().isoformat(),
@@ -77,7 +85,9 @@ def step_of(model: torch.nn.Module, batch: dict[str, Any]) -> Callable[[], None]
 
 
 def unlimited_step_of(model: torch.nn.Module, batch: dict[str, Any]) -> Callable[[], None]:
-    """The same step of a limited model without its limit: two models of one kind differ by several percent here, from where their memory lies."""
+    """The same step of a limited model without its limit: two models of one kind differ by several percent
+    here, from where their memory lies.
+    """
     step = step_of(model, batch)
 
     def unlimited() -> None:
@@ -92,10 +102,12 @@ def unlimited_step_of(model: torch.nn.Module, batch: dict[str, Any]) -> Callable
 
 
 def keep_pages() -> bool:
-    """Have the C library keep freed memory for the next step instead of giving its pages back; whether it can.
+    """Have the C library keep freed memory for the next step instead of giving its pages back; whether it
+    can.
 
-    By default glibc returns large blocks to the system when they are freed, and a step that allocates more pays for more of them again, page
-    by page: here up to a fifth of a plain step, most of which a planned step saves. What a plan costs is better seen without.
+    By default glibc returns large blocks to the system when they are freed, and a step that allocates more
+    pays for more of them again, page by page: here up to a fifth of a plain step, most of which a planned
+    step saves. What a plan costs is better seen without.
     """
     if platform.libc_ver()[0] != "glibc":
         return False
@@ -109,16 +121,18 @@ def total_peak(model: torch.nn.Module, batch: dict[str, Any], step: Callable[[],
     model.zero_grad(set_to_none=True)
     gc.collect()
     inputs = sum(s.nbytes() for s in meter.storages(t for t in batch.values() if isinstance(t, torch.Tensor)))
-    slab = getattr(getattr(model.__dict__.get("forward"), "stores", None), "slab", None)  # of a limited model whose values move
+    # of a limited model whose values move
+    slab = getattr(getattr(model.__dict__.get("forward"), "stores", None), "slab", None)
     standing = meter.resident_bytes(model) + inputs + (slab.memory.nbytes if slab is not None else 0)
     return standing + meter.measure(step, timeline=False).peak_bytes
 
 
 def paired(steps: Sequence[Callable[[], None]], rounds: int, warmup: int = 1) -> list[list[float]]:
-    """Seconds of each step in each round; the steps of a round run one after the other, in an order that is drawn anew for each.
+    """Seconds of each step in each round; the steps of a round run one after the other, in an order that is
+    drawn anew for each.
 
-    A step that follows one with a smaller peak pays for pages that the allocator has given back meanwhile, so no step may always have the
-    same one before it.
+    A step that follows one with a smaller peak pays for pages that the allocator has given back meanwhile, so
+    no step may always have the same one before it.
     """
     for _ in range(warmup):
         for step in steps:
@@ -135,7 +149,9 @@ def paired(steps: Sequence[Callable[[], None]], rounds: int, warmup: int = 1) ->
     return seconds
 
 
-def rounds_within(steps: Sequence[Callable[[], None]], seconds: float, least: int = 11, most: int = 41) -> int:
+def rounds_within(
+    steps: Sequence[Callable[[], None]], seconds: float, least: int = 11, most: int = 41
+) -> int:
     """How many rounds of these steps fit in so many seconds, by one warm round."""
     begin = time.perf_counter()
     for step in steps:

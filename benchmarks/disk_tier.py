@@ -1,10 +1,13 @@
-"""A step whose plain peak is at least 2 GiB in half of it: by the disk tier, by recomputing, and by the mix that the planner picks, in turn.
+"""A step whose plain peak is at least 2 GiB in half of it: by the disk tier, by recomputing, and by the mix
+that the planner picks, in turn.
 
 python -m benchmarks disk_tier
 
-On a machine without a GPU main memory is the device and the disk is the next tier. The bytes written and read are counted by the tier and held
-against the plan's; the file does not lie in memory (`lowtide.store.disk` refuses that), and reads and writes go past the page cache. The C library is
-told to keep its pages (`benchmarks.common.keep_pages`), without which a plain step spends more time on getting them back than a planned one.
+On a machine without a GPU main memory is the device and the disk is the next tier. The bytes written and read
+are counted by the tier and held against the plan's; the file does not lie in memory (`lowtide.store.disk`
+refuses that), and reads and writes go past the page cache. The C library is told to keep its pages
+(`benchmarks.common.keep_pages`), without which a plain step spends more time on getting them back than a
+planned one.
 """
 
 from __future__ import annotations
@@ -49,7 +52,10 @@ def main() -> None:
             step()
     before = [_traffic(handle) for handle in handles]
     peaks = [total_peak(model, batch, step) for model, step in zip(models, steps, strict=True)]
-    traffic = [tuple(b - a for a, b in zip(old, _traffic(handle), strict=True)) for old, handle in zip(before, handles, strict=True)]
+    traffic = [
+        tuple(b - a for a, b in zip(old, _traffic(handle), strict=True))
+        for old, handle in zip(before, handles, strict=True)
+    ]
     seconds = paired(steps, ROUNDS)
     base = statistics.median(seconds[0])
     reference = [p.grad for p in models[0].parameters() if p.grad is not None]
@@ -57,8 +63,13 @@ def main() -> None:
     for k, name in enumerate(("plain", *policies_of)):
         handle = handles[k]
         latest = handle._limiter.latest if handle is not None else None
-        plan = latest.plan if latest is not None else None  # as predicted before any step, not at the pace of those that ran
-        moved = sum(m.encoded_bytes for m in plan.moves if stages(m.decision)[1] is not None) if plan is not None else 0
+        # as predicted before any step, not at the pace of those that ran
+        plan = latest.plan if latest is not None else None
+        moved = (
+            sum(m.encoded_bytes for m in plan.moves if stages(m.decision)[1] is not None)
+            if plan is not None
+            else 0
+        )
         gradients = [p.grad for p in models[k].parameters() if p.grad is not None]
         extra = median_difference(seconds[k], seconds[0])
         row = {
@@ -70,7 +81,9 @@ def main() -> None:
             "extra": extra / base,
             "predicted_extra": plan.predicted_extra_seconds / base if plan is not None else 0.0,
             "bound": plan.bound_extra_seconds / base if plan is not None else 0.0,
-            "prediction_error": (base + plan.predicted_extra_seconds) / (base + extra) - 1 if plan is not None else 0.0,
+            "prediction_error": (base + plan.predicted_extra_seconds) / (base + extra) - 1
+            if plan is not None
+            else 0.0,
             "planned_transfer_bytes": moved,
             "written_bytes": traffic[k][0],
             "read_bytes": traffic[k][1],
@@ -80,11 +93,18 @@ def main() -> None:
             "rounds": ROUNDS,
             "notes": list(plan.notes) if plan is not None else [],
         }
-        fits = row["peak_bytes"] <= budget and traffic[k] == (moved, moved) and abs(row["prediction_error"]) <= 0.15
+        fits = (
+            row["peak_bytes"] <= budget
+            and traffic[k] == (moved, moved)
+            and abs(row["prediction_error"]) <= 0.15
+        )
         row["holds"] = row["same_gradients"] and (fits or name == "plain")
         rows.append(row)
         print(row, flush=True)
-    speeds = {"write_bytes_per_second": link.write_bytes_per_second, "read_bytes_per_second": link.read_bytes_per_second}
+    speeds = {
+        "write_bytes_per_second": link.write_bytes_per_second,
+        "read_bytes_per_second": link.read_bytes_per_second,
+    }
     save("disk_tier", rows, link=speeds, pages_kept=pages)
 
 

@@ -1,4 +1,5 @@
-"""What `lowtide simulate` needs for the largest published models, the newcomer's question, and the tables of docs/estimate.md.
+"""What `lowtide simulate` needs for the largest published models, the newcomer's question, and the tables of
+docs/estimate.md.
 
 python -m benchmarks estimate_scale
 """
@@ -30,19 +31,29 @@ name, stages, settings = json.loads(sys.argv[1])
 found = simulate(configure(name, as_published=True, **settings), stages=stages)
 rows = [
     {
-        "stage": s.timeline.stage, "in_flight": s.timeline.in_flight, "traced_held_bytes": s.timeline.held_bytes,
-        "closed_held_bytes": s.closed.activations_bytes, "traced_peak_bytes": s.timeline.activation_peak_bytes,
-        "closed_peak_bytes": s.closed.activation_peak_bytes, "largest_difference": max(s.rows, key=lambda r: abs(r.difference_bytes)).to_json(),
+        "stage": s.timeline.stage,
+        "in_flight": s.timeline.in_flight,
+        "traced_held_bytes": s.timeline.held_bytes,
+        "closed_held_bytes": s.closed.activations_bytes,
+        "traced_peak_bytes": s.timeline.activation_peak_bytes,
+        "closed_peak_bytes": s.closed.activation_peak_bytes,
+        "largest_difference": max(s.rows, key=lambda r: abs(r.difference_bytes)).to_json(),
     }
     for s in found.stages
 ]
-print(json.dumps({"seconds": time.perf_counter() - begin, "host_bytes": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024, "stages": rows}))
+seconds, host_bytes = time.perf_counter() - begin, resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+print(json.dumps({"seconds": seconds, "host_bytes": host_bytes, "stages": rows}))
 """
 
 
 def alone(name: str, stages: list[int]) -> dict[str, Any]:
     """One model simulated in a process of its own: seconds, most resident memory, and what came out."""
-    done = subprocess.run([sys.executable, "-c", ALONE, json.dumps([name, stages, PAPER])], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", ALONE, json.dumps([name, stages, PAPER])],
+        capture_output=True,
+        text=True,
+        check=True,
+    )
     return {"model": name, **json.loads(done.stdout)}
 
 
@@ -59,7 +70,13 @@ def newcomer() -> dict[str, Any]:
 
 
 def _table(head: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(["| " + " | ".join(head) + " |", "|" + "---|" * len(head), *("| " + " | ".join(row) + " |" for row in rows)])
+    return "\n".join(
+        [
+            "| " + " | ".join(head) + " |",
+            "|" + "---|" * len(head),
+            *("| " + " | ".join(row) + " |" for row in rows),
+        ]
+    )
 
 
 def closed_rows() -> list[dict[str, Any]]:
@@ -69,7 +86,10 @@ def closed_rows() -> list[dict[str, Any]]:
         row: dict[str, Any] = {"model": name}
         for case, settings in (("baseline", {}), ("both", PAPER)):
             made = estimate(configure(name, as_published=True, **settings))
-            row[case] = {"layers_bytes": made.stages[0].layer_activations_bytes, "total_bytes": made.total_bytes}
+            row[case] = {
+                "layers_bytes": made.stages[0].layer_activations_bytes,
+                "total_bytes": made.total_bytes,
+            }
         found.append(row)
     return found
 
@@ -78,7 +98,13 @@ def write_docs(data: dict[str, Any]) -> None:
     """Put the tables into docs/estimate.md between their marks."""
     gib = 2**30
     closed = _table(
-        ["model", "activations of stage 0", "with sequence parallelism and selective recomputation", "whole device before", "after"],
+        [
+            "model",
+            "activations of stage 0",
+            "with sequence parallelism and selective recomputation",
+            "whole device before",
+            "after",
+        ],
         [
             [
                 row["model"],
@@ -89,7 +115,17 @@ def write_docs(data: dict[str, Any]) -> None:
         ],
     )
     traced = _table(
-        ["model", "stage", "in flight", "kept, traced", "by formula", "kept and temporary, traced", "by formula", "seconds", "host memory"],
+        [
+            "model",
+            "stage",
+            "in flight",
+            "kept, traced",
+            "by formula",
+            "kept and temporary, traced",
+            "by formula",
+            "seconds",
+            "host memory",
+        ],
         [
             [
                 row["model"],
@@ -97,7 +133,12 @@ def write_docs(data: dict[str, Any]) -> None:
                 str(stage["in_flight"]),
                 *(
                     f"{stage[key] / gib:.3f} GiB"
-                    for key in ("traced_held_bytes", "closed_held_bytes", "traced_peak_bytes", "closed_peak_bytes")
+                    for key in (
+                        "traced_held_bytes",
+                        "closed_held_bytes",
+                        "traced_peak_bytes",
+                        "closed_peak_bytes",
+                    )
                 ),
                 f"{row['seconds']:.0f} in all" if place == 0 else "",
                 format_bytes(row["host_bytes"]) if place == 0 else "",
@@ -107,7 +148,19 @@ def write_docs(data: dict[str, Any]) -> None:
         ],
     )
     ours = _table(
-        ["", "t", "p", "d", "ZeRO", "micro-batch", "recompute", "optimizer", "loss", "GiB", "predicted s a step"],
+        [
+            "",
+            "t",
+            "p",
+            "d",
+            "ZeRO",
+            "micro-batch",
+            "recompute",
+            "optimizer",
+            "loss",
+            "GiB",
+            "predicted s a step",
+        ],
         [
             [
                 str(place),

@@ -55,7 +55,8 @@ def main() -> None:
     best = fit()
     for row in rows(best):
         print(
-            f"{row['model']:>5} {row['case']:<15} {row['measured_seconds']:7.2f} s measured, {row['predicted_seconds']:7.2f} predicted, {100 * row['off']:+.1f} %"
+            f"{row['model']:>5} {row['case']:<15} {row['measured_seconds']:7.2f} s measured, "
+            f"{row['predicted_seconds']:7.2f} predicted, {100 * row['off']:+.1f} %"
         )
     print(f"efficiency {best:.3f} (in use: {EFFICIENCY:.3f})")
     save("estimate_speed", rows(best), efficiency=best)

@@ -2,9 +2,10 @@
 
 python -m benchmarks host_optimizer
 
-The link is simulated at the ratios of arXiv 2101.06840: per billion parameters Table 4 gives 0.22 s for the update on the host and 0.1 s for
-one on the device, and 2 GB each way take 0.167 s at 12 GB/s. All three are slowed down by one factor, so that this machine's processor
-can keep every lane at its rate. Copies and updates are real and take at least that long; backward sleeps, and hands out real gradients.
+The link is simulated at the ratios of arXiv 2101.06840: per billion parameters Table 4 gives 0.22 s for the
+update on the host and 0.1 s for one on the device, and 2 GB each way take 0.167 s at 12 GB/s. All three are
+slowed down by one factor, so that this machine's processor can keep every lane at its rate. Copies and
+updates are real and take at least that long; backward sleeps, and hands out real gradients.
 """
 
 from __future__ import annotations
@@ -34,11 +35,13 @@ CHUNK_BYTES = 4 << 20  # one layer's elements in float32
 PICTURE = RESULTS.parent.parent / "docs" / "host_optimizer.png"
 
 
-# ---- throughput ------------------------------------------------------------------------------------------------------------------------
+# ---- throughput ----------------------------------------------------------------------------------
 
 
 def throughput_rows(elements: float, threads: tuple[int, ...]) -> list[dict[str, Any]]:
-    """`torch.optim.AdamW(fused=True)` and ours, all on the host in main memory, in turn on the same parameters and gradients."""
+    """`torch.optim.AdamW(fused=True)` and ours, all on the host in main memory, in turn on the same
+    parameters and gradients.
+    """
     parameters, left = [], int(elements)
     while left > 0:
         parameters.append(nn.Parameter(torch.randn(min(left, 4 << 20)) * 0.02))
@@ -65,13 +68,16 @@ def throughput_rows(elements: float, threads: tuple[int, ...]) -> list[dict[str,
             "holds": ratio >= 0.95,
         }
         rows.append(row)
-        print({key: round(item, 4) if isinstance(item, float) else item for key, item in row.items()}, flush=True)
+        print(
+            {key: round(item, 4) if isinstance(item, float) else item for key, item in row.items()},
+            flush=True,
+        )
     del plain, ours, parameters
     gc.collect()
     return rows
 
 
-# ---- the simulated link ----------------------------------------------------------------------------------------------------------------
+# ---- the simulated link --------------------------------------------------------------------------
 
 
 class _Layer(torch.autograd.Function):
@@ -96,7 +102,9 @@ class Stack(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.bfloat16)) for _ in range(LAYERS))
+        self.weights = nn.ParameterList(
+            nn.Parameter(torch.zeros(WIDTH, WIDTH, dtype=torch.bfloat16)) for _ in range(LAYERS)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         for weight in self.weights:
@@ -144,7 +152,11 @@ def seconds_of(run: Callable[[], None], rounds: int) -> list[float]:
 def busy(moves: list[Move], lanes: set[str], begin: float, end: float) -> list[tuple[float, float]]:
     """When any of these lanes was at work between two moments, merged."""
     found: list[tuple[float, float]] = []
-    for a, b in sorted((max(m.begin, begin), min(m.end, end)) for m in moves if m.lane in lanes and m.end > begin and m.begin < end):
+    for a, b in sorted(
+        (max(m.begin, begin), min(m.end, end))
+        for m in moves
+        if m.lane in lanes and m.end > begin and m.begin < end
+    ):
         if found and a <= found[-1][1]:
             found[-1] = (found[-1][0], max(b, found[-1][1]))
         else:
@@ -163,7 +175,9 @@ def total(a: list[tuple[float, float]]) -> float:
 
 
 def hidden(moves: list[Move], begin: float, middle: float, end: float) -> tuple[float, float]:
-    """Shares: of gradient transfers that ran within backward; of the host's update that ran beside the device's update or a transfer."""
+    """Shares: of gradient transfers that ran within backward; of the host's update that ran beside the
+    device's update or a transfer.
+    """
     down, host = busy(moves, {"down"}, begin, end), busy(moves, {"host"}, begin, end)
     others = busy(moves, {"device", "up", "down"}, begin, end)
     behind = shared(down, [(begin, middle)]) / total(down) if down else 1.0
@@ -171,7 +185,9 @@ def hidden(moves: list[Move], begin: float, middle: float, end: float) -> tuple[
 
 
 def ideal(fraction: float) -> tuple[list[Move], float, float, float]:
-    """The schedule without any cost but those of the lanes: gradients leave as layers finish, then update and copy back in a pipeline."""
+    """The schedule without any cost but those of the lanes: gradients leave as layers finish, then update and
+    copy back in a pipeline.
+    """
     share = ELEMENTS * fraction
     full, layer = int(share // (WIDTH * WIDTH)), WIDTH * WIDTH
     pieces = [layer] * full + ([share - full * layer] if share > full * layer + 0.5 else [])
@@ -204,7 +220,11 @@ def sweep(rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         run = Run(**options)
         seconds = seconds_of(run, rounds)
         behind, beside = hidden(run.moves, *run.moments)
-        row: dict[str, Any] = {"schedule": label, "host_fraction": fraction, "seconds": statistics.median(seconds)}
+        row: dict[str, Any] = {
+            "schedule": label,
+            "host_fraction": fraction,
+            "seconds": statistics.median(seconds),
+        }
         row |= {"transfer_hidden": behind, "host_update_hidden": beside}
         if run.optimizer.balance is not None:
             row["host_fraction"] = run.optimizer.balance.host_fraction
@@ -215,7 +235,10 @@ def sweep(rounds: int) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         drawn[label if fraction is None else f"{label} {fraction}"] = (run.moves, run.moments)
         run.close()
         rows.append(row)
-        print({key: round(item, 4) if isinstance(item, float) else item for key, item in row.items()}, flush=True)
+        print(
+            {key: round(item, 4) if isinstance(item, float) else item for key, item in row.items()},
+            flush=True,
+        )
         return row
 
     serial = measured("all on the host after backward", 1.0, host_fraction=1.0, chunk_bytes=ELEMENTS * 4)
@@ -242,12 +265,26 @@ def draw(rows: list[dict[str, Any]], drawn: dict[str, Any], path: Path) -> None:
     left, right = figure.subplots(1, 2, width_ratios=(1, 1.25))
     line = [row for row in rows if row["schedule"] == "pipelined"]
     by_name = {row["schedule"]: row for row in rows if row["schedule"] != "pipelined"}
-    left.plot([r["host_fraction"] for r in line], [r["seconds"] for r in line], "o-", label="pipelined, measured")
-    left.plot([r["host_fraction"] for r in line], [r["ideal_seconds"] for r in line], "--", color="tab:gray", label="the schedule's bound")
+    left.plot(
+        [r["host_fraction"] for r in line], [r["seconds"] for r in line], "o-", label="pipelined, measured"
+    )
+    left.plot(
+        [r["host_fraction"] for r in line],
+        [r["ideal_seconds"] for r in line],
+        "--",
+        color="tab:gray",
+        label="the schedule's bound",
+    )
     serial = by_name["all on the host after backward"]["seconds"]
     left.axhline(serial, color="tab:red", linestyle=":", label="all on the host after backward")
     for name, marker in (("auto", "*"), ("overlap_update", "s"), ("delayed", "D")):
-        left.plot(by_name[name]["host_fraction"], by_name[name]["seconds"], marker, markersize=13 if marker == "*" else 7, label=name)
+        left.plot(
+            by_name[name]["host_fraction"],
+            by_name[name]["seconds"],
+            marker,
+            markersize=13 if marker == "*" else 7,
+            label=name,
+        )
     left.set(xlabel="host fraction", ylabel="seconds per step", ylim=(0, None), title="Time per step")
     left.grid(alpha=0.3)
     left.legend(fontsize="small", loc="lower right")
@@ -258,12 +295,20 @@ def draw(rows: list[dict[str, Any]], drawn: dict[str, Any], path: Path) -> None:
     right.barh(lanes["backward"], middle - begin, left=0, height=0.6, color="tab:gray")
     for move in moves:
         right.barh(
-            lanes[move.lane], move.end - move.begin, left=move.begin - begin, height=0.6, color=colours[move.lane], edgecolor="white"
+            lanes[move.lane],
+            move.end - move.begin,
+            left=move.begin - begin,
+            height=0.6,
+            color=colours[move.lane],
+            edgecolor="white",
         )
     right.axvline(middle - begin, color="black", linewidth=0.8)
-    right.set_yticks(list(lanes.values()), ["backward", "gradients down", "host update", "parameters up", "device update"])
+    right.set_yticks(
+        list(lanes.values()), ["backward", "gradients down", "host update", "parameters up", "device update"]
+    )
     right.set(
-        xlabel="seconds since backward began", title=f"One step at the fraction that auto chose ({by_name['auto']['host_fraction']:.2f})"
+        xlabel="seconds since backward began",
+        title=f"One step at the fraction that auto chose ({by_name['auto']['host_fraction']:.2f})",
     )
     right.set_xlim(0, end - begin)
     figure.savefig(path, dpi=140)
@@ -272,8 +317,8 @@ def draw(rows: list[dict[str, Any]], drawn: dict[str, Any], path: Path) -> None:
 def _where() -> str:
     found = machine()
     return (
-        f"{found['date']}, {found['processor']}, {found['cores']} cores, {found['threads']} threads, torch {found['torch']}, "
-        f"Python {found['python']}, lowtide {found['lowtide']}"
+        f"{found['date']}, {found['processor']}, {found['cores']} cores, {found['threads']} threads, torch "
+        f"{found['torch']}, Python {found['python']}, lowtide {found['lowtide']}"
     )
 
 
@@ -286,40 +331,49 @@ def report(throughput: list[dict[str, Any]], rows: list[dict[str, Any]]) -> str:
         "",
         "## Throughput of the update, state in main memory",
         "",
-        "In turn on the same parameters and gradients; the ratio is the median of the rounds' ratios and *holds* at 0.95.",
+        "In turn on the same parameters and gradients; the ratio is the median of the rounds' ratios and "
+        "*holds* at 0.95.",
         "",
-        "| parameters | threads | `AdamW(fused=True)` s | HostOptimizer s | throughput, ours / plain | holds |",
+        "| parameters | threads | `AdamW(fused=True)` s | HostOptimizer s | throughput, ours / plain | "
+        "holds |",
         "|---|---|---|---|---|---|",
     ]
     for row in throughput:
         lines.append(
-            f"| {row['elements'] / 1e6:,.0f} M | {row['threads']} | {row['plain_seconds']:.4f} | {row['ours_seconds']:.4f} | {row['throughput_ratio']:.3f} | "
+            f"| {row['elements'] / 1e6:,.0f} M | {row['threads']} | {row['plain_seconds']:.4f} | "
+            f"{row['ours_seconds']:.4f} | {row['throughput_ratio']:.3f} | "
             f"{'yes' if row['holds'] else '**no**'} |"
         )
     lines += [
         "",
         "## A step on a simulated link",
         "",
-        f"{ELEMENTS / 1e6:.1f} M parameters in bfloat16, masters in float32, AdamW; the rates of arXiv 2101.06840 slowed down by {SLOWDOWN:.0f}: "
-        f"host update {HOST * 1e9:.1f} ns an element, device update {DEVICE * 1e9:.1f}, {DOWN * 1e9:.1f} each way; backward takes "
-        f"{BACKWARD * 1e3:.0f} ms. *Transfer hidden* is the share of the gradients' way down within backward, *host update hidden* the share "
-        "of the host's update beside the device's update or a transfer; the *bounds* are those of the same schedule with no other cost.",
+        f"{ELEMENTS / 1e6:.1f} M parameters in bfloat16, masters in float32, AdamW; the rates of arXiv "
+        f"2101.06840 slowed down by {SLOWDOWN:.0f}: host update {HOST * 1e9:.1f} ns an element, device "
+        f"update {DEVICE * 1e9:.1f}, {DOWN * 1e9:.1f} each way; backward takes {BACKWARD * 1e3:.0f} ms. "
+        "*Transfer hidden* is the share of the gradients' way down within backward, *host update hidden* "
+        "the share of the host's update beside the device's update or a transfer; the *bounds* are those of "
+        "the same schedule with no other cost.",
         "",
-        "| schedule | host fraction | s per step | bound s | against all on the host after backward | transfer hidden (bound) | "
-        "host update hidden (bound) |",
+        "| schedule | host fraction | s per step | bound s | against all on the host after backward | "
+        "transfer hidden (bound) | host update hidden (bound) |",
         "|---|---|---|---|---|---|---|",
     ]
     for row in rows:
-        bounds = [f" ({row[name]:.2f})" if name in row else "" for name in ("transfer_bound", "host_update_bound")]
+        bounds = [
+            f" ({row[name]:.2f})" if name in row else "" for name in ("transfer_bound", "host_update_bound")
+        ]
         ideal_text = f"{row['ideal_seconds']:.3f}" if "ideal_seconds" in row else ""
         lines.append(
-            f"| {row['schedule']} | {row['host_fraction']:.2f} | {row['seconds']:.3f} | {ideal_text} | {row['speedup']:.2f}x | "
-            f"{row['transfer_hidden']:.2f}{bounds[0]} | {row['host_update_hidden']:.2f}{bounds[1]} |"
+            f"| {row['schedule']} | {row['host_fraction']:.2f} | {row['seconds']:.3f} | {ideal_text} | "
+            f"{row['speedup']:.2f}x | {row['transfer_hidden']:.2f}{bounds[0]} | "
+            f"{row['host_update_hidden']:.2f}{bounds[1]} |"
         )
     auto = next(row for row in rows if row["schedule"] == "auto")
     lines += [
         "",
-        f"`auto` takes {auto['over_best']:.3f} times the best of the sweep ({'holds' if auto['holds'] else '**does not hold**'} at 1.05).",
+        f"`auto` takes {auto['over_best']:.3f} times the best of the sweep "
+        f"({'holds' if auto['holds'] else '**does not hold**'} at 1.05).",
         "",
         "![Time per step over the host fraction, and one step lane by lane](../../docs/host_optimizer.png)",
     ]

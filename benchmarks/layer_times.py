@@ -1,11 +1,14 @@
-"""One layer of the 22B model as one of eight tensor-parallel ranks computes it: plain, recomputed in full, and selectively.
+"""One layer of the 22B model as one of eight tensor-parallel ranks computes it: plain, recomputed in full,
+and selectively.
 
 python -m benchmarks layer_times
-python -m benchmarks.layer_times --smoke    a few steps of a small layer, to see that all of it runs; writes nothing
+python -m benchmarks.layer_times --smoke    a few steps of a small layer, to see that all of it runs; writes
+nothing
 
-The rows of arXiv 2205.05198, table 4, that need no second device, as ratios to the plain layer: there the whole layer on eight A100s, collectives included,
-here a rank's share of its matrices and heads without them. On a GPU in bfloat16 at the paper's sizes; on a CPU in float32 at an eighth of the
-sequence and of the width, which says that it works and not how fast a GPU is.
+The rows of arXiv 2205.05198, table 4, that need no second device, as ratios to the plain layer: there the
+whole layer on eight A100s, collectives included, here a rank's share of its matrices and heads without them.
+On a GPU in bfloat16 at the paper's sizes; on a CPU in float32 at an eighth of the sequence and of the width,
+which says that it works and not how fast a GPU is.
 """
 
 from __future__ import annotations
@@ -57,9 +60,11 @@ def shape_on(device: str) -> Shape:
 
 
 class RankLayer(nn.Module):
-    """A transformer layer's share of one rank: all of the width comes in and goes out, an eighth of heads and hidden features lies between.
+    """A transformer layer's share of one rank: all of the width comes in and goes out, an eighth of heads and
+    hidden features lies between.
 
-    Attention is a chain of separate operations, and each dropout keeps one byte an element on every device, as the paper counts.
+    Attention is a chain of separate operations, and each dropout keeps one byte an element on every device,
+    as the paper counts.
     """
 
     def __init__(self, shape: Shape) -> None:
@@ -73,7 +78,10 @@ class RankLayer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         batch, sequence, _ = x.shape
-        q, k, v = (t.view(batch, sequence, self.heads, -1).transpose(1, 2) for t in self.qkv(self.norm1(x)).chunk(3, dim=-1))
+        q, k, v = (
+            t.view(batch, sequence, self.heads, -1).transpose(1, 2)
+            for t in self.qkv(self.norm1(x)).chunk(3, dim=-1)
+        )
         x = x + self.dropout(self.out(self.core(q, k, v).transpose(1, 2).reshape(batch, sequence, -1)))
         return x + self.dropout(self.down(functional.gelu(self.up(self.norm2(x)), approximate="tanh")))
 
@@ -103,7 +111,9 @@ def contenders(shape: Shape, device: str) -> dict[str, Net]:
 
 
 def held_bytes(net: Net, x: Tensor) -> int:
-    """What a layer keeps from forward to backward, its input included: the part of the memory that a model has of every layer at once."""
+    """What a layer keeps from forward to backward, its input included: the part of the memory that a model
+    has of every layer at once.
+    """
     net.zero_grad(set_to_none=True)  # as in every step
     x.grad = None
     with meter.peak(x.device) as seen:
@@ -123,7 +133,9 @@ def layer_rows(shape: Shape, device: str, seconds: float, least: int = 11) -> li
         least: rounds at least.
     """
     # the input needs a gradient, as what the layer before gave does
-    x = torch.randn(shape.batch, shape.sequence, shape.width, device=device, dtype=shape.dtype, requires_grad=True)
+    x = torch.randn(
+        shape.batch, shape.sequence, shape.width, device=device, dtype=shape.dtype, requires_grad=True
+    )
     nets = contenders(shape, device)
     timed = {name: _step(net, x) for name, net in nets.items()}
     for step in timed.values():
@@ -150,7 +162,8 @@ def layer_rows(shape: Shape, device: str, seconds: float, least: int = 11) -> li
             "layer": name,
             "forward_seconds": statistics.median(a for a, _ in pairs),
             "backward_seconds": statistics.median(b for _, b in pairs),
-            "extra": statistics.median(sum(a) - sum(b) for a, b in zip(pairs, found["plain"], strict=True)) / base,
+            "extra": statistics.median(sum(a) - sum(b) for a, b in zip(pairs, found["plain"], strict=True))
+            / base,
             "published_extra": PUBLISHED.get(name),
             "held_bytes": held[name],
             "peak_bytes": peaks[name],

@@ -3,11 +3,13 @@
 python -m benchmarks layout
 LOWTIDE_PACKINGS=path/to/folder python -m benchmarks layout
 
-The packings are made here, since none may be copied: a square of 1024 x 1024 cut into rectangles, so that a layout without a hole exists. The
-more cuts in time coincide with earlier ones, the more buffers begin at one moment and the harder the search.
+The packings are made here, since none may be copied: a square of 1024 x 1024 cut into rectangles, so that a
+layout without a hole exists. The more cuts in time coincide with earlier ones, the more buffers begin at one
+moment and the harder the search.
 
-Published instances are read from the folder that ``LOWTIDE_PACKINGS`` names, where it names one: files such as ``A.1048576.csv`` with a line of names and then
-one buffer a line (number, begin, end, size; the capacity stands in the file's name), the form in which MiniMalloc's eleven come.
+Published instances are read from the folder that ``LOWTIDE_PACKINGS`` names, where it names one: files such
+as ``A.1048576.csv`` with a line of names and then one buffer a line (number, begin, end, size; the capacity
+stands in the file's name), the form in which MiniMalloc's eleven come.
 """
 
 from __future__ import annotations
@@ -69,7 +71,11 @@ def packings(shares: tuple[float, ...] = SHARES, counts: tuple[int, ...] = COUNT
                     "holds": found.height == found.bound,
                 }
             )
-            print(f"{rows[-1]['name']}: {rows[-1]['over_bound']:+.2%} of the bound in {found.seconds:.2f} s ({found.source})", flush=True)
+            print(
+                f"{rows[-1]['name']}: {rows[-1]['over_bound']:+.2%} of the bound in {found.seconds:.2f} s "
+                f"({found.source})",
+                flush=True,
+            )
     return rows
 
 
@@ -78,7 +84,9 @@ def read(path: Path) -> tuple[list[int], list[int], list[int], int]:
     try:
         capacity = int(path.stem.rpartition(".")[2])
     except ValueError as error:
-        raise SystemExit(f"{path}: the capacity has to stand in the file's name, as in A.1048576.csv") from error
+        raise SystemExit(
+            f"{path}: the capacity has to stand in the file's name, as in A.1048576.csv"
+        ) from error
     with path.open(newline="") as file:
         rows = list(csv.DictReader(file))
     columns = []
@@ -112,7 +120,11 @@ def published(folder: Path) -> list[dict[str, Any]]:
                 "holds": found.height <= capacity,
             }
         )
-        print(f"{rows[-1]['name']}: {found.height / capacity:.2%} of the capacity in {found.seconds:.2f} s ({found.source})", flush=True)
+        print(
+            f"{rows[-1]['name']}: {found.height / capacity:.2%} of the capacity in {found.seconds:.2f} s "
+            f"({found.source})",
+            flush=True,
+        )
     return rows
 
 
@@ -145,14 +157,22 @@ def traces() -> list[dict[str, Any]]:
                     "holds": found.height <= 1.005 * found.bound,
                 }
             )
-            print(f"{rows[-1]['name']}: {rows[-1]['over_bound']:+.3%} of the bound in {found.seconds:.2f} s ({found.source})", flush=True)
+            print(
+                f"{rows[-1]['name']}: {rows[-1]['over_bound']:+.3%} of the bound in {found.seconds:.2f} s "
+                f"({found.source})",
+                flush=True,
+            )
     return rows
 
 
 def main(
-    kinds: tuple[str, ...] = ("traces", "packings", "public"), shares: tuple[float, ...] = SHARES, counts: tuple[int, ...] = COUNTS
+    kinds: tuple[str, ...] = ("traces", "packings", "public"),
+    shares: tuple[float, ...] = SHARES,
+    counts: tuple[int, ...] = COUNTS,
 ) -> None:
-    """Run and write layout_traces.json, layout_packings.json and layout_public.json in benchmarks/results; other packings that stand there stay."""
+    """Run and write layout_traces.json, layout_packings.json and layout_public.json in benchmarks/results;
+    other packings that stand there stay.
+    """
     torch.set_num_threads(1)
     if "traces" in kinds:
         save("layout_traces", traces(), seconds=SECONDS)
@@ -164,12 +184,23 @@ def main(
         before = RESULTS / "layout_packings.json"
         rows = packings(shares, counts)
         done = {r["name"] for r in rows}
-        others = [r for r in json.loads(before.read_text())["rows"] if r["name"] not in done] if before.exists() else []
-        save("layout_packings", sorted(others + rows, key=lambda r: (r["share"], r["buffers"])), seconds=PACKING_SECONDS)
+        others = (
+            [r for r in json.loads(before.read_text())["rows"] if r["name"] not in done]
+            if before.exists()
+            else []
+        )
+        save(
+            "layout_packings",
+            sorted(others + rows, key=lambda r: (r["share"], r["buffers"])),
+            seconds=PACKING_SECONDS,
+        )
         for share in shares:
             mine = [r for r in rows if r["share"] == share]
             median = statistics.median(r["seconds"] for r in mine)
-            print(f"{share:.0%} coinciding cuts: {sum(r['holds'] for r in mine)} of {len(mine)} at capacity, median {median:.2f} s")
+            print(
+                f"{share:.0%} coinciding cuts: {sum(r['holds'] for r in mine)} of {len(mine)} at capacity, "
+                f"median {median:.2f} s"
+            )
 
 
 if __name__ == "__main__":

@@ -1,12 +1,14 @@
-"""Long sequences: layers whose saved values wait on the next tier, against `save_on_cpu` and checkpointing per block.
+"""Long sequences: layers whose saved values wait on the next tier, against `save_on_cpu` and checkpointing
+per block.
 
 python -m benchmarks long_sequence
 python -m benchmarks.long_sequence smoke    (a tiny one that writes nothing: does it run?)
 
-On a GPU at 8k to 64k tokens in bfloat16, with pinned main memory as the next tier; on a CPU at 512 and 1k in float32, with the disk. A row *holds* when the
-gradients are the plain step's bit by bit (where a plain step repeats its own), the peak is the plan's (within 1 %), what the tier reserves (on a GPU: pins)
-is the most that the plan has there at once, and, where the link suffices by the plan's own prediction, the step takes at most 5 % longer than
-the plain one.
+On a GPU at 8k to 64k tokens in bfloat16, with pinned main memory as the next tier; on a CPU at 512 and 1k in
+float32, with the disk. A row *holds* when the gradients are the plain step's bit by bit (where a plain step
+repeats its own), the peak is the plan's (within 1 %), what the tier reserves (on a GPU: pins) is the most
+that the plan has there at once, and, where the link suffices by the plan's own prediction, the step takes at
+most 5 % longer than the plain one.
 """
 
 from __future__ import annotations
@@ -22,7 +24,16 @@ import torch
 
 import lowtide
 from benchmarks.cases import gpt
-from benchmarks.common import UNSETTLED, keep_pages, median_difference, paired, rounds_within, save, total_peak, twins
+from benchmarks.common import (
+    UNSETTLED,
+    keep_pages,
+    median_difference,
+    paired,
+    rounds_within,
+    save,
+    total_peak,
+    twins,
+)
 from benchmarks.versus_checkpoint import checkpoint_blocks
 from lowtide import policies
 
@@ -42,7 +53,9 @@ def planned_bytes(plan: lowtide.Plan, align: int) -> int:
     return max((sum(size for low, high, size in spans if low <= at < high) for at, _, _ in spans), default=0)
 
 
-def rows_of(tokens: int, width: int, device: str, links: dict[str, Any], layers: int, seconds_each: float) -> list[dict[str, Any]]:
+def rows_of(
+    tokens: int, width: int, device: str, links: dict[str, Any], layers: int, seconds_each: float
+) -> list[dict[str, Any]]:
     """One row a contender."""
     case = gpt(layers, width, batch=1, sequence=tokens)
     dtype = torch.bfloat16 if device == "cuda" else torch.float32
@@ -82,7 +95,10 @@ def rows_of(tokens: int, width: int, device: str, links: dict[str, Any], layers:
         predicted_extra = plan.predicted_extra_seconds / base if mine else None
         suffices = predicted_extra is not None and predicted_extra <= ENOUGH
         same = _same(exact, around[name][0])
-        as_planned = abs(peaks[name] - predicted) <= 0.01 * min(predicted, peaks["plain"]) and store.counts.slab_bytes == planned
+        as_planned = (
+            abs(peaks[name] - predicted) <= 0.01 * min(predicted, peaks["plain"])
+            and store.counts.slab_bytes == planned
+        )
         rows.append(
             {
                 "tokens": tokens,
@@ -99,7 +115,8 @@ def rows_of(tokens: int, width: int, device: str, links: dict[str, Any], layers:
                 "same_gradients": same,
                 "plain_repeats": repeats,
                 "rounds": rounds,
-                "holds": not mine or ((same or not repeats) and as_planned and (extra <= ENOUGH or not suffices)),
+                "holds": not mine
+                or ((same or not repeats) and as_planned and (extra <= ENOUGH or not suffices)),
             }
         )
         print(rows[-1], flush=True)
@@ -107,7 +124,9 @@ def rows_of(tokens: int, width: int, device: str, links: dict[str, Any], layers:
 
 
 def main(smoke: bool = False) -> None:
-    """Run and write benchmarks/results/long_sequence_{device}.json; a smoke run is tiny and writes nothing."""
+    """Run and write benchmarks/results/long_sequence_{device}.json; a smoke run is tiny and writes
+    nothing.
+    """
     warnings.simplefilter("ignore")
     device = "cuda" if torch.cuda.is_available() else "cpu"
     pages = keep_pages()
@@ -128,7 +147,10 @@ def _same(exact: list[torch.Tensor], model: torch.nn.Module) -> bool:
 
 
 def _step(
-    model: torch.nn.Module, batch: dict[str, torch.Tensor], around: Callable[[], AbstractContextManager[Any]], device: str
+    model: torch.nn.Module,
+    batch: dict[str, torch.Tensor],
+    around: Callable[[], AbstractContextManager[Any]],
+    device: str,
 ) -> Callable[[], None]:
     def step() -> None:
         model.zero_grad(set_to_none=True)

@@ -1,10 +1,11 @@
 """One operation of PyTorch's operator database, forward and backward, with everything given up that can be.
 
-Each sample's inputs are fed as *non-leaf* tensors, so that they, too, can be recomputed. A sample runs plain twice (does it agree with
-itself?) and once under a `Recorder` that gives everything up and verifies; outputs and gradients are compared bit by bit. What was dropped
-is not what lowtide says it gave up but what is gone: after the forward the caller lets go of inputs and outputs, and the storages that
-autograd had saved are looked for. Workspaces and tables parts of which no kernel writes or reads (`loose` in `lowtide.ops`: the alignment
-table of CTC loss) are recomputed without being compared; the gradients that come of them are.
+Each sample's inputs are fed as *non-leaf* tensors, so that they, too, can be recomputed. A sample runs plain
+twice (does it agree with itself?) and once under a `Recorder` that gives everything up and verifies; outputs
+and gradients are compared bit by bit. What was dropped is not what lowtide says it gave up but what is gone:
+after the forward the caller lets go of inputs and outputs, and the storages that autograd had saved are
+looked for. Workspaces and tables parts of which no kernel writes or reads (`loose` in `lowtide.ops`: the
+alignment table of CTC loss) are recomputed without being compared; the gradients that come of them are.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ class Outcome:
         name: the operation's name in the database, with its variant of test where it has one.
         variant: how the inputs were fed.
         counts: samples by status.
-        droppable_bytes: bytes of the distinct storages that autograd saved and that an operation of the step wrote.
+        droppable_bytes: bytes of the distinct storages that autograd saved and that an operation of the step
+            wrote.
         dropped_bytes: those of them that were gone before backward.
         kept: operations that did not reproduce, with the reason.
         still: why storages stayed, with their bytes.
@@ -85,7 +87,9 @@ class Outcome:
 
 
 class Watching(Recorder):
-    """A recorder that remembers, weakly, which storages autograd was given to save, and which operation wrote each."""
+    """A recorder that remembers, weakly, which storages autograd was given to save, and which operation wrote
+    each.
+    """
 
     def __init__(self, leaves: list[torch.Tensor]) -> None:
         super().__init__(RegionDirector(), verify=True)
@@ -167,9 +171,12 @@ def _cotangent(tensor: torch.Tensor, seed: int) -> torch.Tensor:
     return torch.randn(tensor.shape, generator=generator, dtype=kind).to(tensor.dtype)
 
 
-def run_sample(call: Callable[..., Any], sample: Any, variant: Variant, *, record: bool, seed: int = 0) -> Ran:
+def run_sample(
+    call: Callable[..., Any], sample: Any, variant: Variant, *, record: bool, seed: int = 0
+) -> Ran:
     """One forward and backward of one sample."""
-    torch.default_generator.manual_seed(seed)  # `torch.manual_seed` writes down a stack trace for each device that is not there
+    # `torch.manual_seed` writes down a stack trace for each device that is not there
+    torch.default_generator.manual_seed(seed)
     whole = (sample.input, sample.args, sample.kwargs)
     flat, structure = pytree.tree_flatten(whole)
     leaves = [_leaf(item, variant) if isinstance(item, torch.Tensor) else item for item in flat]
@@ -204,7 +211,10 @@ def run_sample(call: Callable[..., Any], sample: Any, variant: Variant, *, recor
 
 def equal(one: Ran, other: Ran) -> str:
     """Where two runs differ, or nothing."""
-    for what, left, right in (("output", one.outputs, other.outputs), ("gradient", one.gradients, other.gradients)):
+    for what, left, right in (
+        ("output", one.outputs, other.outputs),
+        ("gradient", one.gradients, other.gradients),
+    ):
         if len(left) != len(right):
             return f"{what}s: {len(left)} and {len(right)}"
         for place, (a, b) in enumerate(zip(left, right, strict=True)):
@@ -231,7 +241,9 @@ def _within(seconds: int) -> Iterator[None]:
 
 
 def _unsteady(call: Callable[..., Any], sample: Any, variant: Variant, plain: Ran) -> str:
-    """Where plain differs from itself in one of many runs, before lowtide is blamed: some LAPACK results depend on where buffers lie."""
+    """Where plain differs from itself in one of many runs, before lowtide is blamed: some LAPACK results
+    depend on where buffers lie.
+    """
     litter = []
     for count in range(1, PLAIN_RUNS):
         litter.append(torch.empty(count * 7 % 50))
@@ -258,8 +270,18 @@ def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Vari
                 again = run_sample(call, sample, variant, record=False)
             except NoGradient:
                 return settle("no gradient")
-            except (RuntimeError, ValueError, TypeError, NotImplementedError, IndexError, AssertionError) as error:
-                return settle("plain raises", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+            except (
+                RuntimeError,
+                ValueError,
+                TypeError,
+                NotImplementedError,
+                IndexError,
+                AssertionError,
+            ) as error:
+                return settle(
+                    "plain raises",
+                    f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}",
+                )
             unsteady = equal(plain, again)
             if unsteady:
                 return settle("plain differs", unsteady)
@@ -271,7 +293,9 @@ def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Vari
                 unsteady = _unsteady(call, sample, variant, plain)
                 if unsteady:
                     return settle("plain differs", unsteady)
-                return settle("error", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}")
+                return settle(
+                    "error", f"{type(error).__name__}: {str(error).splitlines()[0] if str(error) else ''}"
+                )
             wrong = equal(plain, planned)
             unsteady = _unsteady(call, sample, variant, plain) if wrong else ""
     except TimeoutError:
@@ -294,7 +318,14 @@ def _dtype(op: Any, variant: Variant) -> torch.dtype | None:
         supported = op.supported_backward_dtypes("cpu") & op.supported_dtypes("cpu")
         if variant in ("complex", "conjugate"):
             return torch.complex64 if torch.complex64 in supported else None
-        for kind in (torch.float32, torch.float64, torch.complex64, torch.complex128, torch.bfloat16, torch.float16):
+        for kind in (
+            torch.float32,
+            torch.float64,
+            torch.complex64,
+            torch.complex128,
+            torch.bfloat16,
+            torch.float16,
+        ):
             if kind in supported:
                 return kind
     return None

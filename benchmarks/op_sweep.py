@@ -1,7 +1,9 @@
-"""Every differentiable operation of PyTorch's operator database with everything given up, in every variant, and the report of it.
+"""Every differentiable operation of PyTorch's operator database with everything given up, in every variant,
+and the report of it.
 
-    python -m benchmarks op_sweep                    # everything; writes benchmarks/results/op_sweep.json and .md
-    python -m benchmarks.op_sweep --only softmax     # operations whose name contains the text; writes nothing
+    python -m benchmarks op_sweep                    # everything; writes benchmarks/results/op_sweep.json and
+    .md python -m benchmarks.op_sweep --only softmax     # operations whose name contains the text; writes
+    nothing
 
 What is done with each is told at the top of `op_check.py`.
 """
@@ -25,7 +27,17 @@ from typing import Any
 import torch
 
 from benchmarks.common import RESULTS
-from benchmarks.op_check import ABOUT, SECONDS_PER_SAMPLE, VARIANTS, Outcome, Status, Variant, check_operation, full_name, operations
+from benchmarks.op_check import (
+    ABOUT,
+    SECONDS_PER_SAMPLE,
+    VARIANTS,
+    Outcome,
+    Status,
+    Variant,
+    check_operation,
+    full_name,
+    operations,
+)
 
 EXTRA_SAMPLES = 12
 
@@ -81,7 +93,9 @@ def report(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
         "machine": machine,
         "versions": {"python": platform.python_version(), "torch": torch.__version__},
         "seconds": round(seconds),
-        "variants": {v: {"about": ABOUT[v], **total([o for o in outcomes if o.variant == v])} for v in VARIANTS},
+        "variants": {
+            v: {"about": ABOUT[v], **total([o for o in outcomes if o.variant == v])} for v in VARIANTS
+        },
         "all": total(outcomes),
         "not_on_a_cpu": sorted({full_name(op) for op in operations()} - {o.name for o in outcomes}),
         "operations": [
@@ -105,22 +119,26 @@ def markdown(data: dict[str, Any]) -> str:
     lines = [
         "# Every differentiable operation, everything given up",
         "",
-        f"PyTorch's operator database (`op_db`), {data['date']}, torch {data['versions']['torch']}, Python {data['versions']['python']}, "
-        f"{data['machine']}, {data['seconds']} s. Made by `python -m benchmarks op_sweep`; what is done with each stands at the top of `benchmarks/op_check.py`.",
+        f"PyTorch's operator database (`op_db`), {data['date']}, torch {data['versions']['torch']}, Python "
+        f"{data['versions']['python']}, {data['machine']}, {data['seconds']} s. Made by `python -m "
+        "benchmarks op_sweep`; what is done with each stands at the top of `benchmarks/op_check.py`.",
         "",
-        "| inputs | operations | bitwise | keep a result | samples | bitwise samples | droppable bytes | dropped |",
+        "| inputs | operations | bitwise | keep a result | samples | bitwise samples | droppable bytes | "
+        "dropped |",
         "|---|--:|--:|--:|--:|--:|--:|--:|",
     ]
     for name, row in [*data["variants"].items(), ("**all**", data["all"])]:
         statuses = row["samples_by_status"]
         lines.append(
-            f"| {name} | {row['operations_compared']} | {row['operations_bitwise']} | {row['operations_keeping_results']} | {row['samples']} | "
-            f"{statuses.get('bitwise', 0)} | {row['droppable_bytes']:,} | {row['dropped_percent']:.2f} % |"
+            f"| {name} | {row['operations_compared']} | {row['operations_bitwise']} | "
+            f"{row['operations_keeping_results']} | {row['samples']} | {statuses.get('bitwise', 0)} | "
+            f"{row['droppable_bytes']:,} | {row['dropped_percent']:.2f} % |"
         )
     lines += [
         "",
         *(
-            f"- **{name}**: {text}{'' if name == 'float' else f'; the first {EXTRA_SAMPLES} samples of each'}."
+            f"- **{name}**: "
+            f"{text}{'' if name == 'float' else f'; the first {EXTRA_SAMPLES} samples of each'}."
             for name, text in ABOUT.items()
         ),
     ]
@@ -137,29 +155,47 @@ def markdown(data: dict[str, Any]) -> str:
     )
     section(
         "Results kept because an operation did not reproduce",
-        "Found and named at run time by running every operation twice; gradients are bitwise equal all the same.",
-        [f"- `{r['name']}` ({r['variant']}): {'; '.join(f'`{n}`: {why}' for n, why in r['kept'].items())}" for r in rows if r.get("kept")],
+        "Found and named at run time by running every operation twice; gradients are bitwise equal all the "
+        "same.",
+        [
+            f"- `{r['name']}` ({r['variant']}): {'; '.join(f'`{n}`: {why}' for n, why in r['kept'].items())}"
+            for r in rows
+            if r.get("kept")
+        ],
     )
-    stayed = sorted((r for r in rows if r["droppable_bytes"] > r["dropped_bytes"]), key=lambda r: r["dropped_bytes"] - r["droppable_bytes"])
+    stayed = sorted(
+        (r for r in rows if r["droppable_bytes"] > r["dropped_bytes"]),
+        key=lambda r: r["dropped_bytes"] - r["droppable_bytes"],
+    )
     section(
         "Saved bytes that stayed",
         "Operations with saved storages that were still there before backward, and what wrote them.",
         [
-            f"- `{r['name']}` ({r['variant']}): {r['droppable_bytes'] - r['dropped_bytes']:,} of {r['droppable_bytes']:,} bytes, "
+            f"- `{r['name']}` ({r['variant']}): {r['droppable_bytes'] - r['dropped_bytes']:,} of "
+            f"{r['droppable_bytes']:,} bytes, "
             + ", ".join(f"`{n}` {b:,}" for n, b in r["stayed_bytes_by_writer"].items())
             for r in stayed
         ],
     )
     for status, title, about in (
-        ("plain differs", "Plain disagrees with itself", "Plain runs with one seed differ, so there is nothing to compare with."),
-        ("plain raises", "Plain raises", "The plain run of some samples raises (what a variant feeds is not always allowed)."),
+        (
+            "plain differs",
+            "Plain disagrees with itself",
+            "Plain runs with one seed differ, so there is nothing to compare with.",
+        ),
+        (
+            "plain raises",
+            "Plain raises",
+            "The plain run of some samples raises (what a variant feeds is not always allowed).",
+        ),
         ("too slow", "Too slow", f"Some samples take over {SECONDS_PER_SAMPLE} s."),
     ):
         section(
             title,
             about,
             [
-                f"- `{r['name']}` ({r['variant']}): {r['samples'][status]} samples: {'; '.join(r.get('notes', []))}"
+                f"- `{r['name']}` ({r['variant']}): {r['samples'][status]} samples: "
+                f"{'; '.join(r.get('notes', []))}"
                 for r in rows
                 if r["samples"].get(status)
             ],
@@ -180,9 +216,15 @@ def as_text(data: dict[str, Any]) -> str:
 
 
 def main(arguments: Sequence[str] = ()) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--only", default="", help="operations whose name contains this; results are not written")
-    parser.add_argument("--variant", choices=VARIANTS, action="append", help="these variants only; results are not written")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--only", default="", help="operations whose name contains this; results are not written"
+    )
+    parser.add_argument(
+        "--variant", choices=VARIANTS, action="append", help="these variants only; results are not written"
+    )
     options = parser.parse_args(arguments)
     warnings.simplefilter("ignore")
     torch.set_num_threads(1)

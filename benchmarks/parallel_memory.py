@@ -1,4 +1,5 @@
-"""Saved bytes and peak per rank at t = 1, 2, 4 on Gloo processes, against table 2 of arXiv 2205.05198; and pipelines with their window.
+"""Saved bytes and peak per rank at t = 1, 2, 4 on Gloo processes, against table 2 of arXiv 2205.05198; and
+pipelines with their window.
 
 python -m benchmarks parallel_memory
 """
@@ -33,9 +34,12 @@ from lowtide.parallel.window import Window
 LAYERS, WIDTH, HEADS, BATCH, SEQUENCE, VOCABULARY = 4, 128, 4, 2, 128, 512
 ELEMENT = 4  # float32
 READINGS = 3
-"""How many steps are measured: what the step before left in Gloo's buffers may go during a step, so the largest reading counts."""
+"""How many steps are measured: what the step before left in Gloo's buffers may go during a step, so the
+largest reading counts.
+"""
 ROWS: list[tuple[str, Callable[[int, float], float], bool, str]] = [
-    # name, formula in units of tokens x width bytes at 2 bytes an element, sequence parallel, what is recomputed
+    # name, formula in units of tokens x width bytes at 2 bytes an element, sequence parallel, what is
+    # recomputed
     ("tensor parallel", lambda t, core: 10 + 24 / t + core / t, False, ""),
     ("tensor + sequence parallel", lambda t, core: 34 / t + core / t, True, ""),
     ("tensor parallel, selective", lambda t, core: 10 + 24 / t, False, "selective"),
@@ -45,7 +49,9 @@ ROWS: list[tuple[str, Callable[[int, float], float], bool, str]] = [
 
 
 SETTLE_SECONDS = 0.1
-"""How long Gloo's threads get to free what the last collective moved through, before bytes that stay are read."""
+"""How long Gloo's threads get to free what the last collective moved through, before bytes that stay are
+read.
+"""
 PLANS: dict[str, dict[str, Any]] = {
     'policy="full"': {"policy": "full"},
     'budget="80%"': {"budget": "80%"},
@@ -54,12 +60,15 @@ PLANS: dict[str, dict[str, Any]] = {
 
 
 def formula_bytes(t: int, sequence_parallel: bool, recompute: str) -> int:
-    """Table 2 for one layer, for elements of four bytes and masks of one, with the statistics of its two norms."""
+    """Table 2 for one layer, for elements of four bytes and masks of one, with the statistics of its two
+    norms.
+    """
     tokens = SEQUENCE * BATCH
     shared = t if sequence_parallel else 1
     if recompute == "full":
         return tokens * WIDTH * ELEMENT // shared
-    # outside the shared regions: the inputs of two norms and of two linear layers' regions, and two masks; inside: the rest
+    # outside the shared regions: the inputs of two norms and of two linear layers' regions, and two masks;
+    # inside: the rest
     outside = tokens * WIDTH * (4 * ELEMENT + 2) // shared
     inside = tokens * WIDTH * 12 * ELEMENT // t
     core = 0 if recompute == "selective" else HEADS * SEQUENCE * SEQUENCE * BATCH * (2 * ELEMENT + 1) // t
@@ -115,13 +124,18 @@ def layer_row(sequence_parallel: bool, recompute: str) -> dict[str, int]:
         before = seen.live_bytes
         for block in model.blocks:
             hidden = block(hidden)
-        # each layer's output is the next one's input, so the layers' inputs are counted and the last output is not
+        # each layer's output is the next one's input, so the layers' inputs are counted and the last output
+        # is not
         dist.barrier()
         time.sleep(SETTLE_SECONDS)
         held = seen.live_bytes - before
         del hidden
     peak = largest_peak(lambda: model(x, targets).loss.backward())
-    return {"layer_bytes": held // LAYERS, "step_peak_bytes": peak, "standing_bytes": meter.resident_bytes(model)}
+    return {
+        "layer_bytes": held // LAYERS,
+        "step_peak_bytes": peak,
+        "standing_bytes": meter.resident_bytes(model),
+    }
 
 
 def largest_peak(step: Callable[[], object]) -> int:
@@ -191,18 +205,38 @@ def layer_rows() -> list[dict[str, Any]]:
         if t == 1 and "sequence" in name and recompute != "full":
             continue
         counted = formula_bytes(t, sequence_parallel, recompute)
-        found.append({"t": t, "row": name, "formula_bytes": counted, **layer_row(sequence_parallel, recompute)})
+        found.append(
+            {"t": t, "row": name, "formula_bytes": counted, **layer_row(sequence_parallel, recompute)}
+        )
     return found
 
 
 def pipeline_rows() -> list[dict[str, Any]]:
-    """In-flight activations and peak of this rank's stage, 1F1B with twice as many micro-batches as ranks, for some windows."""
+    """In-flight activations and peak of this rank's stage, 1F1B with twice as many micro-batches as ranks,
+    for some windows.
+    """
     ranks, rank = dist.get_world_size(), dist.get_rank()
     found = []
     for capacity in (None, ranks // 2, 0):
         torch.manual_seed(0)
-        shape = {"layers": LAYERS, "width": WIDTH, "heads": HEADS, "hidden_width": 4 * WIDTH, "key_value_heads": HEADS}
-        model = GPT(preset("gpt-nano", **shape, vocabulary=VOCABULARY, positions=SEQUENCE, dropout=0.1, fused_attention=False, tied=False))
+        shape = {
+            "layers": LAYERS,
+            "width": WIDTH,
+            "heads": HEADS,
+            "hidden_width": 4 * WIDTH,
+            "key_value_heads": HEADS,
+        }
+        model = GPT(
+            preset(
+                "gpt-nano",
+                **shape,
+                vocabulary=VOCABULARY,
+                positions=SEQUENCE,
+                dropout=0.1,
+                fused_attention=False,
+                tied=False,
+            )
+        )
         stages: list[nn.Module] = list(cut(model, ranks, stages_of(rank, ranks, schedule_kind("1f1b"))))
         window = Window(capacity)
         built = Pipeline(stages, "1f1b", 2 * ranks, stage_input(model, BATCH, SEQUENCE), None, "cpu", window)
@@ -210,7 +244,15 @@ def pipeline_rows() -> list[dict[str, Any]]:
         built.step(x, x.roll(-1, 1))
         peak = largest_peak(lambda built=built, x=x: built.step(x, x.roll(-1, 1)))
         window_text = "all" if capacity is None else capacity
-        found.append({"p": ranks, "rank": rank, "window": window_text, "in_flight": built.in_flight, "step_peak_bytes": peak})
+        found.append(
+            {
+                "p": ranks,
+                "rank": rank,
+                "window": window_text,
+                "in_flight": built.in_flight,
+                "step_peak_bytes": peak,
+            }
+        )
     return found
 
 
@@ -219,7 +261,9 @@ def on_ranks(size: int, body: Callable[[], list[dict[str, Any]]]) -> list[list[d
     context = mp.get_context("spawn")
     results: Any = context.Queue()
     with TemporaryDirectory() as folder:
-        processes = [context.Process(target=_start, args=(rank, size, body, folder, results)) for rank in range(size)]
+        processes = [
+            context.Process(target=_start, args=(rank, size, body, folder, results)) for rank in range(size)
+        ]
         for process in processes:
             process.start()
         found: dict[int, list[dict[str, Any]]] = {}
@@ -236,10 +280,13 @@ def on_ranks(size: int, body: Callable[[], list[dict[str, Any]]]) -> list[list[d
 
 
 def _start(rank: int, size: int, body: Callable[[], list[dict[str, Any]]], folder: str, results: Any) -> None:
-    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo" if "lo" in [name for _, name in socket.if_nameindex()] else "")
+    os.environ.setdefault(
+        "GLOO_SOCKET_IFNAME", "lo" if "lo" in [name for _, name in socket.if_nameindex()] else ""
+    )
     torch.set_num_threads(1)
     dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size)
-    with meter.peak("cpu") if meter.available() else nullcontext():  # so that frees of what was there are seen
+    # so that frees of what was there are seen
+    with meter.peak("cpu") if meter.available() else nullcontext():
         results.put((rank, body()))
     dist.barrier()
     dist.destroy_process_group()
@@ -248,8 +295,9 @@ def _start(rank: int, size: int, body: Callable[[], list[dict[str, Any]]], folde
 def layer_table(rows: list[dict[str, Any]]) -> list[str]:
     """Layers and whole steps at each number of ranks."""
     lines = [
-        "Bytes that a layer holds for backward, on the rank that holds most, against table 2 of arXiv 2205.05198 (four bytes an element, one a "
-        "mask, with the statistics of the norms), and the most that a whole step adds to what stands.",
+        "Bytes that a layer holds for backward, on the rank that holds most, against table 2 of arXiv "
+        "2205.05198 (four bytes an element, one a mask, with the statistics of the norms), and the most "
+        "that a whole step adds to what stands.",
         "",
         "| layers | t | layer, formula | layer, measured | error | step's peak | standing |",
         "|---|---|---|---|---|---|---|",
@@ -257,8 +305,9 @@ def layer_table(rows: list[dict[str, Any]]) -> list[str]:
     for row in rows:
         error = row["layer_bytes"] / row["formula_bytes"] - 1
         lines.append(
-            f"| {row['row']} | {row['t']} | {row['formula_bytes']:,} | {row['layer_bytes']:,} | {100 * error:+.3f} % | "
-            f"{row['step_peak_bytes'] / 2**20:.2f} MiB | {row['standing_bytes'] / 2**20:.2f} MiB |"
+            f"| {row['row']} | {row['t']} | {row['formula_bytes']:,} | {row['layer_bytes']:,} | "
+            f"{100 * error:+.3f} % | {row['step_peak_bytes'] / 2**20:.2f} MiB | "
+            f"{row['standing_bytes'] / 2**20:.2f} MiB |"
         )
     return lines
 
@@ -266,18 +315,21 @@ def layer_table(rows: list[dict[str, Any]]) -> list[str]:
 def plan_table(rows: list[dict[str, Any]]) -> list[str]:
     """Whole steps under plans."""
     lines = [
-        "Tensor and sequence parallel under one plan for all ranks: the peak of the fullest rank, and all-gathers in a backward. A gather that is "
-        "run again for the products behind it serves the weights' gradients, too; where a tight budget has no room for what is gathered until "
-        "then, it is gathered once more.",
+        "Tensor and sequence parallel under one plan for all ranks: the peak of the fullest rank, and "
+        "all-gathers in a backward. A gather that is run again for the products behind it serves the "
+        "weights' gradients, too; where a tight budget has no room for what is gathered until then, it is "
+        "gathered once more.",
         "",
-        "| plan | t | budget | predicted peak | measured peak | operations run again | gathers, plain | gathers, planned |",
+        "| plan | t | budget | predicted peak | measured peak | operations run again | gathers, plain | "
+        "gathers, planned |",
         "|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:
         budget = "" if row["budget_bytes"] is None else f"{row['budget_bytes']:,}"
         lines.append(
-            f"| `{row['plan']}` | {row['t']} | {budget} | {row['predicted_peak_bytes']:,} | {row['measured_peak_bytes']:,} | "
-            f"{row['replayed_operations']} | {row['plain_gathers']} | {row['planned_gathers']} |"
+            f"| `{row['plan']}` | {row['t']} | {budget} | {row['predicted_peak_bytes']:,} | "
+            f"{row['measured_peak_bytes']:,} | {row['replayed_operations']} | {row['plain_gathers']} | "
+            f"{row['planned_gathers']} |"
         )
     return lines
 
@@ -285,12 +337,16 @@ def plan_table(rows: list[dict[str, Any]]) -> list[str]:
 def pipeline_table(rows: list[dict[str, Any]]) -> list[str]:
     """Stages of pipelines."""
     return [
-        "Pipelines, 1F1B with twice as many micro-batches as ranks: the most that a step adds, for windows of micro-batches that are kept whole "
-        "(appendix C); the others are recomputed.",
+        "Pipelines, 1F1B with twice as many micro-batches as ranks: the most that a step adds, for windows "
+        "of micro-batches that are kept whole (appendix C); the others are recomputed.",
         "",
         "| p | rank | in flight | window | step's peak |",
         "|---|---|---|---|---|",
-        *(f"| {r['p']} | {r['rank']} | {r['in_flight']} | {r['window']} | {r['step_peak_bytes'] / 2**20:.2f} MiB |" for r in rows),
+        *(
+            f"| {r['p']} | {r['rank']} | {r['in_flight']} | {r['window']} | "
+            f"{r['step_peak_bytes'] / 2**20:.2f} MiB |"
+            for r in rows
+        ),
     ]
 
 
@@ -300,9 +356,10 @@ def table(found: dict[str, Any]) -> str:
     lines = [
         "# Memory per rank on Gloo processes",
         "",
-        f"GPT, {LAYERS} layers of width {WIDTH}, {HEADS} heads, {BATCH} x {SEQUENCE} tokens, float32, dropout 0.1, unfused attention. "
-        f"{about['processor']}, {about['cores']} cores, torch {about['torch']}, Python {about['python']}, {about['date']}; "
-        "`python -m benchmarks parallel_memory`.",
+        f"GPT, {LAYERS} layers of width {WIDTH}, {HEADS} heads, {BATCH} x {SEQUENCE} tokens, float32, "
+        f"dropout 0.1, unfused attention. {about['processor']}, {about['cores']} cores, torch "
+        f"{about['torch']}, Python {about['python']}, {about['date']}; `python -m benchmarks "
+        "parallel_memory`.",
         "",
         *layer_table(found["rows"]),
         "",
@@ -315,11 +372,17 @@ def table(found: dict[str, Any]) -> str:
 
 def measure(size: int, earlier: dict[str, Any] | None = None) -> None:
     """Run everything at one number of ranks and write the results, with those of ``earlier``."""
-    found: dict[str, list[dict[str, Any]]] = {key: list((earlier or {}).get(key, ())) for key in ("rows", "plans", "pipeline")}
-    found["rows"] += [max(ranks, key=lambda row: row["layer_bytes"]) for ranks in zip(*on_ranks(size, layer_rows), strict=True)]
+    found: dict[str, list[dict[str, Any]]] = {
+        key: list((earlier or {}).get(key, ())) for key in ("rows", "plans", "pipeline")
+    }
+    found["rows"] += [
+        max(ranks, key=lambda row: row["layer_bytes"])
+        for ranks in zip(*on_ranks(size, layer_rows), strict=True)
+    ]
     if size > 1:
         found["plans"] += [
-            max(ranks, key=lambda row: row["measured_peak_bytes"]) for ranks in zip(*on_ranks(size, planned_rows), strict=True)
+            max(ranks, key=lambda row: row["measured_peak_bytes"])
+            for ranks in zip(*on_ranks(size, planned_rows), strict=True)
         ]
         found["pipeline"] += [row for rank in on_ranks(size, pipeline_rows) for row in rank]
     save("parallel_memory", found["rows"], plans=found["plans"], pipeline=found["pipeline"])

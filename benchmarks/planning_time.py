@@ -2,9 +2,10 @@
 
 python -m benchmarks planning_time
 
-What the first plan of a process imports and measures once is stated beside the rows: it takes a few seconds, more where the disk has to be read.
-Every plan is made as if nothing were known of the step's stages; planning once more with other bytes resident, as the second step does, has a
-time of its own. Times are medians of three.
+What the first plan of a process imports and measures once is stated beside the rows: it takes a few seconds,
+more where the disk has to be read. Every plan is made as if nothing were known of the step's stages; planning
+once more with other bytes resident, as the second step does, has a time of its own. Times are medians of
+three.
 """
 
 from __future__ import annotations
@@ -28,7 +29,9 @@ RUNS = 3
 
 
 def rows_of(case: Case, layers: int) -> list[dict[str, Any]]:
-    """One row a budget; tracing and timing operations are part of each. The last is the smallest, which a refusal has named, in a time of its own."""
+    """One row a budget; tracing and timing operations are part of each. The last is the smallest, which a
+    refusal has named, in a time of its own.
+    """
     model, batch = case.build(), case.batch()
     refused = limit_memory(model, budget=1)
     begin = time.perf_counter()
@@ -42,7 +45,10 @@ def rows_of(case: Case, layers: int) -> list[dict[str, Any]]:
     rows = []
     for budget in ("80%", "60%", "40%", "smallest"):
         try:
-            runs = [_planned(model, batch, (smallest or budget) if budget == "smallest" else budget) for _ in range(RUNS)]
+            runs = [
+                _planned(model, batch, (smallest or budget) if budget == "smallest" else budget)
+                for _ in range(RUNS)
+            ]
         except BudgetError as error:
             print(f"{case.name} {budget}: {error}")
             continue
@@ -63,7 +69,11 @@ def rows_of(case: Case, layers: int) -> list[dict[str, Any]]:
                 "holds": seconds < LIMIT_SECONDS[layers] and plan.gap <= 0.01,
             }
         )
-        print(f"{case.name} at {budget}: {seconds:.1f} s, again {again:.2f} s, gap {100 * plan.gap:.2f} % of the step", flush=True)
+        print(
+            f"{case.name} at {budget}: {seconds:.1f} s, again {again:.2f} s, gap {100 * plan.gap:.2f} % of "
+            "the step",
+            flush=True,
+        )
     print(f"{case.name}: the smallest budget was named in {naming:.1f} s", flush=True)
     return rows
 
@@ -73,8 +83,12 @@ def _forget() -> None:
     known_stages.cache_clear()
 
 
-def _planned(model: torch.nn.Module, batch: dict[str, Any], budget: str | int) -> tuple[float, float, float, Plan]:
-    """Seconds from the model to the plan, of solving alone, and of solving with other bytes resident; and the plan."""
+def _planned(
+    model: torch.nn.Module, batch: dict[str, Any], budget: str | int
+) -> tuple[float, float, float, Plan]:
+    """Seconds from the model to the plan, of solving alone, and of solving with other bytes resident; and the
+    plan.
+    """
     _forget()
     handle = limit_memory(model, budget=budget)
     begin = time.perf_counter()
@@ -95,7 +109,9 @@ def _planned(model: torch.nn.Module, batch: dict[str, Any], budget: str | int) -
 
 
 def first_of_the_process() -> float:
-    """Seconds of planning a tiny model: what the first plan of a process imports and measures once, whatever it is for."""
+    """Seconds of planning a tiny model: what the first plan of a process imports and measures once, whatever
+    it is for.
+    """
     case = gpt(1, 64, batch=1, sequence=32)
     handle = limit_memory(case.build(), budget="100%")
     begin = time.perf_counter()

@@ -1,10 +1,12 @@
-"""Against `torch.utils.checkpoint` on every block: extra time at the rival's own peak, and with nothing to give up.
+"""Against `torch.utils.checkpoint` on every block: extra time at the rival's own peak, and with nothing to
+give up.
 
 python -m benchmarks versus_checkpoint
 
-Two plans stand at the rival's peak: ``optimal``, which recomputes, as the rival does, and ``mixed``, which has the disk beside it. The C library is told to
-keep its pages (`benchmarks.common.keep_pages`), as they stay where one kind of step follows another of its kind: here each follows one of another
-kind, whose peak is not its own.
+Two plans stand at the rival's peak: ``optimal``, which recomputes, as the rival does, and ``mixed``, which
+has the disk beside it. The C library is told to keep its pages (`benchmarks.common.keep_pages`), as they stay
+where one kind of step follows another of its kind: here each follows one of another kind, whose peak is not
+its own.
 """
 
 from __future__ import annotations
@@ -65,7 +67,9 @@ def row_of(case: Case, seconds_for_it: float = 90.0) -> dict[str, Any]:
         smallest = error.smallest_bytes or 0
     handle.remove()
     handle = limit_memory(planned, budget=rival_peak)
-    with_disk = limit_memory(mixed, budget=rival_peak, policy=policies.mixed("disk", links=measure_links("disk")))
+    with_disk = limit_memory(
+        mixed, budget=rival_peak, policy=policies.mixed("disk", links=measure_links("disk"))
+    )
     for step in steps[2:]:
         for _ in range(UNSETTLED):
             step()
@@ -99,10 +103,11 @@ def row_of(case: Case, seconds_for_it: float = 90.0) -> dict[str, Any]:
         "mixed_holds": peaks[1] <= rival_peak and extra[3] <= 0.5 * extra[1],
     }
     print(
-        f"{case.name:14} plain {base:.2f} s {plain_peak / 2**20:.0f} MiB | per block {rival_peak / 2**20:.0f} MiB {100 * extra[1]:+.1f} % | "
-        f"recomputing {peaks[0] / 2**20:.0f} MiB {100 * extra[2]:+.1f} % (x{row['planned_over_rival']:.2f}) | "
-        f"with the disk {peaks[1] / 2**20:.0f} MiB {100 * extra[3]:+.1f} % (x{row['mixed_over_rival']:.2f}) | "
-        f"smallest x{row['smallest_over_rival']:.2f} of per block",
+        f"{case.name:14} plain {base:.2f} s {plain_peak / 2**20:.0f} MiB | per block "
+        f"{rival_peak / 2**20:.0f} MiB {100 * extra[1]:+.1f} % | recomputing {peaks[0] / 2**20:.0f} MiB "
+        f"{100 * extra[2]:+.1f} % (x{row['planned_over_rival']:.2f}) | with the disk {peaks[1] / 2**20:.0f} "
+        f"MiB {100 * extra[3]:+.1f} % (x{row['mixed_over_rival']:.2f}) | smallest "
+        f"x{row['smallest_over_rival']:.2f} of per block",
         flush=True,
     )
     return row
@@ -115,7 +120,9 @@ def full_budget_of(case: Case, seconds_for_it: float = 45.0) -> dict[str, Any]:
     limit_memory(model, budget="100%")
     for _ in range(3):
         limited()
-    seconds = paired([limited, unlimited], rounds_within([limited, unlimited], seconds_for_it, least=7, most=31))
+    seconds = paired(
+        [limited, unlimited], rounds_within([limited, unlimited], seconds_for_it, least=7, most=31)
+    )
     extra = median_difference(*seconds) / statistics.median(seconds[1])
     print(f"{case.name:14} 100 % budget {100 * extra:+.1f} %", flush=True)
     return {"full_budget_extra": extra, "full_budget_holds": extra < 0.03}

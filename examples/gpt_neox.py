@@ -1,10 +1,13 @@
-"""GPT-NeoX on lowtide's parallel layers: what a model needs to be shared by several ranks, from its first line to its training step.
+"""GPT-NeoX on lowtide's parallel layers: what a model needs to be shared by several ranks, from its first
+line to its training step.
 
     torchrun --nproc-per-node 2 examples/gpt_neox.py
-    torchrun --nproc-per-node 2 examples/gpt_neox.py --budget 70%       # and within 70 % of the memory that the plain step takes
+    torchrun --nproc-per-node 2 examples/gpt_neox.py --budget 70%       # and within 70 % of the memory that
+    the plain step takes
 
-Parameters have the names of the Hugging Face model, so its weights load: ``load_whole_state_dict(model, hugging_face.state_dict())``.
-Without writing anything, ``lowtide.parallel.parallelize(hugging_face, mesh, sequence_parallel=True)`` shares that model itself.
+Parameters have the names of the Hugging Face model, so its weights load: ``load_whole_state_dict(model,
+hugging_face.state_dict())``. Without writing anything, ``lowtide.parallel.parallelize(hugging_face, mesh,
+sequence_parallel=True)`` shares that model itself.
 """
 
 from __future__ import annotations
@@ -54,24 +57,32 @@ def rotate(x: Tensor, positions: Tensor, width: int, base: float) -> Tensor:
 
 
 class Attention(nn.Module):
-    """q, k and v of a head lie together in the fused weight, so a plain cut of its rows gives each rank whole heads."""
+    """q, k and v of a head lie together in the fused weight, so a plain cut of its rows gives each rank whole
+    heads.
+    """
 
     def __init__(self, config: Config, mesh: DeviceMesh) -> None:
         super().__init__()
         self.head_size = config.hidden_size // config.num_attention_heads
         self.rotary, self.base = int(self.head_size * config.rotary_fraction), config.rotary_base
         shared = dict(sequence_parallel_enabled=True, sequence_dimension=0, tensor_model_parallel_group=mesh)
-        self.query_key_value = ColumnParallelLinear(config.hidden_size, 3 * config.hidden_size, gather_output=False, **shared)
-        self.dense = RowParallelLinear(config.hidden_size, config.hidden_size, input_is_parallel=True, **shared)
+        self.query_key_value = ColumnParallelLinear(
+            config.hidden_size, 3 * config.hidden_size, gather_output=False, **shared
+        )
+        self.dense = RowParallelLinear(
+            config.hidden_size, config.hidden_size, input_is_parallel=True, **shared
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        qkv = self.query_key_value(x)  # (sequence / t, batch, hidden) in, (sequence, batch, 3 * hidden / t) out
+        # (sequence / t, batch, hidden) in, (sequence, batch, 3 * hidden / t) out
+        qkv = self.query_key_value(x)
         sequence, batch, _ = qkv.shape
         q, k, v = qkv.view(sequence, batch, -1, 3 * self.head_size).permute(1, 2, 0, 3).chunk(3, dim=-1)
         positions = torch.arange(sequence, device=x.device)
         q, k = (rotate(part, positions, self.rotary, self.base) for part in (q, k))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
-        return self.dense(y.permute(2, 0, 1, 3).flatten(2))  # (sequence, batch, hidden / t) in, (sequence / t, batch, hidden) out
+        # (sequence, batch, hidden / t) in, (sequence / t, batch, hidden) out
+        return self.dense(y.permute(2, 0, 1, 3).flatten(2))
 
 
 class MLP(nn.Module):
@@ -80,19 +91,27 @@ class MLP(nn.Module):
     def __init__(self, config: Config, mesh: DeviceMesh) -> None:
         super().__init__()
         shared = dict(sequence_parallel_enabled=True, sequence_dimension=0, tensor_model_parallel_group=mesh)
-        self.dense_h_to_4h = ColumnParallelLinear(config.hidden_size, config.intermediate_size, gather_output=False, **shared)
-        self.dense_4h_to_h = RowParallelLinear(config.intermediate_size, config.hidden_size, input_is_parallel=True, **shared)
+        self.dense_h_to_4h = ColumnParallelLinear(
+            config.hidden_size, config.intermediate_size, gather_output=False, **shared
+        )
+        self.dense_4h_to_h = RowParallelLinear(
+            config.intermediate_size, config.hidden_size, input_is_parallel=True, **shared
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.dense_4h_to_h(F.gelu(self.dense_h_to_4h(x)))
 
 
 class Layer(nn.Module):
-    """Attention and MLP side by side on the residual stream, of which each rank holds its piece of the sequence."""
+    """Attention and MLP side by side on the residual stream, of which each rank holds its piece of the
+    sequence.
+    """
 
     def __init__(self, config: Config, mesh: DeviceMesh) -> None:
         super().__init__()
-        norm = dict(eps=config.layer_norm_eps, sequence_parallel_enabled=True, tensor_model_parallel_group=mesh)
+        norm = dict(
+            eps=config.layer_norm_eps, sequence_parallel_enabled=True, tensor_model_parallel_group=mesh
+        )
         self.input_layernorm = LayerNorm(config.hidden_size, **norm)
         self.post_attention_layernorm = LayerNorm(config.hidden_size, **norm)
         self.attention = Attention(config, mesh)
@@ -114,19 +133,28 @@ class GPTNeoX(nn.Module):
                 "embed_in": ParallelEmbedding(config.vocab_size, config.hidden_size, **shared),
                 "layers": nn.ModuleList(Layer(config, mesh) for _ in range(config.num_hidden_layers)),
                 "final_layer_norm": LayerNorm(
-                    config.hidden_size, config.layer_norm_eps, sequence_parallel_enabled=True, tensor_model_parallel_group=mesh
+                    config.hidden_size,
+                    config.layer_norm_eps,
+                    sequence_parallel_enabled=True,
+                    tensor_model_parallel_group=mesh,
                 ),
             }
         )
-        self.lm_head = ColumnParallelLinear(config.hidden_size, config.vocab_size, bias=False, gather_output=False, **shared)
+        self.lm_head = ColumnParallelLinear(
+            config.hidden_size, config.vocab_size, bias=False, gather_output=False, **shared
+        )
 
     def forward(self, tokens: Tensor) -> Tensor:
         """The mean cross entropy of every next token; ``tokens`` are (batch, sequence)."""
-        x = self.gpt_neox["embed_in"](tokens.t())  # this rank's piece of the sequence, from here to the output layer
+        # this rank's piece of the sequence, from here to the output layer
+        x = self.gpt_neox["embed_in"](tokens.t())
         for layer in self.gpt_neox["layers"]:  # type: ignore[union-attr]
             x = layer(x)
-        logits = self.lm_head(self.gpt_neox["final_layer_norm"](x))  # (sequence, batch, vocabulary / t), never gathered
-        return parallel_cross_entropy(logits[:-1], tokens.t()[1:], tensor_model_parallel_group=self.mesh).mean()
+        # (sequence, batch, vocabulary / t), never gathered
+        logits = self.lm_head(self.gpt_neox["final_layer_norm"](x))
+        return parallel_cross_entropy(
+            logits[:-1], tokens.t()[1:], tensor_model_parallel_group=self.mesh
+        ).mean()
 
 
 def batch(step: int) -> Tensor:
@@ -154,7 +182,9 @@ def train(mesh: DeviceMesh, steps: int, budget: str | None = None) -> list[float
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description="Train a small GPT-NeoX, shared by the ranks that torchrun starts.")
+    parser = argparse.ArgumentParser(
+        description="Train a small GPT-NeoX, shared by the ranks that torchrun starts."
+    )
     parser.add_argument("--steps", type=int, default=50)
     parser.add_argument("--budget", help="peak memory of a rank's step, such as 70%% or 200MiB")
     options = parser.parse_args()

@@ -1,5 +1,5 @@
-"""The marker of what takes minutes, one thread for each of the processes that share the machine, silence around transformers, and garbage
-that is collected without going through what was imported."""
+"""The marker of what takes minutes, one thread for each of the processes that share the machine, silence
+around transformers, and garbage that is collected without going through what was imported."""
 
 from __future__ import annotations
 
@@ -22,9 +22,13 @@ def pytest_configure(config: pytest.Config) -> None:
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Begin with the folders whose files take longest, so that no process waits for one of them at the end; leave slow tests out unless
-    they are asked for."""
-    items.sort(key=lambda item: next((at for at, folder in enumerate(LONGEST) if folder in item.path.parents), len(LONGEST)))
+    """Begin with the folders whose files take longest, so that no process waits for one of them at the end;
+    leave slow tests out unless they are asked for."""
+    items.sort(
+        key=lambda item: next(
+            (at for at, folder in enumerate(LONGEST) if folder in item.path.parents), len(LONGEST)
+        )
+    )
     if "slow" in config.getoption("markexpr"):
         return
     for item in items:
@@ -33,7 +37,9 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish() -> None:
-    """What was imported for the tests will never be garbage: every measurement collects, and would go through half a million objects."""
+    """What was imported for the tests will never be garbage: every measurement collects, and would go through
+    half a million objects.
+    """
     gc.collect()
     gc.freeze()
 

@@ -32,7 +32,8 @@ def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
     found = Terminal()
-    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=found))  # pytest puts its own back between fixture and test
+    # pytest puts its own back between fixture and test
+    monkeypatch.setattr(progress, "sys", SimpleNamespace(stderr=found))
     monkeypatch.setattr(progress, "AFTER_SECONDS", 0.0)
     monkeypatch.setattr(progress, "_REFRESH_SECONDS", 0.0)
     return found
@@ -80,7 +81,9 @@ def test_an_argument_goes_before_the_environment(terminal: Terminal, monkeypatch
     assert not shows() and shows(True)
 
 
-def test_without_a_terminal_only_the_log_hears(caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]) -> None:
+def test_without_a_terminal_only_the_log_hears(
+    caplog: pytest.LogCaptureFixture, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert not shows() and not shows(True)
     with caplog.at_level(logging.DEBUG, "lowtide"):
         planning(True)
@@ -89,7 +92,9 @@ def test_without_a_terminal_only_the_log_hears(caplog: pytest.LogCaptureFixture,
     assert re.fullmatch(r"planned in [0-9.]+ s: 60 % of the memory, \+12 % time", caplog.messages[-1])
 
 
-def test_a_log_that_has_the_line_is_not_told_it_twice(terminal: Terminal, caplog: pytest.LogCaptureFixture) -> None:
+def test_a_log_that_has_the_line_is_not_told_it_twice(
+    terminal: Terminal, caplog: pytest.LogCaptureFixture
+) -> None:
     with caplog.at_level(logging.INFO, "lowtide"):
         planning()
     assert "planned" in caplog.text and "planned" not in terminal.getvalue()
@@ -113,7 +118,9 @@ def test_a_bar_is_cheap_where_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> N
 def test_planning_says_what_it_came_to(caplog: pytest.LogCaptureFixture) -> None:
     import torch
 
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(6)))
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(6))
+    )
     with caplog.at_level(logging.DEBUG, "lowtide"):
         handle = lowtide.limit_memory(model, "60%", loss_fn=torch.sum)
         plan = handle.prepare(torch.randn(512, 32))
@@ -128,11 +135,18 @@ def test_a_real_terminal() -> None:
     code = (
         "import time\nfrom lowtide import progress\nprogress.AFTER_SECONDS = 0.0\n"
         "with progress.working('planning', 'planned') as work:\n"
-        "    for _ in work.each('timing operations', range(3)):\n        time.sleep(0.12)\n    work.done('all of it')\n"
+        "    for _ in work.each('timing operations', range(3)):\n        time.sleep(0.12)\n  "
+        "  work.done('all of it')\n"
     )
     outer, inner = pty.openpty()
-    environment = {name: value for name, value in os.environ.items() if name not in ("PYTEST_CURRENT_TEST", "LOWTIDE_PROGRESS", "RANK")}
-    with subprocess.Popen([sys.executable, "-c", code], stderr=inner, env={**environment, "TERM": "xterm"}) as process:
+    environment = {
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("PYTEST_CURRENT_TEST", "LOWTIDE_PROGRESS", "RANK")
+    }
+    with subprocess.Popen(
+        [sys.executable, "-c", code], stderr=inner, env={**environment, "TERM": "xterm"}
+    ) as process:
         assert process.wait(60) == 0
     os.close(inner)
     shown = os.read(outer, 1 << 16).decode()

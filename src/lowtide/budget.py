@@ -1,6 +1,7 @@
 """Budgets: ``"6GiB"``, ``"60%"``, ``"min"`` and ``"auto"`` become bytes, bytes become text.
 
-What no plan can meet becomes an error that says what the step takes, what to do, and what stands at the peak (`too_small`).
+What no plan can meet becomes an error that says what the step takes, what to do, and what stands at the peak
+(`too_small`).
 """
 
 from __future__ import annotations
@@ -14,7 +15,12 @@ from typing import Any
 from .errors import BudgetError
 
 PARAMETERS, BUFFERS, GRADIENTS, INPUTS = "parameters", "buffers", "gradients", "inputs"
-STATE, STANDING, ACTIVATIONS, LOSS = "optimizer state", "what else stands", "least activations", "logits and loss"
+STATE, STANDING, ACTIVATIONS, LOSS = (
+    "optimizer state",
+    "what else stands",
+    "least activations",
+    "logits and loss",
+)
 """Names of what stands at a peak, see `BudgetError.parts`."""
 
 _ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, STANDING, INPUTS, LOSS, ACTIVATIONS)
@@ -25,7 +31,9 @@ SLACK_SHARE = 1e-3
 SLACK_BYTES = 1 << 16
 
 RESERVE_SHARE = 0.1
-"""Of what a device has, left by ``"auto"`` to fragmentation and to what is not a tensor; at least `RESERVE_BYTES`."""
+"""Of what a device has, left by ``"auto"`` to fragmentation and to what is not a tensor; at least
+`RESERVE_BYTES`.
+"""
 
 RESERVE_BYTES = 256 << 20
 
@@ -33,8 +41,9 @@ _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)}
 _FORMS = (
-    "write bytes as a whole number (629145600), a size with a unit ('600MiB', '6GiB' are powers of 1024; '1.5GB', '600MB' powers of 1000), "
-    "a share of the plain step's peak ('60%'), 'min' for the smallest that works, or 'auto' for what the device has"
+    "write bytes as a whole number (629145600), a size with a unit ('600MiB', '6GiB' are powers of 1024; "
+    "'1.5GB', '600MB' powers of 1000), a share of the plain step's peak ('60%'), 'min' for the smallest "
+    "that works, or 'auto' for what the device has"
 )
 _NUMBER = re.compile(r"([0-9]+(?:_[0-9]+)*(?:\.[0-9]*)?|\.[0-9]+)\s*(%|[a-zA-Z]*)")
 
@@ -43,11 +52,13 @@ def parse(text: str | int | float, plain_peak_bytes: int | None = None) -> int:
     """A budget in bytes, rounded down.
 
     Args:
-        text: a number of bytes, a size with a unit (``"600MiB"``, ``"1.5GB"``; case does not matter), or a percentage above 0.
+        text: a number of bytes, a size with a unit (``"600MiB"``, ``"1.5GB"``; case does not matter), or a
+            percentage above 0.
         plain_peak_bytes: the plain step's peak, which a percentage is of.
 
     Raises:
-        BudgetError: when it is none of these, is not above zero, or is a percentage and the plain peak is not known.
+        BudgetError: when it is none of these, is not above zero, or is a percentage and the plain peak is not
+            known.
     """
     if isinstance(text, bool) or not isinstance(text, str | int | float):
         raise BudgetError(f"a budget cannot be {text!r}: {_FORMS}")
@@ -64,7 +75,8 @@ def parse(text: str | int | float, plain_peak_bytes: int | None = None) -> int:
     if unit == "%":
         if plain_peak_bytes is None:
             raise BudgetError(
-                f"the budget {text!r} is a share of the plain step's peak, which is not known here: give bytes, such as '600MiB'"
+                f"the budget {text!r} is a share of the plain step's peak, which is not known here: give "
+                "bytes, such as '600MiB'"
             )
         return _positive(int(plain_peak_bytes * number / 100), text)
     if unit not in _UNITS:
@@ -101,14 +113,14 @@ def resolve(
     """A budget in bytes, ``"min"`` and ``"auto"`` included.
 
     Args:
-        budget: what `parse` takes, ``"min"`` (the smallest that works), or ``"auto"`` (what the device has, less a
-            reserve).
+        budget: what `parse` takes, ``"min"`` (the smallest that works), or ``"auto"`` (what the device has,
+            less a reserve).
         plain_peak_bytes: the plain step's peak, which a percentage is of.
-        smallest_bytes: the smallest peak of any plan, or what finds it; called for ``"min"`` alone, since that may take a
-            search.
+        smallest_bytes: the smallest peak of any plan, or what finds it; called for ``"min"`` alone, since
+            that may take a search.
         device: whose memory ``"auto"`` is about.
-        standing_bytes: of what the budget counts, what stands in memory already; ``"auto"`` adds it to what is free on a
-            CPU.
+        standing_bytes: of what the budget counts, what stands in memory already; ``"auto"`` adds it to what
+            is free on a CPU.
 
     Raises:
         BudgetError: the budget is malformed, or what it is a share of is not known.
@@ -122,7 +134,10 @@ def resolve(
         return auto_bytes(available_bytes(device, standing_bytes), str(device))
     if asked == "min":
         if smallest_bytes is None:
-            raise BudgetError("the budget 'min' is the smallest that works, which is not known here: give bytes, such as '600MiB'")
+            raise BudgetError(
+                "the budget 'min' is the smallest that works, which is not known here: give bytes, such as "
+                "'600MiB'"
+            )
         return with_slack(smallest_bytes() if callable(smallest_bytes) else smallest_bytes)
     return parse(budget, plain_peak_bytes)
 
@@ -147,21 +162,25 @@ def auto_bytes(available_bytes: int | None, device: str = "cpu") -> int:
     True
     """
     if available_bytes is None:
-        raise BudgetError(f"the budget 'auto' takes what {device!r} has, and the system does not say: give bytes, such as '6GiB'")
+        raise BudgetError(
+            f"the budget 'auto' takes what {device!r} has, and the system does not say: give bytes, such as "
+            "'6GiB'"
+        )
     reserve = max(int(available_bytes * RESERVE_SHARE), RESERVE_BYTES)
     if available_bytes <= reserve:
         raise BudgetError(
-            f"the budget 'auto' leaves {format_bytes(reserve)} of what {device!r} has in reserve, and {format_bytes(available_bytes)} are "
-            "free: free some, or give bytes"
+            f"the budget 'auto' leaves {format_bytes(reserve)} of what {device!r} has in reserve, and "
+            f"{format_bytes(available_bytes)} are free: free some, or give bytes"
         )
     return available_bytes - reserve
 
 
 def available_bytes(device: Any = "cpu", standing_bytes: int = 0) -> int | None:
-    """What this process can have of a device's memory, what its tensors take already included; ``None`` where the system does not say.
+    """What this process can have of a device's memory, what its tensors take already included; ``None`` where
+    the system does not say.
 
-    On CUDA: free memory and what PyTorch's allocator has reserved. On a CPU: available main memory within the limits of the process's
-    control group, and ``standing_bytes``.
+    On CUDA: free memory and what PyTorch's allocator has reserved. On a CPU: available main memory within the
+    limits of the process's control group, and ``standing_bytes``.
     """
     import torch  # here, since `lowtide --help` and the closed forms do without
 
@@ -196,17 +215,32 @@ def too_small(
         detail: what comes last.
 
     Example:
-        >>> error = too_small(12 << 30, 13 << 30, {"parameters": 6 << 30, "gradients": 6 << 30, "least activations": 1 << 30})
+        >>> error = too_small(12 << 30, 13 << 30,
+        ...     {"parameters": 6 << 30, "gradients": 6 << 30, "least activations": 1 << 30})
         >>> print(str(error).splitlines()[0])
-        the budget of 12.0 GiB is too small: parameters 6.0, gradients 6.0, least activations 1.0 take 13.0 GiB
+        the budget of 12.0 GiB is too small: parameters 6.0, gradients 6.0, least activations 1.0 take
+        13.0 GiB
     """
-    ordered = sorted(parts.items(), key=lambda part: _ORDER.index(part[0]) if part[0] in _ORDER else len(_ORDER))
+    ordered = sorted(
+        parts.items(), key=lambda part: _ORDER.index(part[0]) if part[0] in _ORDER else len(_ORDER)
+    )
     total = sum(parts.values())
-    budget, needed, unit, *each = _in_one_unit([budget_bytes, total or smallest_bytes, *(count for _, count in ordered)])
-    words = [f"{name} {text}" for (name, count), text in zip(ordered, each, strict=True) if count >= total / 200]
+    budget, needed, unit, *each = _in_one_unit(
+        [budget_bytes, total or smallest_bytes, *(count for _, count in ordered)]
+    )
+    words = [
+        f"{name} {text}" for (name, count), text in zip(ordered, each, strict=True) if count >= total / 200
+    ]
     takes = f"{', '.join(words)} take {needed} {unit}" if words else f"at least {needed} {unit} are needed"
-    share = f", {math.ceil(1000 * smallest_bytes / plain_peak_bytes) / 10:g}% of the plain step's peak" if plain_peak_bytes else ""
-    smallest = f"give a budget of {rounded_up(smallest_bytes)} or more ({smallest_bytes} bytes{share}), the smallest that works"
+    share = (
+        f", {math.ceil(1000 * smallest_bytes / plain_peak_bytes) / 10:g}% of the plain step's peak"
+        if plain_peak_bytes
+        else ""
+    )
+    smallest = (
+        f"give a budget of {rounded_up(smallest_bytes)} or more ({smallest_bytes} bytes{share}), the "
+        "smallest that works"
+    )
     subject = subject or (f"the policy {policy!r}" if policy else "")
     return BudgetError(
         f"the budget of {budget} is too small{f' for {subject}' if subject else ''}: {takes}",
@@ -226,7 +260,10 @@ def _remedies(missing_bytes: int, parts: Mapping[str, int], policy: str) -> list
     loss, state = parts.get(LOSS, 0), parts.get(STATE, 0)
     activations = parts.get(ACTIVATIONS, 0) + parts.get(INPUTS, 0) + loss
     if activations > missing_bytes:
-        found.append(f"make the batch or the sequences at least {math.ceil(100 * missing_bytes / activations)} % smaller")
+        found.append(
+            f"make the batch or the sequences at least {math.ceil(100 * missing_bytes / activations)} % "
+            "smaller"
+        )
     if loss > missing_bytes:
         found.append("compute the loss in chunks of tokens, so that its logits never stand as a whole")
     if state > missing_bytes:
@@ -234,19 +271,29 @@ def _remedies(missing_bytes: int, parts: Mapping[str, int], policy: str) -> list
         optimizer = f"lowtide.optim.HostOptimizer(..., host_fraction={share:g})"
         found.append(f"keep {share:.0%} or more of the optimizer's state on the host: {optimizer}")
     if not found and parts.get(PARAMETERS):
-        found.append("share the model among devices (FSDP2, lowtide.parallel) or train a smaller one: no batch is small enough")
+        found.append(
+            "share the model among devices (FSDP2, lowtide.parallel) or train a smaller one: no batch is "
+            "small enough"
+        )
     return found
 
 
 def _in_one_unit(counts: Sequence[int]) -> list[str]:
-    """The first count with its unit, the second without, the unit that fits it, and the others; with digits for the first two to differ."""
+    """The first count with its unit, the second without, the unit that fits it, and the others; with digits
+    for the first two to differ.
+    """
     power = 3 if counts[1] >= 1 << 30 else 2 if counts[1] >= 1 << 20 else 1
     unit = f"{' KMG'[power]}iB"
     for digits in (1, 2, 3):
         first, second, *others = (f"{count / 1024**power:,.{digits}f}" for count in counts)
         if first != second:
             break
-    return [f"{first} {unit}" if counts[0] >= 1024**power / 10 else format_bytes(counts[0]), second, unit, *others]
+    return [
+        f"{first} {unit}" if counts[0] >= 1024**power / 10 else format_bytes(counts[0]),
+        second,
+        unit,
+        *others,
+    ]
 
 
 def rounded_up(count: int) -> str:
@@ -260,7 +307,9 @@ def rounded_up(count: int) -> str:
 
 
 def format_bytes(count: int | float) -> str:
-    """Bytes as people read them, in powers of 1024: ``"512 B"``, ``"1.5 KiB"``, ``"600 MiB"``, ``"5.37 GiB"``."""
+    """Bytes as people read them, in powers of 1024: ``"512 B"``, ``"1.5 KiB"``, ``"600 MiB"``, ``"5.37
+    GiB"``.
+    """
     if abs(count) < 1024:
         return f"{count:.0f} B"
     power = 1

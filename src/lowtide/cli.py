@@ -1,4 +1,6 @@
-"""The command line; ``lowtide train`` and ``lowtide plan`` are here. Mistakes in what the user asked for end with one line and exit code 2."""
+"""The command line; ``lowtide train`` and ``lowtide plan`` are here. Mistakes in what the user asked for end
+with one line and exit code 2.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,8 @@ from lowtide.estimate.simulate_command import simulate_command
 from lowtide.estimate.suggest_command import suggest_command
 from lowtide.progress import muted
 
-# torch and everything on top of it is imported inside the commands, so that --help and --version answer at once.
+# torch and everything on top of it is imported inside the commands, so that --help and --version answer at
+# once.
 
 app = typer.Typer(
     help="Make a PyTorch training step fit the memory you have, at the least extra time.",
@@ -35,20 +38,24 @@ Dtype = Literal["fp32", "bf16"]
 Model = Annotated[
     str,
     typer.Option(
-        help="A preset (gpt-nano ... gpt3-175b, llama-nano ... llama3-70b), hf:TYPE[:key=value,...], or a Hugging Face config.json."
+        help="A preset (gpt-nano ... gpt3-175b, llama-nano ... llama3-70b), "
+        "hf:TYPE[:key=value,...], or a Hugging Face config.json."
     ),
 ]
 Budget = Annotated[
     str | None,
     typer.Option(
-        help="Most live bytes at any moment: 600MiB, 6GiB, 60% of the plain step's peak, min (the smallest that works) or auto (what the "
-        "device has, less a reserve). [default: 60% or the smallest that works, whichever is more; none under a --policy]"
+        help="Most live bytes at any moment: 600MiB, 6GiB, 60% of the plain step's peak, min (the "
+        "smallest that works) or auto (what the "
+        "device has, less a reserve). [default: 60% or the smallest that works, whichever is more; none "
+        "under a --policy]"
     ),
 ]
 Policy = Annotated[
     str | None,
     typer.Option(
-        help="How to meet the budget: optimal (the default), mixed (moves values, too), or keep_all, full, sqrt, selective, offload, compress."
+        help="How to meet the budget: optimal (the default), mixed (moves values, too), or "
+        "keep_all, full, sqrt, selective, offload, compress."
     ),
 ]
 Batch = Annotated[int, typer.Option(help="Sequences in a micro-batch.")]
@@ -57,9 +64,14 @@ DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 by autocast over
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 Dropout = Annotated[float | None, typer.Option(help="Dropout probability of a built-in model.")]
 Unfused = Annotated[
-    bool, typer.Option("--unfused-attention", help="Built-in models: plain attention operations instead of the fused kernel.")
+    bool,
+    typer.Option(
+        "--unfused-attention", help="Built-in models: plain attention operations instead of the fused kernel."
+    ),
 ]
-LossChunks = Annotated[int | None, typer.Option(help="Built-in models: pieces in which tokens go through the output head.")]
+LossChunks = Annotated[
+    int | None, typer.Option(help="Built-in models: pieces in which tokens go through the output head.")
+]
 
 
 def _version(asked: bool) -> None:
@@ -70,7 +82,9 @@ def _version(asked: bool) -> None:
 
 @app.callback()
 def _app(
-    version: Annotated[bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")] = False,
+    version: Annotated[
+        bool, typer.Option("--version", callback=_version, is_eager=True, help="Show the version and exit.")
+    ] = False,
 ) -> None:
     pass
 
@@ -86,16 +100,21 @@ def train(
     seq: Seq = 256,
     dtype: DtypeOption = "fp32",
     seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
-    data: Annotated[Path | None, typer.Option(help="A text file or folder. [default: the source of Python's standard library]")] = None,
+    data: Annotated[
+        Path | None,
+        typer.Option(help="A text file or folder. [default: the source of Python's standard library]"),
+    ] = None,
     lr: Annotated[float, typer.Option(help="Peak learning rate; a cosine takes it down to a tenth.")] = 1e-3,
     warmup: Annotated[
-        int | None, typer.Option(help="Steps up to the peak learning rate. [default: a tenth of --steps, at least 20]")
+        int | None,
+        typer.Option(help="Steps up to the peak learning rate. [default: a tenth of --steps, at least 20]"),
     ] = None,
     weight_decay: Annotated[float, typer.Option(help="AdamW's, on matrices only.")] = 0.1,
     optimizer_host_fraction: Annotated[
         str | None,
         typer.Option(
-            help="Share of AdamW's state on the host (main memory for CUDA, disk for the CPU): 0 to 1, or auto. [default: all on the device]"
+            help="Share of AdamW's state on the host (main memory for CUDA, disk for the CPU): 0 to "
+            "1, or auto. [default: all on the device]"
         ),
     ] = None,
     grad_accum: Annotated[int, typer.Option(help="Micro-batches per optimizer step.")] = 1,
@@ -106,38 +125,63 @@ def train(
     dropout: Dropout = None,
     unfused_attention: Unfused = False,
     loss_chunks: LossChunks = None,
-    checkpoint_dir: Annotated[Path | None, typer.Option(help="Folder for checkpoints; the last step is always saved there.")] = None,
-    checkpoint_every: Annotated[int, typer.Option(help="Steps between checkpoints; 0 for one at the end.")] = 0,
+    checkpoint_dir: Annotated[
+        Path | None, typer.Option(help="Folder for checkpoints; the last step is always saved there.")
+    ] = None,
+    checkpoint_every: Annotated[
+        int, typer.Option(help="Steps between checkpoints; 0 for one at the end.")
+    ] = 0,
     resume: Annotated[
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the newest checkpoint in --checkpoint-dir, or of the newest run in runs. What is not said is as the run was "
+            help="Go on from the newest checkpoint in --checkpoint-dir, or of the newest run in runs. "
+            "What is not said is as the run was "
             "started; --steps may be more.",
         ),
     ] = False,
     stop_after: Annotated[
-        int | None, typer.Option(help="Stop at this step; --resume goes on. The learning rate still follows --steps.")
+        int | None,
+        typer.Option(help="Stop at this step; --resume goes on. The learning rate still follows --steps."),
     ] = None,
     compare: Annotated[
         bool | None,
         typer.Option(
-            "--compare/--no-compare", help="Measure the plain and the planned step side by side at the end. [default: without --pp]"
+            "--compare/--no-compare",
+            help="Measure the plain and the planned step side by side at the end. [default: without --pp]",
         ),
     ] = None,
-    tp: Annotated[int, typer.Option(help="Processes that share every layer (tensor parallel); start them with torchrun.")] = 1,
-    sequence_parallel: Annotated[bool, typer.Option("--sequence-parallel", help="The --tp processes share the sequence, too.")] = False,
+    tp: Annotated[
+        int,
+        typer.Option(help="Processes that share every layer (tensor parallel); start them with torchrun."),
+    ] = 1,
+    sequence_parallel: Annotated[
+        bool, typer.Option("--sequence-parallel", help="The --tp processes share the sequence, too.")
+    ] = False,
     dp: Annotated[int, typer.Option(help="Processes that share each micro-batch (data parallel).")] = 1,
     shard_parameters: Annotated[
-        bool, typer.Option("--shard-parameters", help="The --dp processes share parameters, gradients and optimizer state, too (FSDP2).")
+        bool,
+        typer.Option(
+            "--shard-parameters",
+            help="The --dp processes share parameters, gradients and optimizer state, too (FSDP2).",
+        ),
     ] = False,
-    pp: Annotated[int, typer.Option(help="Processes that hold the model's stages (pipeline); --grad-accum is their micro-batches.")] = 1,
+    pp: Annotated[
+        int,
+        typer.Option(
+            help="Processes that hold the model's stages (pipeline); --grad-accum is their micro-batches."
+        ),
+    ] = 1,
     schedule: Annotated[
-        str | None, typer.Option(help="Of the pipeline: 1f1b, gpipe, interleaved, zero-bubble, zbv. [default: 1f1b]")
+        str | None,
+        typer.Option(help="Of the pipeline: 1f1b, gpipe, interleaved, zero-bubble, zbv. [default: 1f1b]"),
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
     plot: Annotated[
-        Path | None, typer.Option(help="Draw live memory over one step into this file (.png, .pdf or .svg; needs matplotlib).")
+        Path | None,
+        typer.Option(
+            help="Draw live memory over one step into this file (.png, .pdf or .svg; needs matplotlib)."
+        ),
     ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
@@ -255,7 +299,9 @@ app.command("suggest")(suggest_command)
 
 
 def _budget(budget: str | None, policy: str | None) -> str | None:
-    """The budget asked for; 60 % of the plain peak where neither a budget nor a policy says what is wanted."""
+    """The budget asked for; 60 % of the plain peak where neither a budget nor a policy says what is
+    wanted.
+    """
     return "60%" if budget is None and policy in (None, "optimal", "mixed") else budget
 
 
@@ -272,7 +318,9 @@ def _share(text: str | None) -> float | Literal["auto"] | None:
     try:
         return float(text)
     except ValueError:
-        raise LowtideError(f"--optimizer-host-fraction {text}: choose auto, or a number from 0 to 1") from None
+        raise LowtideError(
+            f"--optimizer-host-fraction {text}: choose auto, or a number from 0 to 1"
+        ) from None
 
 
 def _write_json(path: Path, data: dict[str, Any]) -> None:
@@ -304,7 +352,11 @@ def _main() -> None:
             warnings.showwarning = _show_warning
             app()
     except BudgetError as error:
-        _fail(str(error) if error.smallest_bytes is None or "--budget" in str(error) else f"{error}\n{_flags(error.smallest_bytes)}")
+        _fail(
+            str(error)
+            if error.smallest_bytes is None or "--budget" in str(error)
+            else f"{error}\n{_flags(error.smallest_bytes)}"
+        )
     except LowtideError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -314,7 +366,10 @@ def _main() -> None:
     except RuntimeError as error:
         if "allocate memory" not in str(error) and type(error).__name__ != "OutOfMemoryError":
             raise
-        _fail(f"the machine is out of memory ({str(error).splitlines()[0]}): lower --budget, --batch or --seq, or choose a smaller --model")
+        _fail(
+            f"the machine is out of memory ({str(error).splitlines()[0]}): lower --budget, --batch or --seq, "
+            "or choose a smaller --model"
+        )
 
 
 def _flags(smallest_bytes: int) -> str:
@@ -335,9 +390,15 @@ def _show_warning(message: Warning | str, category: type[Warning], *rest: Any, *
 
 
 def _fail(message: str) -> None:
-    """One line, and the end; a process among several says which it is, and does not wait for the others to leave their group."""
+    """One line, and the end; a process among several says which it is, and does not wait for the others to
+    leave their group.
+    """
     rank, size = os.environ.get("RANK", "0"), os.environ.get("WORLD_SIZE", "1")
-    print(f"lowtide: {message}" if size == "1" else f"lowtide, rank {rank}: {message}", file=sys.stderr, flush=True)
+    print(
+        f"lowtide: {message}" if size == "1" else f"lowtide, rank {rank}: {message}",
+        file=sys.stderr,
+        flush=True,
+    )
     if size != "1":
         os._exit(2)
     sys.exit(2)

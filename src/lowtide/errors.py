@@ -1,4 +1,6 @@
-"""The errors that lowtide raises: one family, each message names what was given, what is allowed and what to do."""
+"""The errors that lowtide raises: one family, each message names what was given, what is allowed and what to
+do.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,22 @@ class LowtideError(Exception):
 class BudgetError(LowtideError):
     """A budget is malformed, or no plan can meet it.
 
-    Where no plan can, the message says what the step takes at least, then what to do, then what stands at the peak.
+    Where no plan can, the message says what the step takes at least, then what to do, then what stands at the
+    peak.
 
     Attributes:
         budget_bytes: what was asked for; ``None`` when the text was malformed.
         smallest_bytes: the smallest budget that a plan is known for; ``None`` when the text was malformed.
-        parts: what stands at the peak of that plan, in bytes by name ("parameters", "least activations"); empty where that is not known.
+        parts: what stands at the peak of that plan, in bytes by name ("parameters", "least activations");
+            empty where that is not known.
         policy: the policy that cannot meet it; empty where it was left to the planner how to.
         remedies: what to do, any one of them.
         detail: what stands at the peak, and what else is worth knowing.
 
     Example:
-        >>> print(BudgetError("the budget of 1 GiB is too small", 3 << 30, "At its peak stands the loss.", remedies=["give 3 GiB"]))
+        >>> error = BudgetError("the budget of 1 GiB is too small", 3 << 30,
+        ...     "At its peak stands the loss.", remedies=["give 3 GiB"])
+        >>> print(error)
         the budget of 1 GiB is too small
         What to do, any one of these:
           - give 3 GiB
@@ -53,7 +59,12 @@ class BudgetError(LowtideError):
         message = str(self.args[0]) if self.args else ""
         if not self.remedies:
             return f"{message} {self.detail}".strip()
-        lines = [message, "What to do, any one of these:", *(f"  - {remedy}" for remedy in self.remedies), self.detail]
+        lines = [
+            message,
+            "What to do, any one of these:",
+            *(f"  - {remedy}" for remedy in self.remedies),
+            self.detail,
+        ]
         return "\n".join(line for line in lines if line)
 
     def add(self, more: str) -> None:

@@ -1,12 +1,14 @@
 """The step graph: what one training step does to memory, as pure data.
 
-A step is one forward and backward of a model on one micro-batch. The tracer records it as operations, storages, values (one version of one
-storage: what an operation wrote), saved tensors (what autograd keeps from forward to backward) and one ordered list of events. Nothing here
-holds a tensor, imports torch or does I/O, so a graph can be saved, compared and planned on anywhere.
+A step is one forward and backward of a model on one micro-batch. The tracer records it as operations,
+storages, values (one version of one
+storage: what an operation wrote), saved tensors (what autograd keeps from forward to backward) and one
+ordered list of events. Nothing here holds a tensor, imports torch or does I/O, so a graph can be saved,
+compared and planned on anywhere.
 
-The trace is taken with every droppable saved tensor *given up* at once, so the events show each storage's natural life: how long the
-program itself needs it. What autograd would add is known from the ``pack`` and ``release`` events, and `lowtide.plan.simulate` puts the
-two together for any set of decisions.
+The trace is taken with every droppable saved tensor *given up* at once, so the events show each storage's
+natural life: how long the program itself needs it. What autograd would add is known from the ``pack`` and
+``release`` events, and `lowtide.plan.simulate` puts the two together for any set of decisions.
 """
 
 from __future__ import annotations
@@ -19,15 +21,16 @@ from typing import Any, Literal, NamedTuple
 GRAPH_FORMAT = 1
 
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "backward"]
-"""Where a storage comes from: it stood before the step (``parameter``, ``buffer``, ``input``, ``gradient``) or an operation of the
-``forward`` or ``backward`` phase allocated it."""
+"""Where a storage comes from: it stood before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
+or an operation of the ``forward`` or ``backward`` phase allocated it."""
 
 EventKind = Literal["op", "free", "pack", "unpack", "done", "release"]
-"""What an event says; ``Event.index`` is an operation's index for ``op``, a storage's id for ``free``, a saved tensor's id otherwise.
+"""What an event says; ``Event.index`` is an operation's index for ``op``, a storage's id for ``free``, a
+saved tensor's id otherwise.
 
-``op``       the operation runs: the storages whose ``producer`` it is are allocated before it, its scratch comes and goes within it
-``free``     the last natural reference to the storage is gone (references that autograd would hold do not count)
-``pack``     autograd saves a tensor
+``op``       the operation runs: the storages whose ``producer`` it is are allocated before it, its scratch
+comes and goes within it ``free``     the last natural reference to the storage is gone (references that
+autograd would hold do not count) ``pack``     autograd saves a tensor
 ``unpack``   a backward node asks for a saved tensor
 ``done``     what that ``unpack`` handed out is no longer referenced
 ``release``  autograd gives the saved tensor up for good
@@ -69,8 +72,8 @@ class Value:
         storage: id of the storage it lives in.
         version: 0 for what the allocating operation wrote, one more for each later in-place write.
         producer: index of the operation that wrote this version, or ``None`` when it stood before the step.
-        storable: whether holding a reference to the storage keeps this value: false for a version that is overwritten later in the step,
-            and for storages whose bytes the program frees or resizes itself.
+        storable: whether holding a reference to the storage keeps this value: false for a version that is
+            overwritten later in the step, and for storages whose bytes the program frees or resizes itself.
         must_store: whether every plan has to keep it where a replay reads it (running statistics made in
             the step, say, which a batch norm updates without a word).
     """
@@ -90,13 +93,15 @@ class Operation:
     Attributes:
         index: position in ``StepGraph.operations``, and the order in which they ran.
         name: the overload's qualified name, for example ``aten.addmm.default``.
-        reads: ids of the values it reads, each once, in argument order. Values read only through a mutated argument count unless the
-            operation overwrites the argument without looking at it.
-        writes: ids of the values it writes: version 0 of new storages, and new versions of storages it mutates.
+        reads: ids of the values it reads, each once, in argument order. Values read only through a mutated
+            argument count unless the operation overwrites the argument without looking at it.
+        writes: ids of the values it writes: version 0 of new storages, and new versions of storages it
+            mutates.
         phase: ``forward`` or ``backward``.
         module: qualified name of the module it ran in, empty for the root or outside every module.
         random: whether it draws random numbers (a replay restores the generator's state).
-        replayable: whether a second run with equal inputs gives bitwise equal outputs and has no other effect.
+        replayable: whether a second run with equal inputs gives bitwise equal outputs and has no other
+            effect.
         reason: why it is not replayable, else empty.
         seconds: time of one run, measured or estimated.
         scratch_bytes: the most it allocates beyond its outputs while it runs.
@@ -124,8 +129,8 @@ class Saved:
     Attributes:
         id: position in ``StepGraph.saved``, in the order of packing.
         value: id of the value it lies in.
-        droppable: whether an executor may give it up: false outside the planned region and for parameters, buffers and the like, which
-            stay anyway.
+        droppable: whether an executor may give it up: false outside the planned region and for parameters,
+            buffers and the like, which stay anyway.
         module: qualified name of the module that saved it.
         shape: the tensor's shape.
         dtype: its dtype, for example ``float32``.
@@ -148,20 +153,23 @@ class StepGraph:
     Attributes:
         operations, storages, values, saved: the parts; each part's ``id`` or ``index`` is its position.
         events: every operation and every change of who holds what, in the order in which it happened.
-        resident_bytes: bytes of the storages that stood before the step and count against the budget (parameters, buffers, existing
-            gradients, optimizer state), however they are referenced.
+        resident_bytes: bytes of the storages that stood before the step and count against the budget
+            (parameters, buffers, existing gradients, optimizer state), however they are referenced.
         plain_seconds: time of the plain step: the sum over operations, or measured where that was possible.
-        overhead_seconds: extra seconds that the executor needs for recording each forward operation when anything is given up.
+        overhead_seconds: extra seconds that the executor needs for recording each forward operation when
+            anything is given up.
         replay_overhead_seconds: extra seconds to dispatch one replayed operation.
         device: the device that the budget is about, for example ``cpu`` or ``cuda``.
         source: how the graph was made: ``fake`` or ``real`` tensors.
         notes: what should be known about how it was made.
-        outputs: ids of the storages that the step's caller can hold on to (logits beside the loss). The events have them freed where the
-            step itself lets go of them; `holding_outputs` is the graph of a caller that does not.
-        withheld: what ends with such outputs' own history, of which the loss has no part: saved tensors (``release``) and storages (``free``)
-            that who holds the outputs holds, too.
+        outputs: ids of the storages that the step's caller can hold on to (logits beside the loss). The
+            events have them freed where the step itself lets go of them; `holding_outputs` is the graph of a
+            caller that does not.
+        withheld: what ends with such outputs' own history, of which the loss has no part: saved tensors
+            (``release``) and storages (``free``) that who holds the outputs holds, too.
         aside: places of those outputs among the tensors in what the forward returned.
-        claims: indices of the operations that layers were told run again, so that they saved the results and not what these are made from.
+        claims: indices of the operations that layers were told run again, so that they saved the results and
+            not what these are made from.
     """
 
     operations: tuple[Operation, ...]
@@ -183,14 +191,21 @@ class StepGraph:
 
     def __repr__(self) -> str:
         forward = sum(1 for operation in self.operations if operation.phase == "forward")
-        kept = sum({s.value: self.storages[self.values[s.value].storage].bytes for s in self.saved if s.droppable}.values())
+        kept = sum(
+            {
+                s.value: self.storages[self.values[s.value].storage].bytes for s in self.saved if s.droppable
+            }.values()
+        )
         return (
-            f"StepGraph({len(self.operations):,} operations, {forward:,} of them forward; {len(self.storages):,} storages; {len(self.saved):,} saved "
-            f"tensors, {kept:,} bytes that a plan may give up; {self.device}, traced on {self.source} tensors)"
+            f"StepGraph({len(self.operations):,} operations, {forward:,} of them forward; "
+            f"{len(self.storages):,} storages; {len(self.saved):,} saved tensors, {kept:,} bytes that a plan "
+            f"may give up; {self.device}, traced on {self.source} tensors)"
         )
 
     def holding_outputs(self) -> StepGraph:
-        """The same step when its caller holds what the forward returned until the step ends, and so what autograd saved for it alone."""
+        """The same step when its caller holds what the forward returned until the step ends, and so what
+        autograd saved for it alone.
+        """
         held = {*self.withheld, *(Event("free", storage) for storage in self.outputs)}
         events = [event for event in self.events if event not in held]
         ended = [event for event in self.events if event in held]
@@ -198,7 +213,10 @@ class StepGraph:
 
     def withheld_storages(self) -> frozenset[int]:
         """Those of the step's own that stay, at most, with such outputs' history, beside the outputs."""
-        held = {index if kind == "free" else self.values[self.saved[index].value].storage for kind, index in self.withheld}
+        held = {
+            index if kind == "free" else self.values[self.saved[index].value].storage
+            for kind, index in self.withheld
+        }
         return frozenset(storage for storage in held if self.storages[storage].producer is not None)
 
     def structure(self) -> list[Any]:
@@ -230,15 +248,33 @@ class StepGraph:
         """
         if not isinstance(data, dict):
             raise ValueError(
-                f"a step graph is read from the dictionary that to_json() made, not from {type(data).__name__}: json.loads it first"
+                "a step graph is read from the dictionary that to_json() made, not from "
+                f"{type(data).__name__}: json.loads it first"
             )
         if data.get("format") != GRAPH_FORMAT:
-            raise ValueError(f"this step graph has format {data.get('format')!r}; this version of lowtide reads format {GRAPH_FORMAT}")
+            raise ValueError(
+                f"this step graph has format {data.get('format')!r}; this version of lowtide reads format "
+                f"{GRAPH_FORMAT}"
+            )
 
         def rows(kind: type, items: list[dict[str, Any]]) -> tuple[Any, ...]:
-            return tuple(kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}) for item in items)
+            return tuple(
+                kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}) for item in items
+            )
 
-        parts = ("format", "operations", "storages", "values", "saved", "events", "notes", "outputs", "withheld", "aside", "claims")
+        parts = (
+            "format",
+            "operations",
+            "storages",
+            "values",
+            "saved",
+            "events",
+            "notes",
+            "outputs",
+            "withheld",
+            "aside",
+            "claims",
+        )
         rest = {k: v for k, v in data.items() if k not in parts}
         return cls(
             operations=rows(Operation, data["operations"]),

@@ -1,11 +1,15 @@
-"""Stand between autograd and the kernels: every operation of a thread passes through Python, and ATen does not know.
+"""Stand between autograd and the kernels: every operation of a thread passes through Python, and ATen does
+not know.
 
-A `TorchDispatchMode` changes what it watches: ATen asks whether one is active and then takes other ways (losses mask out of place, backward makes
-second gradients, gradients that meet are added out of place). Here a kernel of our own stands at a dispatch key that PyTorch keeps for uses
-outside it (``Fake``), below autograd and above the devices. The key is let in for a thread while an `Interceptor` is active on it, so that everything
-else of PyTorch runs as it does in a plain step. Views have no kernel there and pass without Python; tensor subclasses come apart above it.
+A `TorchDispatchMode` changes what it watches: ATen asks whether one is active and then takes other ways
+(losses mask out of place, backward makes second gradients, gradients that meet are added out of place). Here
+a kernel of our own stands at a dispatch key that PyTorch keeps for uses outside it (``Fake``), below autograd
+and above the devices. The key is let in for a thread while an `Interceptor` is active on it, so that
+everything else of PyTorch runs as it does in a plain step. Views have no kernel there and pass without
+Python; tensor subclasses come apart above it.
 
-Private interfaces of PyTorch, seen in 2.11 to 2.13: the key and its registration, the thread's set of included keys, objects in its thread state.
+Private interfaces of PyTorch, seen in 2.11 to 2.13: the key and its registration, the thread's set of
+included keys, objects in its thread state.
 """
 
 from __future__ import annotations
@@ -27,7 +31,9 @@ _has_state = torch._C._is_key_in_tls
 
 
 class Interceptor:
-    """Sees the operations of a thread while it is active, the innermost first; nothing that it runs itself is seen by any."""
+    """Sees the operations of a thread while it is active, the innermost first; nothing that it runs itself is
+    seen by any.
+    """
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run an operation: pass it on with `proceed`, and return what it returned."""
@@ -60,7 +66,9 @@ class Interceptor:
 
 
 class _Thread:
-    """What is active on a thread; the threads on which autograd runs a backward share it with the one that asked for that."""
+    """What is active on a thread; the threads on which autograd runs a backward share it with the one that
+    asked for that.
+    """
 
     __slots__ = ("active", "keyset", "level")
 
@@ -82,7 +90,9 @@ def interceptors() -> list[Interceptor]:
 
 
 def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Pass an operation on to the next interceptor, and from the outermost to its kernel; outside of all, just run it."""
+    """Pass an operation on to the next interceptor, and from the outermost to its kernel; outside of all,
+    just run it.
+    """
     thread = _state_of_thread(_STATE) if _has_state(_STATE) else None
     if thread is None or thread.level < 0:
         return func(*args, **kwargs)
@@ -140,7 +150,12 @@ class _Kernel:
         if func is None:
             func = self.func = _overload(self.name)
         thread = _state_of_thread(_STATE) if _has_state(_STATE) else None
-        if thread is None or thread.level >= 0 or not thread.active or (args and isinstance(args[0], FakeTensor)):
+        if (
+            thread is None
+            or thread.level >= 0
+            or not thread.active
+            or (args and isinstance(args[0], FakeTensor))
+        ):
             return _passed(func, keyset & _BELOW, args, kwargs)
         _include(_KEY, False)
         active = thread.active
@@ -161,9 +176,12 @@ def _passed(func: Any, below: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
 def _run(func: Any, below: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """The kernel of an operation, from below the key on.
 
-    Python gets numbers where PyTorch had wrapped them in tensors (``x * 0.5``), and takes them back only from the top.
+    Python gets numbers where PyTorch had wrapped them in tensors (``x * 0.5``), and takes them back only from
+    the top.
     """
-    if (len(args) > 1 and type(args[1]) in _NUMBERS and _takes_tensor(func)) or (args and type(args[0]) in _NUMBERS):
+    if (len(args) > 1 and type(args[1]) in _NUMBERS and _takes_tensor(func)) or (
+        args and type(args[0]) in _NUMBERS
+    ):
         with torch._C._AutoDispatchBelowAutograd():
             return func(*args, **kwargs)
     return func._handle.redispatch_boxed(below, *args, **kwargs)
@@ -188,14 +206,18 @@ def _overload(name: str) -> Any:
 
 @functools.cache
 def _registered() -> tuple[dict[str, Any], set[str]]:
-    """The libraries that hold our kernels, and the overloads that have been looked at. They stay for the life of the process."""
+    """The libraries that hold our kernels, and the overloads that have been looked at. They stay for the life
+    of the process.
+    """
     other = torch._C._dispatch_library("IMPL", "_", "", __file__, 1)
     other.fallback(_KEY, torch.library.fallthrough_kernel, False)
     return {"_": other}, set()
 
 
 def _register() -> None:
-    """Put a kernel of ours at the key, for every overload that there is by now and that is neither a view nor made of others."""
+    """Put a kernel of ours at the key, for every overload that there is by now and that is neither a view nor
+    made of others.
+    """
     libraries, known = _registered()
     for higher_order in torch._ops._higher_order_ops.values():
         higher_order.non_fallthrough_keys = higher_order.non_fallthrough_keys.remove(_KEY)
@@ -207,7 +229,9 @@ def _register() -> None:
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in sorted(new):
         namespace, _, rest = name.partition("::")
-        if name in views or (has(name, "CompositeImplicitAutograd") and not any(has(name, device) for device in _DEVICES)):
+        if name in views or (
+            has(name, "CompositeImplicitAutograd") and not any(has(name, device) for device in _DEVICES)
+        ):
             continue
         if namespace not in libraries:
             libraries[namespace] = torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
@@ -220,7 +244,11 @@ def _views() -> set[str]:
     for schema in torch._C._jit_get_all_schemas():
         returns = [one for one in schema.returns if "Tensor" in str(one.type)]
         writes = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
-        if returns and not writes and all(one.alias_info is not None and not one.alias_info.is_write for one in returns):
+        if (
+            returns
+            and not writes
+            and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
+        ):
             found.add(schema.name + (f".{schema.overload_name}" if schema.overload_name else ""))
     found.add("aten::_unsafe_view")
     return found

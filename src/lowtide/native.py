@@ -15,7 +15,9 @@ _SECONDS = 120
 
 
 def load(source: Path) -> ctypes.CDLL | None:
-    """The library made from ``source``, or ``None`` where it cannot be compiled or loaded: the caller has a slower way to do the same."""
+    """The library made from ``source``, or ``None`` where it cannot be compiled or loaded: the caller has a
+    slower way to do the same.
+    """
     from lowtide.meter.build import cache_dir, compiler
     from lowtide.meter.errors import MeterError
 
@@ -23,7 +25,9 @@ def load(source: Path) -> ctypes.CDLL | None:
     if command is None:
         return None
     text = source.read_bytes()
-    key = hashlib.sha256(b"\0".join([text, platform.machine().encode(), " ".join([*command, *_FLAGS]).encode()])).hexdigest()[:20]
+    key = hashlib.sha256(
+        b"\0".join([text, platform.machine().encode(), " ".join([*command, *_FLAGS]).encode()])
+    ).hexdigest()[:20]
     try:
         target = cache_dir() / f"{source.stem}-{key}.so"
         if not target.exists():

@@ -22,7 +22,19 @@ _UNINITIALIZED = {
     "aten.empty.names",
     "aten.new_empty.out",
 }
-_FILLS = {"copy_", "fill_", "zero_", "bernoulli_", "uniform_", "normal_", "exponential_", "random_", "geometric_", "log_normal_", "cauchy_"}
+_FILLS = {
+    "copy_",
+    "fill_",
+    "zero_",
+    "bernoulli_",
+    "uniform_",
+    "normal_",
+    "exponential_",
+    "random_",
+    "geometric_",
+    "log_normal_",
+    "cauchy_",
+}
 _RUNNING_STATISTICS = {
     "aten.native_batch_norm.default": 5,
     "aten._native_batch_norm_legit.default": 5,
@@ -45,7 +57,15 @@ _LOOSE = {  # a workspace or table, parts of which are never written and never r
     "aten._ctc_loss.default": (1,),
     "aten._ctc_loss.Tensor": (1,),
 }
-_COLLECTIVE_NAMESPACES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "fsdp", "symm_mem"}
+_COLLECTIVE_NAMESPACES = {
+    "c10d",
+    "_c10d_functional",
+    "_c10d_functional_autograd",
+    "c10d_functional",
+    "_dtensor",
+    "fsdp",
+    "symm_mem",
+}
 FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.all_reduce.default",
@@ -55,7 +75,12 @@ FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional.reduce_scatter_tensor.default",
 }
 _QUESTIONS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_BY_MASK = {"aten.index.Tensor", "aten.index_put.default", "aten.index_put_.default", "aten._index_put_impl_.default"}
+_BY_MASK = {
+    "aten.index.Tensor",
+    "aten.index_put.default",
+    "aten.index_put_.default",
+    "aten._index_put_impl_.default",
+}
 _UNREPLAYABLE = {
     "aten.set_.source_Storage": "it swaps a tensor's storage",
     "aten.set_.source_Storage_storage_offset": "it swaps a tensor's storage",
@@ -76,14 +101,18 @@ class OpInfo:
         fills: a written argument's old content is not looked at.
         uninitialized: its outputs hold whatever was in memory.
         random: it draws random numbers.
-        running_statistics: positions of batch-norm statistics that it updates in training mode, whatever its schema says.
+        running_statistics: positions of batch-norm statistics that it updates in training mode, whatever its
+            schema says.
         training_position: which argument tells training mode; ``None`` when it always trains.
         reason: why it can never be replayed, else empty.
-        loose: positions of results that are compared with nothing, because parts of them are whatever was in memory.
+        loose: positions of results that are compared with nothing, because parts of them are whatever was in
+            memory.
         real_only: fake tensors do not show how much it allocates.
         dropout_position: which argument is the probability of a dropout inside it.
-        returns_written: all that it returns are arguments that it wrote (some fake kernels return copies of them).
-        collective: it is a function of its arguments on all the ranks of a group, and can run again where all of them run it again.
+        returns_written: all that it returns are arguments that it wrote (some fake kernels return copies of
+            them).
+        collective: it is a function of its arguments on all the ranks of a group, and can run again where all
+            of them run it again.
         waits: it returns its argument, once what is under way on it is done.
     """
 
@@ -116,7 +145,9 @@ def op_info(func: torch._ops.OpOverload) -> OpInfo:
     )
     returns = [r for r in schema.returns if "Tensor" in str(r.type)]
     is_view = name in _VIEWS or (
-        bool(returns) and not written and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
+        bool(returns)
+        and not written
+        and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
     )
     base = name.split(".")[1] if name.startswith("aten.") else ""
     out_variant = any(isinstance(w, str) for w in written)
@@ -135,15 +166,20 @@ def op_info(func: torch._ops.OpOverload) -> OpInfo:
         reason=reason,
         loose=_LOOSE.get(name, ()),
         real_only=name in _REAL_ONLY,
-        dropout_position=next((p for p, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None),
-        returns_written=bool(returns) and all(r.alias_info is not None and r.alias_info.is_write for r in returns),
+        dropout_position=next(
+            (p for p, argument in enumerate(schema.arguments) if argument.name == "dropout_p"), None
+        ),
+        returns_written=bool(returns)
+        and all(r.alias_info is not None and r.alias_info.is_write for r in returns),
         collective=name in FUNCTIONAL_COLLECTIVES,
         waits=name == "_c10d_functional.wait_tensor.default",
     )
 
 
 def hidden_statistics(info: OpInfo, args: Sequence[Any]) -> tuple[int, ...]:
-    """Positions of running statistics that this very call updates; their old content does not enter the outputs."""
+    """Positions of running statistics that this very call updates; their old content does not enter the
+    outputs.
+    """
     if not info.running_statistics:
         return ()
     if info.training_position is not None and not args[info.training_position]:
@@ -160,7 +196,9 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def asks(func: torch._ops.OpOverload) -> bool:
-    """Whether what a call returns, or how large it is, depends on the numbers in its arguments; for what masks pick see `masks_of`."""
+    """Whether what a call returns, or how large it is, depends on the numbers in its arguments; for what
+    masks pick see `masks_of`.
+    """
     return not _QUESTIONS.isdisjoint(func.tags) and str(func) not in _BY_MASK
 
 
@@ -175,10 +213,11 @@ def masks_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> list[torch.Ten
 
 
 def hidden_bytes(info: OpInfo, args: Sequence[Any]) -> int:
-    """Bytes of the storage that a result really stands on, where it is larger than the result: fake tensors do not show it.
+    """Bytes of the storage that a result really stands on, where it is larger than the result: fake tensors
+    do not show it.
 
-    The one element of a reduced loss stands on the unreduced result, which its kernel reduces where it lies, and a sum of patches on a storage
-    that was as large as they are when the kernel made it.
+    The one element of a reduced loss stands on the unreduced result, which its kernel reduces where it lies,
+    and a sum of patches on a storage that was as large as they are when the kernel made it.
     """
     if info.name == _SUM_OF_PATCHES:
         return int(args[0].numel()) * args[0].element_size()
@@ -214,15 +253,17 @@ def written_tensors(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -
 
 
 def has_plain_storage(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is a strided view of one storage of its own device: not sparse, nested, quantized, a wrapper, or zeros that autograd
-    stands for without memory."""
+    """Whether the tensor is a strided view of one storage of its own device: not sparse, nested, quantized, a
+    wrapper, or zeros that autograd stands for without memory."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn:
         return False
     return not tensor._is_zerotensor() and not is_wrapper(tensor) and not _is_hollow(tensor)
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
-    """Whether the tensor is of a subclass that answers every operation itself and has no memory under it (`torch.masked`)."""
+    """Whether the tensor is of a subclass that answers every operation itself and has no memory under it
+    (`torch.masked`).
+    """
     if type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, FakeTensor):
         return False
     return private.answers_itself(tensor)

@@ -1,6 +1,8 @@
-"""Every private PyTorch interface that the eager tracer and executor lean on, in one place; interception has its own in `lowtide.interception`.
+"""Every private PyTorch interface that the eager tracer and executor lean on, in one place; interception has
+its own in `lowtide.interception`.
 
-`tests/run/test_private.py` checks each, so that a PyTorch release that moves one fails there, by name, and nowhere else.
+`tests/run/test_private.py` checks each, so that a PyTorch release that moves one fails there, by name, and
+nowhere else.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ def in_backward() -> bool:
 
 
 def node_key() -> Any:
-    """What tells the autograd node that runs on the calling thread from the others, without holding it; ``None`` where none does."""
+    """What tells the autograd node that runs on the calling thread from the others, without holding it;
+    ``None`` where none does.
+    """
     node = torch._C._current_autograd_node()
     if node is None:
         return None
@@ -42,23 +46,31 @@ def answers_itself(tensor: torch.Tensor) -> bool:
 
 
 def transformed() -> bool:
-    """Whether this thread runs code that is being transformed: by torch.func, or by a trace for the compiler or an export."""
+    """Whether this thread runs code that is being transformed: by torch.func, or by a trace for the compiler
+    or an export.
+    """
     if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
         return True
     keys = torch._C._TorchDispatchModeKey
-    return any(torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL))
+    return any(
+        torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
+    )
 
 
 def storage_key(tensor: torch.Tensor) -> int:
-    """The address of the tensor's storage object: unique while the storage lives, reused after. No Python object is made for it."""
+    """The address of the tensor's storage object: unique while the storage lives, reused after. No Python
+    object is made for it.
+    """
     return torch._C._storage_address(tensor)  # type: ignore[attr-defined]
 
 
 def versioned_alias(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor on the same storage that shares the version counter and has no autograd history; works below autograd, too.
+    """A tensor on the same storage that shares the version counter and has no autograd history; works below
+    autograd, too.
 
-    ``detach`` below autograd makes an alias with a version counter of its own, which later in-place writes would not move. Letting the
-    ADInplaceOrView key in for the one call gives an alias that shares the counter.
+    ``detach`` below autograd makes an alias with a version counter of its own, which later in-place writes
+    would not move. Letting the ADInplaceOrView key in for the one call gives an alias that shares the
+    counter.
     """
     excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_INPLACE_OR_VIEW)
     if not excluded:
@@ -77,14 +89,17 @@ def unseen_alias(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def borrowed_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
-    """Another storage object over the same bytes, which does not keep them: whoever uses it has to keep ``storage``, too."""
+    """Another storage object over the same bytes, which does not keep them: whoever uses it has to keep
+    ``storage``, too.
+    """
     return torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())  # type: ignore[return-value]
 
 
 def version_witness(tensor: torch.Tensor) -> torch.Tensor:
     """An empty tensor that shares the version counter of ``tensor`` but not its bytes.
 
-    Setting ``.data`` swaps the storage and leaves the counter, so the witness tells of in-place writes without keeping anything alive.
+    Setting ``.data`` swaps the storage and leaves the counter, so the witness tells of in-place writes
+    without keeping anything alive.
     """
     with unseen(), torch._C._DisableTorchDispatch():
         witness = tensor.detach()
@@ -95,10 +110,13 @@ def version_witness(tensor: torch.Tensor) -> torch.Tensor:
 def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Call an operation with lazy conjugation and negation on, as in a plain step.
 
-    Inside a dispatch mode both are off, and operations that take conjugate views of their own (``linalg_pinv`` of complex numbers) give
-    wrong results there.
+    Inside a dispatch mode both are off, and operations that take conjugate views of their own
+    (``linalg_pinv`` of complex numbers) give wrong results there.
     """
-    excluded, exclude = torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C._dispatch_tls_set_dispatch_key_excluded
+    excluded, exclude = (
+        torch._C._dispatch_tls_is_dispatch_key_excluded,
+        torch._C._dispatch_tls_set_dispatch_key_excluded,
+    )
     conjugate, negative = excluded(_CONJUGATE), excluded(_NEGATIVE)
     if not (conjugate or negative):
         return func(*args, **kwargs)
@@ -112,21 +130,25 @@ def call(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def suggested_memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """The format that kernels take a tensor to have, by its strides: channels-last or, where they do not say so, contiguous."""
+    """The format that kernels take a tensor to have, by its strides: channels-last or, where they do not say
+    so, contiguous.
+    """
     return suggest_memory_format(tensor)
 
 
 @contextmanager
 def replaying() -> Iterator[None]:
-    """Run recorded operations as they were recorded: below autograd and its view tracking (no history), and below autocast (no second cast).
+    """Run recorded operations as they were recorded: below autograd and its view tracking (no history), and
+    below autocast (no second cast).
 
-    Grad mode may be set in the block and is put back after it: kernels look at it (oneDNN's LSTM makes its workspace only with gradients
-    on), and below autograd it does nothing else.
+    Grad mode may be set in the block and is put back after it: kernels look at it (oneDNN's LSTM makes its
+    workspace only with gradients on), and below autograd it does nothing else.
     """
     before = torch.is_grad_enabled()
     try:
         with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
-            # Autograd alone is not enough: with gradients on, the key below it makes views that lose their conjugate bit.
+            # Autograd alone is not enough: with gradients on, the key below it makes views that lose their
+            # conjugate bit.
             excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(_INPLACE_OR_VIEW)
             torch._C._dispatch_tls_set_dispatch_key_excluded(_INPLACE_OR_VIEW, True)
             try:
@@ -138,7 +160,9 @@ def replaying() -> Iterator[None]:
 
 
 def has_kernel(func: Any, device: str) -> bool:
-    """Whether an overload has a kernel of its own for a kind of device: one that is made of other operations does not count."""
+    """Whether an overload has a kernel of its own for a kind of device: one that is made of other operations
+    does not count.
+    """
     return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), device.upper())
 
 
@@ -164,8 +188,8 @@ def compiled_call(module: torch.nn.Module) -> str:
 def out_of_dynamo() -> Iterator[bool]:
     """Python code in the block is not compiled, whatever is outside; says whether it would have been.
 
-    What a compiled call calls back (hooks on saved tensors, for one) would otherwise be compiled itself. A compiled call in the block runs
-    compiled.
+    What a compiled call calls back (hooks on saved tensors, for one) would otherwise be compiled itself. A
+    compiled call in the block runs compiled.
     """
     if "torch._dynamo.eval_frame" not in sys.modules:
         yield False
@@ -179,9 +203,13 @@ def out_of_dynamo() -> Iterator[bool]:
 
 
 def keep_dynamo_out() -> None:
-    """From now on dynamo compiles nothing of lowtide: neither the hooks that a compiled call calls back, nor what they call."""
+    """From now on dynamo compiles nothing of lowtide: neither the hooks that a compiled call calls back, nor
+    what they call.
+    """
     rules = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is not None and not any(str(folder).rstrip("/").endswith("/lowtide") for folder in rules.SKIP_DIRS):
+    if rules is not None and not any(
+        str(folder).rstrip("/").endswith("/lowtide") for folder in rules.SKIP_DIRS
+    ):
         rules.add("lowtide")
 
 
@@ -193,7 +221,9 @@ def skipped_by_dynamo(function: Any) -> Any:
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:
-    """Call ``callback`` when the backward that runs on this thread has ended; an error that it raises leaves that backward."""
+    """Call ``callback`` when the backward that runs on this thread has ended; an error that it raises leaves
+    that backward.
+    """
     torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
 
 
@@ -208,7 +238,9 @@ def fake_mode() -> FakeTensorMode:
 
 
 def is_fake_of(item: object, mode: FakeTensorMode) -> bool:
-    """Whether ``item`` is a fake tensor that ``mode`` made. Its type alone is asked: some objects do something when asked for more."""
+    """Whether ``item`` is a fake tensor that ``mode`` made. Its type alone is asked: some objects do
+    something when asked for more.
+    """
     return issubclass(type(item), FakeTensor) and item.fake_mode is mode  # type: ignore[attr-defined]
 
 
@@ -218,19 +250,25 @@ def without_fake_mode() -> AbstractContextManager[object]:
 
 
 def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
-    """The result of a functional collective, once it is there. On fake tensors nothing runs, and the fake wait would make a copy."""
+    """The result of a functional collective, once it is there. On fake tensors nothing runs, and the fake
+    wait would make a copy.
+    """
     if isinstance(tensor, FakeTensor):
         return tensor
     return torch.ops._c10d_functional.wait_tensor(tensor)
 
 
 def is_given_up(tensor: torch.Tensor) -> bool:
-    """Whether a recomputing scope around this code brings ``tensor`` back for anyone who saves it, so that saving it costs nothing."""
+    """Whether a recomputing scope around this code brings ``tensor`` back for anyone who saves it, so that
+    saving it costs nothing.
+    """
     return any(one.gives_up(tensor) for one in watchers() if hasattr(one, "gives_up"))
 
 
 def watchers() -> list[Any]:
-    """Who sees this thread's operations: the interceptors, then the dispatch modes (a trace on fake tensors is one), outermost first."""
+    """Who sees this thread's operations: the interceptors, then the dispatch modes (a trace on fake tensors
+    is one), outermost first.
+    """
     return [*interceptors(), *_get_current_dispatch_mode_stack()]
 
 
@@ -245,7 +283,9 @@ def is_fake(tensor: torch.Tensor) -> bool:
 
 
 def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Raise where a tensor of one boolean is false: on a GPU without waiting for it, as a failed device-side assertion."""
+    """Raise where a tensor of one boolean is false: on a GPU without waiting for it, as a failed device-side
+    assertion.
+    """
     torch._assert_async(condition, message)  # pyright: ignore
 
 

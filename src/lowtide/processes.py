@@ -9,7 +9,9 @@ from pathlib import Path
 
 
 def machine() -> str:
-    """What tells machines, and containers on one machine, apart: processes see each other under equal ones."""
+    """What tells machines, and containers on one machine, apart: processes see each other under equal
+    ones.
+    """
     space = Path("/proc/self/ns/pid")
     with contextlib.suppress(OSError):
         return f"{socket.gethostname()} {os.readlink(space)}"

@@ -1,16 +1,17 @@
-"""Progress of what takes seconds: Python's logging underneath, a bar on an interactive terminal, one line at the end.
+"""Progress of what takes seconds: Python's logging underneath, a bar on an interactive terminal, one line at
+the end.
 
 >>> with working("planning", "planned") as work:
 ...     for operation in work.each("timing operations", ["mm", "gelu"]):
 ...         pass  # whatever takes long
 ...     work.done("60 % of the memory, +12 % time")
 
-Everything goes to the logger ``lowtide``: what is being done at level DEBUG, the line at the end at level INFO. The bar
-is for people: it is there where standard error is a terminal, once the work has taken a second. It needs no thread, so
-that it disturbs nothing that is timed.
+Everything goes to the logger ``lowtide``: what is being done at level DEBUG, the line at the end at level
+INFO. The bar is for people: it is there where standard error is a terminal, once the work has taken a second.
+It needs no thread, so that it disturbs nothing that is timed.
 
-To turn it off: ``progress=False`` where a function takes that, ``LOWTIDE_PROGRESS=0`` in the environment, a level above
-INFO on the logger, or `muted` around a piece of code.
+To turn it off: ``progress=False`` where a function takes that, ``LOWTIDE_PROGRESS=0`` in the environment, a
+level above INFO on the logger, or `muted` around a piece of code.
 """
 
 from __future__ import annotations
@@ -158,7 +159,9 @@ def current() -> Work:
 
 
 def shows(progress: bool | None = None) -> bool:
-    """Whether a bar belongs here: in the main thread of the first process, with a person at the terminal who did not turn it off."""
+    """Whether a bar belongs here: in the main thread of the first process, with a person at the terminal who
+    did not turn it off.
+    """
     if progress is False or (progress is None and os.environ.get("LOWTIDE_PROGRESS", "").lower() in _OFF):
         return False
     if log.level > logging.INFO or os.environ.get("RANK", "0") != "0" or _TEST in os.environ:

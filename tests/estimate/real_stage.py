@@ -1,4 +1,6 @@
-"""One rank of a pipeline stage run for real, as `lowtide simulate` says that it runs, and what the meter reads meanwhile."""
+"""One rank of a pipeline stage run for real, as `lowtide simulate` says that it runs, and what the meter
+reads meanwhile.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,12 @@ def build(config: Config, stage: int, group: Any) -> list[Piece]:
     last = config.interleave - 1
     with default_dtype(DTYPES[config.dtype]):
         made = [
-            Piece(config, first=stage == 0 and chunk == 0, last=stage == config.pp - 1 and chunk == last, group=group)
+            Piece(
+                config,
+                first=stage == 0 and chunk == 0,
+                last=stage == config.pp - 1 and chunk == last,
+                group=group,
+            )
             for chunk in range(config.interleave)
         ]
     return [recomputing(piece, config.recompute) for piece in made]
@@ -48,7 +55,9 @@ def run_step(config: Config, stage: int, pieces: list[Piece], tokens: torch.Tens
     for kind, micro_batch, chunk in turns(config, stage):
         piece = pieces[chunk]
         if kind == "forward":
-            source = tokens if piece.first else torch.zeros(hidden_shape(config), dtype=dtype).requires_grad_()
+            source = (
+                tokens if piece.first else torch.zeros(hidden_shape(config), dtype=dtype).requires_grad_()
+            )
             edge, out = run_forward(piece, config, source, tokens if piece.last else None)
             kept = out if config.keep_output_tensors else None
             flying[micro_batch, chunk] = (edge, source, kept)
@@ -65,8 +74,8 @@ def run_step(config: Config, stage: int, pieces: list[Piece], tokens: torch.Tens
 def measured_and_simulated(config: Config, stage: int, group: Any, simulated: int | None) -> tuple[int, int]:
     """Bytes that the step adds at most to weights and inputs: read by the meter, and simulated.
 
-    Gloo's threads may hold a collective's buffers a little longer than the step does, so where a rank reads more than is simulated, all
-    read again, and the least counts.
+    Gloo's threads may hold a collective's buffers a little longer than the step does, so where a rank reads
+    more than is simulated, all read again, and the least counts.
     """
     gc.collect()
     torch.manual_seed(0)

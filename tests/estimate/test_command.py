@@ -41,29 +41,61 @@ assert sys.modules["torch"] is None
     ],
 )
 def test_no_torch(code: str) -> None:
-    done = subprocess.run([sys.executable, "-c", NO_TORCH.format(code=code)], capture_output=True, text=True, timeout=60, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", NO_TORCH.format(code=code)],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
 
 
 def test_json_is_the_call() -> None:
-    flags = ["--model", "22b", "--tp", "8", "--sequence-parallel", "--micro-batch", "4", "--recompute", "selective", "--json"]
+    flags = [
+        "--model",
+        "22b",
+        "--tp",
+        "8",
+        "--sequence-parallel",
+        "--micro-batch",
+        "4",
+        "--recompute",
+        "selective",
+        "--json",
+    ]
     ours = estimate(configure("22b", tp=8, sequence_parallel=True, micro_batch=4, recompute="selective"))
     assert json.loads(run(*flags)) == json.loads(json.dumps(ours.to_json()))
 
 
 def test_every_flag_of_the_issue() -> None:
     text = run(
-        "--layers", "24", "--hidden", "2048", "--heads", "16", "--kv-heads", "8", "--ffn", "8192", "--vocab", "32000", "--seq", "4096",
-        "--micro-batch", "2", "--global-batch", "64", "--tp", "2", "--pp", "2", "--interleave", "2", "--dp", "4", "--zero", "1",
-        "--recompute", "full", "--attention", "fused", "--mlp", "swiglu", "--norm", "rmsnorm", "--dropout", "0.1", "--dtype", "bf16",
-        "--optimizer", "adam", "--offload-optimizer", "0.5", "--partition-activations", "--offload-activations", "--chunked-loss",
+        "--layers", "24", "--hidden", "2048", "--heads", "16", "--kv-heads", "8", "--ffn", "8192", "--vocab",
+        "32000", "--seq", "4096",
+        "--micro-batch", "2", "--global-batch", "64", "--tp", "2", "--pp", "2", "--interleave", "2", "--dp",
+        "4", "--zero", "1",
+        "--recompute", "full", "--attention", "fused", "--mlp", "swiglu", "--norm", "rmsnorm", "--dropout",
+        "0.1", "--dtype", "bf16",
+        "--optimizer", "adam", "--offload-optimizer", "0.5", "--partition-activations",
+        "--offload-activations", "--chunked-loss",
         "--tied-embeddings", "--iteration-time", "2.0", "--peak-tflops", "312", "--json",
     )  # fmt: skip
     data = json.loads(text)
     assert len(data["stages"]) == 2 and 0 < data["mfu"] < data["hfu"]
     config = data["config"]
-    assert (config["kv_heads"], config["ffn"], config["mlp"], config["norm"], config["tied"]) == (8, 8192, "swiglu", "rmsnorm", True)
-    assert (config["global_batch"], config["interleave"], config["zero"], config["recompute"]) == (64, 2, 1, "full")
+    assert (config["kv_heads"], config["ffn"], config["mlp"], config["norm"], config["tied"]) == (
+        8,
+        8192,
+        "swiglu",
+        "rmsnorm",
+        True,
+    )
+    assert (config["global_batch"], config["interleave"], config["zero"], config["recompute"]) == (
+        64,
+        2,
+        1,
+        "full",
+    )
 
 
 def test_each_flag_changes_the_answer() -> None:
@@ -88,17 +120,24 @@ def test_each_flag_changes_the_answer() -> None:
     ]
     plain = json.loads(run(*base, "--json"))
     changes = [
-        ["--kv-heads", "8"], ["--ffn", "4096"], ["--vocab", "32000"], ["--seq", "1024"], ["--micro-batch", "2"], ["--global-batch", "128"],
-        ["--sequence-parallel"], ["--interleave", "2"], ["--zero", "1"], ["--zero", "2"], ["--zero", "3"], ["--recompute", "none"], ["--recompute", "4"],
-        ["--recompute", "selective"], ["--recompute", "sqrt"], ["--attention", "fused"], ["--mlp", "swiglu"], ["--mlp", "squared-relu"],
-        ["--norm", "rmsnorm"], ["--dropout", "0"], ["--dtype", "fp32"], ["--dtype", "autocast"], ["--gradient-dtype", "bf16"], ["--optimizer", "sgd"],
-        ["--offload-optimizer", "0.3"], ["--partition-activations"], ["--offload-activations"], ["--chunked-loss"], ["--untied-embeddings"],
+        ["--kv-heads", "8"], ["--ffn", "4096"], ["--vocab", "32000"], ["--seq", "1024"],
+        ["--micro-batch", "2"], ["--global-batch", "128"],
+        ["--sequence-parallel"], ["--interleave", "2"], ["--zero", "1"], ["--zero", "2"], ["--zero", "3"],
+        ["--recompute", "none"], ["--recompute", "4"],
+        ["--recompute", "selective"], ["--recompute", "sqrt"], ["--attention", "fused"], ["--mlp", "swiglu"],
+        ["--mlp", "squared-relu"],
+        ["--norm", "rmsnorm"], ["--dropout", "0"], ["--dtype", "fp32"], ["--dtype", "autocast"],
+        ["--gradient-dtype", "bf16"], ["--optimizer", "sgd"],
+        ["--offload-optimizer", "0.3"], ["--partition-activations"], ["--offload-activations"],
+        ["--chunked-loss"], ["--untied-embeddings"],
         ["--head-width", "64"], ["--positions", "rotary"], ["--no-bias"], ["--keep-output-tensors"],
     ]  # fmt: skip
     for change in changes:
         changed = json.loads(run(*base, *change, "--json"))
         before = {key: value for key, value in plain.items() if key not in ("config", "notes")}
-        assert {key: value for key, value in changed.items() if key not in ("config", "notes")} != before, change
+        assert {key: value for key, value in changed.items() if key not in ("config", "notes")} != before, (
+            change
+        )
 
 
 def test_csv() -> None:

@@ -7,7 +7,15 @@ from pathlib import Path
 
 import pytest
 
-from lowtide.estimate import EstimateError, Shape, configure, estimate, from_hugging_face, model_states, read_config
+from lowtide.estimate import (
+    EstimateError,
+    Shape,
+    configure,
+    estimate,
+    from_hugging_face,
+    model_states,
+    read_config,
+)
 from lowtide.estimate.presets import PRESETS
 from lowtide.models.presets import PRESETS as BUILT_IN
 
@@ -40,8 +48,16 @@ BAD = [
     (dict(model="22b", offload_optimizer=1.5), "--offload-optimizer=1.5", "at most 1"),
     (dict(model="22b", optimizer="adamm"), "--optimizer='adamm'", "adam"),
     (dict(model="22b", dtype="int8"), "--dtype='int8'", "bf16"),
-    (dict(model="22b", partition_activations=True, tp=8), "--partition-activations with --recompute=none", "--recompute full"),
-    (dict(model="22b", partition_activations=True, recompute="full"), "--partition-activations with --tp=1", "--tp 2"),
+    (
+        dict(model="22b", partition_activations=True, tp=8),
+        "--partition-activations with --recompute=none",
+        "--recompute full",
+    ),
+    (
+        dict(model="22b", partition_activations=True, recompute="full"),
+        "--partition-activations with --tp=1",
+        "--tp 2",
+    ),
     (
         dict(model="22b", partition_activations=True, recompute="full", tp=8, sequence_parallel=True),
         "--partition-activations with --sequence-parallel",
@@ -61,7 +77,9 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize(("settings", "names", "remedy"), BAD, ids=[f"{index}-{names}" for index, (_, names, _) in enumerate(BAD)])
+@pytest.mark.parametrize(
+    ("settings", "names", "remedy"), BAD, ids=[f"{index}-{names}" for index, (_, names, _) in enumerate(BAD)]
+)
 def test_bad_settings(settings: dict[str, object], names: str, remedy: str) -> None:
     with pytest.raises(EstimateError) as caught:
         configure(**settings)  # type: ignore[arg-type]
@@ -100,8 +118,10 @@ def test_missing_file(tmp_path: Path) -> None:
 
 
 LLAMA = {
-    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32, "num_key_value_heads": 8,
-    "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192, "hidden_act": "silu", "torch_dtype": "bfloat16",
+    "model_type": "llama", "num_hidden_layers": 32, "hidden_size": 4096, "num_attention_heads": 32,
+    "num_key_value_heads": 8,
+    "intermediate_size": 14336, "vocab_size": 128256, "max_position_embeddings": 8192, "hidden_act": "silu",
+    "torch_dtype": "bfloat16",
     "rope_scaling": None, "tie_word_embeddings": False, "architectures": ["LlamaForCausalLM"],
 }  # fmt: skip
 
@@ -126,11 +146,14 @@ def test_hugging_face_files_that_are_not_understood() -> None:
 
 
 def test_hugging_face_agrees_with_transformers() -> None:
-    """Parameters of each kind that is understood, against the model that transformers builds of the same configuration."""
+    """Parameters of each kind that is understood, against the model that transformers builds of the same
+    configuration.
+    """
     torch = pytest.importorskip("torch")
     transformers = pytest.importorskip("transformers")
     sizes = dict(
-        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2, intermediate_size=96, vocab_size=128, head_dim=16,
+        num_hidden_layers=2, hidden_size=64, num_attention_heads=4, num_key_value_heads=2,
+        intermediate_size=96, vocab_size=128, head_dim=16,
         max_position_embeddings=32,
     )  # fmt: skip
     cases = [("gpt2", dict(n_layer=2, n_embd=64, n_head=4, vocab_size=128, n_positions=32))]
@@ -145,14 +168,19 @@ def test_hugging_face_agrees_with_transformers() -> None:
 
 @pytest.mark.parametrize("name", sorted(set(PRESETS) & set(BUILT_IN)))
 def test_presets_agree_with_the_built_in_models(name: str) -> None:
-    assert PRESETS[name].shape.parameters() == BUILT_IN[name].parameters() or PRESETS[name].shape.sequence != BUILT_IN[name].positions
+    assert (
+        PRESETS[name].shape.parameters() == BUILT_IN[name].parameters()
+        or PRESETS[name].shape.sequence != BUILT_IN[name].positions
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "billions"),
     [
-        ("gpt2", 0.12444), ("gpt2-xl", 1.558), ("llama-7b", 6.738), ("llama2-70b", 68.977), ("llama3-8b", 8.030), ("llama3-70b", 70.554),
-        ("llama3-1b", 1.236), ("llama3-3b", 3.213), ("llama3-405b", 405.85), ("mistral-7b", 7.242), ("qwen2-7b", 7.616), ("qwen2-72b", 72.706),
+        ("gpt2", 0.12444), ("gpt2-xl", 1.558), ("llama-7b", 6.738), ("llama2-70b", 68.977),
+        ("llama3-8b", 8.030), ("llama3-70b", 70.554),
+        ("llama3-1b", 1.236), ("llama3-3b", 3.213), ("llama3-405b", 405.85), ("mistral-7b", 7.242),
+        ("qwen2-7b", 7.616), ("qwen2-72b", 72.706),
         ("qwen3-8b", 8.191), ("qwen3-32b", 32.762),
     ],
 )  # fmt: skip
@@ -177,7 +205,11 @@ def test_estimates_are_plain_numbers() -> None:
     data = json.loads(text)
     stage = data["stages"][0]
     names = ("weights_bytes", "gradients_bytes", "optimizer_bytes", "activations_bytes", "temporaries_bytes")
-    assert stage["total_bytes"] == sum(stage[name] for name in names) == sum(line["bytes"] for line in stage["lines"])
+    assert (
+        stage["total_bytes"]
+        == sum(stage[name] for name in names)
+        == sum(line["bytes"] for line in stage["lines"])
+    )
     assert data["mfu"] is None and data["hfu"] is None
     assert all(isinstance(stage[name], int) for name in names)
     assert all(line["source"] and line["formula"] for line in stage["lines"])

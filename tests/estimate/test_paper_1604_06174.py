@@ -1,4 +1,6 @@
-"""arXiv 1604.06174, sublinear memory: the square-root plan. Its measured figures (ResNet, LSTM) are not transformers; its equations are tested."""
+"""arXiv 1604.06174, sublinear memory: the square-root plan. Its measured figures (ResNet, LSTM) are not
+transformers; its equations are tested.
+"""
 
 from __future__ import annotations
 
@@ -20,14 +22,18 @@ def peak_of_layers(layers: int, recompute: object) -> float:
         return float(total(layer_terms(config)) * layers)
     segments = -(-layers // segment_layers(config))
     checkpoint = float(checkpoint_term(config).bytes)
-    return segments * checkpoint + segment_layers(config) * float(total(layer_terms(config)) - checkpoint_term(config).bytes)
+    return segments * checkpoint + segment_layers(config) * float(
+        total(layer_terms(config)) - checkpoint_term(config).bytes
+    )
 
 
 @pytest.mark.parametrize("layers", [16, 64, 256, 1024])
 def test_the_best_segment_is_about_the_square_root(layers: int) -> None:
     """O(n/k) + O(k) is least at k = sqrt(n R) with R the ratio of an input to a layer's activations."""
     config = configure("22b", layers=layers, recompute="sqrt")
-    ratio = float(checkpoint_term(config).bytes / (total(layer_terms(config)) - checkpoint_term(config).bytes))
+    ratio = float(
+        checkpoint_term(config).bytes / (total(layer_terms(config)) - checkpoint_term(config).bytes)
+    )
     assert FACTS["memory of k segments"]["value"].startswith("O(n/k)+O(k)")
     assert segment_layers(config) == pytest.approx(math.sqrt(layers * ratio), abs=1)
 
@@ -49,7 +55,9 @@ def test_one_extra_forward() -> None:
 
 def test_between_none_and_full() -> None:
     sizes = {
-        recompute: estimate(configure("22b", layers=1024, recompute=recompute)).stages[0].activation_peak_bytes
+        recompute: estimate(configure("22b", layers=1024, recompute=recompute))
+        .stages[0]
+        .activation_peak_bytes
         for recompute in ("none", "full", "sqrt")
     }
     assert sizes["sqrt"] < sizes["full"] < sizes["none"]

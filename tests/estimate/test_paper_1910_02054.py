@@ -1,7 +1,7 @@
 """arXiv 1910.02054, ZeRO: published value beside ours.
 
-The 33 GB of checkpoints of the 100B example is half of what fp16 makes of the paper's own 60 GB, so the 16-fold ratio is tested, not the value.
-Table 4's hidden size for 40B to 60B must be about 6144.
+The 33 GB of checkpoints of the 100B example is half of what fp16 makes of the paper's own 60 GB, so the
+16-fold ratio is tested, not the value. Table 4's hidden size for 40B to 60B must be about 6144.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ FACTS = facts("1910.02054")
 SIZES = {"7.5B": 7.5e9, "128B": 128e9, "1T": 1e12}
 
 
-@pytest.mark.parametrize("row", table("1910.02054_table1_model_states"), ids=lambda row: f"{row['model']}-{row['dp_degree']}")
+@pytest.mark.parametrize(
+    "row", table("1910.02054_table1_model_states"), ids=lambda row: f"{row['model']}-{row['dp_degree']}"
+)
 def test_table_1_within_one_unit(row: dict[str, str]) -> None:
     for stage, column in ((1, "P_os_GB"), (2, "P_os+g_GB"), (3, "P_os+g+p_GB")):
         ours = float(model_states(SIZES[row["model"]], dp=int(row["dp_degree"]), zero=stage).total) / 1e9
@@ -39,13 +41,19 @@ def gpt(layers: int, hidden: int, heads: int, **changes: object) -> object:
 
 
 def test_gpt2_activations() -> None:
-    """Section 3.2: GPT-2 1.5B, sequence 1K, batch 32: the rule 12 h b s L elements gives 60 GB; with checkpointing about 8 GB."""
+    """Section 3.2: GPT-2 1.5B, sequence 1K, batch 32: the rule 12 h b s L elements gives 60 GB; with
+    checkpointing about 8 GB.
+    """
     rule = 2 * 12 * 1600 * 32 * 1024 * 48
-    assert rule / 1e9 == pytest.approx(float(FACTS["GPT-2 1.5B activations, seq 1K, batch 32"]["value"]), abs=0.5)
-    whole, checkpointed = (
-        estimate(gpt(48, 1600, 25, micro_batch=32, attention="fused", recompute=recompute)).stages[0] for recompute in ("none", "full")
+    assert rule / 1e9 == pytest.approx(
+        float(FACTS["GPT-2 1.5B activations, seq 1K, batch 32"]["value"]), abs=0.5
     )
-    # Their rule of thumb counts 24 bytes an element of the residual stream, Equation 1 of 2205.05198 with fused attention 34.
+    whole, checkpointed = (
+        estimate(gpt(48, 1600, 25, micro_batch=32, attention="fused", recompute=recompute)).stages[0]
+        for recompute in ("none", "full")
+    )
+    # Their rule of thumb counts 24 bytes an element of the residual stream, Equation 1 of 2205.05198 with
+    # fused attention 34.
     assert whole.layer_activations_bytes / rule == pytest.approx(34 / 24, rel=0.02)
     one_layer = whole.layer_activations_bytes / 48
     ours = (checkpointed.layer_activations_bytes + one_layer) / 1e9
@@ -64,9 +72,15 @@ def test_p_a_keeps_a_sixteenth() -> None:
     settings = dict(micro_batch=32, recompute="full", tp=16)
     whole, split, host = (
         estimate(gpt(125, 8192, 64, **settings, **more)).stages[0].layer_activations_bytes
-        for more in ({}, dict(partition_activations=True), dict(partition_activations=True, offload_activations=True))
+        for more in (
+            {},
+            dict(partition_activations=True),
+            dict(partition_activations=True, offload_activations=True),
+        )
     )
-    printed = float(FACTS["100B model b=32 s=1024 MP=16: checkpoints per GPU (Sec 6.1)"]["value"]) / float(FACTS["same with P_a"]["value"])
+    printed = float(FACTS["100B model b=32 s=1024 MP=16: checkpoints per GPU (Sec 6.1)"]["value"]) / float(
+        FACTS["same with P_a"]["value"]
+    )
     assert whole == 16 * split
     assert whole / split == pytest.approx(printed, abs=0.6)
     assert host < 0.02 * split
@@ -89,7 +103,10 @@ def test_p_a_traffic_is_a_twelfth() -> None:
 def test_data_parallel_volume() -> None:
     """Section 7: 2 Psi, 2 Psi, 3 Psi."""
     assert [zero_volume_elements(100, stage) for stage in (0, 2, 3)] == [200, 200, 300]
-    found = {zero: estimate(configure("gpt2", dp=64, zero=zero, gradient_dtype="bf16")).network_bytes for zero in (0, 1, 2, 3)}
+    found = {
+        zero: estimate(configure("gpt2", dp=64, zero=zero, gradient_dtype="bf16")).network_bytes
+        for zero in (0, 1, 2, 3)
+    }
     volume = 2 * 124439808 * 63 / 64
     for zero, size in found.items():
         assert size == pytest.approx(zero_volume_elements(1, zero) * volume, abs=3)
@@ -97,12 +114,26 @@ def test_data_parallel_volume() -> None:
 
 @pytest.mark.parametrize(
     ("layers", "hidden", "billions"),
-    [(48, 1600, 1.5), (72, 3072, 8), (88, 6144, 40), (132, 6144, 60), (100, 8192, 80), (125, 8192, 100), (212, 8192, 170)],
+    [
+        (48, 1600, 1.5),
+        (72, 3072, 8),
+        (88, 6144, 40),
+        (132, 6144, 60),
+        (100, 8192, 80),
+        (125, 8192, 100),
+        (212, 8192, 170),
+    ],
 )
 def test_table_4_models(layers: int, hidden: int, billions: float) -> None:
-    """Parameters of Table 4's models, the 40B and 60B ones with the hidden size that fits them (6144, printed 4096)."""
+    """Parameters of Table 4's models, the 40B and 60B ones with the hidden size that fits them (6144, printed
+    4096).
+    """
     shape = Shape(
-        layers=layers, hidden=hidden, heads=16 if hidden == 1600 else hidden // 128, head_width=100 if hidden == 1600 else 128, vocab=50257
+        layers=layers,
+        hidden=hidden,
+        heads=16 if hidden == 1600 else hidden // 128,
+        head_width=100 if hidden == 1600 else 128,
+        vocab=50257,
     )
     assert shape.parameters() / 1e9 == pytest.approx(billions, rel=0.05)
 
@@ -110,4 +141,6 @@ def test_table_4_models(layers: int, hidden: int, billions: float) -> None:
 def test_fused_buffers() -> None:
     """Section 3.2 and 6.2: a flattened float32 buffer of a 1.5B and a 3B model."""
     for billions, fact in ((1.5, "1.5B flattened fp32 buffer"), (3.0, "3B fp32 fused buffer (C_B motive)")):
-        assert float(model_states(billions * 1e9, weight_bytes=4).weights) / 1e9 == float(FACTS[fact]["value"])
+        assert float(model_states(billions * 1e9, weight_bytes=4).weights) / 1e9 == float(
+            FACTS[fact]["value"]
+        )

@@ -1,4 +1,6 @@
-"""arXiv 2101.06840, ZeRO-Offload: published value beside ours. Table 1's last row prints 4M for what is 2M; the formula is followed."""
+"""arXiv 2101.06840, ZeRO-Offload: published value beside ours. Table 1's last row prints 4M for what is 2M;
+the formula is followed.
+"""
 
 from __future__ import annotations
 
@@ -11,23 +13,32 @@ FACTS = facts("2101.06840")
 
 
 def on_device(row: dict[str, str]) -> float:
-    """Bytes per parameter with the placement of a row: fp16 weights 2, fp16 gradients 2, update (float32 weights and Adam) 12."""
+    """Bytes per parameter with the placement of a row: fp16 weights 2, fp16 gradients 2, update (float32
+    weights and Adam) 12.
+    """
     states = model_states(1)
     gradients = 0 if row["g16"] == "cpu" else states.gradients
     optimizer = 0 if row["update"] == "cpu" else states.optimizer
     return float(states.weights + gradients + optimizer)
 
 
-@pytest.mark.parametrize("row", table("2101.06840_table1_strategies"), ids=lambda row: row["gpu_memory_correct"])
+@pytest.mark.parametrize(
+    "row", table("2101.06840_table1_strategies"), ids=lambda row: row["gpu_memory_correct"]
+)
 def test_table_1(row: dict[str, str]) -> None:
     assert on_device(row) == float(row["gpu_memory_correct"].removesuffix("M"))
     assert 16 / on_device(row) == pytest.approx(float(row["reduction_x"]), abs=0.005)
 
 
 def test_16m_to_2m_through_the_call() -> None:
-    plain, offloaded = (estimate(configure("gpt2-xl", zero=2, offload_optimizer=fraction)) for fraction in (0.0, 1.0))
+    plain, offloaded = (
+        estimate(configure("gpt2-xl", zero=2, offload_optimizer=fraction)) for fraction in (0.0, 1.0)
+    )
     count = plain.parameters
-    states = [sum((s.weights_bytes, s.gradients_bytes, s.optimizer_bytes)) for s in (plain.stages[0], offloaded.stages[0])]
+    states = [
+        sum((s.weights_bytes, s.gradients_bytes, s.optimizer_bytes))
+        for s in (plain.stages[0], offloaded.stages[0])
+    ]
     assert states == [16 * count, 2 * count]
     assert states[0] / states[1] == float(FACTS["GPU memory saving"]["value"])
     assert offloaded.host_bytes == 14 * count
@@ -54,16 +65,24 @@ def test_twin_flow_is_between(fraction: float) -> None:
     found = estimate(configure("gpt2-xl", zero=2, offload_optimizer=fraction))
     stage = found.stages[0]
     count = found.parameters
-    assert stage.weights_bytes + stage.gradients_bytes + stage.optimizer_bytes == pytest.approx((16 - 14 * fraction) * count, abs=2)
+    assert stage.weights_bytes + stage.gradients_bytes + stage.optimizer_bytes == pytest.approx(
+        (16 - 14 * fraction) * count, abs=2
+    )
     assert found.host_link_bytes == pytest.approx(4 * fraction * count, abs=2)
 
 
 @pytest.mark.parametrize("row", table("2101.06840_fig7_max_model"), ids=lambda row: row["gpus"])
 def test_figure_7_models_fit(row: dict[str, str]) -> None:
-    """The largest models of Figure 7 fit 32 GB, and a third more would not, by bytes of states alone where the device count is one."""
+    """The largest models of Figure 7 fit 32 GB, and a third more would not, by bytes of states alone where
+    the device count is one.
+    """
     gpus = int(row["gpus"])
     card = 32 * 2**30
     assert float(model_states(float(row["PyTorch_B"]) * 1e9).total) < card
     if gpus == 1:
-        assert 2 * float(row["ZeRO_Offload_B"]) * 1e9 < card < float(model_states(1.6 * float(row["PyTorch_B"]) * 1e9).total)
+        assert (
+            2 * float(row["ZeRO_Offload_B"]) * 1e9
+            < card
+            < float(model_states(1.6 * float(row["PyTorch_B"]) * 1e9).total)
+        )
         assert float(model_states(float(row["ZeRO_Offload_B"]) * 1e9).total) > card

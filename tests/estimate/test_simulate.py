@@ -1,4 +1,6 @@
-"""`simulate` against real runs on this machine, and against the closed forms at sizes that no machine here holds."""
+"""`simulate` against real runs on this machine, and against the closed forms at sizes that no machine here
+holds.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from lowtide.estimate.simulation import simulate
 from lowtide.meter import available
 
 GPT: dict[str, Any] = dict(layers=4, hidden=128, heads=4, vocab=512, seq=128, micro_batch=2, dtype="fp32")
-LLAMA: dict[str, Any] = GPT | dict(kv_heads=2, ffn=256, mlp="swiglu", norm="rmsnorm", positions="rotary", bias=False, tied=False)
+LLAMA: dict[str, Any] = GPT | dict(
+    kv_heads=2, ffn=256, mlp="swiglu", norm="rmsnorm", positions="rotary", bias=False, tied=False
+)
 TWO: dict[str, Any] = GPT | dict(layers=2)  # without a pipeline two layers show what four do
 TWO_LLAMA: dict[str, Any] = LLAMA | dict(layers=2)
 ONE_PROCESS: list[tuple[dict[str, Any], int]] = [
@@ -72,22 +76,33 @@ def test_one_process(case: tuple[dict[str, Any], int]) -> None:
 
 
 def _on_rank(cases: list[tuple[Config, int, int]]) -> list[tuple[int, int]]:
-    return [measured_and_simulated(config, stage, dist.group.WORLD, simulated) for config, stage, simulated in cases]
+    return [
+        measured_and_simulated(config, stage, dist.group.WORLD, simulated)
+        for config, stage, simulated in cases
+    ]
 
 
 @needs_meter
 @needs_gloo
 @pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
 def test_shared_among_processes(size: int) -> None:
-    """Real Gloo processes that share every layer, with and without sequence parallelism, under every recomputation."""
+    """Real Gloo processes that share every layer, with and without sequence parallelism, under every
+    recomputation.
+    """
     chosen = SHARED if size == 2 else SHARED[3:]  # not all of plain tensor parallelism again
-    configs = [(configure(tp=size, **(given | (dict(kv_heads=size) if given.get("mlp") else {}))), stage) for given, stage in chosen]
+    configs = [
+        (configure(tp=size, **(given | (dict(kv_heads=size) if given.get("mlp") else {}))), stage)
+        for given, stage in chosen
+    ]
     cases = [(config, stage, added(config, stage)) for config, stage in configs]
     wrong = []
     for rank, results in enumerate(on_ranks(size, _on_rank, cases)):
         for case, (real, simulated) in zip(chosen, results, strict=True):
             if abs(simulated / real - 1) > 0.01:
-                wrong.append(f"rank {rank} {words(case)}: {real} measured, {simulated} simulated ({100 * (simulated / real - 1):+.2f} %)")
+                wrong.append(
+                    f"rank {rank} {words(case)}: {real} measured, {simulated} simulated "
+                    f"({100 * (simulated / real - 1):+.2f} %)"
+                )
     assert not wrong, "\n".join(wrong)
 
 
@@ -98,7 +113,12 @@ def test_closed_form_beside_trace_at_22b(tp: int, sp: bool, recompute: str) -> N
     config = configure("22b", layers=2, micro_batch=4, tp=tp, sequence_parallel=sp, recompute=recompute)
     stage = simulate(config).stages[0]
     for row in stage.rows:
-        if row.name in ("statistics of the norms", "small integers, sums and scales", "logits in float32", "residual stream"):
+        if row.name in (
+            "statistics of the norms",
+            "small integers, sums and scales",
+            "logits in float32",
+            "residual stream",
+        ):
             assert row.why or row.difference_bytes == 0
         else:
             assert row.difference_bytes == 0, row
@@ -111,7 +131,9 @@ def test_closed_form_beside_trace_at_22b(tp: int, sp: bool, recompute: str) -> N
 
 def test_one_trillion() -> None:
     """One rank of each kind of stage of the 1T model: first, inner, last."""
-    config = configure("1t", as_published=True, sequence_parallel=True, recompute="selective", global_batch=128)
+    config = configure(
+        "1t", as_published=True, sequence_parallel=True, recompute="selective", global_batch=128
+    )
     found = simulate(config, stages=[0, 1, 63])
     assert [stage.timeline.in_flight for stage in found.stages] == [64, 63, 1]
     for stage in found.stages[:2]:
@@ -123,8 +145,12 @@ def test_one_trillion() -> None:
 def test_peaks_agree_with_the_closed_form() -> None:
     """Kept and temporary together, where the closed form's kernels are the model's own: within 4 %."""
     for changes in (dict(), dict(recompute="full"), dict(recompute="selective"), dict(attention="fused")):
-        stage = simulate(configure("gpt2", **(dict(attention="unfused", micro_batch=2, dtype="bf16") | changes))).stages[0]
-        assert stage.timeline.activation_peak_bytes == pytest.approx(stage.closed.activation_peak_bytes, rel=0.04), changes
+        stage = simulate(
+            configure("gpt2", **(dict(attention="unfused", micro_batch=2, dtype="bf16") | changes))
+        ).stages[0]
+        assert stage.timeline.activation_peak_bytes == pytest.approx(
+            stage.closed.activation_peak_bytes, rel=0.04
+        ), changes
 
 
 @pytest.mark.slow
@@ -132,7 +158,11 @@ def test_budget() -> None:
     """Bisection over plans, each of which is solved for."""
     config = configure(**GPT, pp=2, global_batch=8)
     plain = simulate(config, stages=[0]).stages[0].timeline.peak_bytes
-    full = simulate(configure(**GPT, pp=2, global_batch=8, recompute="full"), stages=[0]).stages[0].timeline.peak_bytes
+    full = (
+        simulate(configure(**GPT, pp=2, global_batch=8, recompute="full"), stages=[0])
+        .stages[0]
+        .timeline.peak_bytes
+    )
     limit = (plain + full) // 2
     planned = simulate(config, stages=[0], budget=limit).stages[0].timeline.peak_bytes
     assert full * 0.9 < planned <= limit < plain
@@ -144,7 +174,10 @@ def test_hugging_face_as_transformers_builds_it() -> None:
     pytest.importorskip("transformers")
     from lowtide.estimate.simulation.whole import hugging_face_builder
 
-    name = "hf:llama:hidden_size=128,intermediate_size=256,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,vocab_size=512"
+    name = (
+        "hf:llama:hidden_size=128,intermediate_size=256,"
+        "num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,vocab_size=512"
+    )
     config = configure(**(LLAMA | dict(layers=2, dtype="bf16")))
     found = simulate(config, build=hugging_face_builder(name)).stages[0]
     names = {row.name for row in found.rows if row.traced_bytes}
@@ -186,8 +219,14 @@ def test_command(tmp_path: Path) -> None:
         "4",
     ]
     done = CliRunner().invoke(app, flags, catch_exceptions=False, env={"COLUMNS": "160"})
-    assert "kept for backward, 2 in flight" in done.output and "equal" in done.output and "the formulas leave them out" in done.output
-    data = json.loads(CliRunner().invoke(app, [*flags, "--json", "--stage", "1"], catch_exceptions=False).output)
+    assert (
+        "kept for backward, 2 in flight" in done.output
+        and "equal" in done.output
+        and "the formulas leave them out" in done.output
+    )
+    data = json.loads(
+        CliRunner().invoke(app, [*flags, "--json", "--stage", "1"], catch_exceptions=False).output
+    )
     assert [stage["stage"] for stage in data["stages"]] == [1]
     assert data["peak_bytes"] == max(data["stages"][0]["turn_peaks"])
     for wrong, says in (

@@ -1,4 +1,6 @@
-"""`suggest`: what it offers fits, is ranked as it says, and matches the estimate; the speed model against published iteration times."""
+"""`suggest`: what it offers fits, is ranked as it says, and matches the estimate; the speed model against
+published iteration times.
+"""
 
 from __future__ import annotations
 
@@ -21,9 +23,13 @@ A100 = device("a100")
 
 @pytest.mark.parametrize("row", table("2205.05198_table5_e2e"), ids=lambda row: row["model"])
 def test_published_iteration_times(row: dict[str, str]) -> None:
-    """Table 5: the eight predicted times are within 12 %, and the gain of the paper's techniques within 12 points."""
+    """Table 5: the eight predicted times are within 12 %, and the gain of the paper's techniques within 12
+    points.
+    """
     full = step_time(configure(row["model"], as_published=True, recompute="full"), A100).total
-    fast = step_time(configure(row["model"], as_published=True, recompute="selective", sequence_parallel=True), A100).total
+    fast = step_time(
+        configure(row["model"], as_published=True, recompute="selective", sequence_parallel=True), A100
+    ).total
     assert full == pytest.approx(float(row["full_recompute_iter_s"]), rel=0.12)
     assert fast == pytest.approx(float(row["present_work_iter_s"]), rel=0.12)
     assert 100 * (full / fast - 1) == pytest.approx(float(row["throughput_increase_pct"]), abs=16)
@@ -41,12 +47,16 @@ def test_llama_3_8b_at_8k_on_four_cards() -> None:
     ranks = [one.time.total / best for one in found.best]
     assert min(ranks) > 1 / (1 + TIE) ** 1.01
     flags = found.best[0].flags().split()
-    done = CliRunner().invoke(app, ["estimate", "--model", "llama3-8b", *flags, "--json"], catch_exceptions=False)
+    done = CliRunner().invoke(
+        app, ["estimate", "--model", "llama3-8b", *flags, "--json"], catch_exceptions=False
+    )
     assert json.loads(done.output)["total_bytes"] == found.best[0].total_bytes
 
 
 def test_the_order_is_the_one_that_is_told() -> None:
-    """Steps of 3 % in time, in each the simpler first, of equals the faster; the command says so above its table."""
+    """Steps of 3 % in time, in each the simpler first, of equals the faster; the command says so above its
+    table.
+    """
     found = suggest("llama3-8b", devices=4, device=A100, memory_bytes=80 * 10**9, seq=8192, count=1000)
     fastest = min(one.time.total for one in found.best)
 
@@ -59,10 +69,13 @@ def test_the_order_is_the_one_that_is_told() -> None:
 
     places = [place(one) for one in found.best]
     assert places == sorted(places) and places[0][0] == 0 < places[-1][0]
-    done = CliRunner().invoke(app, ["suggest", "--model", "llama3-8b", "--seq", "8192", "--devices", "4", "--memory", "80GB"])
+    done = CliRunner().invoke(
+        app, ["suggest", "--model", "llama3-8b", "--seq", "8192", "--devices", "4", "--memory", "80GB"]
+    )
     told = " ".join(done.output.split())
     assert (
-        "Order: the fastest predicted first; in steps of 3% times count as equal, and there the simpler goes first: without offload" in told
+        "Order: the fastest predicted first; in steps of 3% times count as equal, and there the simpler "
+        "goes first: without offload" in told
     )
     assert told.index("Order:") < told.index("tokens/s")
 
@@ -76,7 +89,9 @@ def test_the_ends_need_most() -> None:
 
 
 def test_what_is_given_is_not_varied() -> None:
-    found = suggest("llama3-8b", devices=8, device=A100, tp=2, recompute="full", zero=1, micro_batch=2, count=20)
+    found = suggest(
+        "llama3-8b", devices=8, device=A100, tp=2, recompute="full", zero=1, micro_batch=2, count=20
+    )
     for one in found.best:
         config = one.config
         assert (config.tp, config.recompute, config.zero, config.micro_batch) == (2, "full", 1, 2)
@@ -107,14 +122,35 @@ def test_faster_devices_are_faster() -> None:
 def test_command() -> None:
     text = (
         CliRunner()
-        .invoke(app, ["suggest", "--model", "llama3-8b", "--seq", "8192", "--devices", "4", "--memory", "80GB"], env={"COLUMNS": "120"})
+        .invoke(
+            app,
+            ["suggest", "--model", "llama3-8b", "--seq", "8192", "--devices", "4", "--memory", "80GB"],
+            env={"COLUMNS": "120"},
+        )
         .output
     )
     assert text.startswith("It fits") and "lowtide estimate --model llama3-8b" in text and "assumed:" in text
-    refused = CliRunner().invoke(app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "h100"])
+    refused = CliRunner().invoke(
+        app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "h100"]
+    )
     assert refused.output.startswith("It does not fit") and refused.exit_code == 1
-    assert CliRunner().invoke(app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "h100", "--json"]).exit_code == 1
-    flags = ["--model", "gpt2", "--devices", "1", "--json", "--peak-tflops", "100", "--memory-bandwidth", "1000"]
+    assert (
+        CliRunner()
+        .invoke(app, ["suggest", "--model", "llama3-70b", "--devices", "1", "--device", "h100", "--json"])
+        .exit_code
+        == 1
+    )
+    flags = [
+        "--model",
+        "gpt2",
+        "--devices",
+        "1",
+        "--json",
+        "--peak-tflops",
+        "100",
+        "--memory-bandwidth",
+        "1000",
+    ]
     data = json.loads(CliRunner().invoke(app, ["suggest", *flags], catch_exceptions=False).output)
     assert data["fits"] and data["suggestions"][0]["seconds"] > 0
 
@@ -138,10 +174,25 @@ def test_refusals(arguments: dict[str, object], says: str) -> None:
 
 def test_the_printed_command_says_all_that_was_given() -> None:
     """`lowtide estimate` with the suggested flags counts the same bytes, whatever was given."""
-    given = ["--optimizer", "sgd", "--dtype", "fp32", "--attention", "unfused", "--dropout", "0.2", "--seq", "512"]
-    data = json.loads(CliRunner().invoke(app, ["suggest", "--model", "gpt2", "--devices", "2", "--json", *given]).output)
+    given = [
+        "--optimizer",
+        "sgd",
+        "--dtype",
+        "fp32",
+        "--attention",
+        "unfused",
+        "--dropout",
+        "0.2",
+        "--seq",
+        "512",
+    ]
+    data = json.loads(
+        CliRunner().invoke(app, ["suggest", "--model", "gpt2", "--devices", "2", "--json", *given]).output
+    )
     best = data["suggestions"][0]
-    again = CliRunner().invoke(app, ["estimate", "--model", "gpt2", "--json", *best["flags"].split()], catch_exceptions=False)
+    again = CliRunner().invoke(
+        app, ["estimate", "--model", "gpt2", "--json", *best["flags"].split()], catch_exceptions=False
+    )
     stages = json.loads(again.output)["stages"]
     assert max(stage["total_bytes"] for stage in stages) == best["total_bytes"]
 

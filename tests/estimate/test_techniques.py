@@ -1,4 +1,6 @@
-"""Each technique where the papers print no number: against an independent count, or against what it must and must not change."""
+"""Each technique where the papers print no number: against an independent count, or against what it must and
+must not change.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ def llama(**changes: object) -> Config:
 
 
 def test_llama_layer_at_t_1() -> None:
-    """Norm inputs and outputs 8sbh; q 2, k and v half of one h each (8 of 32 heads), output 2; SwiGLU 6 x 3.5; log-sum-exp 4asb."""
+    """Norm inputs and outputs 8sbh; q 2, k and v half of one h each (8 of 32 heads), output 2; SwiGLU 6 x
+    3.5; log-sum-exp 4asb.
+    """
     assert layer_bytes(llama()) == S * B * H * (8 + 2 + 2 * 2 // 4 + 2 + 21) + 4 * A * S * B
 
 
@@ -49,9 +53,13 @@ def test_separate_operations_repeat_grouped_keys() -> None:
 
 def test_squared_relu_keeps_what_gelu_keeps() -> None:
     gelu, squared = (
-        configure(layers=32, hidden=6144, heads=48, mlp=mlp, positions="rotary", bias=False) for mlp in ("gelu", "squared-relu")
+        configure(layers=32, hidden=6144, heads=48, mlp=mlp, positions="rotary", bias=False)
+        for mlp in ("gelu", "squared-relu")
     )
-    mlp = [total(t for t in layer_terms(config) if t.part == "mlp" and "mask" not in t.name) for config in (gelu, squared)]
+    mlp = [
+        total(t for t in layer_terms(config) if t.part == "mlp" and "mask" not in t.name)
+        for config in (gelu, squared)
+    ]
     assert mlp[0] == mlp[1] == 2048 * 6144 * (4 + 16)
 
 
@@ -105,7 +113,9 @@ def test_optimizers() -> None:
 
 
 def test_stage_parameters_sum_to_the_model() -> None:
-    """Over all stages and ranks, replicated parameters taken once, and the copy of a tied embedding on the last stage."""
+    """Over all stages and ranks, replicated parameters taken once, and the copy of a tied embedding on the
+    last stage.
+    """
     for model in ("22b", "llama3-8b"):
         config = configure(model, tp=8, pp=4)
         found = estimate(config)
@@ -113,7 +123,9 @@ def test_stage_parameters_sum_to_the_model() -> None:
         replicated = shape.layers * shape.layer_shared_parameters() + shape.norm_vectors * shape.hidden
         replicated += shape.sequence * shape.hidden if shape.positions == "learned" else 0
         copy = shape.vocab * shape.hidden if shape.tied else 0
-        assert sum(8 * stage.parameters for stage in found.stages) == shape.parameters() + 7 * replicated + copy
+        assert (
+            sum(8 * stage.parameters for stage in found.stages) == shape.parameters() + 7 * replicated + copy
+        )
 
 
 @settings(max_examples=60, deadline=None)
@@ -127,7 +139,10 @@ def test_in_flight_is_what_the_schedule_holds(p: int, m: int, rounds: int) -> No
         assert layers_in_flight(config, stage) == 2 * most_chunks_held(config, stage)
         done = list(turns(config, stage))
         assert sorted(done) == sorted(
-            (kind, batch, chunk) for kind in ("forward", "backward") for batch in range(count) for chunk in range(m)
+            (kind, batch, chunk)
+            for kind in ("forward", "backward")
+            for batch in range(count)
+            for chunk in range(m)
         )
         for batch in range(count):
             for chunk in range(m):
@@ -137,7 +152,9 @@ def test_in_flight_is_what_the_schedule_holds(p: int, m: int, rounds: int) -> No
 def test_interleaved_7b() -> None:
     """7B at p = 4, m = 2: the first stage holds L (1 + 3/8) layers, the last one L (1 - 3/8 + ...)."""
     config = configure("llama2-7b", pp=4, interleave=2, global_batch=16)
-    assert [layers_in_flight(config, stage) for stage in range(4)] == [Fraction(32) * n / 8 for n in (11, 9, 7, 5)]
+    assert [layers_in_flight(config, stage) for stage in range(4)] == [
+        Fraction(32) * n / 8 for n in (11, 9, 7, 5)
+    ]
 
 
 def test_chunked_loss_takes_the_logits_off() -> None:
@@ -163,8 +180,17 @@ def test_every_line_names_a_source() -> None:
     for config in (
         configure("22b", as_published=True),
         llama(tp=8, sequence_parallel=True, dp=4, zero=3),
-        configure("1t", as_published=True, recompute="full", partition_activations=True, offload_activations=True),
-        configure("530b", as_published=True, interleave=1, keep_output_tensors=True, recompute="selective", offload_optimizer=0.5),
+        configure(
+            "1t", as_published=True, recompute="full", partition_activations=True, offload_activations=True
+        ),
+        configure(
+            "530b",
+            as_published=True,
+            interleave=1,
+            keep_output_tensors=True,
+            recompute="selective",
+            offload_optimizer=0.5,
+        ),
         configure("gpt2", recompute="sqrt", chunked_loss=True),
     ):
         found = estimate(config)
@@ -184,24 +210,49 @@ def test_mfu_needs_both() -> None:
 @settings(max_examples=80, deadline=None)
 @given(
     st.sampled_from(["22b", "175b", "llama3-8b", "llama3-70b", "nemotron-15b", "gpt2-xl", "qwen3-8b"]),
-    st.sampled_from([1, 2, 4, 8]), st.booleans(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]), st.sampled_from([1, 2, 8]),
-    st.sampled_from([0, 1, 2, 3]), st.sampled_from(["none", "selective", "full", "sqrt", 2]), st.sampled_from(["fused", "unfused"]),
+    st.sampled_from([1, 2, 4, 8]), st.booleans(), st.sampled_from([1, 2, 4]), st.sampled_from([1, 2]),
+    st.sampled_from([1, 2, 8]),
+    st.sampled_from([0, 1, 2, 3]), st.sampled_from(["none", "selective", "full", "sqrt", 2]),
+    st.sampled_from(["fused", "unfused"]),
     st.sampled_from(["bf16", "fp32", "autocast"]), st.sampled_from([0.0, 0.5, 1.0]),
 )  # fmt: skip
 def test_any_valid_configuration_has_an_estimate(
-    model: str, tp: int, sp: bool, pp: int, m: int, dp: int, zero: int, recompute: object, attention: str, dtype: str, offload: float
+    model: str,
+    tp: int,
+    sp: bool,
+    pp: int,
+    m: int,
+    dp: int,
+    zero: int,
+    recompute: object,
+    attention: str,
+    dtype: str,
+    offload: float,
 ) -> None:
     """No crash, no negative line; and recomputation never keeps more than none, nor costs fewer FLOPs."""
     try:
         config = configure(
-            model, tp=tp, sequence_parallel=sp, pp=pp, interleave=m, dp=dp, zero=zero, recompute=recompute, attention=attention, dtype=dtype,
+            model, tp=tp, sequence_parallel=sp, pp=pp, interleave=m, dp=dp, zero=zero, recompute=recompute,
+            attention=attention, dtype=dtype,
             offload_optimizer=offload,
         )  # fmt: skip
     except EstimateError as error:
         assert "--" in str(error)
         return
     found = estimate(config)
-    plain = estimate(configure(model, tp=tp, sequence_parallel=sp, pp=pp, interleave=m, dp=dp, zero=zero, attention=attention, dtype=dtype))
+    plain = estimate(
+        configure(
+            model,
+            tp=tp,
+            sequence_parallel=sp,
+            pp=pp,
+            interleave=m,
+            dp=dp,
+            zero=zero,
+            attention=attention,
+            dtype=dtype,
+        )
+    )
     for stage, other in zip(found.stages, plain.stages, strict=True):
         assert stage.activations_bytes <= other.activations_bytes
         assert all(line.bytes >= 0 for line in stage.lines)

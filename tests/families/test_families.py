@@ -47,7 +47,11 @@ def same(one: Step, other: Step) -> bool:
     for a, b in zip(one, other, strict=True):
         if (a is None) != (b is None):
             return False
-        if a is not None and b is not None and not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8)):
+        if (
+            a is not None
+            and b is not None
+            and not torch.equal(a.view(-1).view(torch.uint8), b.view(-1).view(torch.uint8))
+        ):
             return False
     return True
 
@@ -55,7 +59,9 @@ def same(one: Step, other: Step) -> bool:
 def steps(model: torch.nn.Module, batch: dict[str, Any], count: int = STEPS) -> tuple[list[Step], list[int]]:
     """Train for a few steps; what each gave, and its peak with all that stood before it."""
     optimizer = torch.optim.SGD(model.parameters(), lr=0.05)
-    given = sum(s.nbytes() for s in meter.storages([t for t in batch.values() if isinstance(t, torch.Tensor)]))
+    given = sum(
+        s.nbytes() for s in meter.storages([t for t in batch.values() if isinstance(t, torch.Tensor)])
+    )
     found, peaks = [], []
     for number in range(count):
         torch.manual_seed(100 + number)
@@ -118,7 +124,9 @@ def limited(
 EVERY_TIME = ("gpt2", "bert", "vit", "convolutions", "resnet", "mamba", "mixtral", "wav2vec2", "lstm", "unet")
 
 
-@pytest.mark.parametrize("name", [name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_within_a_budget(name: str) -> None:
     check_within(FAMILIES[name], "70%")
 
@@ -145,7 +153,9 @@ def check_within(family: Any, budget: str) -> None:
     assert peaks[-1] == pytest.approx(plan.predicted_peak_bytes, rel=family.accuracy)
 
 
-@pytest.mark.parametrize("name", ["gpt2", "convolutions", pytest.param("mixtral", marks=pytest.mark.slow), "lstm"])
+@pytest.mark.parametrize(
+    "name", ["gpt2", "convolutions", pytest.param("mixtral", marks=pytest.mark.slow), "lstm"]
+)
 def test_many_steps_hold_no_more(name: str) -> None:
     model, batch = build(FAMILIES[name])
     handle = lowtide.limit_memory(model, budget="90%")

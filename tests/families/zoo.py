@@ -1,4 +1,6 @@
-"""One small model with random weights for each family, and a batch for it. Importing this costs nothing; building one imports its model."""
+"""One small model with random weights for each family, and a batch for it. Importing this costs nothing;
+building one imports its model.
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,17 @@ def _tokens(vocabulary: int = 120, batch: int = 4, length: int = 48) -> Batch:
 def gpt2() -> tuple[nn.Module, Batch]:
     from transformers import GPT2Config, GPT2LMHeadModel
 
-    return GPT2LMHeadModel(GPT2Config(vocab_size=120, n_positions=64, n_embd=48, n_layer=3, n_head=3)), _tokens()
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=120, n_positions=64, n_embd=48, n_layer=3, n_head=3)
+    ), _tokens()
 
 
 def llama() -> tuple[nn.Module, Batch]:
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(
-        vocab_size=120, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=120, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        num_key_value_heads=2,
         attention_dropout=0.1, max_position_embeddings=64,
     )  # fmt: skip
     return LlamaForCausalLM(config), _tokens()
@@ -74,7 +79,8 @@ def gpt_neox() -> tuple[nn.Module, Batch]:
     from transformers import GPTNeoXConfig, GPTNeoXForCausalLM
 
     config = GPTNeoXConfig(
-        vocab_size=120, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, hidden_dropout=0.1,
+        vocab_size=120, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        hidden_dropout=0.1,
         attention_dropout=0.1, max_position_embeddings=64,
     )  # fmt: skip
     return GPTNeoXForCausalLM(config), _tokens()
@@ -84,7 +90,8 @@ def _bert(dropout: float) -> tuple[nn.Module, Batch]:
     from transformers import BertConfig, BertForMaskedLM
 
     config = BertConfig(
-        vocab_size=120, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, hidden_dropout_prob=dropout,
+        vocab_size=120, hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4,
+        hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout, max_position_embeddings=64,
     )  # fmt: skip
     batch = _tokens()
@@ -105,16 +112,22 @@ def deberta() -> tuple[nn.Module, Batch]:
     from transformers import DebertaV2Config, DebertaV2ForSequenceClassification
 
     config = DebertaV2Config(
-        vocab_size=120, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4, relative_attention=True,
+        vocab_size=120, hidden_size=48, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
+        relative_attention=True,
         pos_att_type=["p2c", "c2p"], max_position_embeddings=64, num_labels=3,
     )  # fmt: skip
-    return DebertaV2ForSequenceClassification(config), {"input_ids": _ids(120, 4, 32), "labels": torch.randint(0, 3, (4,))}
+    return DebertaV2ForSequenceClassification(config), {
+        "input_ids": _ids(120, 4, 32),
+        "labels": torch.randint(0, 3, (4,)),
+    }
 
 
 def t5() -> tuple[nn.Module, Batch]:
     from transformers import T5Config, T5ForConditionalGeneration
 
-    config = T5Config(vocab_size=120, d_model=48, d_kv=12, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0)
+    config = T5Config(
+        vocab_size=120, d_model=48, d_kv=12, d_ff=96, num_layers=2, num_heads=4, decoder_start_token_id=0
+    )
     return T5ForConditionalGeneration(config), {"input_ids": _ids(120, 4, 40), "labels": _ids(120, 4, 24)}
 
 
@@ -122,8 +135,10 @@ def bart() -> tuple[nn.Module, Batch]:
     from transformers import BartConfig, BartForConditionalGeneration
 
     config = BartConfig(
-        vocab_size=120, d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=64, attention_dropout=0.1, activation_dropout=0.1,
+        vocab_size=120, d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96, decoder_ffn_dim=96, max_position_embeddings=64, attention_dropout=0.1,
+        activation_dropout=0.1,
     )  # fmt: skip
     return BartForConditionalGeneration(config), {"input_ids": _ids(120, 4, 40), "labels": _ids(120, 4, 24)}
 
@@ -132,49 +147,80 @@ def vit() -> tuple[nn.Module, Batch]:
     from transformers import ViTConfig, ViTForImageClassification
 
     config = ViTConfig(
-        hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, image_size=32, patch_size=4, num_labels=10,
+        hidden_size=48, intermediate_size=96, num_hidden_layers=3, num_attention_heads=4, image_size=32,
+        patch_size=4, num_labels=10,
         hidden_dropout_prob=0.1, attention_probs_dropout_prob=0.1,
     )  # fmt: skip
-    return ViTForImageClassification(config), {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(0, 10, (4,))}
+    return ViTForImageClassification(config), {
+        "pixel_values": torch.randn(4, 3, 32, 32),
+        "labels": torch.randint(0, 10, (4,)),
+    }
 
 
 def swin() -> tuple[nn.Module, Batch]:
     from transformers import SwinConfig, SwinForImageClassification
 
     config = SwinConfig(
-        image_size=32, patch_size=2, embed_dim=24, depths=[2, 2], num_heads=[2, 4], window_size=4, num_labels=10, drop_path_rate=0.2,
+        image_size=32, patch_size=2, embed_dim=24, depths=[2, 2], num_heads=[2, 4], window_size=4,
+        num_labels=10, drop_path_rate=0.2,
         hidden_dropout_prob=0.1,
     )  # fmt: skip
-    return SwinForImageClassification(config), {"pixel_values": torch.randn(4, 3, 32, 32), "labels": torch.randint(0, 10, (4,))}
+    return SwinForImageClassification(config), {
+        "pixel_values": torch.randn(4, 3, 32, 32),
+        "labels": torch.randint(0, 10, (4,)),
+    }
 
 
 def resnet() -> tuple[nn.Module, Batch]:
     from transformers import ResNetConfig, ResNetForImageClassification
 
-    config = ResNetConfig(embedding_size=16, hidden_sizes=[16, 32, 48], depths=[2, 2, 1], layer_type="basic", num_labels=10)
-    return ResNetForImageClassification(config), {"pixel_values": torch.randn(4, 3, 48, 48), "labels": torch.randint(0, 10, (4,))}
+    config = ResNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32, 48], depths=[2, 2, 1], layer_type="basic", num_labels=10
+    )
+    return ResNetForImageClassification(config), {
+        "pixel_values": torch.randn(4, 3, 48, 48),
+        "labels": torch.randint(0, 10, (4,)),
+    }
 
 
 def regnet() -> tuple[nn.Module, Batch]:
     from transformers import RegNetConfig, RegNetForImageClassification
 
-    config = RegNetConfig(embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], groups_width=8, layer_type="y", num_labels=10)
-    return RegNetForImageClassification(config), {"pixel_values": torch.randn(4, 3, 48, 48), "labels": torch.randint(0, 10, (4,))}
+    config = RegNetConfig(
+        embedding_size=16, hidden_sizes=[16, 32], depths=[2, 2], groups_width=8, layer_type="y", num_labels=10
+    )
+    return RegNetForImageClassification(config), {
+        "pixel_values": torch.randn(4, 3, 48, 48),
+        "labels": torch.randint(0, 10, (4,)),
+    }
 
 
 def convnext() -> tuple[nn.Module, Batch]:
     from transformers import ConvNextConfig, ConvNextForImageClassification
 
-    config = ConvNextConfig(hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, drop_path_rate=0.2, num_labels=10)
-    return ConvNextForImageClassification(config), {"pixel_values": torch.randn(4, 3, 48, 48), "labels": torch.randint(0, 10, (4,))}
+    config = ConvNextConfig(
+        hidden_sizes=[16, 32], depths=[2, 2], num_stages=2, drop_path_rate=0.2, num_labels=10
+    )
+    return ConvNextForImageClassification(config), {
+        "pixel_values": torch.randn(4, 3, 48, 48),
+        "labels": torch.randint(0, 10, (4,)),
+    }
 
 
 def convolutions() -> tuple[nn.Module, Batch]:
     layers: list[nn.Module] = []
     for wide, to in ((3, 16), (16, 32), (32, 32)):
-        layers += [nn.Conv2d(wide, to, 3, padding=1), nn.BatchNorm2d(to), nn.ReLU(inplace=True), nn.Dropout2d(0.1)]
+        layers += [
+            nn.Conv2d(wide, to, 3, padding=1),
+            nn.BatchNorm2d(to),
+            nn.ReLU(inplace=True),
+            nn.Dropout2d(0.1),
+        ]
     body = nn.Sequential(*layers, nn.MaxPool2d(2), nn.Flatten(), nn.Linear(32 * 12 * 12, 10))
-    return WithLoss(body, functional.cross_entropy), {"x": torch.randn(4, 3, 24, 24), "labels": torch.randint(0, 10, (4,))}
+    return WithLoss(body, functional.cross_entropy), {
+        "x": torch.randn(4, 3, 24, 24),
+        "labels": torch.randint(0, 10, (4,)),
+    }
 
 
 class _UNet(nn.Module):
@@ -184,12 +230,15 @@ class _UNet(nn.Module):
         def block(wide: int, to: int) -> nn.Module:
             return nn.Sequential(
                 nn.Conv2d(wide, to, 3, padding=1), nn.GroupNorm(4, to), nn.SiLU(inplace=True),
-                nn.Conv2d(to, to, 3, padding=1), nn.InstanceNorm2d(to, affine=True, track_running_stats=True), nn.LeakyReLU(0.1, inplace=True),
+                nn.Conv2d(to, to, 3, padding=1), nn.InstanceNorm2d(to, affine=True,
+                    track_running_stats=True), nn.LeakyReLU(0.1, inplace=True),
             )  # fmt: skip
 
         self.down = nn.ModuleList([block(3, 16), block(16, 32)])
         self.middle = block(32, 32)
-        self.up = nn.ModuleList([nn.ConvTranspose2d(32, 32, 2, stride=2), nn.ConvTranspose2d(32, 16, 2, stride=2)])
+        self.up = nn.ModuleList(
+            [nn.ConvTranspose2d(32, 32, 2, stride=2), nn.ConvTranspose2d(32, 16, 2, stride=2)]
+        )
         self.join = nn.ModuleList([block(64, 32), block(32, 16)])
         self.head = nn.Conv2d(16, 3, 1)
 
@@ -206,13 +255,18 @@ class _UNet(nn.Module):
 
 
 def unet() -> tuple[nn.Module, Batch]:
-    return WithLoss(_UNet(), functional.mse_loss), {"x": torch.randn(2, 3, 32, 32), "labels": torch.randn(2, 3, 48, 48)}
+    return WithLoss(_UNet(), functional.mse_loss), {
+        "x": torch.randn(2, 3, 32, 32),
+        "labels": torch.randn(2, 3, 48, 48),
+    }
 
 
 def mamba() -> tuple[nn.Module, Batch]:
     from transformers import MambaConfig, MambaForCausalLM
 
-    config = MambaConfig(vocab_size=120, hidden_size=32, state_size=8, num_hidden_layers=2, time_step_rank=4, use_cache=False)
+    config = MambaConfig(
+        vocab_size=120, hidden_size=32, state_size=8, num_hidden_layers=2, time_step_rank=4, use_cache=False
+    )
     return MambaForCausalLM(config), _tokens(length=16)
 
 
@@ -220,8 +274,10 @@ def mixtral() -> tuple[nn.Module, Batch]:
     from transformers import MixtralConfig, MixtralForCausalLM
 
     config = MixtralConfig(
-        vocab_size=120, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-        num_local_experts=4, num_experts_per_tok=2, attention_dropout=0.1, output_router_logits=True, max_position_embeddings=64,
+        vocab_size=120, hidden_size=48, intermediate_size=64, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4, num_experts_per_tok=2, attention_dropout=0.1, output_router_logits=True,
+        max_position_embeddings=64,
     )  # fmt: skip
     return MixtralForCausalLM(config), _tokens()
 
@@ -230,22 +286,33 @@ def wav2vec2() -> tuple[nn.Module, Batch]:
     from transformers import Wav2Vec2Config, Wav2Vec2ForCTC
 
     config = Wav2Vec2Config(
-        vocab_size=32, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, conv_dim=(24, 24),
-        conv_kernel=(8, 4), conv_stride=(8, 4), num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4, mask_time_prob=0.0, layerdrop=0.0,
+        vocab_size=32, hidden_size=48, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96,
+        conv_dim=(24, 24),
+        conv_kernel=(8, 4), conv_stride=(8, 4), num_conv_pos_embeddings=16, num_conv_pos_embedding_groups=4,
+        mask_time_prob=0.0, layerdrop=0.0,
         ctc_loss_reduction="mean",
     )  # fmt: skip
-    return Wav2Vec2ForCTC(config), {"input_values": torch.randn(2, 1600), "labels": torch.randint(1, 32, (2, 10))}
+    return Wav2Vec2ForCTC(config), {
+        "input_values": torch.randn(2, 1600),
+        "labels": torch.randint(1, 32, (2, 10)),
+    }
 
 
 def whisper() -> tuple[nn.Module, Batch]:
     from transformers import WhisperConfig, WhisperForConditionalGeneration
 
     config = WhisperConfig(
-        vocab_size=120, d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4, decoder_attention_heads=4,
-        encoder_ffn_dim=96, decoder_ffn_dim=96, num_mel_bins=16, max_source_positions=32, max_target_positions=32, dropout=0.1,
-        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None, begin_suppress_tokens=None,
+        vocab_size=120, d_model=48, encoder_layers=2, decoder_layers=2, encoder_attention_heads=4,
+        decoder_attention_heads=4,
+        encoder_ffn_dim=96, decoder_ffn_dim=96, num_mel_bins=16, max_source_positions=32,
+        max_target_positions=32, dropout=0.1,
+        pad_token_id=0, bos_token_id=1, eos_token_id=2, decoder_start_token_id=1, suppress_tokens=None,
+        begin_suppress_tokens=None,
     )  # fmt: skip
-    return WhisperForConditionalGeneration(config), {"input_features": torch.randn(2, 16, 64), "labels": _ids(120, 2, 20)}
+    return WhisperForConditionalGeneration(config), {
+        "input_features": torch.randn(2, 16, 64),
+        "labels": _ids(120, 2, 20),
+    }
 
 
 class _Recurrent(nn.Module):
@@ -274,7 +341,13 @@ def gru() -> tuple[nn.Module, Batch]:
 def clip() -> tuple[nn.Module, Batch]:
     from transformers import CLIPConfig, CLIPModel
 
-    text = {"vocab_size": 120, "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    text = {
+        "vocab_size": 120,
+        "hidden_size": 48,
+        "intermediate_size": 96,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 4,
+    }
     text |= {"max_position_embeddings": 32, "eos_token_id": 2, "attention_dropout": 0.1}
     vision = {
         "hidden_size": 48,
@@ -285,7 +358,11 @@ def clip() -> tuple[nn.Module, Batch]:
         "patch_size": 8,
     }
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=24))
-    return model, {"input_ids": _ids(120, 4, 20), "pixel_values": torch.randn(4, 3, 32, 32), "return_loss": True}
+    return model, {
+        "input_ids": _ids(120, 4, 20),
+        "pixel_values": torch.randn(4, 3, 32, 32),
+        "return_loss": True,
+    }
 
 
 FAMILIES: tuple[Family, ...] = (

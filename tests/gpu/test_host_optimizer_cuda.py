@@ -21,7 +21,9 @@ def train(model: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype
     for step in range(steps):
         optimizer.zero_grad()
         for micro in range(2):
-            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro)).to("cuda", dtype)
+            x = torch.randn(16, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro)).to(
+                "cuda", dtype
+            )
             model(x).square().mean().backward()
         if isinstance(optimizer, HostOptimizer):
             optimizer.clip_grad_norm_(1.0)
@@ -37,7 +39,13 @@ def test_close_to_torch(fraction: float, stream: bool) -> None:
     """Both sides run fused kernels, of CUDA and of the CPU, which round differently."""
     plain_model, ours_model = net(torch.float32), net(torch.float32)
     train(plain_model, torch.optim.AdamW(plain_model.parameters(), fused=True), torch.float32)
-    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=fraction, stream_gradients=stream, chunk_bytes=1 << 20)
+    ours = HostOptimizer(
+        torch.optim.AdamW,
+        ours_model.parameters(),
+        host_fraction=fraction,
+        stream_gradients=stream,
+        chunk_bytes=1 << 20,
+    )
     train(ours_model, ours, torch.float32)
     for a, b in zip(plain_model.parameters(), ours_model.parameters(), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-3, atol=1e-5)
@@ -48,7 +56,9 @@ def test_bytes_and_device_memory() -> None:
     model = net(torch.bfloat16)
     count = sum(p.numel() for p in model.parameters())
     before = torch.cuda.memory_allocated()
-    optimizer = HostOptimizer(torch.optim.AdamW, model.parameters(), stream_gradients=True, chunk_bytes=1 << 20)
+    optimizer = HostOptimizer(
+        torch.optim.AdamW, model.parameters(), stream_gradients=True, chunk_bytes=1 << 20
+    )
     x = torch.randn(16, WIDTH, device="cuda", dtype=torch.bfloat16)
     for _ in range(3):
         optimizer.zero_grad()
@@ -56,7 +66,10 @@ def test_bytes_and_device_memory() -> None:
         model(x).square().mean().backward()
         optimizer.step()
     torch.cuda.synchronize()
-    assert (optimizer.link.bytes_down - moved[0], optimizer.link.bytes_up - moved[1]) == (2 * count, 2 * count)
+    assert (optimizer.link.bytes_down - moved[0], optimizer.link.bytes_up - moved[1]) == (
+        2 * count,
+        2 * count,
+    )
     assert torch.cuda.memory_allocated() - before < 2 * count / 4
     optimizer.close()
 
@@ -64,7 +77,12 @@ def test_bytes_and_device_memory() -> None:
 def test_auto_and_delayed() -> None:
     model = net(torch.bfloat16)
     optimizer = HostOptimizer(
-        torch.optim.AdamW, model.parameters(), host_fraction="auto", device_budget="20MiB", delayed=True, delay_after=1
+        torch.optim.AdamW,
+        model.parameters(),
+        host_fraction="auto",
+        device_budget="20MiB",
+        delayed=True,
+        delay_after=1,
     )
     train(model, optimizer, torch.bfloat16)
     optimizer.finish()

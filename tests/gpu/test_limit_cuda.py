@@ -1,4 +1,6 @@
-"""A limited model on a CUDA device: bitwise gradients with dropout, and a peak within the budget by the allocator's own statistics."""
+"""A limited model on a CUDA device: bitwise gradients with dropout, and a peak within the budget by the
+allocator's own statistics.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,9 @@ pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 
 def model_and_batch() -> tuple[torch.nn.Module, dict[str, torch.Tensor]]:
     torch.manual_seed(0)
-    config = ModelConfig("gpt", layers=4, width=256, heads=4, hidden_width=1024, key_value_heads=4, positions=512, dropout=0.1)
+    config = ModelConfig(
+        "gpt", layers=4, width=256, heads=4, hidden_width=1024, key_value_heads=4, positions=512, dropout=0.1
+    )
     tokens = torch.randint(256, (4, 512), device="cuda")
     return build_model(config).cuda().train(), {"tokens": tokens, "targets": tokens}
 

@@ -46,7 +46,25 @@ def test_percentages() -> None:
 
 
 @pytest.mark.parametrize(
-    "text", ["", "abc", "6Gb/s", "-5MiB", "0", 0, -3, "0%", 1.5, float("nan"), float("inf"), True, None, "1.5", "6 elephants", "1e9"]
+    "text",
+    [
+        "",
+        "abc",
+        "6Gb/s",
+        "-5MiB",
+        "0",
+        0,
+        -3,
+        "0%",
+        1.5,
+        float("nan"),
+        float("inf"),
+        True,
+        None,
+        "1.5",
+        "6 elephants",
+        "1e9",
+    ],
 )
 def test_malformed_budgets_quote_the_text_and_list_the_forms(text: Any) -> None:
     with pytest.raises(BudgetError) as caught:
@@ -76,7 +94,12 @@ def test_format_bytes(count: int, expected: str) -> None:
 
 
 GIB = 1 << 30
-PARTS = {"parameters": 6 * GIB, "gradients": 6 * GIB, "optimizer state": 12 * GIB, "least activations": 2 * GIB}
+PARTS = {
+    "parameters": 6 * GIB,
+    "gradients": 6 * GIB,
+    "optimizer state": 12 * GIB,
+    "least activations": 2 * GIB,
+}
 
 
 @pytest.mark.parametrize("word", ["min", " MIN "])
@@ -98,7 +121,9 @@ def test_min_is_the_smallest_with_room_for_what_no_trace_shows(word: str) -> Non
 def test_auto_is_what_the_device_has_less_a_reserve(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: 10 * GIB)
     assert resolve("auto") == 9 * GIB
-    assert resolve("auto", standing_bytes=10 * GIB) == 18 * GIB, "what stands is counted by the budget, and is not free"
+    assert resolve("auto", standing_bytes=10 * GIB) == 18 * GIB, (
+        "what stands is counted by the budget, and is not free"
+    )
     monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: GIB)
     assert resolve("auto") == GIB - budgets.RESERVE_BYTES
     monkeypatch.setattr("lowtide.meter.free_main_memory", lambda: 1 << 20)
@@ -126,9 +151,17 @@ def test_main_memory_is_what_the_system_and_every_control_group_leave(tmp_path: 
     files = {"proc/meminfo": "MemTotal: 900 kB\nMemAvailable:   500 kB\n"}
     assert free_main_memory(machine(tmp_path, files)) == 500 * 1024
     inner, outer = "sys/fs/cgroup/pods/mine", "sys/fs/cgroup/pods"
-    files |= {"proc/self/cgroup": "0::/pods/mine\n", f"{inner}/memory.max": "max\n", f"{inner}/memory.current": "9000\n"}
+    files |= {
+        "proc/self/cgroup": "0::/pods/mine\n",
+        f"{inner}/memory.max": "max\n",
+        f"{inner}/memory.current": "9000\n",
+    }
     assert free_main_memory(machine(tmp_path, files)) == 500 * 1024
-    files |= {f"{outer}/memory.max": "100000\n", f"{outer}/memory.current": "60000\n", f"{outer}/memory.stat": "inactive_file 5000\n"}
+    files |= {
+        f"{outer}/memory.max": "100000\n",
+        f"{outer}/memory.current": "60000\n",
+        f"{outer}/memory.stat": "inactive_file 5000\n",
+    }
     assert free_main_memory(machine(tmp_path, files)) == 45_000
     old = "sys/fs/cgroup/memory/job"
     files |= {"proc/self/cgroup": "4:memory:/job\n0::/\n", f"{old}/memory.limit_in_bytes": "30000\n"}
@@ -137,13 +170,18 @@ def test_main_memory_is_what_the_system_and_every_control_group_leave(tmp_path: 
 
 
 def test_a_refusal_says_what_it_takes_then_what_to_do_then_the_detail() -> None:
-    error = too_small(25 * GIB, 26 * GIB + 1, PARTS, plain_peak_bytes=52 * GIB, detail="At its peak stands the loss.")
+    error = too_small(
+        25 * GIB, 26 * GIB + 1, PARTS, plain_peak_bytes=52 * GIB, detail="At its peak stands the loss."
+    )
     assert str(error).splitlines() == [
-        "the budget of 25.0 GiB is too small: parameters 6.0, gradients 6.0, optimizer state 12.0, least activations 2.0 take 26.0 GiB",
+        "the budget of 25.0 GiB is too small: parameters 6.0, gradients 6.0, optimizer state 12.0, least "
+        "activations 2.0 take 26.0 GiB",
         "What to do, any one of these:",
-        "  - give a budget of 26.01GiB or more (27917287425 bytes, 50.1% of the plain step's peak), the smallest that works",
+        "  - give a budget of 26.01GiB or more (27917287425 bytes, 50.1% of the plain step's peak), the "
+        "smallest that works",
         "  - make the batch or the sequences at least 51 % smaller",
-        "  - keep 9% or more of the optimizer's state on the host: lowtide.optim.HostOptimizer(..., host_fraction=0.09)",
+        "  - keep 9% or more of the optimizer's state on the host: lowtide.optim.HostOptimizer(..., "
+        "host_fraction=0.09)",
         "At its peak stands the loss.",
     ]
     assert (error.budget_bytes, error.smallest_bytes, error.parts) == (25 * GIB, 26 * GIB + 1, PARTS)
@@ -156,9 +194,13 @@ def test_only_what_helps_is_proposed() -> None:
         known = {budgets.PARAMETERS: 6 * GIB, **parts}
         return "\n".join(too_small(sum(known.values()) - missing, sum(known.values()), known).remedies)
 
-    loss, activations, state = ({name: 2 * GIB} for name in (budgets.LOSS, budgets.ACTIVATIONS, budgets.STATE))
+    loss, activations, state = (
+        {name: 2 * GIB} for name in (budgets.LOSS, budgets.ACTIVATIONS, budgets.STATE)
+    )
     assert "chunks" in remedies(GIB, **loss) and "chunks" not in remedies(GIB, **activations)
-    assert "batch" in remedies(GIB, **activations) and "make the batch" not in remedies(3 * GIB, **activations)
+    assert "batch" in remedies(GIB, **activations) and "make the batch" not in remedies(
+        3 * GIB, **activations
+    )
     assert "host_fraction=0.5" in remedies(GIB, **state) and "HostOptimizer" not in remedies(3 * GIB, **state)
     assert "share the model among devices" in remedies(3 * GIB, **activations)
     policy = too_small(GIB, 2 * GIB, {budgets.PARAMETERS: 2 * GIB}, policy="full")

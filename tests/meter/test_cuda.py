@@ -1,4 +1,6 @@
-"""CUDA: several readers share the one peak statistic of a device. The statistics are played here; on a CUDA machine they are real."""
+"""CUDA: several readers share the one peak statistic of a device. The statistics are played here; on a CUDA
+machine they are real.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""The meter counts exactly: known allocations, frees across an uninstall, threads, nested peaks, and the same bytes as the profiler."""
+"""The meter counts exactly: known allocations, frees across an uninstall, threads, nested peaks, and the same
+bytes as the profiler.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +73,13 @@ def _gpt_step() -> tuple[Any, ...]:
     torch.manual_seed(0)
     wide = 64
     layers = [
-        nn.Sequential(nn.LayerNorm(wide), nn.Linear(wide, 4 * wide), nn.GELU(), nn.Linear(4 * wide, wide), nn.Dropout(0.1))
+        nn.Sequential(
+            nn.LayerNorm(wide),
+            nn.Linear(wide, 4 * wide),
+            nn.GELU(),
+            nn.Linear(4 * wide, wide),
+            nn.Dropout(0.1),
+        )
         for _ in range(3)
     ]
     attend = nn.MultiheadAttention(wide, 4, batch_first=True)
@@ -267,7 +275,8 @@ def test_adopted_storages_are_known_from_then_on() -> None:
         assert allocator.adopt([old, alias, torch.empty(5)]) == 1000
         assert allocator.adopt([old]) == 0
         assert allocator.live_bytes - before == 1000
-        assert (seen.live_bytes, seen.peak_bytes) == (0, 20)  # the 20 bytes are the third tensor's, which is the meter's anyway
+        # the 20 bytes are the third tensor's, which is the meter's anyway
+        assert (seen.live_bytes, seen.peak_bytes) == (0, 20)
         old.resize_(3000)
         assert seen.live_bytes == 2000
         del old, alias
@@ -341,13 +350,19 @@ def test_storages_look_into_sparse_tensors() -> None:
     assert sum(s.nbytes() for s in storages([torch.eye(3).to_sparse()])) == 2 * 3 * 8 + 3 * 4
 
 
-_BUILD = "import torch; from lowtide.meter import available, measure; assert available(); print(measure(lambda: torch.empty(9)).peak_bytes)"
+_BUILD = (
+    "import torch; from lowtide.meter import available, measure; assert available(); print(measure(lambda: "
+    "torch.empty(9)).peak_bytes)"
+)
 
 
 @needs_allocator
 def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     place = {**os.environ, "LOWTIDE_CACHE_DIR": str(tmp_path / "cache")}
-    runs = [subprocess.Popen([sys.executable, "-c", _BUILD], env=place, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    runs = [
+        subprocess.Popen([sys.executable, "-c", _BUILD], env=place, stdout=subprocess.PIPE, text=True)
+        for _ in range(2)
+    ]
     assert [run.communicate(timeout=300)[0].strip() for run in runs] == ["36", "36"]
     assert [run.returncode for run in runs] == [0, 0]
     assert len(list((tmp_path / "cache").iterdir())) == 1
@@ -361,11 +376,18 @@ def test_without_a_compiler_the_profiler_measures(tmp_path: Path) -> None:
         "print(p.source, p.peak_bytes)"
     )
     place = {**os.environ, "LOWTIDE_CACHE_DIR": str(tmp_path / "cache"), "PATH": str(tmp_path), "CXX": ""}
-    done = subprocess.run([sys.executable, "-c", code], env=place, capture_output=True, text=True, timeout=300, check=True)
-    assert [line for line in done.stdout.splitlines() if line.startswith("profiler")] == ["profiler 36", "profiler 36"]
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=place, capture_output=True, text=True, timeout=300, check=True
+    )
+    assert [line for line in done.stdout.splitlines() if line.startswith("profiler")] == [
+        "profiler 36",
+        "profiler 36",
+    ]
 
 
-def test_a_cache_folder_that_others_can_write_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_folder_that_others_can_write_is_not_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = tmp_path / "open"
     place.mkdir()
     place.chmod(0o777)

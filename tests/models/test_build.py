@@ -1,4 +1,6 @@
-"""Names of models: presets, Hugging Face types and configuration files, and everything that can be wrong with them."""
+"""Names of models: presets, Hugging Face types and configuration files, and everything that can be wrong with
+them.
+"""
 
 from __future__ import annotations
 
@@ -32,8 +34,16 @@ def test_a_hugging_face_type_with_settings_builds_and_trains() -> None:
 @pytest.mark.parametrize("inside", ["config.json", "folder"])
 def test_a_configuration_file_or_its_folder_names_a_model(tmp_path: Path, inside: str) -> None:
     pytest.importorskip("transformers")
-    values = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 1, "num_attention_heads": 2}
-    (tmp_path / "config.json").write_text(json.dumps({**values, "vocab_size": 256, "auto_map": {"AutoConfig": "evil.py"}}))
+    values = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
+    (tmp_path / "config.json").write_text(
+        json.dumps({**values, "vocab_size": 256, "auto_map": {"AutoConfig": "evil.py"}})
+    )
     spec = model_spec(str(tmp_path if inside == "folder" else tmp_path / "config.json"))
     assert spec.vocabulary == 256
     assert build_model(spec)(torch.zeros(1, 4, dtype=torch.long)).logits.shape == (1, 4, 256)
@@ -72,7 +82,10 @@ def test_a_wrong_name_says_what_is_wrong(name: str, message: str) -> None:
         build_model(name)
 
 
-@pytest.mark.parametrize(("text", "message"), [("{", "is no JSON"), ("[]", "names no 'model_type'"), ('{"a": 1}', "names no 'model_type'")])
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [("{", "is no JSON"), ("[]", "names no 'model_type'"), ('{"a": 1}', "names no 'model_type'")],
+)
 def test_a_broken_configuration_file_says_what_is_wrong(tmp_path: Path, text: str, message: str) -> None:
     pytest.importorskip("transformers")
     (tmp_path / "config.json").write_text(text)

@@ -1,4 +1,6 @@
-"""The built-in models: sizes against published numbers, numbers against Hugging Face's own code, and what they refuse."""
+"""The built-in models: sizes against published numbers, numbers against Hugging Face's own code, and what
+they refuse.
+"""
 
 from __future__ import annotations
 
@@ -84,14 +86,21 @@ def test_fused_and_unfused_attention_agree(name: str) -> None:
 def test_a_loss_in_chunks_is_the_same_loss(chunks: int, ignored: list[int]) -> None:
     """The mean over the targets that count, as PyTorch has it, also where a whole piece is ignored."""
     torch.manual_seed(0)
-    hidden, head = torch.randn(2, 10, 8, dtype=torch.float64, requires_grad=True), torch.nn.Linear(8, 50, dtype=torch.float64)
+    hidden, head = (
+        torch.randn(2, 10, 8, dtype=torch.float64, requires_grad=True),
+        torch.nn.Linear(8, 50, dtype=torch.float64),
+    )
     targets = torch.randint(50, (2, 10))
     targets.view(-1)[list(ignored)] = -100
-    expected = torch.nn.functional.cross_entropy(head(hidden).flatten(0, 1), targets.flatten(), ignore_index=-100)
+    expected = torch.nn.functional.cross_entropy(
+        head(hidden).flatten(0, 1), targets.flatten(), ignore_index=-100
+    )
     found = next_token_loss(hidden, head, targets, chunks)
     torch.testing.assert_close(found, expected, rtol=1e-14, atol=0)
     inputs = (hidden, head.weight)
-    for one, other in zip(torch.autograd.grad(expected, inputs), torch.autograd.grad(found, inputs), strict=True):
+    for one, other in zip(
+        torch.autograd.grad(expected, inputs), torch.autograd.grad(found, inputs), strict=True
+    ):
         torch.testing.assert_close(one, other, rtol=1e-12, atol=1e-15)
 
 
@@ -143,17 +152,30 @@ def test_gpt_computes_what_hugging_face_gpt2_computes() -> None:
     ours = build_model("gpt-nano").eval()
     config = transformers.GPT2Config(vocab_size=256, n_positions=1024, n_embd=64, n_layer=2, n_head=2)
     theirs = transformers.GPT2LMHeadModel(config).eval()
-    names = {"tokens": "wte", "positions": "wpe", "norm": "ln_f", "blocks": "h", "norm1": "ln_1", "norm2": "ln_2", "attention": "attn"}
+    names = {
+        "tokens": "wte",
+        "positions": "wpe",
+        "norm": "ln_f",
+        "blocks": "h",
+        "norm1": "ln_1",
+        "norm2": "ln_2",
+        "attention": "attn",
+    }
     names |= {"qkv": "c_attn", "out": "c_proj", "up": "c_fc", "down": "c_proj"}
     state = {}
     for name, tensor in ours.state_dict().items():
         parts = [names.get(part, part) for part in name.split(".")]
-        matrix = any(part.startswith("c_") for part in parts) and parts[-1] == "weight"  # GPT-2 stores its matrices transposed
-        state["lm_head.weight" if parts[0] == "head" else "transformer." + ".".join(parts)] = tensor.T if matrix else tensor
+        # GPT-2 stores its matrices transposed
+        matrix = any(part.startswith("c_") for part in parts) and parts[-1] == "weight"
+        state["lm_head.weight" if parts[0] == "head" else "transformer." + ".".join(parts)] = (
+            tensor.T if matrix else tensor
+        )
     theirs.load_state_dict(state)
     tokens = torch.randint(256, (2, 24))
     torch.testing.assert_close(ours(tokens).logits, theirs(tokens).logits, atol=1e-5, rtol=1e-4)
-    assert ours(tokens[:, :-1], tokens[:, 1:]).loss.item() == pytest.approx(theirs(tokens, labels=tokens).loss.item(), abs=1e-5)
+    assert ours(tokens[:, :-1], tokens[:, 1:]).loss.item() == pytest.approx(
+        theirs(tokens, labels=tokens).loss.item(), abs=1e-5
+    )
 
 
 def test_llama_computes_what_hugging_face_llama_computes() -> None:
@@ -171,7 +193,12 @@ def test_llama_computes_what_hugging_face_llama_computes() -> None:
         tie_word_embeddings=True,
     )
     theirs = transformers.LlamaForCausalLM(config).eval()
-    names = {"tokens": "embed_tokens", "blocks": "layers", "norm1": "input_layernorm", "norm2": "post_attention_layernorm"}
+    names = {
+        "tokens": "embed_tokens",
+        "blocks": "layers",
+        "norm1": "input_layernorm",
+        "norm2": "post_attention_layernorm",
+    }
     names |= {"attention": "self_attn", "q": "q_proj", "k": "k_proj", "v": "v_proj", "out": "o_proj"}
     names |= {"gate": "gate_proj", "up": "up_proj", "down": "down_proj"}
     state = {}

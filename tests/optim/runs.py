@@ -97,7 +97,8 @@ def same_state(a: dict[str, Any], b: dict[str, Any]) -> bool:
     if set(a["state"]) != set(b["state"]):
         return False
     return all(
-        set(a["state"][k]) == set(b["state"][k]) and all(torch.equal(a["state"][k][n], b["state"][k][n]) for n in a["state"][k])
+        set(a["state"][k]) == set(b["state"][k])
+        and all(torch.equal(a["state"][k][n], b["state"][k][n]) for n in a["state"][k])
         for k in a["state"]
     )
 
@@ -109,5 +110,10 @@ MODES: dict[str, Callable[[], dict[str, Any]]] = {
     "memory-streamed": lambda: {"host": "memory", "stream_gradients": True},
     "link": lambda: {"link": ThrottledLink(), "chunk_bytes": 4096},
     "link-streamed": lambda: {"link": ThrottledLink(), "stream_gradients": True, "chunk_bytes": 4096},
-    "link-disk-streamed": lambda: {"link": ThrottledLink(), "host": "disk", "stream_gradients": True, "chunk_bytes": 4096},
+    "link-disk-streamed": lambda: {
+        "link": ThrottledLink(),
+        "host": "disk",
+        "stream_gradients": True,
+        "chunk_bytes": 4096,
+    },
 }

@@ -1,4 +1,6 @@
-"""Measures 4 and 5: bytes over the link, counted; memory of the device, measured; buffers that do not grow."""
+"""Measures 4 and 5: bytes over the link, counted; memory of the device, measured; buffers that do not
+grow.
+"""
 
 from __future__ import annotations
 
@@ -30,16 +32,25 @@ def step(net: nn.Module, optimizer: torch.optim.Optimizer, dtype: torch.dtype = 
 @pytest.mark.parametrize("delayed", [False, True])
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
 def test_two_bytes_down_and_two_up(dtype: torch.dtype, delayed: bool, stream: bool) -> None:
-    """arXiv 2101.06840, section 4: 2M bytes of gradients down and 2M of parameters up for M parameters in 16 bits; 4M a step."""
+    """arXiv 2101.06840, section 4: 2M bytes of gradients down and 2M of parameters up for M parameters in 16
+    bits; 4M a step.
+    """
     net = chain(6, dtype)
     count = sum(p.numel() for p in net.parameters())
     for fraction in (0.0, 0.25, 1.0):
         link = ThrottledLink()
         optimizer = HostOptimizer(
-            torch.optim.AdamW, net.parameters(), host_fraction=fraction, stream_gradients=stream, delayed=delayed, delay_after=1, link=link
+            torch.optim.AdamW,
+            net.parameters(),
+            host_fraction=fraction,
+            stream_gradients=stream,
+            delayed=delayed,
+            delay_after=1,
+            link=link,
         )
         for _ in range(3):
-            step(net, optimizer, dtype)  # the first also brings the masters down, the second begins a delayed update
+            # the first also brings the masters down, the second begins a delayed update
+            step(net, optimizer, dtype)
         before = link.bytes_down, link.bytes_up
         step(net, optimizer, dtype)
         optimizer.state_dict()  # waits for what runs beside
@@ -63,7 +74,9 @@ def test_accumulation_sends_each_gradient_once() -> None:
 
 
 def resident(net: nn.Module, optimizer_of: Any) -> tuple[int, int]:
-    """Measured bytes of main memory that stand after backward and step: (gradients and state after backward, buffers on the host tier)."""
+    """Measured bytes of main memory that stand after backward and step: (gradients and state after backward,
+    buffers on the host tier).
+    """
     gc.collect()  # what other tests left is not to be freed meanwhile
     with meter.peak() as watch:
         optimizer = optimizer_of()
@@ -82,7 +95,9 @@ def resident(net: nn.Module, optimizer_of: Any) -> tuple[int, int]:
 
 @pytest.mark.skipif(not meter.available(), reason="needs the counting allocator")
 def test_memory_falls_to_the_stated_share() -> None:
-    """The device is main memory and the host tier is disk: state (8 bytes a parameter) and streamed gradients (4) go."""
+    """The device is main memory and the host tier is disk: state (8 bytes a parameter) and streamed gradients
+    (4) go.
+    """
     net = chain(10)
     count = sum(p.numel() for p in net.parameters())
     plain, _ = resident(net, lambda: torch.optim.AdamW(net.parameters(), fused=True))
@@ -90,10 +105,17 @@ def test_memory_falls_to_the_stated_share() -> None:
     for fraction in (0.0, 0.3, 0.5, 0.8, 1.0):
 
         def make(fraction: float = fraction) -> HostOptimizer:
-            return HostOptimizer(torch.optim.AdamW, net.parameters(), host_fraction=fraction, stream_gradients=True, chunk_bytes=1 << 16)
+            return HostOptimizer(
+                torch.optim.AdamW,
+                net.parameters(),
+                host_fraction=fraction,
+                stream_gradients=True,
+                chunk_bytes=1 << 16,
+            )
 
         ours, buffers = resident(net, make)
-        split_gradient = WIDTH * WIDTH * 4  # the stretch of the one split parameter is cut out of its gradient
+        # the stretch of the one split parameter is cut out of its gradient
+        split_gradient = WIDTH * WIDTH * 4
         assert abs(ours - buffers - (1 - fraction) * plain) < split_gradient * 0.02 + 20_000, fraction
 
 
@@ -110,7 +132,9 @@ def test_the_peak_of_a_step_falls_too() -> None:
     net = chain(16)
     count = sum(p.numel() for p in net.parameters())
     kept = peak(HostOptimizer(torch.optim.AdamW, net.parameters(), chunk_bytes=1 << 16), net)
-    streamed = peak(HostOptimizer(torch.optim.AdamW, net.parameters(), stream_gradients=True, chunk_bytes=1 << 16), net)
+    streamed = peak(
+        HostOptimizer(torch.optim.AdamW, net.parameters(), stream_gradients=True, chunk_bytes=1 << 16), net
+    )
     assert kept > 4 * count
     assert streamed < 4 * count / 4
 
@@ -121,7 +145,12 @@ def test_buffers_do_not_grow_with_the_model(stream: bool) -> None:
     for layers in (8, 32):
         net = chain(layers, torch.bfloat16)
         optimizer = HostOptimizer(
-            torch.optim.AdamW, net.parameters(), host_fraction=0.5, stream_gradients=stream, link=ThrottledLink(), chunk_bytes=1 << 16
+            torch.optim.AdamW,
+            net.parameters(),
+            host_fraction=0.5,
+            stream_gradients=stream,
+            link=ThrottledLink(),
+            chunk_bytes=1 << 16,
         )
         for _ in range(2):
             step(net, optimizer, torch.bfloat16)
@@ -135,7 +164,9 @@ def test_gradients_in_flight_are_bounded() -> None:
     """A slow link holds backward back rather than letting gradients pile up."""
     net = chain(24)
     link = ThrottledLink(down_bytes_per_second=40e6)
-    optimizer = HostOptimizer(torch.optim.AdamW, net.parameters(), stream_gradients=True, link=link, chunk_bytes=1 << 16)
+    optimizer = HostOptimizer(
+        torch.optim.AdamW, net.parameters(), stream_gradients=True, link=link, chunk_bytes=1 << 16
+    )
     optimizer._place()
     most = 0
     original = link.down

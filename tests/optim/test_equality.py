@@ -1,4 +1,6 @@
-"""Measure 1: bitwise the wrapped optimizer with its fused kernel, whatever the fraction, tier, link and way of gradients."""
+"""Measure 1: bitwise the wrapped optimizer with its fused kernel, whatever the fraction, tier, link and way
+of gradients.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ def test_every_fraction(kind: Any, options: dict[str, Any], mode: str) -> None:
         ours_model = model()
         ours = HostOptimizer(kind, groups(ours_model), host_fraction=fraction, **MODES[mode](), **options)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(ours, 8)
-        assert train(ours_model, ours, range(4), clip=0.5, accumulate=2, scheduler=schedule) == losses, fraction
+        assert train(ours_model, ours, range(4), clip=0.5, accumulate=2, scheduler=schedule) == losses, (
+            fraction
+        )
         assert equal(plain_model, ours_model), fraction
         assert same_state(plain.state_dict(), ours.state_dict()), fraction
         ours.close()
@@ -38,7 +42,9 @@ def test_resume_at_half(mode: str) -> None:
     train(whole_model, whole, range(100), clip=0.5, scheduler=schedule)
     for fraction in (0.0, 0.3, 1.0):
         first_model = model()
-        first = HostOptimizer(torch.optim.AdamW, groups(first_model), host_fraction=fraction, **MODES[mode](), **ADAMW)
+        first = HostOptimizer(
+            torch.optim.AdamW, groups(first_model), host_fraction=fraction, **MODES[mode](), **ADAMW
+        )
         schedule = torch.optim.lr_scheduler.OneCycleLR(first, 0.02, total_steps=100)
         train(first_model, first, range(50), clip=0.5, scheduler=schedule)
         saved = [thing.state_dict() for thing in (first_model, first, schedule)]
@@ -46,7 +52,9 @@ def test_resume_at_half(mode: str) -> None:
         second_model = model()
         with torch.no_grad():
             second_model.gain.fill_(9)
-        second = HostOptimizer(torch.optim.AdamW, groups(second_model), host_fraction=1 - fraction / 2, **MODES[mode](), **ADAMW)
+        second = HostOptimizer(
+            torch.optim.AdamW, groups(second_model), host_fraction=1 - fraction / 2, **MODES[mode](), **ADAMW
+        )
         schedule = torch.optim.lr_scheduler.OneCycleLR(second, 0.02, total_steps=100)
         for thing, state in zip((second_model, second, schedule), saved, strict=True):
             thing.load_state_dict(state)
@@ -80,12 +88,16 @@ def test_checkpoints_are_exchanged_with_the_wrapped_optimizer() -> None:
 def test_late_and_thawed_parameters(mode: str) -> None:
     def run(optimizer_of: Any, fraction: float) -> Any:
         torch.manual_seed(0)
-        net = torch.nn.Sequential(torch.nn.Linear(33, 40), torch.nn.Linear(40, 33), torch.nn.Linear(33, 20), torch.nn.LayerNorm(20))
+        net = torch.nn.Sequential(
+            torch.nn.Linear(33, 40), torch.nn.Linear(40, 33), torch.nn.Linear(33, 20), torch.nn.LayerNorm(20)
+        )
         net[1].requires_grad_(False)
         optimizer = optimizer_of([*net[0].parameters(), *net[1].parameters()], fraction)
         for step in range(6):
             if step == 2:
-                optimizer.add_param_group({"params": [*net[2].parameters(), *net[3].parameters()], "lr": 3e-3})
+                optimizer.add_param_group(
+                    {"params": [*net[2].parameters(), *net[3].parameters()], "lr": 3e-3}
+                )
             if step == 4:
                 net[1].requires_grad_(True)
                 net[0].weight.requires_grad_(False)
@@ -97,7 +109,12 @@ def test_late_and_thawed_parameters(mode: str) -> None:
 
     plain = run(lambda params, _: torch.optim.AdamW(params, fused=True, **ADAMW), 0)
     for fraction in (0.0, 0.2, 0.5, 0.9, 1.0):
-        ours = run(lambda params, f: HostOptimizer(torch.optim.AdamW, params, host_fraction=f, **MODES[mode](), **ADAMW), fraction)
+        ours = run(
+            lambda params, f: HostOptimizer(
+                torch.optim.AdamW, params, host_fraction=f, **MODES[mode](), **ADAMW
+            ),
+            fraction,
+        )
         assert equal(plain, ours), fraction
 
 
@@ -126,7 +143,16 @@ def test_gradients_are_forgotten_as_ever() -> None:
     for mode in MODES:
         for fraction in (0.4, 1.0):
             ours_model = model()
-            run(ours_model, HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=fraction, **MODES[mode](), **ADAMW))
+            run(
+                ours_model,
+                HostOptimizer(
+                    torch.optim.AdamW,
+                    ours_model.parameters(),
+                    host_fraction=fraction,
+                    **MODES[mode](),
+                    **ADAMW,
+                ),
+            )
             assert equal(plain_model, ours_model), (mode, fraction)
 
 
@@ -146,7 +172,12 @@ def test_clipping_twice_and_other_norms() -> None:
         plain_model, ours_model = model(), model()
         plain = torch.optim.SGD(plain_model.parameters(), lr=0.1, fused=True)
         ours = HostOptimizer(
-            torch.optim.SGD, ours_model.parameters(), host_fraction=0.6, stream_gradients=True, link=ThrottledLink(), lr=0.1
+            torch.optim.SGD,
+            ours_model.parameters(),
+            host_fraction=0.6,
+            stream_gradients=True,
+            link=ThrottledLink(),
+            lr=0.1,
         )
         for step in range(3):
             for net in (plain_model, ours_model):
@@ -199,7 +230,9 @@ def test_gradient_scaler_is_refused_where_gradients_are_gone() -> None:
 
 def test_what_needs_gradients_raises() -> None:
     net = model()
-    optimizer = HostOptimizer(torch.optim.AdamW, net.parameters(), stream_gradients=True, host_fraction=0.5, **ADAMW)
+    optimizer = HostOptimizer(
+        torch.optim.AdamW, net.parameters(), stream_gradients=True, host_fraction=0.5, **ADAMW
+    )
     net(batch(0)).backward()
     with pytest.raises(OptimError, match="clip_grad_norm_"):
         torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
@@ -246,7 +279,9 @@ def test_no_look_at_a_gradient_that_left_sees_nothing(look: Any) -> None:
 def test_closure_and_hooks() -> None:
     plain_model, ours_model = model(), model()
     plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
-    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=0.5, stream_gradients=True, **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW, ours_model.parameters(), host_fraction=0.5, stream_gradients=True, **ADAMW
+    )
     seen: list[str] = []
     ours.register_step_pre_hook(lambda *_: seen.append("before"))
     ours.register_step_post_hook(lambda *_: seen.append("after"))
@@ -279,7 +314,9 @@ def test_fraction_changes_in_mid_run() -> None:
 def test_a_fraction_without_room_changes_nothing() -> None:
     plain_model, ours_model = model(), model()
     plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
-    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=0.2, host_limit="20KiB", **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW, ours_model.parameters(), host_fraction=0.2, host_limit="20KiB", **ADAMW
+    )
     for net, optimizer in ((plain_model, plain), (ours_model, ours)):
         train(net, optimizer, range(2))
         net.second.requires_grad_(False)  # has state that has to come along
@@ -302,7 +339,12 @@ def test_channels_last_and_double() -> None:
         pair[1].load_state_dict(pair[0].state_dict())
         plain = torch.optim.AdamW(pair[0].parameters(), fused=True, **ADAMW)
         ours = HostOptimizer(
-            torch.optim.AdamW, pair[1].parameters(), host_fraction=0.4, stream_gradients=True, link=ThrottledLink(), **ADAMW
+            torch.optim.AdamW,
+            pair[1].parameters(),
+            host_fraction=0.4,
+            stream_gradients=True,
+            link=ThrottledLink(),
+            **ADAMW,
         )
         for net, optimizer in zip(pair, (plain, ours), strict=True):
             for step in range(3):

@@ -1,4 +1,6 @@
-"""Measure 6: after any failure the state is whole or the optimizer says that it is not, and training resumes identically."""
+"""Measure 6: after any failure the state is whole or the optimizer says that it is not, and training resumes
+identically.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +28,9 @@ def test_an_exception_in_backward(mode: str) -> None:
     """The failed backward is forgotten with zero_grad, and nothing of it is left."""
     plain_model, ours_model = model(), model()
     plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
-    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=0.6, **MODES[mode](), **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW, ours_model.parameters(), host_fraction=0.6, **MODES[mode](), **ADAMW
+    )
     train(plain_model, plain, range(2))
     train(ours_model, ours, range(2))
     handle = ours_model.first.weight.register_hook(lambda _: 1 / 0)
@@ -41,10 +45,14 @@ def test_an_exception_in_backward(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_gradient_that_is_not_finite(mode: str) -> None:
-    """Clipping says so before anything changes; the step is skipped and training goes on as if it had not been."""
+    """Clipping says so before anything changes; the step is skipped and training goes on as if it had not
+    been.
+    """
     plain_model, ours_model = model(), model()
     plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
-    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=0.6, **MODES[mode](), **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW, ours_model.parameters(), host_fraction=0.6, **MODES[mode](), **ADAMW
+    )
     train(plain_model, plain, range(2))
     train(ours_model, ours, range(2))
     ours.zero_grad()
@@ -58,12 +66,18 @@ def test_a_gradient_that_is_not_finite(mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_a_gradient_that_is_not_finite_and_not_looked_at(mode: str) -> None:
-    """Without clipping it goes where `torch.optim` lets it go: into the same elements, on both sides of the split, and nowhere else."""
+    """Without clipping it goes where `torch.optim` lets it go: into the same elements, on both sides of the
+    split, and nowhere else.
+    """
     plain_model, ours_model = model(), model()
     plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
-    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=0.6, **MODES[mode](), **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW, ours_model.parameters(), host_fraction=0.6, **MODES[mode](), **ADAMW
+    )
     for net in (plain_model, ours_model):
-        net.first.weight.register_hook(lambda gradient: gradient.index_fill(1, torch.tensor([3]), float("inf")))
+        net.first.weight.register_hook(
+            lambda gradient: gradient.index_fill(1, torch.tensor([3]), float("inf"))
+        )
     train(plain_model, plain, range(1))
     train(ours_model, ours, range(1))
     spoilt = [torch.isnan(p) for p in plain_model.parameters()]
@@ -75,7 +89,9 @@ def test_a_gradient_that_is_not_finite_and_not_looked_at(mode: str) -> None:
 
 @pytest.mark.parametrize("host", ["memory", "disk"])
 def test_out_of_host_memory(host: Any, tmp_path: Path) -> None:
-    """Nothing is taken, nothing changes, and the message says what to do; with more room the same optimizer goes on."""
+    """Nothing is taken, nothing changes, and the message says what to do; with more room the same optimizer
+    goes on.
+    """
     net = model()
     before = [p.detach().clone() for p in net.parameters()]
     ours = HostOptimizer(torch.optim.AdamW, net.parameters(), host=host, host_limit="8KiB", **ADAMW)
@@ -167,7 +183,8 @@ KILLED = """
             Telling.told = 0
 
     net = model()
-    optimizer = HostOptimizer(torch.optim.AdamW, net.parameters(), link=Telling(), chunk_bytes=4096, host="disk",
+    optimizer = HostOptimizer(torch.optim.AdamW, net.parameters(), link=Telling(), chunk_bytes=4096,
+                              host="disk",
                               host_folder={scratch!r}, stream_gradients=True, host_fraction=0.8, **ADAMW)
     for step in range(8):
         if step == 4:
@@ -179,13 +196,23 @@ KILLED = """
 
 
 def test_kill_in_an_update_then_resume(tmp_path: Path) -> None:
-    """kill -9 while some parameters are updated and others are not; the resumed run is bitwise the one that was never killed."""
+    """kill -9 while some parameters are updated and others are not; the resumed run is bitwise the one that
+    was never killed.
+    """
     scratch, file = tmp_path / "scratch", tmp_path / "saved.pt"
     scratch.mkdir()
-    code = textwrap.dedent(KILLED.format(folder=str(Path(__file__).parent), scratch=str(scratch), file=str(file)))
+    code = textwrap.dedent(
+        KILLED.format(folder=str(Path(__file__).parent), scratch=str(scratch), file=str(file))
+    )
     source = str(Path(sys.modules["lowtide"].__file__ or "").parents[1])
     environment = {**os.environ, "PYTHONPATH": source}
-    child = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment, text=True)
+    child = subprocess.Popen(
+        [sys.executable, "-c", code],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        text=True,
+    )
     assert child.stdout is not None
     assert child.stdout.readline() == "in the update\n"
     child.send_signal(signal.SIGKILL)
@@ -208,7 +235,13 @@ def test_nothing_is_left_behind() -> None:
     net = model()
     threads = threading.active_count()
     ours = HostOptimizer(
-        torch.optim.AdamW, net.parameters(), stream_gradients=True, delayed=True, delay_after=0, link=ThrottledLink(), **ADAMW
+        torch.optim.AdamW,
+        net.parameters(),
+        stream_gradients=True,
+        delayed=True,
+        delay_after=0,
+        link=ThrottledLink(),
+        **ADAMW,
     )
     train(net, ours, range(3))
     assert threading.active_count() > threads

@@ -1,4 +1,6 @@
-"""FSDP2's sharded parameters on Gloo, with 2 and 4 processes, and checkpoints that are resharded from 4 to 2."""
+"""FSDP2's sharded parameters on Gloo, with 2 and 4 processes, and checkpoints that are resharded from 4 to
+2.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,8 @@ def make(size: int, dtype: torch.dtype = torch.float32) -> nn.Module:
     from torch.distributed.fsdp import fully_shard
 
     torch.manual_seed(0)
-    net = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(24, 3)).to(dtype)  # 3 rows: some processes of 4 hold none
+    # 3 rows: some processes of 4 hold none
+    net = nn.Sequential(*(Block() for _ in range(3)), nn.Linear(24, 3)).to(dtype)
     mesh = init_device_mesh("cpu", (size,))
     for block in net[:3]:
         fully_shard(block, mesh=mesh)
@@ -43,7 +46,12 @@ def make(size: int, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def train(
-    net: nn.Module, optimizer: torch.optim.Optimizer, rank: int, steps: range, clip: str | None = None, micro: int = 1
+    net: nn.Module,
+    optimizer: torch.optim.Optimizer,
+    rank: int,
+    steps: range,
+    clip: str | None = None,
+    micro: int = 1,
 ) -> list[float]:
     norms = []
     for step in steps:
@@ -71,7 +79,14 @@ def equal(a: nn.Module, b: nn.Module) -> bool:
 
 def every_fraction(rank: int, size: int, folder: Path) -> None:
     plain_model = make(size)
-    norms = train(plain_model, torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW), rank, range(3), clip="torch", micro=2)
+    norms = train(
+        plain_model,
+        torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW),
+        rank,
+        range(3),
+        clip="torch",
+        micro=2,
+    )
     for tenth in range(11) if size == 2 else (0, 3, 7, 10):
         ours_model = make(size)
         ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=tenth / 10, **ADAMW)
@@ -81,7 +96,12 @@ def every_fraction(rank: int, size: int, folder: Path) -> None:
         for link in (None, ThrottledLink()):
             ours_model = make(size)
             ours = HostOptimizer(
-                torch.optim.AdamW, ours_model.parameters(), host_fraction=fraction, stream_gradients=True, link=link, **ADAMW
+                torch.optim.AdamW,
+                ours_model.parameters(),
+                host_fraction=fraction,
+                stream_gradients=True,
+                link=link,
+                **ADAMW,
             )
             found = train(ours_model, ours, rank, range(3), clip="own", micro=2)
             assert all(abs(a - b) <= 1e-6 * b for a, b in zip(found, norms, strict=True)), (found, norms)
@@ -95,16 +115,26 @@ def every_fraction(rank: int, size: int, folder: Path) -> None:
 def streamed(rank: int, size: int, folder: Path) -> None:
     """Without clipping streamed runs are bitwise the same, late ones too once finished."""
     plain_model = make(size)
-    train(plain_model, torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW), rank, range(3), micro=2)
+    train(
+        plain_model, torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW), rank, range(3), micro=2
+    )
     for options in ({}, {"link": ThrottledLink()}, {"delayed": True, "delay_after": 3}):
         for fraction in (0.3, 1.0):
             ours_model = make(size)
             more: dict[str, Any] = {**options, **ADAMW}
-            ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=fraction, stream_gradients=True, **more)
+            ours = HostOptimizer(
+                torch.optim.AdamW,
+                ours_model.parameters(),
+                host_fraction=fraction,
+                stream_gradients=True,
+                **more,
+            )
             train(ours_model, ours, rank, range(3), micro=2)
             assert equal(plain_model, ours_model), (options, fraction)
     ours_model = make(size)
-    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), stream_gradients=True, overlap_update=True, **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW, ours_model.parameters(), stream_gradients=True, overlap_update=True, **ADAMW
+    )
     train(ours_model, ours, rank, range(3))
     plain_model = make(size)
     train(plain_model, torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW), rank, range(3))
@@ -117,7 +147,14 @@ def masters(rank: int, size: int, folder: Path) -> None:
     for fraction in (0.0, 0.5, 1.0):
         for link in (None, ThrottledLink()):
             net = make(size, torch.bfloat16)
-            ours = HostOptimizer(torch.optim.AdamW, net.parameters(), host_fraction=fraction, link=link, stream_gradients=True, **ADAMW)
+            ours = HostOptimizer(
+                torch.optim.AdamW,
+                net.parameters(),
+                host_fraction=fraction,
+                link=link,
+                stream_gradients=True,
+                **ADAMW,
+            )
             train(net, ours, rank, range(3))
             found = locals_of(net)
             expected = expected or found
@@ -134,7 +171,9 @@ def replicated(rank: int, size: int, folder: Path) -> None:
 
     plain, ours, streaming = wrapped(), wrapped(), wrapped()
     train(plain, torch.optim.AdamW(plain.parameters(), fused=True, **ADAMW), rank, range(3))
-    train(ours, HostOptimizer(torch.optim.AdamW, ours.parameters(), host_fraction=0.5, **ADAMW), rank, range(3))
+    train(
+        ours, HostOptimizer(torch.optim.AdamW, ours.parameters(), host_fraction=0.5, **ADAMW), rank, range(3)
+    )
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), ours.parameters(), strict=True))
     optimizer = HostOptimizer(torch.optim.AdamW, streaming.parameters(), stream_gradients=True, **ADAMW)
     with pytest.raises(OptimError, match="DistributedDataParallel"):
@@ -142,10 +181,15 @@ def replicated(rank: int, size: int, folder: Path) -> None:
 
 
 def optimizers(net: nn.Module, fraction: float) -> dict[str, torch.optim.Optimizer]:
-    groups = [{"params": [p for p in net.parameters() if p.ndim > 1]}, {"params": [p for p in net.parameters() if p.ndim == 1], "lr": 1e-3}]
+    groups = [
+        {"params": [p for p in net.parameters() if p.ndim > 1]},
+        {"params": [p for p in net.parameters() if p.ndim == 1], "lr": 1e-3},
+    ]
     return {
         "plain": torch.optim.AdamW(groups, fused=True, **ADAMW),
-        "ours": HostOptimizer(torch.optim.AdamW, groups, host_fraction=fraction, stream_gradients=fraction == 1, **ADAMW),
+        "ours": HostOptimizer(
+            torch.optim.AdamW, groups, host_fraction=fraction, stream_gradients=fraction == 1, **ADAMW
+        ),
     }
 
 
@@ -159,7 +203,9 @@ def save(rank: int, size: int, folder: Path) -> None:
             optimizer = optimizers(net, 0.6)[name]
             train(net, optimizer, rank, range(3))
             model_state, optimizer_state = get_state_dict(net, optimizer)
-            dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / f"{name}-{dtype}")
+            dcp.save(
+                {"model": model_state, "optimizer": optimizer_state}, checkpoint_id=folder / f"{name}-{dtype}"
+            )
 
 
 def load(rank: int, size: int, folder: Path) -> None:

@@ -1,4 +1,6 @@
-"""Every optimizer that treats elements alone is taken, bitwise the plain one on the host; every other one is refused with the reason."""
+"""Every optimizer that treats elements alone is taken, bitwise the plain one on the host; every other one is
+refused with the reason.
+"""
 
 from __future__ import annotations
 
@@ -51,7 +53,9 @@ IDS = [f"{kind.__name__}-{number}" for number, (kind, _) in enumerate(KINDS)]
 
 
 @pytest.mark.parametrize(("kind", "options"), KINDS, ids=IDS)
-def test_bitwise_the_plain_one_at_every_fraction_and_through_state_dicts(kind: Any, options: dict[str, Any]) -> None:
+def test_bitwise_the_plain_one_at_every_fraction_and_through_state_dicts(
+    kind: Any, options: dict[str, Any]
+) -> None:
     def scheduled(optimizer: Any) -> Any:
         return torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 12)
 
@@ -65,7 +69,9 @@ def test_bitwise_the_plain_one_at_every_fraction_and_through_state_dicts(kind: A
         schedule = scheduled(first)
         found = train(first_model, first, range(4), clip=0.5, accumulate=2, scheduler=schedule)
         second_model = model()
-        second = HostOptimizer(kind, _groups(second_model, kind), host_fraction=1 - fraction / 2, **mode(), **options)
+        second = HostOptimizer(
+            kind, _groups(second_model, kind), host_fraction=1 - fraction / 2, **mode(), **options
+        )
         again = scheduled(second)
         for to, of in ((second_model, first_model), (second, first), (again, schedule)):
             to.load_state_dict(of.state_dict())
@@ -78,7 +84,10 @@ def test_bitwise_the_plain_one_at_every_fraction_and_through_state_dicts(kind: A
 
 def _begun(state_dict: dict[str, Any]) -> dict[str, Any]:
     """Without what Adagrad keeps for parameters that never had a gradient."""
-    return {**state_dict, "state": {k: entries for k, entries in state_dict["state"].items() if entries.get("step", 1) != 0}}
+    return {
+        **state_dict,
+        "state": {k: entries for k, entries in state_dict["state"].items() if entries.get("step", 1) != 0},
+    }
 
 
 def _groups(net: Any, kind: Any) -> Any:
@@ -99,7 +108,10 @@ def test_state_goes_to_the_plain_optimizer_and_back(kind: Any, options: dict[str
     train(ours_model, ours, range(3))
     there.load_state_dict(ours_model.state_dict())
     back.load_state_dict(plain_model.state_dict())
-    to_plain, to_ours = kind(there.parameters(), **options), HostOptimizer(kind, back.parameters(), host_fraction=0.7, **options)
+    to_plain, to_ours = (
+        kind(there.parameters(), **options),
+        HostOptimizer(kind, back.parameters(), host_fraction=0.7, **options),
+    )
     to_plain.load_state_dict(ours.state_dict())
     to_ours.load_state_dict(plain.state_dict())
     train(there, to_plain, range(3, 6))
@@ -185,7 +197,9 @@ def test_masters_and_auto() -> None:
     ours = HostOptimizer(torch.optim.RMSprop, net.parameters(), host_fraction=0.5, lr=1e-3)
     train(net, ours, range(3))
     state = ours.state_dict()["state"]
-    assert all(entries["square_avg"].dtype == entries["master"].dtype == torch.float32 for entries in state.values())
+    assert all(
+        entries["square_avg"].dtype == entries["master"].dtype == torch.float32 for entries in state.values()
+    )
     net = model()
     chosen = HostOptimizer(torch.optim.NAdam, net.parameters(), host_fraction="auto")
     train(net, chosen, range(2))

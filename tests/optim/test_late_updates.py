@@ -13,7 +13,9 @@ from lowtide.optim import HostOptimizer, OptimError, ThrottledLink
 
 
 def delayed_reference(steps: int, warm_up: int, clip: float | None = None) -> list[Any]:
-    """Parameters after each step: updates that parameters see one step late, from the step after the warm-up."""
+    """Parameters after each step: updates that parameters see one step late, from the step after the
+    warm-up.
+    """
     net = model()
     ahead = [p.detach().clone() for p in net.parameters() if p.requires_grad]
     trainable = [p for p in net.parameters() if p.requires_grad]
@@ -44,7 +46,9 @@ def delayed_reference(steps: int, warm_up: int, clip: float | None = None) -> li
 def test_delayed_equals_its_schedule(mode: str, clip: float | None) -> None:
     expected = delayed_reference(8, 3, clip)
     net = model()
-    ours = HostOptimizer(torch.optim.AdamW, net.parameters(), delayed=True, delay_after=3, **MODES[mode](), **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW, net.parameters(), delayed=True, delay_after=3, **MODES[mode](), **ADAMW
+    )
 
     def check(step: int) -> None:
         assert all(torch.equal(a, b) for a, b in zip(expected[step], net.parameters(), strict=True)), step
@@ -62,7 +66,14 @@ def test_delayed_resumes_in_mid_air() -> None:
     train(first_model, first, range(5))
     saved = [first_model.state_dict(), first.state_dict()]
     second_model = model()
-    second = HostOptimizer(torch.optim.AdamW, second_model.parameters(), delayed=True, delay_after=2, stream_gradients=True, **ADAMW)
+    second = HostOptimizer(
+        torch.optim.AdamW,
+        second_model.parameters(),
+        delayed=True,
+        delay_after=2,
+        stream_gradients=True,
+        **ADAMW,
+    )
     second_model.load_state_dict(saved[0])
     second.load_state_dict(saved[1])
     train(second_model, second, range(5, 8))
@@ -75,7 +86,9 @@ def test_delayed_resumes_in_mid_air() -> None:
 def test_delayed_update_in_parts_leaves_the_device_part_on_time() -> None:
     """Elements on the device follow the plain schedule in the first late step, those on the host stay."""
     net, plain_model = model(), model()
-    ours = HostOptimizer(torch.optim.AdamW, net.parameters(), host_fraction=0.5, delayed=True, delay_after=0, **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW, net.parameters(), host_fraction=0.5, delayed=True, delay_after=0, **ADAMW
+    )
     plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
     train(net, ours, range(1))
     train(plain_model, plain, range(1))
@@ -103,7 +116,14 @@ def test_writing_to_parameters_in_mid_air_is_refused() -> None:
 def test_overlapped_updates_are_the_same_updates(mode: str, fraction: float) -> None:
     plain_model, ours_model = model(), model()
     plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
-    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=fraction, overlap_update=True, **MODES[mode](), **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW,
+        ours_model.parameters(),
+        host_fraction=fraction,
+        overlap_update=True,
+        **MODES[mode](),
+        **ADAMW,
+    )
     for step in range(6):
         for net in (plain_model, ours_model):
             net.zero_grad()
@@ -113,7 +133,8 @@ def test_overlapped_updates_are_the_same_updates(mode: str, fraction: float) -> 
         with ours.accumulating():
             ours_model(batch(step)).backward()
         ours_model(batch(step + 100)).backward()
-        assert all(torch.equal(a, b) for a, b in zip(before, ours_model.parameters(), strict=True))  # nothing changes before step()
+        # nothing changes before step()
+        assert all(torch.equal(a, b) for a, b in zip(before, ours_model.parameters(), strict=True))
         plain.step()
         ours.step()
         assert equal(plain_model, ours_model)
@@ -122,13 +143,17 @@ def test_overlapped_updates_are_the_same_updates(mode: str, fraction: float) -> 
 
 def test_overlap_is_refused_where_it_is_not_legal() -> None:
     net = model()
-    ours = HostOptimizer(torch.optim.AdamW, net.parameters(), overlap_update=True, stream_gradients=True, **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW, net.parameters(), overlap_update=True, stream_gradients=True, **ADAMW
+    )
     net(batch(0)).backward()
     with pytest.raises(OptimError, match="clip"):
         ours.clip_grad_norm_(1.0)
     with pytest.raises(OptimError, match="accumulating"):
         net(batch(1)).backward()
-    ours = HostOptimizer(torch.optim.AdamW, (net := model()).parameters(), overlap_update=True, stream_gradients=True, **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW, (net := model()).parameters(), overlap_update=True, stream_gradients=True, **ADAMW
+    )
     net(batch(0)).backward()
     ours.param_groups[0]["lr"] = 0.5
     with pytest.raises(OptimError, match="hyper-parameters changed"):
@@ -138,7 +163,14 @@ def test_overlap_is_refused_where_it_is_not_legal() -> None:
 @pytest.mark.parametrize("forget", ["optimizer", "model"])
 def test_overlap_after_a_failed_backward_asks_for_the_checkpoint(forget: str) -> None:
     net = model()
-    ours = HostOptimizer(torch.optim.AdamW, net.parameters(), overlap_update=True, stream_gradients=True, link=ThrottledLink(), **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW,
+        net.parameters(),
+        overlap_update=True,
+        stream_gradients=True,
+        link=ThrottledLink(),
+        **ADAMW,
+    )
     train(net, ours, range(3))
     ours.zero_grad()
     saved = [{k: v.clone() for k, v in net.state_dict().items()}, copy.deepcopy(ours.state_dict())]

@@ -1,4 +1,6 @@
-"""16-bit parameters with float32 masters against a plain reference; host copies that follow what others write."""
+"""16-bit parameters with float32 masters against a plain reference; host copies that follow what others
+write.
+"""
 
 from __future__ import annotations
 
@@ -42,14 +44,18 @@ def test_masters_at_every_fraction(mode: str, dtype: torch.dtype) -> None:
     train(plain_model, plain, range(5), accumulate=2)
     for fraction in FRACTIONS:
         ours_model = model(dtype)
-        ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=fraction, **MODES[mode](), **ADAMW)
+        ours = HostOptimizer(
+            torch.optim.AdamW, ours_model.parameters(), host_fraction=fraction, **MODES[mode](), **ADAMW
+        )
         train(ours_model, ours, range(5), accumulate=2)
         assert equal(plain_model, ours_model), fraction
         state = ours.state_dict()["state"]
         found = [state[i]["master"] for i, p in enumerate(ours_model.parameters()) if i in state]
         used = [m for m in plain.masters if m in plain.state]
         assert len(found) == len(used)
-        assert all(torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found, used, strict=True)), fraction
+        assert all(
+            torch.equal(a, b) and a.dtype == torch.float32 for a, b in zip(found, used, strict=True)
+        ), fraction
         ours.close()
 
 
@@ -61,7 +67,9 @@ def test_masters_survive_a_checkpoint(order: str) -> None:
     saved_model = {name: tensor.clone() for name, tensor in whole_model.state_dict().items()}
     saved = whole.state_dict()
     second_model = model(torch.bfloat16)
-    second = HostOptimizer(torch.optim.AdamW, second_model.parameters(), host_fraction=1.0, link=ThrottledLink(), **ADAMW)
+    second = HostOptimizer(
+        torch.optim.AdamW, second_model.parameters(), host_fraction=1.0, link=ThrottledLink(), **ADAMW
+    )
     if order == "model first":
         second_model.load_state_dict(saved_model)
         second.load_state_dict(saved)
@@ -79,7 +87,9 @@ def test_host_copies_follow_writes(fraction: float) -> None:
     for behind in (False, True):
         plain_model, ours_model = model(), model()
         plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
-        ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=fraction, link=ThrottledLink(), **ADAMW)
+        ours = HostOptimizer(
+            torch.optim.AdamW, ours_model.parameters(), host_fraction=fraction, link=ThrottledLink(), **ADAMW
+        )
         for net, optimizer in ((plain_model, plain), (ours_model, ours)):
             train(net, optimizer, range(2))
             for p in net.parameters():
@@ -97,7 +107,9 @@ def test_host_copies_follow_writes(fraction: float) -> None:
 def test_without_masters_as_torch_does() -> None:
     plain_model, ours_model = model(torch.bfloat16), model(torch.bfloat16)
     plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)
-    ours = HostOptimizer(torch.optim.AdamW, ours_model.parameters(), host_fraction=0.5, masters=False, **ADAMW)
+    ours = HostOptimizer(
+        torch.optim.AdamW, ours_model.parameters(), host_fraction=0.5, masters=False, **ADAMW
+    )
     train(plain_model, plain, range(4))
     train(ours_model, ours, range(4))
     assert equal(plain_model, ours_model)
@@ -107,7 +119,14 @@ def test_clipping_streamed_sixteen_bit() -> None:
     results = []
     for stream in (False, True):
         net = model(torch.bfloat16)
-        ours = HostOptimizer(torch.optim.AdamW, net.parameters(), host_fraction=0.7, stream_gradients=stream, link=ThrottledLink(), **ADAMW)
+        ours = HostOptimizer(
+            torch.optim.AdamW,
+            net.parameters(),
+            host_fraction=0.7,
+            stream_gradients=stream,
+            link=ThrottledLink(),
+            **ADAMW,
+        )
         for step in range(3):
             ours.zero_grad()
             net(batch(step, torch.bfloat16)).backward()

@@ -35,7 +35,10 @@ def test_cuts(sizes: list[int], fraction: float, step: int) -> None:
         assert kept == sizes
 
 
-@given(st.lists(st.tuples(st.integers(1, 300), st.integers(0, 1)), min_size=1, max_size=8), st.sampled_from([32, 64, 160]))
+@given(
+    st.lists(st.tuples(st.integers(1, 300), st.integers(0, 1)), min_size=1, max_size=8),
+    st.sampled_from([32, 64, 160]),
+)
 def test_batches_cover_everything_once_and_in_order(sizes: list[tuple[int, int]], most: int) -> None:
     groups: list[dict[str, Any]] = [{"lr": 0}, {"lr": 1}]
     tasks = []
@@ -65,7 +68,15 @@ def test_flat_views() -> None:
     assert list(spans(0, 5, 2)) == [(0, 2), (2, 4), (4, 5)]
 
 
-@given(st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0.1, 10), st.floats(0.1, 10), st.booleans(), st.booleans(), st.floats(0, 1))
+@given(
+    st.floats(0.1, 10),
+    st.floats(0.1, 10),
+    st.floats(0.1, 10),
+    st.floats(0.1, 10),
+    st.booleans(),
+    st.booleans(),
+    st.floats(0, 1),
+)
 def test_auto_is_the_best_share_that_fits(
     device: float, host: float, down: float, up: float, parallel: bool, streamed: bool, least: float
 ) -> None:
@@ -77,11 +88,18 @@ def test_auto_is_the_best_share_that_fits(
 
 
 def test_auto_fits_the_budget() -> None:
-    """8 bytes of AdamW's state an element: what the device keeps is within the budget, and no less than it has to give up."""
+    """8 bytes of AdamW's state an element: what the device keeps is within the budget, and no less than it
+    has to give up.
+    """
     net = model()
     count = sum(p.numel() for p in net.parameters() if p.requires_grad)
     optimizer = HostOptimizer(
-        torch.optim.AdamW, net.parameters(), host_fraction="auto", device_budget=8 * count // 2, host="memory", **ADAMW
+        torch.optim.AdamW,
+        net.parameters(),
+        host_fraction="auto",
+        device_budget=8 * count // 2,
+        host="memory",
+        **ADAMW,
     )
     net(batch(0)).backward()
     optimizer.step()
@@ -96,7 +114,9 @@ def test_auto_moves_more_to_a_faster_host() -> None:
     for host in (2e6, 20e6):
         net = torch.nn.Linear(256, 256)
         link = ThrottledLink(device_elements_per_second=4e6, host_elements_per_second=host)
-        optimizer = HostOptimizer(torch.optim.AdamW, net.parameters(), host_fraction="auto", link=link, chunk_bytes=1 << 15)
+        optimizer = HostOptimizer(
+            torch.optim.AdamW, net.parameters(), host_fraction="auto", link=link, chunk_bytes=1 << 15
+        )
         net(torch.ones(1, 256)).sum().backward()
         optimizer.step()
         assert optimizer.balance is not None
@@ -183,9 +203,18 @@ def test_checkpoints_that_do_not_fit_change_nothing() -> None:
     strange["state"][0]["momentum_buffer"] = torch.zeros_like(strange["state"][0]["exp_avg"])
     amsgrad = copy.deepcopy(good)
     amsgrad["param_groups"][0]["amsgrad"] = True
-    for bad, message in ((other, "groups of"), (wrong, "shape"), (strange, "momentum_buffer"), (amsgrad, "same options")):
+    for bad, message in (
+        (other, "groups of"),
+        (wrong, "shape"),
+        (strange, "momentum_buffer"),
+        (amsgrad, "same options"),
+    ):
         with pytest.raises(OptimError, match=message):
             optimizer.load_state_dict(bad)
         now = optimizer.state_dict()
-        assert all(torch.equal(now["state"][k][n], good["state"][k][n]) for k in good["state"] for n in good["state"][k])
+        assert all(
+            torch.equal(now["state"][k][n], good["state"][k][n])
+            for k in good["state"]
+            for n in good["state"][k]
+        )
         assert now["param_groups"] == good["param_groups"]

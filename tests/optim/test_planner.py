@@ -22,7 +22,9 @@ WIDTH = 192
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList([nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(6)])
+        self.layers = nn.ModuleList(
+            [nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.GELU(), nn.LayerNorm(WIDTH)) for _ in range(6)]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -49,7 +51,8 @@ def test_what_the_planner_is_told() -> None:
         assert meter.resident_bytes(None, optimizer) - meter.resident_bytes(model) == need.state_bytes
         model.zero_grad()
     inside = HostOptimizer(torch.optim.AdamW, model.parameters(), host_fraction=1.0, host="memory")
-    assert optimizer_need(inside).state_bytes == 8 * count  # main memory is where the device's tensors lie, too
+    # main memory is where the device's tensors lie, too
+    assert optimizer_need(inside).state_bytes == 8 * count
 
 
 def test_streamed_gradients_take_nothing() -> None:
@@ -63,7 +66,9 @@ def test_streamed_gradients_take_nothing() -> None:
 
 @pytest.mark.skipif(not meter.available(), reason="needs the counting allocator")
 def test_a_budget_that_recomputing_alone_cannot_meet() -> None:
-    """Parameters, gradients and state on the device alone are above the budget; with state on the host it holds, and numbers stay the same."""
+    """Parameters, gradients and state on the device alone are above the budget; with state on the host it
+    holds, and numbers stay the same.
+    """
     model, plain_model = net(), net()
     count = sum(p.numel() for p in model.parameters())
     x = torch.randn(64, WIDTH)
@@ -127,7 +132,15 @@ def test_whichever_costs_less(costly: str, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def options(**more: Any) -> TrainOptions:
-    common = {"model": "gpt-nano", "steps": 3, "batch": 2, "seq": 32, "warmup": 1, "eval_batches": 1, "compare": False}
+    common = {
+        "model": "gpt-nano",
+        "steps": 3,
+        "batch": 2,
+        "seq": 32,
+        "warmup": 1,
+        "eval_batches": 1,
+        "compare": False,
+    }
     return TrainOptions(**{**common, **more})
 
 
@@ -138,8 +151,12 @@ def test_the_trainer(tmp_path: Path) -> None:
     for share in (0.5, "auto"):
         assert train(options(data=text, budget="100%", optimizer_host_fraction=share)).losses == plain.losses
     folder = tmp_path / "run"
-    first = train(options(data=text, budget="100%", optimizer_host_fraction=1.0, checkpoint_dir=folder, stop_after=2))
-    second = train(options(data=text, budget="100%", optimizer_host_fraction=0.3, checkpoint_dir=folder, resume=True))
+    first = train(
+        options(data=text, budget="100%", optimizer_host_fraction=1.0, checkpoint_dir=folder, stop_after=2)
+    )
+    second = train(
+        options(data=text, budget="100%", optimizer_host_fraction=0.3, checkpoint_dir=folder, resume=True)
+    )
     assert [*first.losses, *second.losses] == plain.losses
     for wrong in (1.5, -0.1):
         with pytest.raises(OptionError, match="optimizer-host-fraction"):

@@ -43,7 +43,9 @@ def _start(rank: int, size: int, body: Callable[..., Any], args: tuple[Any, ...]
     gc.freeze()  # the parent's objects: collecting them would copy the pages that the processes share
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=timedelta(seconds=60))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=size, timeout=timedelta(seconds=60)
+    )
     try:
         torch.save(body(*args), f"{folder}/result{rank}")
         dist.barrier()
@@ -63,7 +65,9 @@ def collectives_at_once() -> Iterator[None]:
     """
     start = collectives.Pending.__init__
 
-    def started(self: collectives.Pending, result: torch.Tensor, finish: Any = None, running: bool = True) -> None:
+    def started(
+        self: collectives.Pending, result: torch.Tensor, finish: Any = None, running: bool = True
+    ) -> None:
         if running:
             wait_for_collective(result)
             time.sleep(TIDY_SECONDS)

@@ -1,4 +1,6 @@
-"""Table 2 of arXiv 2205.05198: bytes of activations that a transformer layer keeps for backward, per rank, and how they are measured here."""
+"""Table 2 of arXiv 2205.05198: bytes of activations that a transformer layer keeps for backward, per rank,
+and how they are measured here.
+"""
 
 from __future__ import annotations
 
@@ -49,7 +51,12 @@ ROWS = [
     Row("tensor parallel (baseline)", lambda t, core: 10 + 24 / t + core / t),
     Row("tensor + sequence parallel", lambda t, core: 34 / t + core / t, sequence_parallel=True),
     Row("tensor parallel + selective recompute", lambda t, core: 10 + 24 / t, recompute="selective"),
-    Row("tensor + sequence parallel + selective recompute", lambda t, core: 34 / t, sequence_parallel=True, recompute="selective"),
+    Row(
+        "tensor + sequence parallel + selective recompute",
+        lambda t, core: 34 / t,
+        sequence_parallel=True,
+        recompute="selective",
+    ),
     Row("full activation recomputation", lambda t, core: 2, recompute="full"),
 ]
 
@@ -66,14 +73,19 @@ class Storages(TorchDispatchMode):
         for tensor in result if isinstance(result, (tuple, list)) else (result,):
             if isinstance(tensor, Tensor):
                 storage = tensor.untyped_storage()
-                self.alive.setdefault(storage._cdata, weakref.ref(storage, lambda _, key=storage._cdata: self.alive.pop(key, None)))
+                self.alive.setdefault(
+                    storage._cdata,
+                    weakref.ref(storage, lambda _, key=storage._cdata: self.alive.pop(key, None)),
+                )
         return result
 
     def bytes(self, *apart: Tensor) -> int:
         """Their bytes, those of the tensors ``apart`` excepted."""
         excepted = {tensor.untyped_storage()._cdata for tensor in apart}
         found = {key: reference() for key, reference in list(self.alive.items())}
-        return sum(storage.nbytes() for key, storage in found.items() if storage is not None and key not in excepted)
+        return sum(
+            storage.nbytes() for key, storage in found.items() if storage is not None and key not in excepted
+        )
 
 
 class ScopedTrace(Tracer):
@@ -92,8 +104,8 @@ class ScopedTrace(Tracer):
         self.scoped.update(range(start, len(self.operations)))
 
     def kept_storages(self) -> set[int]:
-        """Storages that stay for backward: of saved values that no scope gives up, and those from outside the scopes that the replay of
-        the others reads."""
+        """Storages that stay for backward: of saved values that no scope gives up, and those from outside the
+        scopes that the replay of the others reads."""
         stay = {saved["value"] for saved in self.saved if not saved["forced"]}
         open_, replayed = [saved["value"] for saved in self.saved if saved["forced"]], set()
         while open_:
@@ -117,7 +129,10 @@ def traced_bytes(module: nn.Module, x: Tensor) -> int:
         tracer.closed = True
     assert out.requires_grad
     made = [tracer.storages[number] for number in kept - apart]
-    return sum(storage["bytes"] for storage in made if storage["kind"] != "parameter") + x.untyped_storage().nbytes()
+    return (
+        sum(storage["bytes"] for storage in made if storage["kind"] != "parameter")
+        + x.untyped_storage().nbytes()
+    )
 
 
 def layer(heads: int, width: int, row: Row, group: Any) -> nn.Module:
@@ -129,9 +144,11 @@ def layer(heads: int, width: int, row: Row, group: Any) -> nn.Module:
     return Recomputed(block) if row.recompute == "full" else block
 
 
-def kept_bytes(module: nn.Module, x: Tensor, around: Callable[[], AbstractContextManager[Any]] = nullcontext) -> int:
-    """Bytes that stay alive after forward for the sake of backward: everything that the layer made and holds, and its input, without its
-    output (the next layer's input) and without parameters."""
+def kept_bytes(
+    module: nn.Module, x: Tensor, around: Callable[[], AbstractContextManager[Any]] = nullcontext
+) -> int:
+    """Bytes that stay alive after forward for the sake of backward: everything that the layer made and holds,
+    and its input, without its output (the next layer's input) and without parameters."""
     with around(), Storages() as storages:
         out = module(x)
         made, before = storages.bytes(out, x, *module.parameters()), None

@@ -1,4 +1,6 @@
-"""Checkpoints that change hands: saved at one number of ranks, loaded at another, with the optimizer's state; training goes on as if."""
+"""Checkpoints that change hands: saved at one number of ranks, loaded at another, with the optimizer's state;
+training goes on as if.
+"""
 
 from __future__ import annotations
 
@@ -24,14 +26,17 @@ FAMILIES: list[tuple[str, dict[str, Any]]] = [("gpt", {}), ("llama", {"tied": Fa
 
 
 def model_of(index: int, seed: int) -> nn.Module:
-    """Vocabulary and MLP do not divide by four, q, k and v are three blocks, and four ranks share two key-value heads."""
+    """Vocabulary and MLP do not divide by four, q, k and v are three blocks, and four ranks share two
+    key-value heads.
+    """
     family, changes = FAMILIES[index]
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     model = make(family, group, group is not None, hidden_width=90, **changes)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
         whole = {
-            name: torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * 0.05 for name, tensor in whole_of(model).items()
+            name: torch.randn(tensor.shape, generator=generator, dtype=tensor.dtype) * 0.05
+            for name, tensor in whole_of(model).items()
         }
         if "head.weight" in whole and "tied" not in changes:
             whole["head.weight"] = whole["tokens.weight"]
@@ -92,10 +97,19 @@ def load_in_stages(folder: str) -> list[float]:
     model = make(family, mesh["tp"], True, hidden_width=90, **changes)
     (stage,) = cut(model, 2, [mesh["pp"].get_local_rank()])
     micro_batches, length = tokens().shape
-    pipeline = Pipeline([stage], "1f1b", micro_batches, stage_input(model, 1, length, torch.float64), mesh["pp"].get_group(), "cpu")
+    pipeline = Pipeline(
+        [stage],
+        "1f1b",
+        micro_batches,
+        stage_input(model, 1, length, torch.float64),
+        mesh["pp"].get_group(),
+        "cpu",
+    )
     optimizer = torch.optim.AdamW(stage.model.parameters(), 1e-3)
     lp.load_checkpoint(f"{folder}/1", stage.model, optimizer)
-    assert optimizer.param_groups[0]["lr"] == 1e-2 and len(optimizer.state) == len(list(stage.model.parameters()))
+    assert optimizer.param_groups[0]["lr"] == 1e-2 and len(optimizer.state) == len(
+        list(stage.model.parameters())
+    )
     losses = []
     for _ in range(3):
         optimizer.zero_grad()

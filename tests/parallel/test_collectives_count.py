@@ -19,13 +19,20 @@ from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
 
 pytestmark = needs_gloo
-SHORT = {"all_gather_into_tensor": "AG", "reduce_scatter_tensor": "RS", "all_reduce": "AR", "all_reduce_": "AR"}
+SHORT = {
+    "all_gather_into_tensor": "AG",
+    "reduce_scatter_tensor": "RS",
+    "all_reduce": "AR",
+    "all_reduce_": "AR",
+}
 SEQUENCE, BATCH, WIDTH = 8, 3, 16
 WHOLE = SEQUENCE * BATCH * WIDTH * 4  # bytes of a float32 activation
 
 
 class Collectives(TorchDispatchMode):
-    """Lists collectives and matrix products in the order in which they start, with the bytes that a ring moves for each on every rank."""
+    """Lists collectives and matrix products in the order in which they start, with the bytes that a ring
+    moves for each on every rank.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -41,7 +48,9 @@ class Collectives(TorchDispatchMode):
             kind = SHORT[name]
             self.seen.append(kind)
             self.order.append(kind)
-            self.moved += {"AG": result.nbytes, "RS": args[0].nbytes, "AR": 2 * args[0].nbytes}[kind] * (t - 1) // t
+            self.moved += (
+                {"AG": result.nbytes, "RS": args[0].nbytes, "AR": 2 * args[0].nbytes}[kind] * (t - 1) // t
+            )
         elif name == "wait_tensor":
             self.order.append("wait")
         elif name in ("mm", "addmm", "bmm", "addmm_"):
@@ -58,7 +67,9 @@ class Pair(nn.Module):
         sp: dict[str, Any] = {"sequence_parallel_enabled": sequence is not None}
         both = {**sp, "sequence_dimension": sequence, **linear}
         self.norm = lp.LayerNorm(WIDTH, **sp)
-        self.ups = nn.ModuleList(lp.ColumnParallelLinear(WIDTH, 4 * WIDTH, gather_output=False, **both) for _ in range(columns))
+        self.ups = nn.ModuleList(
+            lp.ColumnParallelLinear(WIDTH, 4 * WIDTH, gather_output=False, **both) for _ in range(columns)
+        )
         self.down = lp.RowParallelLinear(4 * WIDTH, WIDTH, input_is_parallel=True, **both)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -113,7 +124,8 @@ def test_collectives_of_a_pair(size: int) -> None:
         # what a frozen weight does not need is not gathered
         forward, backward, _, moved_here = found["frozen"]
         assert (forward, backward) == (["AG", "RS"], ["AG", "RS"]) and moved_here == moved
-        # recomputation gathers the input once, for the products and for the weight's gradient, and scatters nothing again
+        # recomputation gathers the input once, for the products and for the weight's gradient, and scatters
+        # nothing again
         for name in ("recomputed", "recomputed 1", "recomputed three columns"):
             forward, backward, _, moved_here = found[name]
             assert (forward, backward) == (["AG", "RS"], ["AG", "AG", "RS"]), name
@@ -123,8 +135,9 @@ def test_collectives_of_a_pair(size: int) -> None:
 
 
 def test_transfers_run_beside_products() -> None:
-    """In backward of the column-parallel layer: start the gather, multiply for the input, start the reduce-scatter, wait for the gather,
-    multiply for the weight, and only then wait for the reduce-scatter."""
+    """In backward of the column-parallel layer: start the gather, multiply for the input, start the
+    reduce-scatter, wait for the gather, multiply for the weight, and only then wait for the
+    reduce-scatter."""
     for found in on_ranks(2, counts):
         for name in ("sequence 0", "sequence 1"):
             order = found[name][2]
@@ -159,7 +172,9 @@ def layers(family: str, scope: bool) -> tuple[dict[str, int], dict[str, int]]:
     for depth in (1, 2):
         config = preset(f"{family}-nano", layers=depth, vocabulary=32)
         torch.manual_seed(0)
-        model = (GPT if family == "gpt" else Llama)(config, torch.distributed.group.WORLD, sequence_parallel=True)
+        model = (GPT if family == "gpt" else Llama)(
+            config, torch.distributed.group.WORLD, sequence_parallel=True
+        )
         if scope:
             for block in model.blocks:
                 block.forward = in_scope(block.forward)  # type: ignore[method-assign]
@@ -169,7 +184,10 @@ def layers(family: str, scope: bool) -> tuple[dict[str, int], dict[str, int]]:
         with Collectives() as backward:
             loss.backward()
         found.append((forward.seen, backward.seen))
-    difference = [{kind: b.count(kind) - a.count(kind) for kind in ("AG", "RS", "AR")} for a, b in zip(*found, strict=True)]
+    difference = [
+        {kind: b.count(kind) - a.count(kind) for kind in ("AG", "RS", "AR")}
+        for a, b in zip(*found, strict=True)
+    ]
     return difference[0], difference[1]
 
 
@@ -183,8 +201,9 @@ def in_scope(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("family", ["gpt", "llama"])
 def test_collectives_of_a_layer(family: str) -> None:
-    """Two pairs a layer. Recomputing the layer replays the first pair's reduce-scatter, which the second norm reads, and not the second's,
-    which nobody reads; each gather serves the replay and the weight's gradient."""
+    """Two pairs a layer. Recomputing the layer replays the first pair's reduce-scatter, which the second norm
+    reads, and not the second's, which nobody reads; each gather serves the replay and the weight's
+    gradient."""
     for forward, backward in on_ranks(2, layers, family, False):
         assert forward == {"AG": 2, "RS": 2, "AR": 0} and backward == {"AG": 4, "RS": 2, "AR": 0}
     for forward, backward in on_ranks(2, layers, family, True):

@@ -1,4 +1,6 @@
-"""DDP and FSDP2 outside the tensor group, on a mesh of two by two: losses and gradients of the single process that has the whole batch."""
+"""DDP and FSDP2 outside the tensor group, on a mesh of two by two: losses and gradients of the single process
+that has the whole batch.
+"""
 
 from __future__ import annotations
 
@@ -78,13 +80,17 @@ def whole(model: nn.Module, name: str, tensor: Any, group: Any) -> Tensor:
         return tensor
     full, at = tensor.new_zeros(where.shape), 0
     for start, stop in where.slices():
-        full.narrow(where.dimension, start, stop - start).copy_(tensor.narrow(where.dimension, at, stop - start))
+        full.narrow(where.dimension, start, stop - start).copy_(
+            tensor.narrow(where.dimension, at, stop - start)
+        )
         at += stop - start
     dist.all_reduce(full, group=group)
     return full
 
 
-def train(model: nn.Module, inner: nn.Module, part: slice, length: int, mesh: DeviceMesh | None) -> tuple[list[float], dict[str, Tensor]]:
+def train(
+    model: nn.Module, inner: nn.Module, part: slice, length: int, mesh: DeviceMesh | None
+) -> tuple[list[float], dict[str, Tensor]]:
     """Losses of some steps, and the gradients of the last, which follows its plan's script."""
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     losses, gradients = [], {}
@@ -137,10 +143,22 @@ def composed(case: Case, mesh: DeviceMesh) -> list[str]:
         handles = [] if how == "scope" else [lowtide.limit_memory(block, how) for block in blocks(model)]
     start = 2 * mesh["dp"].get_local_rank()
     found, parts = train(outer, model, slice(start, start + 2), length, mesh)
-    faults = [] if all(handle.plan is not None and handle.plan.replayed for handle in handles) else ["nothing is recomputed"]
+    faults = (
+        []
+        if all(handle.plan is not None and handle.plan.replayed for handle in handles)
+        else ["nothing is recomputed"]
+    )
     most = 1e-12 if dtype == torch.float64 else 1e-5
-    faults += [f"losses {found} {losses}"] if max(abs(a - b) for a, b in zip(found, losses, strict=True)) > most * 5 else []
-    faults += [f"{name} {distance(parts[name], rival)}" for name, rival in gradients.items() if not distance(parts[name], rival) < most]
+    faults += (
+        [f"losses {found} {losses}"]
+        if max(abs(a - b) for a, b in zip(found, losses, strict=True)) > most * 5
+        else []
+    )
+    faults += [
+        f"{name} {distance(parts[name], rival)}"
+        for name, rival in gradients.items()
+        if not distance(parts[name], rival) < most
+    ]
     return [f"{case}: {fault}" for fault in faults]
 
 

@@ -1,4 +1,6 @@
-"""Embedding and cross entropy over a shared vocabulary, on real processes, against ``torch.nn.functional`` on the whole one."""
+"""Embedding and cross entropy over a shared vocabulary, on real processes, against ``torch.nn.functional`` on
+the whole one.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,11 @@ VOCABULARY, WIDTH, SEQUENCE, BATCH = 12, 8, 8, 3
 
 
 def close(a: Tensor, b: Tensor, tolerance: float = 1e-12) -> bool:
-    return a.shape == b.shape and a.dtype is b.dtype and float((a - b).double().norm()) <= tolerance * max(1e-30, float(b.double().norm()))
+    return (
+        a.shape == b.shape
+        and a.dtype is b.dtype
+        and float((a - b).double().norm()) <= tolerance * max(1e-30, float(b.double().norm()))
+    )
 
 
 def whole(local: Tensor, dimension: int, length: int) -> Tensor:
@@ -54,7 +60,8 @@ def embeddings() -> list[str]:
         size, width = (VOCABULARY - odd, WIDTH) if not features else (VOCABULARY, WIDTH - odd)
         torch.manual_seed(3)
         layer = lp.ParallelEmbedding(
-            size, width, dtype=dtype, shard_across_embedding=features, pad=bool(odd), sequence_parallel_enabled=sequence is not None,
+            size, width, dtype=dtype, shard_across_embedding=features, pad=bool(odd),
+            sequence_parallel_enabled=sequence is not None,
             sequence_dimension=sequence, **kind,
         )  # fmt: skip
         cut = int(features)
@@ -63,7 +70,9 @@ def embeddings() -> list[str]:
         rival.weight.data = whole(layer.weight.data, cut, length).clone()
         shape = (SEQUENCE, BATCH) if sequence != 1 else (BATCH, SEQUENCE)
         tokens = torch.randint(size, shape, generator=torch.Generator().manual_seed(5))
-        gradient = torch.randn(*shape, width, dtype=torch.float64, generator=torch.Generator().manual_seed(6)).to(dtype)
+        gradient = torch.randn(
+            *shape, width, dtype=torch.float64, generator=torch.Generator().manual_seed(6)
+        ).to(dtype)
         out = layer(tokens)
         if sequence is not None:
             assert out.shape[sequence] == SEQUENCE // t
@@ -94,7 +103,9 @@ def losses() -> list[str]:
     faults = []
     group = lp.tensor_group()
     t = group.size
-    for smoothing, odd, dtype in itertools.product((0.0, 0.1), (0, 1, 3), (torch.float64, torch.float32, torch.bfloat16)):
+    for smoothing, odd, dtype in itertools.product(
+        (0.0, 0.1), (0, 1, 3), (torch.float64, torch.float32, torch.bfloat16)
+    ):
         size = VOCABULARY - odd
         where = partition((size,), 0, group, pad=True)
         ((start, stop),) = where.slices()
@@ -103,15 +114,16 @@ def losses() -> list[str]:
         target = torch.randint(size, (SEQUENCE, BATCH), generator=generator)
         target[2, 1] = target[5, 0] = -100
         scale = torch.rand(SEQUENCE, BATCH, generator=generator, dtype=torch.float64)
-        mine = torch.full((SEQUENCE, BATCH, where.padded // t), 3.0, dtype=dtype)  # padding must not matter, whatever it holds
+        # padding must not matter, whatever it holds
+        mine = torch.full((SEQUENCE, BATCH, where.padded // t), 3.0, dtype=dtype)
         mine[..., : stop - start] = logits[..., start:stop]
         mine.requires_grad_()
         other = logits.clone().requires_grad_()
         loss = lp.parallel_cross_entropy(mine, target, smoothing, vocabulary=size)
         wide = torch.promote_types(dtype, torch.float32)
-        expected = F.cross_entropy(other.to(wide).flatten(0, 1), target.flatten(), reduction="none", label_smoothing=smoothing).view(
-            target.shape
-        )
+        expected = F.cross_entropy(
+            other.to(wide).flatten(0, 1), target.flatten(), reduction="none", label_smoothing=smoothing
+        ).view(target.shape)
         (loss * scale).sum().backward()
         (expected * scale).sum().backward()
         tolerance = {torch.float64: 1e-12, torch.float32: 2e-6, torch.bfloat16: 1e-2}[dtype]
@@ -119,7 +131,10 @@ def losses() -> list[str]:
         label = f"smoothing={smoothing} odd={odd} {dtype}"
         if not close(loss.detach(), expected.detach(), tolerance):
             faults.append(f"{label}: loss")
-        if not close(mine.grad[..., : stop - start], other.grad[..., start:stop], tolerance) or mine.grad[..., stop - start :].any():
+        if (
+            not close(mine.grad[..., : stop - start], other.grad[..., start:stop], tolerance)
+            or mine.grad[..., stop - start :].any()
+        ):
             faults.append(f"{label}: gradient")
     return faults
 
@@ -148,22 +163,35 @@ def chunked() -> list[str]:
         own = hidden.clone().requires_grad_()
         piece = own if sequence is None else lp.scatter_to_sequence_parallel_region(own, sequence)
         own_weight = where.take(weight).requires_grad_()
-        own_bias = None if bias is None else partition((size,), 0, group, pad=True).take(bias).requires_grad_()
+        own_bias = (
+            None if bias is None else partition((size,), 0, group, pad=True).take(bias).requires_grad_()
+        )
         loss = lp.parallel_linear_cross_entropy(
-            piece, own_weight, target, own_bias, chunks=chunks, reduction=reduction, label_smoothing=smoothing, vocabulary=size,
+            piece, own_weight, target, own_bias, chunks=chunks, reduction=reduction,
+            label_smoothing=smoothing, vocabulary=size,
             sequence_dimension=sequence,
         )  # fmt: skip
-        leaves = [t.clone().requires_grad_() for t in (hidden, weight)] + ([] if bias is None else [bias.clone().requires_grad_()])
+        leaves = [t.clone().requires_grad_() for t in (hidden, weight)] + (
+            [] if bias is None else [bias.clone().requires_grad_()]
+        )
         logits = F.linear(leaves[0], leaves[1], leaves[2] if biased else None)
-        expected = F.cross_entropy(logits.flatten(0, 1), target.flatten(), reduction=reduction, label_smoothing=smoothing)
+        expected = F.cross_entropy(
+            logits.flatten(0, 1), target.flatten(), reduction=reduction, label_smoothing=smoothing
+        )
         (3 * loss).backward()
         (3 * expected).backward()
-        label = f"sequence={sequence} chunks={chunks} smoothing={smoothing} bias={biased} {reduction} odd={odd}"
-        found = [own.grad, own_weight.grad[: stop - start]] + ([] if own_bias is None else [own_bias.grad[: stop - start]])  # type: ignore[index]
+        label = (
+            f"sequence={sequence} chunks={chunks} smoothing={smoothing} bias={biased} {reduction} odd={odd}"
+        )
+        found = [own.grad, own_weight.grad[: stop - start]] + (
+            [] if own_bias is None else [own_bias.grad[: stop - start]]
+        )  # type: ignore[index]
         wanted = [leaves[0].grad, *(leaf.grad[start:stop] for leaf in leaves[1:])]  # type: ignore[index]
         if not close(loss.detach(), expected.detach()):
             faults.append(f"{label}: loss {loss.item()} {expected.item()}")
-        if not all(a is not None and b is not None and close(a, b) for a, b in zip(found, wanted, strict=True)):
+        if not all(
+            a is not None and b is not None and close(a, b) for a, b in zip(found, wanted, strict=True)
+        ):
             faults.append(f"{label}: gradients")
     return faults
 
@@ -182,7 +210,9 @@ def bad_tokens() -> list[str]:
         lambda: lp.parallel_cross_entropy(torch.zeros(2, 6), torch.tensor([1])),
         lambda: lp.parallel_cross_entropy(torch.zeros(1, 6), torch.tensor([1]), vocabulary=13),
         lambda: lp.parallel_cross_entropy(torch.zeros(1, 6), torch.tensor([1]), 1.0),
-        lambda: lp.parallel_linear_cross_entropy(torch.zeros(1, 4), torch.zeros(6, 4), torch.tensor([1]), reduction="none"),
+        lambda: lp.parallel_linear_cross_entropy(
+            torch.zeros(1, 4), torch.zeros(6, 4), torch.tensor([1]), reduction="none"
+        ),
         lambda: lp.parallel_linear_cross_entropy(torch.zeros(1, 4), torch.zeros(6, 4), torch.tensor([1, 2])),
     ]
     for call in calls:
@@ -195,7 +225,9 @@ def bad_tokens() -> list[str]:
 def test_errors_say_what_was_given() -> None:
     for messages in on_ranks(2, bad_tokens):
         words = ("12", "12", "(2, 6)", "13", "label_smoothing=1.0", "'none'", "(2,)")
-        assert len(messages) == len(words) and all(word in message for word, message in zip(words, messages, strict=True))
+        assert len(messages) == len(words) and all(
+            word in message for word, message in zip(words, messages, strict=True)
+        )
 
 
 def elsewhere() -> bool:
@@ -209,7 +241,9 @@ def elsewhere() -> bool:
             lp.parallel_cross_entropy(logits, torch.tensor([11, -100]))
             with pytest.raises(expected, match=r"token.* is not of the vocabulary of 12"):
                 layer(torch.tensor([3, 12]))
-            with pytest.raises(expected, match=r"target.* is not of the vocabulary of 12; targets that do not count are -100"):
+            with pytest.raises(
+                expected, match=r"target.* is not of the vocabulary of 12; targets that do not count are -100"
+            ):
                 lp.parallel_cross_entropy(logits, torch.tensor([-1, 3]))
     return True
 

@@ -1,4 +1,6 @@
-"""The GPT-NeoX example: it is the Hugging Face model, and it trains alike on one and two processes and under a budget."""
+"""The GPT-NeoX example: it is the Hugging Face model, and it trains alike on one and two processes and under
+a budget.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def example() -> Any:
 
 def trained(budget: str | None) -> list[float]:
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
-    return example().train(init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)), 6, budget)
+    return example().train(
+        init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("tp",)), 6, budget
+    )
 
 
 def test_it_trains_alike_everywhere() -> None:
@@ -53,7 +57,9 @@ def same_as_hugging_face() -> float:
     names = ("vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads")
     torch.manual_seed(1)
     rival = transformers.GPTNeoXForCausalLM(
-        transformers.GPTNeoXConfig(**{name: getattr(config, name) for name in names}, rotary_pct=0.25, use_cache=False)
+        transformers.GPTNeoXConfig(
+            **{name: getattr(config, name) for name in names}, rotary_pct=0.25, use_cache=False
+        )
     ).double()
     model = module.GPTNeoX(config, init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))).double()
     lp.load_whole_state_dict(model, rival.state_dict())

@@ -1,7 +1,8 @@
-"""Every combination of the layers' options, on real processes, against the unsharded layers: outputs, every parameter's and input's gradient.
+"""Every combination of the layers' options, on real processes, against the unsharded layers: outputs, every
+parameter's and input's gradient.
 
-The whole grid runs in one process group for each number of ranks. What a rank holds is put together again with the collectives of
-``torch.distributed`` itself, and the unsharded rival is made of ``torch.nn`` alone.
+The whole grid runs in one process group for each number of ranks. What a rank holds is put together again
+with the collectives of ``torch.distributed`` itself, and the unsharded rival is made of ``torch.nn`` alone.
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ SEQUENCE, BATCH, WIDTH = 8, 3, 8
 
 @dataclass(frozen=True)
 class Case:
-    """One cell of the grid: a column-parallel layer, GELU, a row-parallel layer, perhaps a norm before and a dropped part."""
+    """One cell of the grid: a column-parallel layer, GELU, a row-parallel layer, perhaps a norm before and a
+    dropped part.
+    """
 
     dtype: torch.dtype
     bias: bool = True
@@ -51,18 +54,40 @@ def grid() -> list[Case]:
     """Several hundred cells."""
     cells: list[Case] = []
     for dtype in TOLERANCE:
-        for bias, sequence, stride, skip in itertools.product((True, False), (None, 0, 1), (1, 2), (False, True)):
+        for bias, sequence, stride, skip in itertools.product(
+            (True, False), (None, 0, 1), (1, 2), (False, True)
+        ):
             cells.append(Case(dtype, bias, sequence, stride, skip))
-        for sequence, frozen, grad in itertools.product((None, 0, 1), ("", "up", "down", "both"), (True, False)):
+        for sequence, frozen, grad in itertools.product(
+            (None, 0, 1), ("", "up", "down", "both"), (True, False)
+        ):
             if frozen != "both" or grad:
                 cells.append(Case(dtype, sequence=sequence, frozen=frozen, input_grad=grad))
-        for sequence, norm, siblings in itertools.product((None, 0, 1), ("layer", "rms", "layer without shift"), (1, 3)):
+        for sequence, norm, siblings in itertools.product(
+            (None, 0, 1), ("layer", "rms", "layer without shift"), (1, 3)
+        ):
             cells.append(Case(dtype, sequence=sequence, norm=norm, siblings=siblings))
-        for bias, hidden, sequence, skip in itertools.product((True, False), (10, 13, 3), (None, 0, 1), (False, True)):
+        for bias, hidden, sequence, skip in itertools.product(
+            (True, False), (10, 13, 3), (None, 0, 1), (False, True)
+        ):
             cells.append(Case(dtype, bias, sequence, 1, skip, hidden, pad=True))
-        for bias, skip, hidden, parallel in itertools.product((True, False), (False, True), (16, 13), (False, True)):
+        for bias, skip, hidden, parallel in itertools.product(
+            (True, False), (False, True), (16, 13), (False, True)
+        ):
             if not parallel:
-                cells.append(Case(dtype, bias, None, 1, skip, hidden, pad=hidden == 13, gather_output=True, input_is_parallel=False))
+                cells.append(
+                    Case(
+                        dtype,
+                        bias,
+                        None,
+                        1,
+                        skip,
+                        hidden,
+                        pad=hidden == 13,
+                        gather_output=True,
+                        input_is_parallel=False,
+                    )
+                )
         for skip, master in itertools.product((False, True), (False, True)):
             cells.append(Case(dtype, skip, None, 1, skip, reduce_output=False, master=master))
         for sequence, batch in itertools.product((0, 1), (1, 2)):
@@ -81,7 +106,9 @@ class Whole(nn.Module):
             self.norm = nn.RMSNorm(WIDTH, eps=1e-6, dtype=case.dtype)
         elif case.norm:
             self.norm = nn.LayerNorm(WIDTH, bias="without" not in case.norm, dtype=case.dtype)
-        self.ups = nn.ModuleList(nn.Linear(WIDTH, case.hidden, case.bias, dtype=torch.float64) for _ in range(case.siblings))
+        self.ups = nn.ModuleList(
+            nn.Linear(WIDTH, case.hidden, case.bias, dtype=torch.float64) for _ in range(case.siblings)
+        )
         self.down = nn.Linear(case.hidden, WIDTH, case.bias, dtype=torch.float64)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -97,7 +124,12 @@ class Shared(nn.Module):
         super().__init__()
         self.case = case
         sp: dict[str, Any] = {"sequence_parallel_enabled": case.sequence is not None}
-        both: dict[str, Any] = {**sp, "sequence_dimension": case.sequence, "dtype": case.dtype, "pad": case.pad}
+        both: dict[str, Any] = {
+            **sp,
+            "sequence_dimension": case.sequence,
+            "dtype": case.dtype,
+            "pad": case.pad,
+        }
         both |= {"stride": case.stride, "skip_bias_add": case.skip_bias_add}
         self.norm = nn.Identity()
         if case.norm == "rms":
@@ -105,7 +137,9 @@ class Shared(nn.Module):
         elif case.norm:
             self.norm = lp.LayerNorm(WIDTH, bias="without" not in case.norm, dtype=case.dtype, **sp)
         self.ups = nn.ModuleList(
-            lp.ColumnParallelLinear(WIDTH, case.hidden, case.bias, case.gather_output, keep_master_weight=case.master, **both)
+            lp.ColumnParallelLinear(
+                WIDTH, case.hidden, case.bias, case.gather_output, keep_master_weight=case.master, **both
+            )
             for _ in range(case.siblings)
         )
         self.down = lp.RowParallelLinear(
@@ -118,7 +152,9 @@ class Shared(nn.Module):
             x = lp.scatter_to_sequence_parallel_region(x, case.sequence)
         x = self.norm(x)
         ups = lp.column_parallel(x, list(self.ups)) if case.siblings > 1 else (self.ups[0](x),)  # pyright: ignore
-        hidden = torch.stack([F.gelu(u[0] if u[1] is None else u[0] + u[1]) if case.skip_bias_add else F.gelu(u) for u in ups]).prod(0)
+        hidden = torch.stack(
+            [F.gelu(u[0] if u[1] is None else u[0] + u[1]) if case.skip_bias_add else F.gelu(u) for u in ups]
+        ).prod(0)
         out = self.down(hidden)
         bias = None
         if case.skip_bias_add:
@@ -133,23 +169,33 @@ class Shared(nn.Module):
 
 
 def gathered(module: lp.layers.ParallelModule, name: str, tensor: Tensor) -> Tensor:  # pyright: ignore
-    """The whole of a parameter or of its gradient, from every rank's part, with ``torch.distributed`` alone."""
+    """The whole of a parameter or of its gradient, from every rank's part, with ``torch.distributed``
+    alone.
+    """
     where = module.partitions[name]
     if where.dimension is None or dist.get_world_size() == 1:
         return tensor.detach().clone()
-    parts = [torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())]
+    parts = [
+        torch.empty_like(tensor, memory_format=torch.contiguous_format) for _ in range(dist.get_world_size())
+    ]
     dist.all_gather(parts, tensor.detach().contiguous())
     length, t = where.shape[where.dimension], dist.get_world_size()
     cut = [part.chunk(where.stride, where.dimension) for part in parts]
-    whole = torch.cat([cut[rank][block] for block in range(where.stride) for rank in range(t)], where.dimension)
-    assert whole.narrow(where.dimension, length, whole.shape[where.dimension] - length).abs().sum() == 0, "padding was trained"
+    whole = torch.cat(
+        [cut[rank][block] for block in range(where.stride) for rank in range(t)], where.dimension
+    )
+    assert whole.narrow(where.dimension, length, whole.shape[where.dimension] - length).abs().sum() == 0, (
+        "padding was trained"
+    )
     return whole.narrow(where.dimension, 0, length)
 
 
 def pairs(shared: Shared, whole: Whole) -> Iterator[tuple[str, Any, str, nn.Parameter]]:
     """Each parameter of the parallel model with its rival."""
     modules: list[tuple[Any, Any, str]] = [(shared.down, whole.down, "down")]
-    modules += [(up, rival, f"up {k}") for k, (up, rival) in enumerate(zip(shared.ups, whole.ups, strict=True))]
+    modules += [
+        (up, rival, f"up {k}") for k, (up, rival) in enumerate(zip(shared.ups, whole.ups, strict=True))
+    ]
     if shared.case.norm:
         modules.append((shared.norm, whole.norm, "norm"))
     for module, rival, label in modules:
@@ -163,7 +209,8 @@ def distance(a: Tensor, b: Tensor) -> float:
 
 
 def check(case: Case) -> list[str]:
-    torch.default_generator.manual_seed(0)  # the layers are on the CPU: of every cell, seeding all devices took a tenth
+    # the layers are on the CPU: of every cell, seeding all devices took a tenth
+    torch.default_generator.manual_seed(0)
     shared = Shared(case)
     whole = Whole(case)
     faults: list[str] = []
@@ -191,7 +238,11 @@ def check(case: Case) -> list[str]:
     def compare(label: str, a: Tensor | None, b: Tensor | None) -> None:
         if (a is None) != (b is None):
             faults.append(f"{label}: {'no' if a is None else 'a'} gradient")
-        elif a is not None and b is not None and (a.dtype is not b.dtype or a.shape != b.shape or not distance(a, b) <= tolerance):
+        elif (
+            a is not None
+            and b is not None
+            and (a.dtype is not b.dtype or a.shape != b.shape or not distance(a, b) <= tolerance)
+        ):
             faults.append(f"{label}: {a.dtype} {tuple(a.shape)} {tuple(b.shape)} off by {distance(a, b):.1e}")
 
     compare("output", out.detach(), expected.detach())

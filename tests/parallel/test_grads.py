@@ -1,4 +1,6 @@
-"""The norm of gradients that ranks hold parts of, and clipping by it: what one process with the whole model has, by whomever it is taken."""
+"""The norm of gradients that ranks hold parts of, and clipping by it: what one process with the whole model
+has, by whomever it is taken.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,10 @@ def model_of(dp: int, tp: int) -> nn.Module:
 
 def optimizer_of(model: nn.Module, clip: str) -> torch.optim.Optimizer:
     if clip.startswith("host"):
-        options: dict[str, Any] = {"link": ThrottledLink() if "link" in clip else None, "stream_gradients": "streamed" in clip}
+        options: dict[str, Any] = {
+            "link": ThrottledLink() if "link" in clip else None,
+            "stream_gradients": "streamed" in clip,
+        }
         return HostOptimizer(torch.optim.AdamW, model.parameters(), host_fraction=0.4, lr=1e-2, **options)
     return torch.optim.AdamW(model.parameters(), 1e-2)
 
@@ -83,7 +88,9 @@ def train(dp: int, tp: int, clip: str) -> tuple[list[tuple[float, float]], dict[
         if "streamed" not in clip:
             assert number(lp.get_grad_norm(model.parameters())) == pytest.approx(MOST, rel=1e-4)
         optimizer.step()
-    replicated = {n: p.detach() for n, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)}
+    replicated = {
+        n: p.detach() for n, p in model.named_parameters() if not getattr(p, "tensor_model_parallel", False)
+    }
     return found, {n: p.full_tensor() if hasattr(p, "full_tensor") else p for n, p in replicated.items()}
 
 
@@ -113,8 +120,14 @@ def norms(shared: bool) -> list[float]:
     gradients = [parameter.grad for parameter in model.parameters() if parameter.grad is not None]
     found: list[float] = []
     for order in ORDERS:
-        found += [number(lp.get_grad_norm(model.parameters(), order, foreach=foreach)) for foreach in (None, True, False)]
-        found += [number(nn.utils.get_total_norm(gradients, order, foreach=foreach)) for foreach in (None, True, False)]
+        found += [
+            number(lp.get_grad_norm(model.parameters(), order, foreach=foreach))
+            for foreach in (None, True, False)
+        ]
+        found += [
+            number(nn.utils.get_total_norm(gradients, order, foreach=foreach))
+            for foreach in (None, True, False)
+        ]
     for parameter in list(model.parameters())[::3]:
         parameter.grad = None
     found.append(number(lp.get_grad_norm(model.parameters())))
@@ -134,7 +147,10 @@ def refused() -> bool:
     optimizer = HostOptimizer(torch.optim.AdamW, model.parameters(), host_fraction=0.4)
     model(tokens(), tokens().roll(-1, 1)).loss.backward()
     for clip in CLIPS:
-        with pytest.raises(lp.ParallelError, match=r"allreduce_sequence_parallel_gradients.* lowtide\.parallel\.clip_grad_norm"):
+        with pytest.raises(
+            lp.ParallelError,
+            match=r"allreduce_sequence_parallel_gradients.* lowtide\.parallel\.clip_grad_norm",
+        ):
             CLIPS[clip](optimizer, model)
     lp.allreduce_sequence_parallel_gradients(model)
     next(model.parameters()).grad.fill_(math.nan)  # type: ignore[union-attr]
@@ -150,7 +166,9 @@ def test_partial_gradients_and_norms_that_are_not_finite_are_refused() -> None:
 
 
 def survives() -> bool:
-    """Copies of a model, unfrozen parameters and replaced ones are counted; gradients are plain tensors in everything else."""
+    """Copies of a model, unfrozen parameters and replaced ones are counted; gradients are plain tensors in
+    everything else.
+    """
     layer = lp.ColumnParallelLinear(4, 6, gather_output=False)
     twin = copy.deepcopy(layer)
     frozen = lp.ColumnParallelLinear(4, 6, gather_output=False).requires_grad_(False)
@@ -164,7 +182,11 @@ def survives() -> bool:
         assert torch.equal(norm, expected) and norm == lp.get_grad_norm(module.parameters())
         gradient: Any = module.weight.grad
         assert norm > gradient.detach().norm() == gradient.norm(), "a gradient's own norm() is this rank's"
-        assert type(gradient + 1) is Tensor and type(pickled(gradient)) is Tensor and torch.equal(pickled(gradient), gradient)
+        assert (
+            type(gradient + 1) is Tensor
+            and type(pickled(gradient)) is Tensor
+            and torch.equal(pickled(gradient), gradient)
+        )
         momentum = torch.optim.SGD(module.parameters(), 0.1, momentum=0.9)
         momentum.step()
         assert all(type(state["momentum_buffer"]) is Tensor for state in momentum.state.values())
@@ -207,7 +229,10 @@ def test_alone_it_is_torchs_own() -> None:
         for model in models:
             for parameter in model.parameters():
                 parameter.grad = torch.arange(parameter.numel(), dtype=dtype).view_as(parameter)
-        theirs, ours = nn.utils.clip_grad_norm_(models[0].parameters(), 1.0), lp.clip_grad_norm(models[1].parameters(), 1.0)
+        theirs, ours = (
+            nn.utils.clip_grad_norm_(models[0].parameters(), 1.0),
+            lp.clip_grad_norm(models[1].parameters(), 1.0),
+        )
         assert torch.equal(theirs, ours)
         for a, b in zip(models[0].parameters(), models[1].parameters(), strict=True):
             assert torch.equal(a.grad, b.grad)  # type: ignore[arg-type]

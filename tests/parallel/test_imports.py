@@ -5,7 +5,13 @@ from __future__ import annotations
 import subprocess
 import sys
 
-HEAVY = ("torch.distributed.checkpoint", "torch.distributed.tensor", "torch.distributed.fsdp", "torch.distributed.pipelining", "sympy")
+HEAVY = (
+    "torch.distributed.checkpoint",
+    "torch.distributed.tensor",
+    "torch.distributed.fsdp",
+    "torch.distributed.pipelining",
+    "sympy",
+)
 
 
 def test_what_takes_long_and_may_abort_processes_at_their_end_is_imported_late() -> None:

@@ -1,4 +1,6 @@
-"""The benchmark of the 22B model's layer runs, and what its layers keep is table 2 of arXiv 2205.05198 for a rank of eight."""
+"""The benchmark of the 22B model's layer runs, and what its layers keep is table 2 of arXiv 2205.05198 for a
+rank of eight.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ def test_what_each_layer_keeps_is_the_formula() -> None:
     assert rows["plain"]["extra"] == 0
 
 
-def test_a_run_for_the_smoke_writes_nothing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_run_for_the_smoke_writes_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     shapes: list[Shape] = []
 
     def rows(shape: Shape, device: str, seconds: float, least: int = 11) -> list[dict[str, str]]:

@@ -1,4 +1,6 @@
-"""Shared models under a budget: one plan for all ranks, recomputed collectives issued by all, the same gradients bit by bit."""
+"""Shared models under a budget: one plan for all ranks, recomputed collectives issued by all, the same
+gradients bit by bit.
+"""
 
 from __future__ import annotations
 
@@ -27,8 +29,16 @@ SCALARS = 256  # bytes that a trace does not show
 
 def make(family: str, sequence_parallel: bool, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    changes = {"vocabulary": 64, "layers": LAYERS, "dropout": 0.1 if family == "gpt" else 0.0, "fused_attention": False, **changes}
-    return (GPT if family == "gpt" else Llama)(preset(f"{family}-nano", **changes), dist.group.WORLD, sequence_parallel)
+    changes = {
+        "vocabulary": 64,
+        "layers": LAYERS,
+        "dropout": 0.1 if family == "gpt" else 0.0,
+        "fused_attention": False,
+        **changes,
+    }
+    return (GPT if family == "gpt" else Llama)(
+        preset(f"{family}-nano", **changes), dist.group.WORLD, sequence_parallel
+    )
 
 
 def tokens() -> Tensor:
@@ -58,9 +68,11 @@ def equal(a: list[Tensor], b: list[Tensor]) -> bool:
 
 
 def excess(handle: Any, model: nn.Module) -> int:
-    """Bytes of a planned step that the plan does not know of; Gloo's threads may hold some a little longer, so the least of a few steps.
+    """Bytes of a planned step that the plan does not know of; Gloo's threads may hold some a little longer,
+    so the least of a few steps.
 
-    Some plans are predicted up to 1.5 % above what is read, the same in every step; why is not known yet. So a step may read less, by 3 % at most.
+    Some plans are predicted up to 1.5 % above what is read, the same in every step; why is not known yet. So
+    a step may read less, by 3 % at most.
     """
     foreseen = handle.plan.predicted_peak_bytes - handle.graph.resident_bytes
     inputs = tokens(), tokens()  # resident in the plan: they stand before the step, and its caller holds them
@@ -72,36 +84,51 @@ def excess(handle: Any, model: nn.Module) -> int:
             model.zero_grad()
             with peak("cpu") as seen:
                 model(*inputs).loss.backward()
-            assert foreseen - seen.peak_bytes <= 0.03 * handle.plan.predicted_peak_bytes or handle.plan.budget_bytes is None
+            assert (
+                foreseen - seen.peak_bytes <= 0.03 * handle.plan.predicted_peak_bytes
+                or handle.plan.budget_bytes is None
+            )
             least = min(least, max(0, seen.peak_bytes - foreseen))
             if step and not any_rank(least > SCALARS, dist.group.WORLD):
                 break
     return least
 
 
-def limited(family: str, sequence_parallel: bool, budgets: list[Any]) -> list[tuple[bool, str, list[str], list[str], int, int]]:
-    """For each budget: same bits, the plan, collectives in a plain backward and in a limited one, layers that save what they gathered, and
-    the bytes that the plan does not know of."""
+def limited(
+    family: str, sequence_parallel: bool, budgets: list[Any]
+) -> list[tuple[bool, str, list[str], list[str], int, int]]:
+    """For each budget: same bits, the plan, collectives in a plain backward and in a limited one, layers that
+    save what they gathered, and the bytes that the plan does not know of."""
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
     expected, plain = train(make(family, sequence_parallel))
     found = []
     for budget in budgets:
         model = make(family, sequence_parallel)
         own = budget[dist.get_rank()] if isinstance(budget, tuple) else budget
-        handle = lowtide.limit_memory(model, own) if own != "full" else lowtide.limit_memory(model, policy="full")
+        handle = (
+            lowtide.limit_memory(model, own) if own != "full" else lowtide.limit_memory(model, policy="full")
+        )
         result, seen = train(model)
         assert handle.plan is not None and handle.graph is not None
         if handle.plan.budget_bytes is not None:
             assert handle.plan.predicted_peak_bytes <= handle.plan.budget_bytes
         claims = len(handle.graph.claims)
         unknown = excess(handle, model) if sequence_parallel else 0
-        found.append((equal(expected, result), str(handle.plan.program), plain[-1], seen[-1], claims, unknown))
+        found.append(
+            (equal(expected, result), str(handle.plan.program), plain[-1], seen[-1], claims, unknown)
+        )
     return found
 
 
 @pytest.mark.parametrize(
     ("family", "sequence_parallel"),
-    [("gpt", True), *(pytest.param(*case, marks=pytest.mark.slow) for case in (("gpt", False), ("llama", True), ("llama", False)))],
+    [
+        ("gpt", True),
+        *(
+            pytest.param(*case, marks=pytest.mark.slow)
+            for case in (("gpt", False), ("llama", True), ("llama", False))
+        ),
+    ],
 )
 def test_one_plan_and_the_same_bits(family: str, sequence_parallel: bool) -> None:
     budgets = ["full", "70%", ("90%", "65%")]
@@ -111,13 +138,15 @@ def test_one_plan_and_the_same_bits(family: str, sequence_parallel: bool) -> Non
         assert first[1] == second[1], f"{budget}: the ranks follow different plans"
         assert first[3] == second[3], f"{budget}: the ranks issue different collectives"
         assert first[4] == second[4]
-        assert not meter.available() or max(first[5], second[5]) <= SCALARS, f"{budget}: the meter reads other bytes than were planned"
+        assert not meter.available() or max(first[5], second[5]) <= SCALARS, (
+            f"{budget}: the meter reads other bytes than were planned"
+        )
     _, _, plain, full, claims, _ = results[0][0]
     if not sequence_parallel:
         assert len(full) > len(plain), "under full recomputation a collective runs again"
         return
-    # a gather that is run again serves the products behind it and the weight's gradient; the first pair's reduce-scatter is read by the second
-    # norm, and each is read by its dropout, whose mask is drawn over it
+    # a gather that is run again serves the products behind it and the weight's gradient; the first pair's
+    # reduce-scatter is read by the second norm, and each is read by its dropout, whose mask is drawn over it
     assert claims == 2 * LAYERS
     assert full.count("AG") == plain.count("AG"), "nothing is gathered twice in backward"
     assert full.count("RS") - plain.count("RS") == (2 if family == "gpt" else 1) * LAYERS
@@ -137,8 +166,8 @@ def test_a_budget_that_one_rank_cannot_meet_is_refused_by_all() -> None:
 
 
 def different_programs() -> tuple[bool, list[str]]:
-    """The vocabulary is padded on the last rank only, which makes its program another one: each plans alone, and keeps collectives in every
-    step after the one that is looked at, whose collectives are returned."""
+    """The vocabulary is padded on the last rank only, which makes its program another one: each plans alone,
+    and keeps collectives in every step after the one that is looked at, whose collectives are returned."""
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
     expected, plain = train(make("gpt", True, vocabulary=65))
     model = make("gpt", True, vocabulary=65)

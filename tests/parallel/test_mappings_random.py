@@ -1,4 +1,6 @@
-"""Mappings and their conjugates, random streams, the guard of partial gradients, and what the layers refuse, on two real processes."""
+"""Mappings and their conjugates, random streams, the guard of partial gradients, and what the layers refuse,
+on two real processes.
+"""
 
 from __future__ import annotations
 
@@ -28,18 +30,28 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def conjugates() -> list[str]:
-    """A linear map A and the map B that its backward applies are conjugates: <A x, y> = <x, B y> over all ranks."""
+    """A linear map A and the map B that its backward applies are conjugates: <A x, y> = <x, B y> over all
+    ranks.
+    """
     rank, faults = dist.get_rank(), []
     generator = torch.Generator().manual_seed(rank)
-    maps: dict[str, Any] = {"scatter": lp.scatter_to_tensor_model_parallel_region, "gather": lp.gather_from_tensor_model_parallel_region}
+    maps: dict[str, Any] = {
+        "scatter": lp.scatter_to_tensor_model_parallel_region,
+        "gather": lp.gather_from_tensor_model_parallel_region,
+    }
     for dimension in (0, 1):
-        maps[f"reduce-scatter {dimension}"] = lambda x, d=dimension: lp.reduce_scatter_to_sequence_parallel_region(x, d)
-        maps[f"gather to model {dimension}"] = lambda x, d=dimension: lp.gather_from_sequence_parallel_region(x, d)
+        maps[f"reduce-scatter {dimension}"] = lambda x, d=dimension: (
+            lp.reduce_scatter_to_sequence_parallel_region(x, d)
+        )
+        maps[f"gather to model {dimension}"] = lambda x, d=dimension: lp.gather_from_sequence_parallel_region(
+            x, d
+        )
     for name, function in maps.items():
         x = torch.randn(4, 6, 8, generator=generator, dtype=torch.float64, requires_grad=True)
         out = function(x)
         y = torch.randn(out.shape, generator=generator, dtype=torch.float64)
-        replicated = name == "gather"  # its input is shared out and its output the same everywhere, so is the output's gradient
+        # its input is shared out and its output the same everywhere, so is the output's gradient
+        replicated = name == "gather"
         if name == "scatter":
             dist.broadcast(x.data, 0)
             out = function(x)
@@ -63,19 +75,27 @@ def values() -> bool:
     before = x.detach().clone()
     assert torch.equal(lp.copy_to_tensor_model_parallel_region(x), x)
     assert torch.equal(lp.scatter_to_tensor_model_parallel_region(x), x[:, 2 * rank : 2 * rank + 2])
-    assert torch.equal(lp.gather_from_tensor_model_parallel_region(lp.scatter_to_tensor_model_parallel_region(x)), x)
+    assert torch.equal(
+        lp.gather_from_tensor_model_parallel_region(lp.scatter_to_tensor_model_parallel_region(x)), x
+    )
     assert torch.equal(lp.reduce_from_tensor_model_parallel_region(x), 2 * x)
     for dimension in (0, 1):
         piece = x.narrow(dimension, 2 * rank, 2)
         assert torch.equal(lp.scatter_to_sequence_parallel_region(x, dimension), piece)
         assert torch.equal(lp.reduce_scatter_to_sequence_parallel_region(x, dimension), 2 * piece)
-        back = lp.gather_from_sequence_parallel_region(lp.scatter_to_sequence_parallel_region(x, dimension), dimension)
+        back = lp.gather_from_sequence_parallel_region(
+            lp.scatter_to_sequence_parallel_region(x, dimension), dimension
+        )
         assert torch.equal(back, x)
     lp.copy_to_tensor_model_parallel_region(x).sum().backward()
-    assert torch.equal(x.grad, torch.full((4, 4), 2.0)) and torch.equal(x.detach(), before), "the argument was written"  # type: ignore[arg-type]
+    assert torch.equal(x.grad, torch.full((4, 4), 2.0)) and torch.equal(x.detach(), before), (
+        "the argument was written"
+    )  # type: ignore[arg-type]
     # sums in a wider dtype: 256 + 1 rounds away in bfloat16, twice over
     wide = torch.tensor([256.0, 1.0][rank]).to(torch.bfloat16).expand(2).contiguous()
-    assert lp.reduce_from_tensor_model_parallel_region(wide, reduce_dtype=torch.float32).dtype is torch.bfloat16
+    assert (
+        lp.reduce_from_tensor_model_parallel_region(wide, reduce_dtype=torch.float32).dtype is torch.bfloat16
+    )
     with pytest.raises(lp.ParallelError, match=r"length 3 .*2 ranks: pad it by 1 to 4"):
         lp.scatter_to_sequence_parallel_region(torch.zeros(3, 2))
     with pytest.raises(lp.ParallelError, match="sequence_dimension=2"):
@@ -89,7 +109,9 @@ def test_mappings() -> None:
 
 
 def streams() -> tuple[Tensor, Tensor, Tensor, bool]:
-    """A shared draw, an own draw, a shared draw after it, and whether recomputation finds both streams again."""
+    """A shared draw, an own draw, a shared draw after it, and whether recomputation finds both streams
+    again.
+    """
     tracker = lp.RandomTracker()
     torch.manual_seed(100 + dist.get_rank())
     tracker.synchronize()
@@ -143,7 +165,9 @@ def sequence_model() -> nn.Sequential:
 
 
 def batch() -> Tensor:
-    return lp.scatter_to_sequence_parallel_region(torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(2)))
+    return lp.scatter_to_sequence_parallel_region(
+        torch.randn(4, 2, 8, generator=torch.Generator().manual_seed(2))
+    )
 
 
 def guard() -> bool:
@@ -155,9 +179,9 @@ def guard() -> bool:
     before = copy.deepcopy(model.state_dict())
     with pytest.raises(lp.ParallelError, match=forgotten):
         optimizer.step()
-    assert all(torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)), (
-        "a refused step moved a weight"
-    )
+    assert all(
+        torch.equal(a, b) for a, b in zip(before.values(), model.state_dict().values(), strict=True)
+    ), "a refused step moved a weight"
     assert lp.allreduce_sequence_parallel_gradients(optimizer) == 3
     assert lp.allreduce_sequence_parallel_gradients(optimizer) == 0, "a second call sums nothing twice"
     optimizer.step()
@@ -225,7 +249,9 @@ def buffers() -> tuple[int, int, bool]:
                 self.bytes.append(args[0].nbytes)
             return func(*args, **(kwargs or {}))
 
-    parameters = [nn.Parameter(torch.zeros(n)) for n in (5, 1, 300, 64, 7)] + [nn.Parameter(torch.zeros(6, 9).t())]
+    parameters = [nn.Parameter(torch.zeros(n)) for n in (5, 1, 300, 64, 7)] + [
+        nn.Parameter(torch.zeros(6, 9).t())
+    ]
     for number, parameter in enumerate(parameters):
         lp.mark_partial_gradient(parameter)
         (parameter * (number + 1) * (dist.get_rank() + 1)).sum().backward()
@@ -305,7 +331,9 @@ def initial(size_only: bool = False) -> dict[str, Tensor]:
             at = 0
             for start, stop in where.slices():
                 dimension = where.dimension or 0
-                full.narrow(dimension, start, stop - start).copy_(parameter.detach().narrow(dimension, at, stop - start))
+                full.narrow(dimension, start, stop - start).copy_(
+                    parameter.detach().narrow(dimension, at, stop - start)
+                )
                 at += stop - start
             if where.dimension is not None and dist.get_world_size() > 1:
                 dist.all_reduce(full)
@@ -317,7 +345,9 @@ def test_the_same_initial_weights_at_every_size() -> None:
     (alone,) = on_ranks(1, initial)
     torch.manual_seed(7)
     column, row = nn.Linear(8, 12), nn.Linear(12, 8)
-    assert torch.equal(alone["column.weight"], column.weight) and torch.equal(alone["column.bias"], column.bias)
+    assert torch.equal(alone["column.weight"], column.weight) and torch.equal(
+        alone["column.bias"], column.bias
+    )
     assert torch.equal(alone["row.weight"], row.weight) and torch.equal(alone["row.bias"], row.bias)
     assert not alone["table.weight"][0].any() and alone["table.weight"][1:].all()
     for size in (2, 4):

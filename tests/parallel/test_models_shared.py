@@ -1,4 +1,6 @@
-"""GPT and Llama shared by 1, 2 and 4 processes: logits, loss and every gradient of the model that one process has."""
+"""GPT and Llama shared by 1, 2 and 4 processes: logits, loss and every gradient of the model that one process
+has.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,9 @@ def whole(model: nn.Module, name: str, tensor: Tensor) -> Tensor:
         return tensor
     full, at = tensor.new_zeros(where.shape), 0
     for start, stop in where.slices():
-        full.narrow(where.dimension, start, stop - start).copy_(tensor.narrow(where.dimension, at, stop - start))
+        full.narrow(where.dimension, start, stop - start).copy_(
+            tensor.narrow(where.dimension, at, stop - start)
+        )
         at += stop - start
     dist.all_reduce(full)
     return full
@@ -108,7 +112,9 @@ def all_models() -> list[str]:
                     changes = {**changes, "tied": False}
                 for scope in (False, True) if not changes else (False,):
                     label = f"{family} sequence_parallel={sequence_parallel} {changes} scope={scope}"
-                    faults += [f"{label}: {fault}" for fault in compare(family, sequence_parallel, changes, scope)]
+                    faults += [
+                        f"{label}: {fault}" for fault in compare(family, sequence_parallel, changes, scope)
+                    ]
     return faults
 
 

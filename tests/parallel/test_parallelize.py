@@ -19,12 +19,17 @@ from lowtide import parallel as lp
 transformers = pytest.importorskip("transformers")
 pytestmark = needs_gloo
 SMALL: dict[str, Any] = {
-    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 67,
-    "max_position_embeddings": 64, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0, "pad_token_id": None,
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 67,
+    "max_position_embeddings": 64, "use_cache": False, "bos_token_id": 0, "eos_token_id": 0,
+    "pad_token_id": None,
 }  # fmt: skip
 KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "llama": ("llama", {"num_key_value_heads": 2}),
-    "llama tied": ("llama", {"num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True}),
+    "llama tied": (
+        "llama",
+        {"num_key_value_heads": 2, "tie_word_embeddings": True, "attention_bias": True, "mlp_bias": True},
+    ),
     "gpt_neox": ("gpt_neox", {}),
     "gpt_neox serial": ("gpt_neox", {"use_parallel_residual": False, "tie_word_embeddings": True}),
     "qwen2": ("qwen2", {"num_key_value_heads": 2, "tie_word_embeddings": True}),
@@ -73,7 +78,9 @@ def losses(kinds: list[str], sequence_parallel: bool) -> list[str]:
         alone = make(kind)
         shared = lp.parallelize(copy.deepcopy(alone), dist.group.WORLD, sequence_parallel)
         expected, found = train(alone), train(shared)
-        assert expected[0] - expected[-1] > 0.05, f"{kind}: the model does not learn, so the losses say little"
+        assert expected[0] - expected[-1] > 0.05, (
+            f"{kind}: the model does not learn, so the losses say little"
+        )
         worst = max(abs(a - b) for a, b in zip(expected, found, strict=True))
         if worst > 1e-6:  # the loss is made in float32
             faults.append(f"{kind}: losses differ by {worst}: {expected} {found}")
@@ -94,8 +101,8 @@ def test_fewer_key_value_heads_than_ranks() -> None:
 
 
 def counted() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
-    """Collectives that one more layer adds to forward and backward; and those that full recomputation adds to the backward of two layers, in
-    the third step, which follows its plan's script."""
+    """Collectives that one more layer adds to forward and backward; and those that full recomputation adds to
+    the backward of two layers, in the third step, which follows its plan's script."""
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
     found = []
     for depth, policy in ((1, ""), (2, ""), (2, "full")):
@@ -118,8 +125,9 @@ def counted() -> tuple[dict[str, int], dict[str, int], dict[str, int]]:
 
 
 def test_one_transfer_a_region() -> None:
-    """q, k and v share a gather, and so do gate and up: two gathers and two reduce-scatters a layer, as in a model of our own. Under full
-    recomputation a gather serves the products and their weights' gradients; of the reduce-scatters only the first is read again."""
+    """q, k and v share a gather, and so do gate and up: two gathers and two reduce-scatters a layer, as in a
+    model of our own. Under full recomputation a gather serves the products and their weights' gradients; of
+    the reduce-scatters only the first is read again."""
     for forward, backward, full in on_ranks(2, counted):
         assert forward == {"AG": 2, "RS": 2, "AR": 0}
         assert backward == {"AG": 4, "RS": 2, "AR": 0}
@@ -151,7 +159,12 @@ def test_only_the_shard_is_saved() -> None:
 def refusals() -> bool:
     with pytest.raises(lp.ParallelError, match="4 attention heads do not divide among 3 ranks"):
         lp.parallelize(make("llama"), dist.group.WORLD)
-    odd: dict[str, Any] = {"num_attention_heads": 6, "hidden_size": 48, "head_dim": 8, "num_key_value_heads": 3}
+    odd: dict[str, Any] = {
+        "num_attention_heads": 6,
+        "hidden_size": 48,
+        "head_dim": 8,
+        "num_key_value_heads": 3,
+    }
     model = make("llama", **odd, intermediate_size=50)
     with pytest.raises(lp.ParallelError, match="output_size=50 does not divide"):
         lp.parallelize(model, dist.group.WORLD)
@@ -203,7 +216,9 @@ def own_plan() -> float:
     torch.manual_seed(0)
     alone = nn.ModuleDict({"layers": nn.ModuleList(Layer() for _ in range(3))})
     shared = copy.deepcopy(alone)
-    lp.parallelize(shared, dist.group.WORLD, True, plan={"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"})
+    lp.parallelize(
+        shared, dist.group.WORLD, True, plan={"layers.*.mlp.up": "colwise", "layers.*.mlp.down": "rowwise"}
+    )
     x, outs = torch.randn(2, 4, 8), []
     for model in (alone, shared):
         h = x
@@ -240,7 +255,9 @@ def forgetful() -> bool:
             found = model["layers"][0](torch.ones(2, 4, 8))
         assert torch.allclose(found, expected, atol=1e-6)
         texts = [str(warning.message) for warning in said if issubclass(warning.category, lp.ParallelWarning)]
-        assert bool(texts) == sequence_parallel and all("the whole sequence is saved" in text for text in texts)
+        assert bool(texts) == sequence_parallel and all(
+            "the whole sequence is saved" in text for text in texts
+        )
     return True
 
 

@@ -1,4 +1,6 @@
-"""Pipelines on real processes: losses and gradients of one process, memory of what is in flight, the window of appendix C."""
+"""Pipelines on real processes: losses and gradients of one process, memory of what is in flight, the window
+of appendix C.
+"""
 
 from __future__ import annotations
 
@@ -34,23 +36,37 @@ BATCH, SEQUENCE, VOCABULARY = 2, 16, 64
 
 def make(family: str, group: Any = None, sequence_parallel: bool = False, **changes: Any) -> nn.Module:
     torch.manual_seed(0)
-    changes = {"vocabulary": VOCABULARY, "layers": 8, "width": 32, "heads": 2, "hidden_width": 64, "tied": False, **changes}
+    changes = {
+        "vocabulary": VOCABULARY,
+        "layers": 8,
+        "width": 32,
+        "heads": 2,
+        "hidden_width": 64,
+        "tied": False,
+        **changes,
+    }
     changes.setdefault("key_value_heads", changes["heads"])
     return (GPT if family == "gpt" else Llama)(preset(f"{family}-nano", **changes), group, sequence_parallel)
 
 
 def data(micro_batches: int) -> tuple[Tensor, Tensor]:
-    tokens = torch.randint(VOCABULARY, (micro_batches * BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1))
+    tokens = torch.randint(
+        VOCABULARY, (micro_batches * BATCH, SEQUENCE), generator=torch.Generator().manual_seed(1)
+    )
     return tokens, tokens.roll(-1, 1)
 
 
-def pipeline(model: nn.Module, schedule: str, micro_batches: int, window: Window | None = None, group: Any = None) -> Pipeline:
+def pipeline(
+    model: nn.Module, schedule: str, micro_batches: int, window: Window | None = None, group: Any = None
+) -> Pipeline:
     kind = schedule_kind(schedule)
     ranks = dist.get_world_size() if group is None else group.size()
     rank = dist.get_rank() if group is None else group.rank()
     mine = stages_of(rank, ranks, kind)
     stages = cut(model, ranks * kind.stages, mine)
-    return Pipeline(stages, schedule, micro_batches, stage_input(model, BATCH, SEQUENCE), group, "cpu", window)
+    return Pipeline(
+        stages, schedule, micro_batches, stage_input(model, BATCH, SEQUENCE), group, "cpu", window
+    )
 
 
 @cache
@@ -63,11 +79,15 @@ def expected(family: str, micro_batches: int) -> tuple[float, dict[str, Tensor]]
         loss = model(one, other).loss / micro_batches
         loss.backward()
         total += loss.item()
-    return total, {name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None}
+    return total, {
+        name: parameter.grad for name, parameter in model.named_parameters() if parameter.grad is not None
+    }
 
 
 def schedules(cases: list[tuple[str, str, int, int | None]]) -> list[str]:
-    """Two steps of each schedule, the second from the same weights: loss and gradients against one process."""
+    """Two steps of each schedule, the second from the same weights: loss and gradients against one
+    process.
+    """
     faults = []
     for family, schedule, micro_batches, capacity in cases:
         label = f"{family} {schedule} {micro_batches} window={capacity}"
@@ -82,7 +102,9 @@ def schedules(cases: list[tuple[str, str, int, int | None]]) -> list[str]:
                 faults.append(f"{label}: loss {float(found)} for {loss}, step {turn}")
             for module in built.modules:
                 for name, parameter in module.model.named_parameters():
-                    if parameter.grad is None or not torch.allclose(parameter.grad, gradients[name], rtol=1e-4, atol=1e-6):
+                    if parameter.grad is None or not torch.allclose(
+                        parameter.grad, gradients[name], rtol=1e-4, atol=1e-6
+                    ):
                         faults.append(f"{label}: gradient of {name}, step {turn}")
         if built.window.whole:
             faults.append(f"{label}: micro-batches left in the window")
@@ -92,7 +114,12 @@ def schedules(cases: list[tuple[str, str, int, int | None]]) -> list[str]:
 def cases(ranks: int) -> list[tuple[str, str, int, int | None]]:
     """(family, schedule, micro-batches, window)."""
     if ranks == 4:
-        return [("gpt", "1f1b", 8, 1), ("gpt", "interleaved", 8, None), ("llama", "zero-bubble", 4, 1), ("gpt", "zbv", 8, 2)]
+        return [
+            ("gpt", "1f1b", 8, 1),
+            ("gpt", "interleaved", 8, None),
+            ("llama", "zero-bubble", 4, 1),
+            ("gpt", "zbv", 8, 2),
+        ]
     found: list[tuple[str, str, int, int | None]] = [("gpt", schedule, 4, None) for schedule in SCHEDULES]
     return found + [("llama", schedule, 4, 1) for schedule in SCHEDULES]
 
@@ -103,9 +130,17 @@ def test_schedules_give_the_losses_and_gradients_of_one_process(ranks: int) -> N
         assert not faults, "\n".join(faults[:20])
 
 
-# ---- memory ----------------------------------------------------------------------------------------------------------------------------
+# ---- memory --------------------------------------------------------------------------------------
 
-SHAPE = {"layers": 4, "width": 64, "heads": 4, "hidden_width": 256, "dropout": 0.1, "fused_attention": False, "positions": 64}
+SHAPE = {
+    "layers": 4,
+    "width": 64,
+    "heads": 4,
+    "hidden_width": 256,
+    "dropout": 0.1,
+    "fused_attention": False,
+    "positions": 64,
+}
 
 
 FEW_NUMBERS = 64
@@ -113,16 +148,20 @@ FEW_NUMBERS = 64
 
 
 def layer_bytes(width: int, heads: int, batch: int, sequence: int, element: int) -> int:
-    """Table 2 without parallelism, sbh (34 + 5as/h) at two bytes an element, for elements of any size; with the statistics of two norms."""
+    """Table 2 without parallelism, sbh (34 + 5as/h) at two bytes an element, for elements of any size; with
+    the statistics of two norms.
+    """
     tokens = sequence * batch
     core = heads * sequence * sequence * batch * (2 * element + 1)
     return tokens * width * (16 * element + 2) + core + 2 * 2 * tokens * element
 
 
 def in_flight(capacity: int | None, mesh: DeviceMesh | None = None) -> tuple[int, int, int, int]:
-    """Live bytes of the first stage when its first backward begins, above the standing ones: (measured, counted, in flight, one output).
+    """Live bytes of the first stage when its first backward begins, above the standing ones: (measured,
+    counted, in flight, one output).
 
-    With a mesh of ("pp", "tp") the stages are shared with sequence parallelism, and everything that is counted is a rank's part.
+    With a mesh of ("pp", "tp") the stages are shared with sequence parallelism, and everything that is
+    counted is a rank's part.
     """
     stages, sharing, group = dist.get_world_size(), 1, None
     if mesh is not None:
@@ -163,15 +202,18 @@ def first_stage() -> list[tuple[int, int, int, int]]:
 def test_the_first_stage_holds_what_table_2_says_for_its_layers_and_micro_batches(first_stage: Any) -> None:
     measured, each, count, output = first_stage[0]
     assert count == 4
-    # its layers, for every micro-batch in flight; the embedding's dropout mask; the gradient that has just come in.
-    # Appendix B: an output more for each micro-batch in flight would be 5 % of it
+    # its layers, for every micro-batch in flight; the embedding's dropout mask; the gradient that has just
+    # come in. Appendix B: an output more for each micro-batch in flight would be 5 % of it
     counted = count * (each + output // 4) + output
-    assert measured == pytest.approx(counted, rel=2e-3), f"{measured} bytes in flight, {counted} by the formula"
+    assert measured == pytest.approx(counted, rel=2e-3), (
+        f"{measured} bytes in flight, {counted} by the formula"
+    )
 
 
 def shared_in_flight() -> tuple[int, int, int, int]:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "tp"))
-    with meter.peak("cpu"), collectives_at_once():  # counting from the start, so that what is freed later is known
+    # counting from the start, so that what is freed later is known
+    with meter.peak("cpu"), collectives_at_once():
         return in_flight(None, mesh)
 
 
@@ -179,10 +221,13 @@ def test_a_first_stage_that_is_shared_holds_its_part_of_that() -> None:
     """sbhL (34 / t + 5as / ht): t = 2 ranks with sequence parallelism share each of p = 2 stages."""
     for measured, each, count, output in on_ranks(4, shared_in_flight)[:2]:
         assert count == 2
-        # tokens as the rank's rows of the table take them, which of them are its own, and the places: of each micro-batch in flight
+        # tokens as the rank's rows of the table take them, which of them are its own, and the places: of each
+        # micro-batch in flight
         looked_up = BATCH * SEQUENCE * (8 + 1) + SEQUENCE * 8
         counted = count * (each + output // 4 + looked_up) + output
-        assert measured == pytest.approx(counted, abs=FEW_NUMBERS), f"{measured} bytes in flight, {counted} by the formula"
+        assert measured == pytest.approx(counted, abs=FEW_NUMBERS), (
+            f"{measured} bytes in flight, {counted} by the formula"
+        )
 
 
 def test_the_window_keeps_some_whole_and_recomputes_the_rest(first_stage: Any) -> None:
@@ -204,7 +249,8 @@ def test_the_next_micro_batch_takes_a_place_that_backward_frees() -> None:
     found = on_ranks(4, windows)
     assert [each[0] for each in found] == [4, 3, 2, 1]
     assert [each[1] for each in found] == [2, 2, 2, 1]
-    # the last two stages never hold more than two, and recompute nothing; the first keeps the newest as places become free
+    # the last two stages never hold more than two, and recompute nothing; the first keeps the newest as
+    # places become free
     assert [each[3] for each in found][2:] == [0, 0]
     assert all(each[2] + each[3] == 8 for each in found)
     assert found[0][3] > 0 and found[0][2] > 2
@@ -215,7 +261,9 @@ def test_the_measured_micro_batch_is_the_formula() -> None:
     (stage,) = cut(model, 2, [0])
     tokens, _ = data(1)
     stage(tokens).sum().backward()
-    whole, recomputed = (measure_micro_batch(stage, lambda: tokens, None, flag, torch.device("cpu")) for flag in (True, False))
+    whole, recomputed = (
+        measure_micro_batch(stage, lambda: tokens, None, flag, torch.device("cpu")) for flag in (True, False)
+    )
     each, output = 2 * layer_bytes(64, 4, BATCH, SEQUENCE, 4), BATCH * SEQUENCE * 64 * 4
     assert whole.held_bytes == pytest.approx(each + output // 4, rel=2e-3)
     assert recomputed.held_bytes == pytest.approx(2 * output + output // 4, rel=0.05)
@@ -223,16 +271,31 @@ def test_the_measured_micro_batch_is_the_formula() -> None:
     for room in range(memory.peak_bytes(0), memory.peak_bytes(4) + 5000, 5000):
         capacity = memory.capacity(room)
         assert capacity is not None and memory.peak_bytes(capacity) <= room
-        assert capacity == 4 or memory.peak_bytes(capacity + 1) > room or memory.peak_bytes(capacity) == memory.peak_bytes(capacity + 1)
+        assert (
+            capacity == 4
+            or memory.peak_bytes(capacity + 1) > room
+            or memory.peak_bytes(capacity) == memory.peak_bytes(capacity + 1)
+        )
     assert memory.capacity(memory.peak_bytes(0) - 1) is None
 
 
-# ---- the trainer -------------------------------------------------------------------------------------------------------------------------
+# ---- the trainer ---------------------------------------------------------------------------------
 
 
 def options(text: Path, **changes: Any) -> TrainOptions:
-    small = {"model": "gpt-nano", "data": text, "steps": 3, "batch": 4, "seq": 32, "warmup": 1, "eval_every": 2, "eval_batches": 3}
-    return TrainOptions(**{**small, "grad_accum": 4, "budget": None, "policy": "keep_all", "compare": None, **changes})
+    small = {
+        "model": "gpt-nano",
+        "data": text,
+        "steps": 3,
+        "batch": 4,
+        "seq": 32,
+        "warmup": 1,
+        "eval_every": 2,
+        "eval_batches": 3,
+    }
+    return TrainOptions(
+        **{**small, "grad_accum": 4, "budget": None, "policy": "keep_all", "compare": None, **changes}
+    )
 
 
 def trail(result: TrainResult) -> list[float]:
@@ -249,10 +312,24 @@ def test_the_trainer_has_the_losses_of_one_process(text: Path) -> None:
     runs: list[dict[str, Any]] = [
         {"model": "gpt-nano", "tp": 2, "pp": 2},
         {"model": "llama-nano", "tp": 2, "pp": 2, "sequence_parallel": True, "policy": "full"},
-        {"model": "gpt-tiny", "dp": 2, "pp": 2, "budget": "90%", "policy": None, "seq": 64, "unfused_attention": True},
+        {
+            "model": "gpt-tiny",
+            "dp": 2,
+            "pp": 2,
+            "budget": "90%",
+            "policy": None,
+            "seq": 64,
+            "unfused_attention": True,
+        },
     ]
-    single = {case["model"]: {key: case[key] for key in ("seq", "unfused_attention") if key in case} for case in runs}
-    alone = {model: trail(train(options(text, model=model, compare=False, **changes))) for model, changes in single.items()}
+    single = {
+        case["model"]: {key: case[key] for key in ("seq", "unfused_attention") if key in case}
+        for case in runs
+    }
+    alone = {
+        model: trail(train(options(text, model=model, compare=False, **changes)))
+        for model, changes in single.items()
+    }
     for found in on_ranks(4, run, text, runs):
         for case, (losses, ranks) in zip(runs, found, strict=True):
             assert losses == pytest.approx(alone[case["model"]], rel=3e-5), case
@@ -260,7 +337,9 @@ def test_the_trainer_has_the_losses_of_one_process(text: Path) -> None:
                 for rank in ranks:
                     assert max(rank["step_peak_bytes"][1:]) <= rank["budget_bytes"], rank
                     assert rank["predicted_peak_bytes"] <= rank["budget_bytes"]
-                assert ranks[0]["recomputed"] > 0 and ranks[0]["window"] < ranks[0]["in_flight"] == 2, ranks[0]
+                assert ranks[0]["recomputed"] > 0 and ranks[0]["window"] < ranks[0]["in_flight"] == 2, ranks[
+                    0
+                ]
                 assert ranks[-1]["recomputed"] == 0
             if case.get("policy") == "full":
                 assert all(rank["most_whole"] == 0 for rank in ranks)
@@ -313,4 +392,7 @@ def too_few() -> str:
 
 def test_micro_batches_that_do_not_fill_a_schedule() -> None:
     for message in on_ranks(2, too_few):
-        assert "3 micro-batches do not fill the schedule 'interleaved' on 2 ranks: use a multiple of 2" in message
+        assert (
+            "3 micro-batches do not fill the schedule 'interleaved' on 2 ranks: use a multiple of 2"
+            in message
+        )

@@ -1,4 +1,6 @@
-"""What `lowtide.parallel.pipelining` leans on within PyTorch, each by name, so that a release that moves one fails here and says which."""
+"""What `lowtide.parallel.pipelining` leans on within PyTorch, each by name, so that a release that moves one
+fails here and says which.
+"""
 
 from __future__ import annotations
 
@@ -26,14 +28,26 @@ def parameters(function: Any) -> list[str]:
 def stage() -> list[str]:
     """The attributes that a stage does not have, and what is odd about what it receives into."""
     example = torch.empty(2, 3, device="meta").requires_grad_()
-    built = PipelineStage(nn.Linear(3, 3), dist.get_rank(), 2, torch.device("cpu"), input_args=example, output_args=example)
+    built = PipelineStage(
+        nn.Linear(3, 3), dist.get_rank(), 2, torch.device("cpu"), input_args=example, output_args=example
+    )
     missing = [name for name in USED if not hasattr(built, name)]
-    schedule = pipelining.Schedule1F1B(built, 2, loss_fn=lambda output, target: (output - target).sum(), scale_grads=False)
+    schedule = pipelining.Schedule1F1B(
+        built, 2, loss_fn=lambda output, target: (output - target).sum(), scale_grads=False
+    )
     x = torch.ones(4, 3)
-    schedule.step(*((x,) if dist.get_rank() == 0 else ()), **({"target": x} if dist.get_rank() else {}), return_outputs=False)
+    schedule.step(
+        *((x,) if dist.get_rank() == 0 else ()),
+        **({"target": x} if dist.get_rank() else {}),
+        return_outputs=False,
+    )
     infos = [*built.args_recv_info[0], *built.grad_recv_info.get(0, ())]
     received = [info for info in infos if not getattr(info, "is_root_arg", False) and hasattr(info, "buffer")]
-    if len(received) != 1 or not isinstance(received[0].buffer, torch.Tensor) or tuple(received[0].buffer.shape) != (2, 3):
+    if (
+        len(received) != 1
+        or not isinstance(received[0].buffer, torch.Tensor)
+        or tuple(received[0].buffer.shape) != (2, 3)
+    ):
         missing.append("_RecvInfo.buffer is the tensor received into")
     return missing
 
@@ -44,7 +58,13 @@ def test_a_stage_has_what_is_used() -> None:
 
 def test_methods_take_what_they_are_given() -> None:
     assert parameters(PipelineStage.forward_one_chunk)[:2] == ["self", "fwd_chunk_id"]
-    assert parameters(PipelineStage.backward_one_chunk) == ["self", "bwd_chunk_id", "loss", "full_backward", "last_backward"]
+    assert parameters(PipelineStage.backward_one_chunk) == [
+        "self",
+        "bwd_chunk_id",
+        "loss",
+        "full_backward",
+        "last_backward",
+    ]
     assert parameters(PipelineStage.backward_weight_one_chunk)[:2] == ["self", "bwd_chunk_id"]
     for name in ("get_fwd_recv_ops", "get_fwd_send_ops"):
         assert parameters(getattr(PipelineStage, name)) == ["self", "fwd_chunk_id"]

@@ -1,4 +1,5 @@
-"""Names, order and defaults of the layers' parameters are those that neuronx-distributed publishes, so that a call of its layers is one of ours.
+"""Names, order and defaults of the layers' parameters are those that neuronx-distributed publishes, so that a
+call of its layers is one of ours.
 
 What is for its hardware only (``use_spmd_rank``) is left out.
 """

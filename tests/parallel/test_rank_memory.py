@@ -1,6 +1,8 @@
-"""Whole steps on real processes, by every byte that is allocated: what the layers of a rank hold, and what one layer more adds to its peak.
+"""Whole steps on real processes, by every byte that is allocated: what the layers of a rank hold, and what
+one layer more adds to its peak.
 
-Both are table 2 of arXiv 2205.05198 at t = 1, 2 and 4. `test_table2` looks at one layer, and at the tensors that operations make.
+Both are table 2 of arXiv 2205.05198 at t = 1, 2 and 4. `test_table2` looks at one layer, and at the tensors
+that operations make.
 """
 
 from __future__ import annotations
@@ -19,15 +21,27 @@ from lowtide import meter
 from lowtide.models import preset
 from lowtide.models.gpt import GPT
 
-pytestmark = [needs_gloo, pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")]
+pytestmark = [
+    needs_gloo,
+    pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator"),
+]
 SIZES = (1, 2, 4)
 WIDTH, HEADS, SEQUENCE, BATCH, VOCABULARY = 32, 4, 32, 3, 16
 DEPTHS = (1, 2)
 NUMBER = 8
-"""Autograd keeps the factor of the scores, 1 / sqrt(head width), as a tensor of one double: memory that no operation's result shows."""
+"""Autograd keeps the factor of the scores, 1 / sqrt(head width), as a tensor of one double: memory that no
+operation's result shows.
+"""
 READINGS = 16
-"""At most so many. What Gloo's threads have not let go of yet counts on top, so the least of some readings is the step's own."""
-SHARED_INPUT = Row("full activation recomputation, sequence parallel", lambda t, core: 2 / t, sequence_parallel=True, recompute="full")
+"""At most so many. What Gloo's threads have not let go of yet counts on top, so the least of some readings is
+the step's own.
+"""
+SHARED_INPUT = Row(
+    "full activation recomputation, sequence parallel",
+    lambda t, core: 2 / t,
+    sequence_parallel=True,
+    recompute="full",
+)
 
 
 class Found(NamedTuple):
@@ -53,8 +67,16 @@ class Found(NamedTuple):
 def make(row: Row, layers: int) -> GPT:
     """A model on the whole world, of layers that run as the row says."""
     torch.manual_seed(0)
-    shape: dict[str, Any] = {"layers": layers, "width": WIDTH, "heads": HEADS, "hidden_width": 4 * WIDTH, "key_value_heads": HEADS}
-    config = preset("gpt-nano", **shape, vocabulary=VOCABULARY, positions=SEQUENCE, dropout=0.1, fused_attention=False)
+    shape: dict[str, Any] = {
+        "layers": layers,
+        "width": WIDTH,
+        "heads": HEADS,
+        "hidden_width": 4 * WIDTH,
+        "key_value_heads": HEADS,
+    }
+    config = preset(
+        "gpt-nano", **shape, vocabulary=VOCABULARY, positions=SEQUENCE, dropout=0.1, fused_attention=False
+    )
     group = dist.group.WORLD if dist.get_world_size() > 1 else None
     model = GPT(config, group, row.sequence_parallel and group is not None)
     for name, block in list(model.blocks.named_children()):
@@ -77,8 +99,8 @@ def layer_bytes(row: Row, t: int) -> float:
 
 
 def held_bytes(model: GPT) -> int:
-    """Of the layers, at the end of their forward. A layer's output is the next one's input: the first input was there before, and the last
-    output is there."""
+    """Of the layers, at the end of their forward. A layer's output is the next one's input: the first input
+    was there before, and the last output is there."""
     hidden = model.embed(tokens())
     with meter.peak("cpu") as seen:
         hidden = model.run_blocks(hidden)
@@ -99,7 +121,8 @@ def measured() -> dict[str, Found]:
     found: dict[str, Found] = {}
     t = dist.get_world_size()
     torch.set_default_dtype(torch.bfloat16)
-    with meter.peak("cpu"), collectives_at_once():  # counting from the start, so that what is freed later is known
+    # counting from the start, so that what is freed later is known
+    with meter.peak("cpu"), collectives_at_once():
         for row in (*ROWS, SHARED_INPUT):
             if row.one_rank and t > 1:
                 continue
@@ -126,7 +149,9 @@ def ranks() -> dict[int, list[dict[str, Found]]]:
 
 
 @pytest.mark.parametrize("size", SIZES)
-def test_saved_bytes_and_the_peak_of_a_layer_more_are_the_formula(ranks: dict[int, list[dict[str, Found]]], size: int) -> None:
+def test_saved_bytes_and_the_peak_of_a_layer_more_are_the_formula(
+    ranks: dict[int, list[dict[str, Found]]], size: int
+) -> None:
     for rank in ranks[size]:
         assert len(rank) == (7 if size == 1 else 6)
         wrong = {name: found for name, found in rank.items() if not found.as_the_formula_says()}
@@ -134,7 +159,9 @@ def test_saved_bytes_and_the_peak_of_a_layer_more_are_the_formula(ranks: dict[in
 
 
 def test_they_go_down_with_the_ranks(ranks: dict[int, list[dict[str, Found]]]) -> None:
-    """Under sequence parallelism all that a layer keeps is shared; without, what lies outside of the shared layers is not."""
+    """Under sequence parallelism all that a layer keeps is shared; without, what lies outside of the shared
+    layers is not.
+    """
     one, two, four = (ranks[size][0] for size in SIZES)
     for row in (*ROWS[1:], SHARED_INPUT):
         steps = [found[row.name].peaks[-1] for found in (one, two, four)]
@@ -145,6 +172,10 @@ def test_they_go_down_with_the_ranks(ranks: dict[int, list[dict[str, Found]]]) -
         else:
             outside = DEPTHS[-1] * SEQUENCE * BATCH * WIDTH * (2 if row.recompute == "full" else 10)
             outside += DEPTHS[-1] * statistics_bytes(SEQUENCE, BATCH, row, 1, 2)
-            assert [length - outside for length in layers[1:]] == [(layers[0] - outside) / t for t in SIZES[1:]], row.name
+            assert [length - outside for length in layers[1:]] == [
+                (layers[0] - outside) / t for t in SIZES[1:]
+            ], row.name
     for plain, shared in ((ROWS[1], ROWS[2]), (ROWS[3], ROWS[4]), (ROWS[5], SHARED_INPUT)):
-        assert all(found[shared.name].peaks[-1] < found[plain.name].peaks[-1] for found in (two, four)), shared.name
+        assert all(found[shared.name].peaks[-1] < found[plain.name].peaks[-1] for found in (two, four)), (
+            shared.name
+        )

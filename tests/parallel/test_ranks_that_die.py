@@ -1,4 +1,6 @@
-"""A rank that dies, fails or falls silent ends the run on all others within a minute, by name, and leaves the last checkpoint whole."""
+"""A rank that dies, fails or falls silent ends the run on all others within a minute, by name, and leaves the
+last checkpoint whole.
+"""
 
 from __future__ import annotations
 
@@ -36,8 +38,19 @@ MICRO_BATCHES = 3
 
 
 def options(text: Path, **changes: Any) -> TrainOptions:
-    small = {"model": "gpt-nano", "data": text, "steps": 4, "batch": 6, "seq": 16, "warmup": 1, "eval_every": 0, "eval_batches": 1}
-    return TrainOptions(**{**small, "budget": None, "policy": "keep_all", "compare": False, "dp": 3, **changes})
+    small = {
+        "model": "gpt-nano",
+        "data": text,
+        "steps": 4,
+        "batch": 6,
+        "seq": 16,
+        "warmup": 1,
+        "eval_every": 0,
+        "eval_batches": 1,
+    }
+    return TrainOptions(
+        **{**small, "budget": None, "policy": "keep_all", "compare": False, "dp": 3, **changes}
+    )
 
 
 def free_port() -> int:
@@ -46,9 +59,17 @@ def free_port() -> int:
         return found.getsockname()[1]
 
 
-def body(rank: int, size: int, port: int, asked: TrainOptions, harm: Callable[[int], None], folder: Path) -> None:
+def body(
+    rank: int, size: int, port: int, asked: TrainOptions, harm: Callable[[int], None], folder: Path
+) -> None:
     """One process of a run, as torchrun would start it."""
-    os.environ.update(RANK=str(rank), WORLD_SIZE=str(size), LOCAL_RANK=str(rank), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    os.environ.update(
+        RANK=str(rank),
+        WORLD_SIZE=str(size),
+        LOCAL_RANK=str(rank),
+        MASTER_ADDR="127.0.0.1",
+        MASTER_PORT=str(port),
+    )
     gc.freeze()  # the parent's objects: collecting them would copy the pages that the processes share
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
@@ -70,11 +91,15 @@ def body(rank: int, size: int, port: int, asked: TrainOptions, harm: Callable[[i
 def run(
     asked: TrainOptions, harm: Callable[[int], None], folder: Path, stays: int | None = None, size: int = 3
 ) -> tuple[dict[int, str], dict[int, int | None], float]:
-    """What each of the ranks said at last, its exit code, and how long it all took; ``stays`` is one that is not waited for."""
+    """What each of the ranks said at last, its exit code, and how long it all took; ``stays`` is one that is
+    not waited for.
+    """
     folder.mkdir(exist_ok=True)
     context = multiprocessing.get_context("fork")
     port = free_port()
-    processes = [context.Process(target=body, args=(rank, size, port, asked, harm, folder)) for rank in range(size)]
+    processes = [
+        context.Process(target=body, args=(rank, size, port, asked, harm, folder)) for rank in range(size)
+    ]
     began = time.monotonic()
     for process in processes:
         process.start()
@@ -90,7 +115,9 @@ def run(
     codes = {rank: process.exitcode for rank, process in enumerate(processes) if rank not in hanging}
     said = {}
     for rank in range(size):
-        words = [file.read_text() for name in ("message", "stderr") if (file := folder / f"{name}{rank}").exists()]
+        words = [
+            file.read_text() for name in ("message", "stderr") if (file := folder / f"{name}{rank}").exists()
+        ]
         said[rank] = "\n".join(words)
     return said, codes, seconds
 
@@ -139,7 +166,9 @@ def first_in_a_step(rank: int) -> None:
 
 
 def in_a_checkpoint(rank: int) -> None:
-    """Rank 0 (which writes for its data-parallel peers) dies with half of the second checkpoint's file written."""
+    """Rank 0 (which writes for its data-parallel peers) dies with half of the second checkpoint's file
+    written.
+    """
     write, count = checkpoint.write, iter(range(100))
 
     def dies(folder: Path, fill: Any, name: str = "") -> Any:
@@ -152,7 +181,9 @@ def in_a_checkpoint(rank: int) -> None:
 
 
 def in_a_reduce_scatter(rank: int) -> None:
-    """Rank 1 dies in the backward of its second step, where a column-parallel layer would send the input's gradient: the other waits for it."""
+    """Rank 1 dies in the backward of its second step, where a column-parallel layer would send the input's
+    gradient: the other waits for it.
+    """
     step, scatter, begun = WholeModel.step, linear.reduce_scatter, []
 
     def counted(self: Any, *args: Any) -> Any:
@@ -168,7 +199,9 @@ def in_a_reduce_scatter(rank: int) -> None:
 
 
 def between_stages(rank: int) -> None:
-    """Rank 1, the middle stage of three, dies in its second step with a micro-batch behind it and another before it."""
+    """Rank 1, the middle stage of three, dies in its second step with a micro-batch behind it and another
+    before it.
+    """
     forward, count = PipelineStage.forward_one_chunk, iter(range(100))
 
     def dies(*args: Any, **options: Any) -> Any:
@@ -232,7 +265,9 @@ def test_the_others_end_and_name_it(text: Path, tmp_path: Path, harm: Any, victi
     ],
     ids=["tensor", "pipeline"],
 )
-def test_the_others_end_wherever_they_wait_for_it(text: Path, tmp_path: Path, harm: Any, layout: dict[str, Any]) -> None:
+def test_the_others_end_wherever_they_wait_for_it(
+    text: Path, tmp_path: Path, harm: Any, layout: dict[str, Any]
+) -> None:
     """In a layer's collective, and in what stages send each other."""
     size = layout.get("tp", layout.get("pp"))
     said, codes, seconds = run(options(text, dp=1, **layout), harm, tmp_path / "run", size=size)
@@ -264,7 +299,7 @@ def test_a_checkpoint_that_is_not_finished_does_not_count(text: Path, tmp_path: 
     assert checkpoint.steps(folder) == [3, 4] and not list(folder.glob("*.tmp"))
 
 
-# ---- torchrun itself -------------------------------------------------------------------------------------------------------------------
+# ---- torchrun itself -----------------------------------------------------------------------------
 
 SCRIPT = """
 import os, signal, sys
@@ -283,7 +318,17 @@ cli.main()
 def torchrun(folder: Path, text: Path, **environment: str) -> subprocess.CompletedProcess[str]:
     script = folder / "script.py"
     script.write_text(SCRIPT)
-    line = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", str(free_port()), str(script), "train"]
+    line = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        str(free_port()),
+        str(script),
+        "train",
+    ]
     line += [
         "--model",
         "gpt-nano",
@@ -310,7 +355,10 @@ def test_torchrun(text: Path, tmp_path: Path) -> None:
     done = torchrun(tmp_path, text)
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "results.json").read_text())
-    assert len(found["losses"]) == 3 and [rank["name"] for rank in found["ranks"]] == ["rank 0 (tensor 0)", "rank 1 (tensor 1)"]
+    assert len(found["losses"]) == 3 and [rank["name"] for rank in found["ranks"]] == [
+        "rank 0 (tensor 0)",
+        "rank 1 (tensor 1)",
+    ]
     assert done.stdout.count("validation loss") >= 1
     alone = train(options(text, batch=4, seq=32, steps=3, dp=1, warmup=3))
     assert found["losses"] == pytest.approx(alone.losses, rel=2e-5)

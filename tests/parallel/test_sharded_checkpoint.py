@@ -1,4 +1,6 @@
-"""Checkpoints of FSDP2 outside a tensor-parallel group: saved at 2 x 2, loaded at other layouts, with the optimizer's state."""
+"""Checkpoints of FSDP2 outside a tensor-parallel group: saved at 2 x 2, loaded at other layouts, with the
+optimizer's state.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ def model_of(dp: int, tp: int, seed: int) -> nn.Module:
     if dp * tp == 1:
         return make("llama", None, False, hidden_width=92, tied=False, key_value_heads=2)
     mesh = init_device_mesh("cpu", (dp, tp), mesh_dim_names=("dp", "tp"))
-    model = make("llama", mesh["tp"] if tp > 1 else None, tp > 1, hidden_width=92, tied=False, key_value_heads=2)
+    model = make(
+        "llama", mesh["tp"] if tp > 1 else None, tp > 1, hidden_width=92, tied=False, key_value_heads=2
+    )
     if dp > 1:
         for block in model.blocks:  # type: ignore[union-attr]
             fully_shard(block, mesh=mesh["dp"])

@@ -1,4 +1,6 @@
-"""`lowtide train --shard-parameters`: FSDP2 outside the tensor group has the losses of one process, in less memory, and goes on elsewhere."""
+"""`lowtide train --shard-parameters`: FSDP2 outside the tensor group has the losses of one process, in less
+memory, and goes on elsewhere.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +21,10 @@ from lowtide.train.options import OptionError
 from lowtide.train.trainer import train
 
 pytestmark = needs_gloo
-HUGGING_FACE = "hf:llama:hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,vocab_size=256"
+HUGGING_FACE = (
+    "hf:llama:hidden_size=32,intermediate_size=64,"
+    "num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,vocab_size=256"
+)
 
 
 def runs(text: Path, cases: list[dict[str, Any]]) -> list[tuple[list[float], int]]:
@@ -45,13 +50,24 @@ def test_the_losses_are_those_of_one_process_and_of_ddp(text: Path) -> None:
         for case, (losses, _), expected in zip(cases, found, alone, strict=True):
             assert losses == pytest.approx(expected, rel=2e-5), case
         assert fsdp[0] == pytest.approx(ddp[0], rel=2e-5), "the same masks are drawn"
-        assert fsdp[1] < ddp[1] or not meter.available(), "half of parameters, gradients and optimizer state lie elsewhere"
+        assert fsdp[1] < ddp[1] or not meter.available(), (
+            "half of parameters, gradients and optimizer state lie elsewhere"
+        )
 
 
 def budgeted(text: Path) -> tuple[list[list[float]], list[list[dict[str, Any]]]]:
     """Losses and ranks with everything kept, and under 80 % of that."""
-    shape: dict[str, Any] = {"model": "gpt-tiny", "batch": 8, "seq": 64, "unfused_attention": True, "tp": 2, "dp": 2}
-    asked = options(text, shard_parameters=True, sequence_parallel=True, grad_accum=1, eval_every=0, compare=None, **shape)
+    shape: dict[str, Any] = {
+        "model": "gpt-tiny",
+        "batch": 8,
+        "seq": 64,
+        "unfused_attention": True,
+        "tp": 2,
+        "dp": 2,
+    }
+    asked = options(
+        text, shard_parameters=True, sequence_parallel=True, grad_accum=1, eval_every=0, compare=None, **shape
+    )
     with pytest.raises(BudgetError, match=r"the budget of 1\.0 MiB is too small: .*MiB") as error:
         train(dataclasses.replace(asked, policy=None, budget="1MiB"))
     assert error.value.smallest_bytes is not None and error.value.smallest_bytes > 2**20
@@ -72,7 +88,16 @@ def test_a_budget_chooses_how_many_blocks_are_recomputed(text: Path) -> None:
 
 def resumed(text: Path, folder: Path) -> tuple[list[float], list[float], list[float]]:
     """A whole run, and one in three parts: sharded, in another layout, sharded among more."""
-    asked = options(text, steps=6, checkpoint_dir=folder, tp=2, dp=2, sequence_parallel=True, shard_parameters=True, compare=False)
+    asked = options(
+        text,
+        steps=6,
+        checkpoint_dir=folder,
+        tp=2,
+        dp=2,
+        sequence_parallel=True,
+        shard_parameters=True,
+        compare=False,
+    )
     whole = train(dataclasses.replace(asked, checkpoint_dir=None, shard_parameters=False))
     first = train(dataclasses.replace(asked, stop_after=2))
     again = dataclasses.replace(asked, resume=True)
@@ -95,12 +120,17 @@ def test_what_does_not_go_together_says_what_to_do(text: Path) -> None:
     for changes, expected in [
         ({"dp": 1}, "--shard-parameters: .* pass --dp 2 or more"),
         ({"pp": 2, "grad_accum": 2}, "--shard-parameters: .* leave out --pp, or this"),
-        ({"policy": "sqrt"}, "--policy sqrt: with --shard-parameters a budget chooses how many blocks are recomputed"),
+        (
+            {"policy": "sqrt"},
+            "--policy sqrt: with --shard-parameters a budget chooses how many blocks are recomputed",
+        ),
         ({"policy": None}, "--shard-parameters: say what is to fit: pass --budget"),
         ({"compare": True}, "--compare: .* leave it out with --shard-parameters"),
         ({"optimizer_host_fraction": 0.5}, "--optimizer-host-fraction 0.5: it works with one process"),
     ]:
         with pytest.raises(OptionError, match=expected):
             options(text, **{"dp": 2, "shard_parameters": True, "compare": None, **changes})
-    with pytest.raises(OptionError, match=r"torchrun --nproc-per-node 2 -m lowtide train --dp 2 --shard-parameters"):
+    with pytest.raises(
+        OptionError, match=r"torchrun --nproc-per-node 2 -m lowtide train --dp 2 --shard-parameters"
+    ):
         train(options(text, dp=2, shard_parameters=True, compare=None))

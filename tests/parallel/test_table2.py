@@ -1,4 +1,6 @@
-"""Table 2 of arXiv 2205.05198, measured: what one layer keeps for backward, on fake tensors at the paper's sizes, and on real processes."""
+"""Table 2 of arXiv 2205.05198, measured: what one layer keeps for backward, on fake tensors at the paper's
+sizes, and on real processes.
+"""
 
 from __future__ import annotations
 
@@ -41,21 +43,31 @@ def fake_bytes(heads: int, width: int, batch: int, row: Row, size: int) -> int:
 
 
 def cells() -> list[tuple[str, Row, int]]:
-    return [(model, row, size) for model in MODELS for row in ROWS for size in SIZES if size == 1 or not row.one_rank]
+    return [
+        (model, row, size)
+        for model in MODELS
+        for row in ROWS
+        for size in SIZES
+        if size == 1 or not row.one_rank
+    ]
 
 
 def expected_bytes(model: str, row: Row, size: int) -> float:
-    """The formula, without the norms' statistics. Full recomputation keeps the layer's input, of which a rank has a piece under SP."""
+    """The formula, without the norms' statistics. Full recomputation keeps the layer's input, of which a rank
+    has a piece under SP.
+    """
     heads, width, batch = MODELS[model]
     return SEQUENCE * batch * width * row.formula(size, 5 * heads * SEQUENCE / width)
 
 
 @pytest.mark.filterwarnings("ignore:Accessing the data pointer of FakeTensor")
 def test_table_2_to_the_byte() -> None:
-    """All six rows, t in {1, 2, 4, 8}, the four models: the formula plus the norms' statistics, and nothing else.
+    """All six rows, t in {1, 2, 4, 8}, the four models: the formula plus the norms' statistics, and nothing
+    else.
 
-    On the CPU a norm of bfloat16 keeps its statistics in bfloat16: 2 norms x 2 numbers x 2 bytes a token, at most 0.008 % of the table's
-    smallest cell that has them. Rows with recompute go by a trace's saved values, as nothing is recorded on fake tensors themselves.
+    On the CPU a norm of bfloat16 keeps its statistics in bfloat16: 2 norms x 2 numbers x 2 bytes a token, at
+    most 0.008 % of the table's smallest cell that has them. Rows with recompute go by a trace's saved values,
+    as nothing is recorded on fake tensors themselves.
     """
     lines, wrong = [], []
     for model, row, size in cells():
@@ -80,7 +92,13 @@ SMALL = {"heads": 8, "width": 64, "sequence": 32, "batch": 3}
 def real_bytes() -> list[tuple[int, float, int]]:
     """Each row's bytes on this rank, by the formula, and of statistics, in bfloat16 at a small shape."""
     found = []
-    size, h, s, b, a = dist.get_world_size(), SMALL["width"], SMALL["sequence"], SMALL["batch"], SMALL["heads"]
+    size, h, s, b, a = (
+        dist.get_world_size(),
+        SMALL["width"],
+        SMALL["sequence"],
+        SMALL["batch"],
+        SMALL["heads"],
+    )
     torch.set_default_dtype(torch.bfloat16)
     for row in ROWS:
         if row.one_rank and size > 1:
@@ -91,7 +109,13 @@ def real_bytes() -> list[tuple[int, float, int]]:
         module = layer(a, h, row, dist.group.WORLD if sharing else None)
         piece = s // size if row.sequence_parallel else s
         x = torch.randn(b, piece, h, requires_grad=True)
-        found.append((kept_bytes(module, x), s * b * h * row.formula(size, 5 * a * s / h), statistics_bytes(s, b, row, size, 2)))
+        found.append(
+            (
+                kept_bytes(module, x),
+                s * b * h * row.formula(size, 5 * a * s / h),
+                statistics_bytes(s, b, row, size, 2),
+            )
+        )
     return found
 
 

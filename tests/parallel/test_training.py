@@ -1,4 +1,6 @@
-"""`lowtide train` on several processes: the losses of one process, budgets that hold on each, checkpoints that move between layouts."""
+"""`lowtide train` on several processes: the losses of one process, budgets that hold on each, checkpoints
+that move between layouts.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,19 @@ LAYOUTS = [
 
 
 def options(text: Path, **changes: Any) -> TrainOptions:
-    small = {"model": "gpt-nano", "data": text, "steps": 3, "batch": 4, "seq": 32, "warmup": 1, "eval_every": 2, "eval_batches": 1}
-    return TrainOptions(**{**small, "grad_accum": 2, "budget": None, "policy": "keep_all", "compare": False, **changes})
+    small = {
+        "model": "gpt-nano",
+        "data": text,
+        "steps": 3,
+        "batch": 4,
+        "seq": 32,
+        "warmup": 1,
+        "eval_every": 2,
+        "eval_batches": 1,
+    }
+    return TrainOptions(
+        **{**small, "grad_accum": 2, "budget": None, "policy": "keep_all", "compare": False, **changes}
+    )
 
 
 def trail(result: TrainResult) -> list[float]:
@@ -54,7 +67,10 @@ def test_every_layout_has_the_losses_of_one_process(text: Path) -> None:
 
 def test_hugging_face_models_are_shared_by_their_own_plan(text: Path) -> None:
     pytest.importorskip("transformers")
-    name = "hf:llama:hidden_size=32,intermediate_size=64,num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,vocab_size=256"
+    name = (
+        "hf:llama:hidden_size=32,intermediate_size=64,"
+        "num_hidden_layers=2,num_attention_heads=4,num_key_value_heads=2,vocab_size=256"
+    )
     alone = trail(train(options(text, model=name)))
     cases = [{"model": name, "tp": 2}, {"model": name, "tp": 2, "sequence_parallel": True}]
     for found in on_ranks(2, run, text, cases):
@@ -64,7 +80,16 @@ def test_hugging_face_models_are_shared_by_their_own_plan(text: Path) -> None:
 
 def budgets(text: Path) -> tuple[list[float], list[float], dict[str, Any]]:
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
-    asked = options(text, tp=2, sequence_parallel=True, dropout=0.1, unfused_attention=True, batch=8, seq=128, grad_accum=1)
+    asked = options(
+        text,
+        tp=2,
+        sequence_parallel=True,
+        dropout=0.1,
+        unfused_attention=True,
+        batch=8,
+        seq=128,
+        grad_accum=1,
+    )
     plain = train(asked)
     planned = train(dataclasses.replace(asked, budget="75%", policy=None, compare=True))
     assert planned.comparison is not None
@@ -155,7 +180,9 @@ def test_layouts_that_cannot_be_say_what_to_do(text: Path) -> None:
         with pytest.raises(OptionError, match=expected):
             options(text, **changes)
     with pytest.raises(
-        OptionError, match=r"needs 4 processes, and this is one.*\n  torchrun --nproc-per-node 4 -m lowtide train --tp 2 --dp 2"
+        OptionError,
+        match=r"needs 4 processes, and this is one.*\n  torchrun --nproc-per-node 4 -m lowtide "
+        r"train --tp 2 --dp 2",
     ):
         train(options(text, tp=2, dp=2))
 

@@ -11,7 +11,9 @@ from lowtide.graph import Event, StepGraph
 
 
 def random_graph(seed: int, operations: int = 7) -> StepGraph:
-    """A random forward with branches, several outputs, in-place writes and operations that cannot run again, and its backward."""
+    """A random forward with branches, several outputs, in-place writes and operations that cannot run again,
+    and its backward.
+    """
     random = Random(seed)
     tape = Tape()
     alive = [tape.before(random.choice([4, 16]), random.choice(["input", "parameter"]))]
@@ -24,7 +26,13 @@ def random_graph(seed: int, operations: int = 7) -> StepGraph:
         kind = random.random()
         untouched = not any(s.value == reads[0] for s in tape.saved) or random.random() < 0.4
         if kind < 0.2 and tape.values[reads[0]].producer is not None and untouched:
-            made = tape.op("inplace", reads[1:], mutates=[reads[0]], seconds=random.randint(1, 9), scratch=random.choice([0, 0, 8]))
+            made = tape.op(
+                "inplace",
+                reads[1:],
+                mutates=[reads[0]],
+                seconds=random.randint(1, 9),
+                scratch=random.choice([0, 0, 8]),
+            )
             alive = [v for v in alive if v != reads[0]]
         elif kind < 0.27:
             (empty,) = tape.op("empty", [], [random.choice([4, 8])], seconds=0.5)
@@ -32,20 +40,31 @@ def random_graph(seed: int, operations: int = 7) -> StepGraph:
         else:
             outs = [random.choice([4, 8, 16, 32]) for _ in range(random.choice([1, 1, 1, 2]))]
             made = tape.op(
-                f"op{k}", reads, outs, seconds=random.randint(1, 9), scratch=random.choice([0, 0, 16]), replayable=random.random() > 0.06
+                f"op{k}",
+                reads,
+                outs,
+                seconds=random.randint(1, 9),
+                scratch=random.choice([0, 0, 16]),
+                replayable=random.random() > 0.06,
             )
         saved = [
-            tape.save(v) for v in dict.fromkeys([*reads, *made]) if random.random() < 0.55 and tape.newest[tape.values[v].storage] == v
+            tape.save(v)
+            for v in dict.fromkeys([*reads, *made])
+            if random.random() < 0.55 and tape.newest[tape.values[v].storage] == v
         ]
         inputs = [v for v in reads if tape.newest[tape.values[v].storage] == v]
         tape.node(f"grad{k}", saved, made[0], inputs, random.randint(1, 5), random.choice([0, 0, 8]))
         alive += made
     tape.backward()
-    return tape.graph(replay_overhead_seconds=random.choice([0.0, 0.25]), overhead_seconds=random.choice([0.0, 0.5]))
+    return tape.graph(
+        replay_overhead_seconds=random.choice([0.0, 0.25]), overhead_seconds=random.choice([0.0, 0.5])
+    )
 
 
 def with_unasked(graph: StepGraph, seed: int, share: float = 0.3) -> StepGraph:
-    """The same step where backward never asks for some of the saved tensors, which are released at any time after they were packed."""
+    """The same step where backward never asks for some of the saved tensors, which are released at any time
+    after they were packed.
+    """
     random = Random(seed)
     events = list(graph.events)
     for saved in graph.saved:

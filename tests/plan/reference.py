@@ -1,4 +1,6 @@
-"""The rules of docs/design.md once more, written as slowly and plainly as possible: what the fast simulator is compared with."""
+"""The rules of docs/design.md once more, written as slowly and plainly as possible: what the fast simulator
+is compared with.
+"""
 
 from __future__ import annotations
 
@@ -47,7 +49,15 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
     every = needed_operations(graph, given, stored)
     unpacked = {index for kind, index in graph.events if kind == "unpack"}
     again = needed_operations(
-        graph, sorted({s.value for s in given_tensors if any(o.id in unpacked for o in graph.saved if o.value == s.value)}), stored
+        graph,
+        sorted(
+            {
+                s.value
+                for s in given_tensors
+                if any(o.id in unpacked for o in graph.saved if o.value == s.value)
+            }
+        ),
+        stored,
     )
     # Rule 3: which saved tensors keep which stored storage.
     keeps: dict[int, set[tuple[str, int]]] = {}
@@ -87,7 +97,8 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
                 readers.setdefault(u, set()).add(("op", i))
     for s in given_tensors:
         readers.setdefault(s.value, set()).add(("saved", s.id))
-    # Who could ask for an operation: the given-up tensors that are not released yet. One that nobody can ask for reads nothing any more.
+    # Who could ask for an operation: the given-up tensors that are not released yet. One that nobody can ask
+    # for reads nothing any more.
     may_ask = {s.id: needed_operations(graph, [s.value], stored) for s in given_tensors}
     handed: dict[int, set[int]] = {}
     ran: set[int] = set()
@@ -116,7 +127,14 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
         transient = 0
         for w in op.writes:
             v = graph.values[w]
-            old = next((u for u in op.reads if graph.values[u].storage == v.storage and graph.values[u].version == v.version - 1), None)
+            old = next(
+                (
+                    u
+                    for u in op.reads
+                    if graph.values[u].storage == v.storage and graph.values[u].version == v.version - 1
+                ),
+                None,
+            )
             if old in copies and readers[old] == {("op", index)} and not handed.get(old):
                 del copies[old]
             if w not in stored and readers.get(w):
@@ -148,7 +166,11 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
                         assert producer is not None
                         if producer not in todo:
                             todo.add(producer)
-                            stack += [u for u in graph.operations[producer].reads if u not in stored and u not in copies]
+                            stack += [
+                                u
+                                for u in graph.operations[producer].reads
+                                if u not in stored and u not in copies
+                            ]
                     for i in sorted(todo):
                         run(i)
                 readers[s.value].discard(("saved", index))

@@ -1,4 +1,6 @@
-"""Step graphs made by hand: a small tape that puts events in the order in which PyTorch's autograd engine would, and models on it."""
+"""Step graphs made by hand: a small tape that puts events in the order in which PyTorch's autograd engine
+would, and models on it.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,9 @@ from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, Value
 
 @dataclass
 class Node:
-    """A backward node: unpacks ``saved``, reads the gradients of ``outputs``, makes the gradients of ``inputs``."""
+    """A backward node: unpacks ``saved``, reads the gradients of ``outputs``, makes the gradients of
+    ``inputs``.
+    """
 
     name: str
     module: str
@@ -71,7 +75,9 @@ class Tape:
         random: bool = False,
         phase: Any = "forward",
     ) -> list[int]:
-        """One operation: allocates ``outs`` bytes, mutates values in place (``unseen``: without reading them); returns what it wrote."""
+        """One operation: allocates ``outs`` bytes, mutates values in place (``unseen``: without reading
+        them); returns what it wrote.
+        """
         index = len(self.operations)
         writes: list[int] = []
         for bytes_ in outs:
@@ -81,10 +87,22 @@ class Tape:
             writes.append(self._value(self.values[value].storage, index))
         every = tuple(dict.fromkeys([*reads, *mutates]))
         if seconds is None:
-            seconds = self.seconds_per_byte * sum(self.storages[self.values[v].storage].bytes for v in {*every, *writes})
+            seconds = self.seconds_per_byte * sum(
+                self.storages[self.values[v].storage].bytes for v in {*every, *writes}
+            )
         self.operations.append(
             Operation(
-                index, name, every, tuple(writes), phase, self.module, random, replayable, "" if replayable else "test", seconds, scratch
+                index,
+                name,
+                every,
+                tuple(writes),
+                phase,
+                self.module,
+                random,
+                replayable,
+                "" if replayable else "test",
+                seconds,
+                scratch,
             )
         )
         for value in [*every, *writes]:
@@ -105,7 +123,15 @@ class Tape:
         self.actions.append(Event("pack", len(self.saved) - 1))
         return len(self.saved) - 1
 
-    def node(self, name: str, saved: Sequence[int], output: int, inputs: Sequence[int], seconds: float = 0.0, scratch: int = 0) -> None:
+    def node(
+        self,
+        name: str,
+        saved: Sequence[int],
+        output: int,
+        inputs: Sequence[int],
+        seconds: float = 0.0,
+        scratch: int = 0,
+    ) -> None:
         """The backward node of what was just computed."""
         self.nodes.append(Node(name, self.module, list(saved), output, list(inputs), seconds, scratch))
 
@@ -120,7 +146,9 @@ class Tape:
             fresh = list(dict.fromkeys(node.inputs))
             sizes = [self.storages[self.values[v].storage].bytes for v in fresh]
             reads = [self.saved[t].value for t in node.saved] + out
-            made = self.op(node.name, reads, sizes, seconds=node.seconds, scratch=node.scratch, phase="backward")
+            made = self.op(
+                node.name, reads, sizes, seconds=node.seconds, scratch=node.scratch, phase="backward"
+            )
             for t in node.saved:
                 self.actions.append(Event("done", t))
             for t in node.saved:
@@ -141,7 +169,8 @@ class Tape:
                 frees.setdefault(at, []).append(storage)
         events: list[Event] = []
         for at, action in enumerate(self.actions):
-            # A tensor is packed right after the operation that made it returns: frees come after the packs that follow.
+            # A tensor is packed right after the operation that made it returns: frees come after the packs
+            # that follow.
             events.append(action)
             events.extend(Event("free", storage) for storage in frees.get(at, ()))
         return StepGraph(
@@ -169,8 +198,16 @@ class Layers:
         t = self.tape
         weight = t.before(4 * width)
         size = 4 * self.tokens * width
-        y, mean, rstd = t.op("aten.native_layer_norm.default", [x, weight], [size, 4 * self.tokens, 4 * self.tokens])
-        t.node("aten.native_layer_norm_backward.default", [t.save(x), t.save(mean), t.save(rstd)], y, [x, weight], 3e-9 * size)
+        y, mean, rstd = t.op(
+            "aten.native_layer_norm.default", [x, weight], [size, 4 * self.tokens, 4 * self.tokens]
+        )
+        t.node(
+            "aten.native_layer_norm_backward.default",
+            [t.save(x), t.save(mean), t.save(rstd)],
+            y,
+            [x, weight],
+            3e-9 * size,
+        )
         return y
 
     def linear(self, x: int, a: int, b: int) -> int:
@@ -234,7 +271,13 @@ def within(tape: Tape, module: str, make: Callable[[], int]) -> int:
 
 
 def transformer(
-    layers: int = 4, tokens: int = 256, hidden: int = 128, heads: int = 4, sequence: int = 64, vocab: int = 256, **keywords: Any
+    layers: int = 4,
+    tokens: int = 256,
+    hidden: int = 128,
+    heads: int = 4,
+    sequence: int = 64,
+    vocab: int = 256,
+    **keywords: Any,
 ) -> StepGraph:
     """One training step of a GPT-like model: pre-norm blocks with dropout, and a cross-entropy head."""
     tape = Tape()
@@ -271,7 +314,9 @@ def transformer(
 
 
 def residual_network(blocks: int = 6, bytes_: int = 1 << 16) -> StepGraph:
-    """Convolutions with batch norm (whose statistics move, so it is not replayable as is) and in-place relu, widths changing per stage."""
+    """Convolutions with batch norm (whose statistics move, so it is not replayable as is) and in-place relu,
+    widths changing per stage.
+    """
     tape = Tape()
     image = tape.before(bytes_, "input", "image")
 
@@ -281,7 +326,13 @@ def residual_network(blocks: int = 6, bytes_: int = 1 << 16) -> StepGraph:
         tape.node("aten.convolution_backward.default", [tape.save(x)], y, [x, weight], 6e-8 * size)
         weight = tape.before(256)
         z, mean, _ = tape.op("aten.native_batch_norm.default", [y, weight], [size, 256, 256])
-        tape.node("aten.native_batch_norm_backward.default", [tape.save(y), tape.save(mean)], z, [y, weight], 3e-9 * size)
+        tape.node(
+            "aten.native_batch_norm_backward.default",
+            [tape.save(y), tape.save(mean)],
+            z,
+            [y, weight],
+            3e-9 * size,
+        )
         return z
 
     def relu(x: int) -> int:

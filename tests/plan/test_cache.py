@@ -36,7 +36,10 @@ def test_what_is_kept_is_read_back(cache: Cache):
     again = Cache.open()
     assert again.graph("it") == graph
     assert again.plan(digest, plan.budget_bytes, "optimal") == plan
-    assert again.costs("it") == {"a": {"seconds": 0.1, "scratch_bytes": 4}, "b": {"seconds": 0.2, "scratch_bytes": 0}}
+    assert again.costs("it") == {
+        "a": {"seconds": 0.1, "scratch_bytes": 4},
+        "b": {"seconds": 0.2, "scratch_bytes": 0},
+    }
 
 
 def test_another_machine_budget_policy_or_step_finds_nothing(cache: Cache):
@@ -45,7 +48,12 @@ def test_another_machine_budget_policy_or_step_finds_nothing(cache: Cache):
     digest = graph_digest(graph)
     cache.keep_plan(digest, None, "full", plan)
     assert cache.plan(digest, None, "full") == plan
-    assert cache.plan(digest, 7, "full") is cache.plan(digest, None, "sqrt") is cache.plan(digest + "0", None, "full") is None
+    assert (
+        cache.plan(digest, 7, "full")
+        is cache.plan(digest, None, "sqrt")
+        is cache.plan(digest + "0", None, "full")
+        is None
+    )
     assert Cache.open("2 threads").plan(digest, None, "full") is None
 
 
@@ -53,21 +61,35 @@ def test_digests_tell_steps_apart_and_not_their_times():
     graph = random_graph(3)
     assert graph_digest(graph) == graph_digest(replace(graph, plain_seconds=9.0))
     operations = (replace(graph.operations[0], scratch_bytes=12345), *graph.operations[1:])
-    others = [replace(graph, resident_bytes=1), replace(graph, operations=operations), replace(graph, outputs=(0,)), random_graph(4)]
+    others = [
+        replace(graph, resident_bytes=1),
+        replace(graph, operations=operations),
+        replace(graph, outputs=(0,)),
+        random_graph(4),
+    ]
     assert len({graph_digest(g) for g in (graph, *others)}) == 5
 
 
 def test_digests_are_the_same_in_every_process():
-    code = "from lowtide.plan.cache import stable_key, machine_key; print(stable_key('mm', (1, 2.5), True), machine_key(2))"
+    code = (
+        "from lowtide.plan.cache import stable_key, machine_key; print(stable_key('mm', (1, 2.5), True), "
+        "machine_key(2))"
+    )
     for seed in ("1", "2"):
         told = subprocess.run(
-            [sys.executable, "-c", code], capture_output=True, text=True, check=True, env={**os.environ, "PYTHONHASHSEED": seed}
+            [sys.executable, "-c", code],
+            capture_output=True,
+            text=True,
+            check=True,
+            env={**os.environ, "PYTHONHASHSEED": seed},
         )
         assert told.stdout.split() == [stable_key("mm", (1, 2.5), True), machine_key(2)]
 
 
 @pytest.mark.parametrize("damage", [b"", b"no gzip", None])
-def test_what_is_damaged_is_ignored_and_said(cache: Cache, damage: bytes | None, caplog: pytest.LogCaptureFixture):
+def test_what_is_damaged_is_ignored_and_said(
+    cache: Cache, damage: bytes | None, caplog: pytest.LogCaptureFixture
+):
     cache.keep_graph("it", transformer(1))
     assert cache.root is not None
     (path,) = cache.root.iterdir()
@@ -115,7 +137,9 @@ def test_it_is_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     assert cache.costs("it") is None and not list(tmp_path.iterdir())
 
 
-def test_a_folder_that_others_may_write_to_is_not_used(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture):
+def test_a_folder_that_others_may_write_to_is_not_used(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
+):
     place = tmp_path / "shared"
     place.mkdir()
     place.chmod(0o777)

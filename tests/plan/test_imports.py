@@ -14,19 +14,31 @@ from importlib import import_module
 import lowtide.plan
 for module in pkgutil.walk_packages(lowtide.plan.__path__, "lowtide.plan."):
     import_module(module.name)
-print(sorted(name for name in sys.modules if name == "torch" or name.startswith(("lowtide.store", "lowtide.run", "lowtide.trace"))))
+heavy = ("lowtide.store", "lowtide.run", "lowtide.trace")
+print(sorted(name for name in sys.modules if name == "torch" or name.startswith(heavy)))
 """
 
 
 def test_no_file_of_the_planner_loads_torch_or_what_executes():
-    assert subprocess.run([sys.executable, "-c", CODE], capture_output=True, text=True, check=True).stdout.strip() == "[]"
+    assert (
+        subprocess.run(
+            [sys.executable, "-c", CODE], capture_output=True, text=True, check=True
+        ).stdout.strip()
+        == "[]"
+    )
 
 
 def test_one_file_reaches_for_codecs_and_speeds():
     root = Path(lowtide.plan.__file__).parent
-    reaching = {path.name for path in root.rglob("*.py") if "lowtide.store import" in path.read_text() or "lowtide.store." in imports(path)}
+    reaching = {
+        path.name
+        for path in root.rglob("*.py")
+        if "lowtide.store import" in path.read_text() or "lowtide.store." in imports(path)
+    }
     assert reaching == {"supply.py"}
 
 
 def imports(path: Path) -> str:
-    return "\n".join(line for line in path.read_text().splitlines() if line.lstrip().startswith(("import ", "from ")))
+    return "\n".join(
+        line for line in path.read_text().splitlines() if line.lstrip().startswith(("import ", "from "))
+    )

@@ -1,4 +1,6 @@
-"""Static layouts: valid, at the bound where that is known to be possible, exact where it can be enumerated."""
+"""Static layouts: valid, at the bound where that is known to be possible, exact where it can be
+enumerated.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,9 @@ Buffers = tuple[list[int], list[int], list[int]]
 
 
 def cut_square(count: int, seed: int, share: float, units: int = 256) -> Buffers:
-    """A perfect packing: a square cut into ``count`` rectangles; ``share`` of the cuts in time fall on moments of earlier cuts."""
+    """A perfect packing: a square cut into ``count`` rectangles; ``share`` of the cuts in time fall on
+    moments of earlier cuts.
+    """
     source = np.random.default_rng(seed)
     parts, moments = [(0, units, 0, units)], {0, units}
     while len(parts) < count:
@@ -25,7 +29,11 @@ def cut_square(count: int, seed: int, share: float, units: int = 256) -> Buffers
         a, b, c, d = parts.pop(int(source.choice(len(parts), p=areas / areas.sum())))
         if source.random() < 0.5 and b - a > 1:
             inside = sorted(t for t in moments if a < t < b)
-            at = int(source.choice(inside)) if inside and source.random() < share else int(source.integers(a + 1, b))
+            at = (
+                int(source.choice(inside))
+                if inside and source.random() < share
+                else int(source.integers(a + 1, b))
+            )
             moments.add(at)
             parts += [(a, at, c, d), (at, b, c, d)]
         elif d - c > 1:
@@ -47,12 +55,27 @@ def test_nothing_overlaps(found: list[tuple[int, int, int]], align: int) -> None
     result = find(lower, upper, size, align=align, seconds=0.3)
     assert all(offset % align == 0 for offset in result.offsets)
     assert check(lower, upper, size, result.offsets) <= max(result.height, max(size, default=0))
-    most = max((sum(s for a, b, s in zip(lower, upper, size, strict=True) if a <= t < b) for t in range(21)), default=0)
+    most = max(
+        (sum(s for a, b, s in zip(lower, upper, size, strict=True) if a <= t < b) for t in range(21)),
+        default=0,
+    )
     assert result.height >= most
     assert result.bound >= most
 
 
-GAP = [(0, 1, 6), (0, 2, 2), (1, 2, 2), (0, 3, 1), (1, 3, 3), (1, 4, 1), (2, 5, 4), (3, 5, 4), (4, 6, 1), (5, 6, 7), (5, 6, 1)]
+GAP = [
+    (0, 1, 6),
+    (0, 2, 2),
+    (1, 2, 2),
+    (0, 3, 1),
+    (1, 3, 3),
+    (1, 4, 1),
+    (2, 5, 4),
+    (3, 5, 4),
+    (4, 6, 1),
+    (5, 6, 7),
+    (5, 6, 1),
+]
 """Eleven buffers that fill nine bytes at every moment and cannot be laid out in nine: such sets are rare."""
 
 
@@ -63,7 +86,9 @@ def exists(buffers: list[tuple[int, int, int]], capacity: int, offsets: tuple[in
         return True
     begin, end, size = buffers[k]
     others = [(at, at + s) for (a, b, s), at in zip(buffers, offsets, strict=False) if a < end and begin < b]
-    free = (at for at in range(capacity - size + 1) if all(top <= at or at + size <= low for low, top in others))
+    free = (
+        at for at in range(capacity - size + 1) if all(top <= at or at + size <= low for low, top in others)
+    )
     return any(exists(buffers, capacity, (*offsets, at)) for at in free)
 
 
@@ -82,7 +107,9 @@ def saturated(source: np.random.Generator, capacity: int, sections: int) -> list
         ends = [source.random() < 0.5 for _ in live]
         done += [(begin, t, size) for (begin, size), end in zip(live, ends, strict=True) if end]
         freed = sum(size for (_, size), end in zip(live, ends, strict=True) if end)
-        live = [buffer for buffer, end in zip(live, ends, strict=True) if not end] + [(t, size) for size in split(freed)]
+        live = [buffer for buffer, end in zip(live, ends, strict=True) if not end] + [
+            (t, size) for size in split(freed)
+        ]
     return done + [(begin, sections, size) for begin, size in live]
 
 
@@ -121,7 +148,9 @@ def test_perfect_packings_are_found(compiled: bool, count: int, share: float) ->
         pytest.skip("no compiler")
     lower, upper, size = (np.array(a) for a in cut_square(count, count, share))
     times = np.unique(np.concatenate([lower, upper]))
-    found = pack(np.searchsorted(times, lower), np.searchsorted(times, upper), size, 256, 60.0, compiled=compiled)
+    found = pack(
+        np.searchsorted(times, lower), np.searchsorted(times, upper), size, 256, 60.0, compiled=compiled
+    )
     assert found.offsets is not None
     assert check(lower, upper, size, found.offsets) == 256
 
@@ -159,7 +188,9 @@ def test_zero_sizes_and_empty_lives_take_no_room() -> None:
 
 
 def test_what_repeats_is_laid_out_in_the_order_of_time() -> None:
-    """A small buffer that outlives the next one's birth, and a large one between: the large one has to go up and down by turns."""
+    """A small buffer that outlives the next one's birth, and a large one between: the large one has to go up
+    and down by turns.
+    """
     if _library() is None:
         pytest.skip("no compiler")
     rounds = 40

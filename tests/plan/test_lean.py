@@ -1,4 +1,6 @@
-"""The smallest budget that is named is a function of the step's bytes: whatever its operations are timed at, it can be met."""
+"""The smallest budget that is named is a function of the step's bytes: whatever its operations are timed at,
+it can be met.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ from lowtide.plan.simulate import Simulator
 
 
 def timed_anew(graph: StepGraph, seed: int) -> StepGraph:
-    """The same step where each operation takes between a fifth of its time and five times as long, and all else that is timed, too."""
+    """The same step where each operation takes between a fifth of its time and five times as long, and all
+    else that is timed, too.
+    """
     numbers = random.Random(seed)
 
     def factor() -> float:
@@ -82,14 +86,24 @@ def test_the_price_of_an_operation_is_the_bytes_that_it_touches() -> None:
     sim = Simulator(graph)
     anew = Simulator(timed_anew(graph, 3))
     by_bytes = priced(sim, alike=False)
-    assert by_bytes.graph == priced(anew, alike=False).graph and priced(sim, alike=True).graph == priced(anew, alike=True).graph
+    assert (
+        by_bytes.graph == priced(anew, alike=False).graph
+        and priced(sim, alike=True).graph == priced(anew, alike=True).graph
+    )
     for op, own in zip(graph.operations, by_bytes.graph.operations, strict=True):
-        assert own.seconds == sum(graph.storages[graph.values[v].storage].bytes for v in {*op.reads, *op.writes})
-    assert sim.graph is graph and sim.simulate(frozenset()).peak_bytes == by_bytes.simulate(frozenset()).peak_bytes
+        assert own.seconds == sum(
+            graph.storages[graph.values[v].storage].bytes for v in {*op.reads, *op.writes}
+        )
+    assert (
+        sim.graph is graph
+        and sim.simulate(frozenset()).peak_bytes == by_bytes.simulate(frozenset()).peak_bytes
+    )
 
 
 def test_turning_single_decisions_round_lowers_the_peak() -> None:
-    """From everything given up: what is stored to begin with makes the replays that stand at the peak shorter."""
+    """From everything given up: what is stored to begin with makes the replays that stand at the peak
+    shorter.
+    """
     search = Search(priced(Simulator(transformer(3)), alike=False))
     start = search.candidate(frozenset())
     better = lowered(search, start)

@@ -1,4 +1,6 @@
-"""Which saved values backward uses linearly: by the operations, and by what rounding them does to gradients."""
+"""Which saved values backward uses linearly: by the operations, and by what rounding them does to
+gradients.
+"""
 
 from __future__ import annotations
 
@@ -79,7 +81,9 @@ def test_what_is_linear(net: Callable[..., torch.Tensor], producer: str, expecte
     w = weights(3)
     graph = lowtide.trace(lambda: net(torch.randn(4, 8), w).sum())
     saved = {s.value for s in graph.saved if s.droppable and graph.values[s.value].producer is not None}
-    mine = {v for v in saved if graph.operations[graph.values[v].producer or 0].name.startswith(producer + ".")}
+    mine = {
+        v for v in saved if graph.operations[graph.values[v].producer or 0].name.startswith(producer + ".")
+    }
     assert mine
     assert mine & linear_values(graph) == (mine if expected else set())
 
@@ -89,7 +93,12 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.up, self.down, self.head = nn.LayerNorm(32), nn.Linear(32, 64), nn.Linear(64, 32), nn.Linear(32, 16)
+        self.norm, self.up, self.down, self.head = (
+            nn.LayerNorm(32),
+            nn.Linear(32, 64),
+            nn.Linear(64, 32),
+            nn.Linear(32, 16),
+        )
         self.qkv = nn.Linear(32, 96)
 
     def forward(self, x: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
@@ -111,8 +120,12 @@ def gradient(net: nn.Module, batch: tuple[torch.Tensor, torch.Tensor]) -> torch.
     return torch.cat([p.grad.flatten() for p in net.parameters() if p.grad is not None])
 
 
-def bias_over_chance(batch: tuple[torch.Tensor, torch.Tensor], everywhere: bool, draws: int = 200) -> tuple[float, set[str]]:
-    """How far the mean gradient is from the exact one, over how far it would be by chance, and the codecs in use."""
+def bias_over_chance(
+    batch: tuple[torch.Tensor, torch.Tensor], everywhere: bool, draws: int = 200
+) -> tuple[float, set[str]]:
+    """How far the mean gradient is from the exact one, over how far it would be by chance, and the codecs in
+    use.
+    """
     torch.manual_seed(0)
     net = Net()
     exact = gradient(net, batch)
@@ -124,10 +137,14 @@ def bias_over_chance(batch: tuple[torch.Tensor, torch.Tensor], everywhere: bool,
     chance = ((found - mean).square().sum() / (draws - 1) / draws).sqrt()
     assert float(chance) > 0  # every step rounds anew
     assert plan is not None
-    return float((mean - exact).norm() / chance), {d.codec for d in plan.decisions.values() if isinstance(d, Compress)}
+    return float((mean - exact).norm() / chance), {
+        d.codec for d in plan.decisions.values() if isinstance(d, Compress)
+    }
 
 
-def test_four_bits_leave_the_gradient_without_bias_where_backward_is_linear(batch: tuple[torch.Tensor, torch.Tensor]) -> None:
+def test_four_bits_leave_the_gradient_without_bias_where_backward_is_linear(
+    batch: tuple[torch.Tensor, torch.Tensor],
+) -> None:
     bias, codecs = bias_over_chance(batch, everywhere=False)
     assert codecs == {"int4", "int8"}
     assert bias < 1.2  # 1 is chance

@@ -74,7 +74,16 @@ def test_small_graphs_are_planned_as_well_as_by_brute_force(seed: int, operation
 
 @pytest.fixture(scope="module")
 def gpt() -> StepGraph:
-    return transformer(12, tokens=512, hidden=256, heads=4, sequence=256, vocab=512, overhead_seconds=0.001, replay_overhead_seconds=1e-6)
+    return transformer(
+        12,
+        tokens=512,
+        hidden=256,
+        heads=4,
+        sequence=256,
+        vocab=512,
+        overhead_seconds=0.001,
+        replay_overhead_seconds=1e-6,
+    )
 
 
 @pytest.fixture(scope="module")
@@ -145,7 +154,9 @@ def test_plans_survive_json_and_explain_themselves(gpt: StepGraph):
     assert plan.gap <= 0.01
     assert plan.bound_peak_bytes <= plan.predicted_peak_bytes
     assert sum(row.replayed_operations for row in plan.modules) == len(plan.replayed)
-    assert sum(row.extra_seconds for row in plan.modules) + gpt.overhead_seconds == pytest.approx(plan.predicted_extra_seconds)
+    assert sum(row.extra_seconds for row in plan.modules) + gpt.overhead_seconds == pytest.approx(
+        plan.predicted_extra_seconds
+    )
 
 
 def test_planning_is_quick():
@@ -201,14 +212,18 @@ def test_a_step_that_is_planned_again_has_the_same_plans() -> None:
 
 
 def test_prices_between_two_with_the_same_answer_are_not_tried() -> None:
-    """The best of many lines at every price, from few of the prices: each line is what a decision costs and holds."""
+    """The best of many lines at every price, from few of the prices: each line is what a decision costs and
+    holds.
+    """
     for seed in range(30):
         numbers = random.Random(seed)
         lines = [(numbers.random(), numbers.random()) for _ in range(numbers.choice([1, 3, 40]))]
         prices = sorted(numbers.choice([0.1, 1.0, 30.0]) * numbers.random() for _ in range(18))
         tried: list[float] = []
 
-        def best(price: float, lines: list[tuple[float, float]] = lines, tried: list[float] = tried) -> int | None:
+        def best(
+            price: float, lines: list[tuple[float, float]] = lines, tried: list[float] = tried
+        ) -> int | None:
             tried.append(price)
             return min(range(len(lines)), key=lambda k: lines[k][0] + price * lines[k][1])
 
@@ -235,7 +250,10 @@ def test_what_steps_took_stands_beside_the_forecast(gpt: StepGraph):
     plan = lowtide.plan.make(gpt, int(0.5 * Simulator(gpt).plain_peak))
     assert plan.calibrated_extra is None and "calibrated" not in str(plan) and "forecast" in str(plan)
     later = plan.calibrated(2.0, 0.5)
-    assert (later.plain_seconds, later.predicted_extra_seconds) == (plan.plain_seconds, plan.predicted_extra_seconds)
+    assert (later.plain_seconds, later.predicted_extra_seconds) == (
+        plan.plain_seconds,
+        plan.predicted_extra_seconds,
+    )
     assert (later.predicted_extra, later.calibrated_extra) == (plan.predicted_extra, 0.25)
     assert "2000.00 ms plain + 500.00 ms (+25.00 %), calibrated by steps" in str(later)
     assert Plan.from_json(later.to_json()) == later and later.gap == plan.gap

@@ -32,10 +32,14 @@ def test_keep_all(graph: StepGraph):
 def test_full_keeps_what_enters_a_block(graph: StepGraph):
     plan = policies.full()(graph)
     names = replayed(graph, plan)
-    assert names["aten.addmm.default"] == 3 * LAYERS, "qkv, attention's projection, the first of the MLP; not the last"
+    assert names["aten.addmm.default"] == 3 * LAYERS, (
+        "qkv, attention's projection, the first of the MLP; not the last"
+    )
     assert names["aten.native_layer_norm.default"] == 2 * LAYERS
     assert plan.predicted_peak_bytes < 0.6 * plan.plain_peak_bytes
-    kept = [v for v in plan.stored if graph.operations[graph.values[v].producer or 0].name == "aten.add.Tensor"]
+    kept = [
+        v for v in plan.stored if graph.operations[graph.values[v].producer or 0].name == "aten.add.Tensor"
+    ]
     assert len(kept) == LAYERS, "the output of every block"
 
 
@@ -48,7 +52,12 @@ def test_full_takes_names_of_blocks(graph: StepGraph):
 
 def test_scope_gives_up_only_what_lies_inside(graph: StepGraph):
     plan = policies.scope(["h.1.mlp"])(graph)
-    assert replayed(graph, plan) == {"aten.addmm.default": 1, "aten.gelu.default": 1, "aten.bernoulli_.float": 1, "aten.div_.Scalar": 1}
+    assert replayed(graph, plan) == {
+        "aten.addmm.default": 1,
+        "aten.gelu.default": 1,
+        "aten.bernoulli_.float": 1,
+        "aten.div_.Scalar": 1,
+    }
     nested = policies.scope(["h.1", "h.1.mlp"])(graph)
     assert nested.replayed == policies.full(blocks=["h.1"])(graph).replayed
 
@@ -77,7 +86,9 @@ def test_selective_replays_core_attention(graph: StepGraph):
 
 def test_selective_by_operations(graph: StepGraph):
     for name in ("gelu", "aten.gelu", "aten.gelu.default", "aten::gelu"):
-        assert replayed(graph, policies.selective(recompute_ops=[name])(graph)) == {"aten.gelu.default": LAYERS}
+        assert replayed(graph, policies.selective(recompute_ops=[name])(graph)) == {
+            "aten.gelu.default": LAYERS
+        }
     saved = policies.selective(save_ops=["aten.addmm", "aten.bmm"])(graph)
     assert not {"aten.addmm.default", "aten.bmm.default"} & set(replayed(graph, saved))
     assert saved.predicted_peak_bytes < saved.plain_peak_bytes
@@ -93,7 +104,9 @@ def test_selective_discards_the_output_of_fused_attention():
     x = tape.before(64, "input")
     tape.module = "h.0.attn"
     q = make.linear(x, 32, 32)
-    y, statistics = tape.op("aten._scaled_dot_product_flash_attention_for_cpu.default", [q], [4 * 64 * 32, 256], seconds=1e-3)
+    y, statistics = tape.op(
+        "aten._scaled_dot_product_flash_attention_for_cpu.default", [q], [4 * 64 * 32, 256], seconds=1e-3
+    )
     saved = [tape.save(q), tape.save(y), tape.save(statistics)]
     tape.node("attention_back", saved, y, [q], 2e-3)
     (flat,) = tape.op("aten.clone.default", [y], [4 * 64 * 32])
@@ -104,7 +117,10 @@ def test_selective_discards_the_output_of_fused_attention():
     tape.backward()
     graph = tape.graph()
     plan = policies.selective()(graph)
-    assert replayed(graph, plan) == {"aten._scaled_dot_product_flash_attention_for_cpu.default": 1, "aten.clone.default": 1}
+    assert replayed(graph, plan) == {
+        "aten._scaled_dot_product_flash_attention_for_cpu.default": 1,
+        "aten.clone.default": 1,
+    }
     assert flat not in plan.stored and y not in plan.stored
 
 
@@ -132,7 +148,12 @@ def test_names_resolve_and_a_users_function_is_a_policy(graph: StepGraph):
         resolve("fastest")
 
     def every_second(graph: StepGraph, budget: int | None = None) -> Plan:
-        return make_plan(graph, stored=[v.id for v in graph.values if v.id % 2 and v.storable], policy="every_second", budget=budget)
+        return make_plan(
+            graph,
+            stored=[v.id for v in graph.values if v.id % 2 and v.storable],
+            policy="every_second",
+            budget=budget,
+        )
 
     plan = lowtide.plan.make(graph, policy=every_second)
     assert plan.policy == "every_second" and plan.replayed
@@ -151,7 +172,9 @@ def test_budgets_are_read_as_text() -> None:
 
 def test_what_is_no_graph_and_no_plan_is_said(graph: StepGraph):
     for wrong in (None, "graph", 3):
-        with pytest.raises(PlanError, match=rf"takes a StepGraph, not {type(wrong).__name__}: make one with lowtide.trace"):
+        with pytest.raises(
+            PlanError, match=rf"takes a StepGraph, not {type(wrong).__name__}: make one with lowtide.trace"
+        ):
             lowtide.plan.make(wrong, "1GiB")  # type: ignore[arg-type]
     with pytest.raises(PlanError, match="returned NoneType, not a Plan"):
         lowtide.plan.make(graph, policy=lambda graph, budget=None: None)  # type: ignore[arg-type]
@@ -164,4 +187,6 @@ def test_a_name_is_no_list_of_names(graph: StepGraph):
 
 
 def test_a_graph_prints_as_one_line(graph: StepGraph):
-    assert repr(graph).startswith(f"StepGraph({len(graph.operations):,} operations, ") and len(repr(graph)) < 300
+    assert (
+        repr(graph).startswith(f"StepGraph({len(graph.operations):,} operations, ") and len(repr(graph)) < 300
+    )

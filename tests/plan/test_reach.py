@@ -31,7 +31,14 @@ def found(graph: StepGraph, seed: int) -> list[object]:
             except PlanError as error:
                 answers.append(str(error))
             else:
-                answers.append((simulation.replayed, simulation.top_bytes.tolist(), simulation.extra_seconds, simulation.held_until))
+                answers.append(
+                    (
+                        simulation.replayed,
+                        simulation.top_bytes.tolist(),
+                        simulation.extra_seconds,
+                        simulation.held_until,
+                    )
+                )
                 answers.append(sim.least_at(stored, simulation.peak_event))
     return answers
 

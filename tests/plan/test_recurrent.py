@@ -1,4 +1,6 @@
-"""Steps of many small operations that hand a state on: stages say little of their memory, and plans come from the bound's own program."""
+"""Steps of many small operations that hand a state on: stages say little of their memory, and plans come from
+the bound's own program.
+"""
 
 from __future__ import annotations
 
@@ -15,11 +17,15 @@ from lowtide.plan.optimal import Planner
 
 @pytest.fixture(scope="module")
 def recurrent() -> StepGraph:
-    """A GRU over twelve moments; the operations take no time worth speaking of beside what each replay costs."""
+    """A GRU over twelve moments; the operations take no time worth speaking of beside what each replay
+    costs.
+    """
     net, head = nn.GRU(32, 48, batch_first=True), nn.Linear(48, 60)
     graph = lowtide.trace(lambda x: head(net(x)[0]).logsumexp(-1).mean(), torch.randn(8, 12, 32))
     operations = tuple(replace(operation, seconds=1e-6) for operation in graph.operations)
-    return replace(graph, operations=operations, plain_seconds=1e-6 * len(operations), replay_overhead_seconds=8e-5)
+    return replace(
+        graph, operations=operations, plain_seconds=1e-6 * len(operations), replay_overhead_seconds=8e-5
+    )
 
 
 def test_rounded_decisions_that_exceed_the_budget_are_brought_back_into_it(recurrent: StepGraph) -> None:
@@ -30,7 +36,8 @@ def test_rounded_decisions_that_exceed_the_budget_are_brought_back_into_it(recur
         budget = int(share * least)
         plan = planner.solve(budget).simulation
         assert plan.peak_bytes <= budget
-        if share > 1.05:  # below, replays that stand on each other set the peak, of which the bound's program knows too little
+        # below, replays that stand on each other set the peak, of which the bound's program knows too little
+        if share > 1.05:
             assert plan.extra_seconds <= 1.1 * planner.bound(budget).extra_seconds
         assert plan.extra_seconds <= last
         last = plan.extra_seconds

@@ -1,4 +1,6 @@
-"""The simulator: every rule of docs/design.md on a graph made for it, and all of them against a slow second version."""
+"""The simulator: every rule of docs/design.md on a graph made for it, and all of them against a slow second
+version.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,8 @@ def test_replay_reaches_through_values_that_are_not_stored():
     step = simulate(graph, [])
     assert step.replayed == (0, 1)
     assert step.extra_seconds == 1 + 2 + 2 * 0.125 + 0.5
-    # First unpack (b): replay of f caches a (16), which g and a's saved tensor still read; g makes b (32) with scratch 5.
+    # First unpack (b): replay of f caches a (16), which g and a's saved tensor still read; g makes b (32)
+    # with scratch 5.
     unpack = graph.events.index(Event("unpack", 1))
     assert step.top_bytes[unpack] == 8 + 16 + 32 + 5
     # a stays cached for its own unpack although b's replay has read it.
@@ -99,7 +102,9 @@ def test_input_storage_is_resident_until_freed_or_held():
     tape.backward()
     graph = tape.graph()
     at = graph.events.index(Event("op", 0))
-    graph = StepGraph(**{**graph.__dict__, "events": (*graph.events[: at + 1], Event("free", 0), *graph.events[at + 1 :])})
+    graph = StepGraph(
+        **{**graph.__dict__, "events": (*graph.events[: at + 1], Event("free", 0), *graph.events[at + 1 :])}
+    )
     kept = simulate(graph, [a])
     assert kept.live_bytes[at + 1] == 8 + 16, "the input is gone after its last use"
     given = simulate(graph, [])
@@ -245,7 +250,11 @@ def test_models_agree_with_the_reference(make):
     sim = Simulator(graph)
     random = Random(0)
     for share in (0.0, 0.3, 0.7, 1.0):
-        stored = close(graph, [v.id for v in graph.values if v.producer is not None and v.storable and random.random() < share], sim)
+        stored = close(
+            graph,
+            [v.id for v in graph.values if v.producer is not None and v.storable and random.random() < share],
+            sim,
+        )
         fast = sim.simulate(stored)
         peak, extra, again = walk(graph, stored)
         assert (fast.peak_bytes, set(fast.replayed)) == (peak, again)

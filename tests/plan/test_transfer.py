@@ -28,7 +28,11 @@ def test_a_plan_holds_for_another_size_with_the_peak_that_it_has_there(policy: s
     plan = lowtide.plan.make(large, "100%" if policy == "full" else "75%", policy)
     carried = transfer(plan, large, small)
     assert carried is not None
-    assert carried.stored == plan.stored and carried.program == plan.program and carried.decisions == plan.decisions
+    assert (
+        carried.stored == plan.stored
+        and carried.program == plan.program
+        and carried.decisions == plan.decisions
+    )
     assert carried.graph == small.fingerprint() and carried.policy == policy and carried.notes == (CARRIED,)
     seen = simulate(small, plan.stored)
     assert carried.predicted_peak_bytes == seen.peak_bytes < plan.predicted_peak_bytes
@@ -42,7 +46,9 @@ def test_a_plan_is_carried_over_only_within_the_budget_and_to_the_same_operation
     assert transfer(plan, large, small, peak).budget_bytes == peak  # type: ignore[union-attr]
     assert transfer(plan, large, small, peak - 1) is None
     assert transfer(plan, large, step(96, layers=2)) is None
-    other = replace(small, operations=(replace(small.operations[0], name="aten.other.default"), *small.operations[1:]))
+    other = replace(
+        small, operations=(replace(small.operations[0], name="aten.other.default"), *small.operations[1:])
+    )
     assert not same_program(large, other) and transfer(plan, large, other) is None
 
 
@@ -52,7 +58,9 @@ def test_values_that_move_are_carried_over():
     carried = transfer(plan, large, small)
     assert carried is not None
     assert {m.value: m.decision for m in carried.moves} == {m.value: m.decision for m in plan.moves}
-    assert [m.bytes for m in carried.moves] == [small.storages[small.values[m.value].storage].bytes for m in plan.moves]
+    assert [m.bytes for m in carried.moves] == [
+        small.storages[small.values[m.value].storage].bytes for m in plan.moves
+    ]
 
 
 @pytest.mark.parametrize("seed", range(20))
@@ -82,14 +90,18 @@ def test_what_the_traced_lengths_do_not_say_is_not_made():
     assert interpolate(three, 64) is three[64]
     assert interpolate({**two, 64: step(64, layers=2)}, 96) is None
     odd = three[64]
-    bent = replace(odd, storages=(*odd.storages[:-1], replace(odd.storages[-1], bytes=odd.storages[-1].bytes + 4)))
+    bent = replace(
+        odd, storages=(*odd.storages[:-1], replace(odd.storages[-1], bytes=odd.storages[-1].bytes + 4))
+    )
     assert interpolate({**two, 64: bent}, 96) is None
 
 
 def test_scratch_that_changes_in_steps_is_known_where_the_neighbours_agree():
     def with_scratch(length: int, bytes_: int) -> StepGraph:
         graph = step(length)
-        return replace(graph, operations=(replace(graph.operations[0], scratch_bytes=bytes_), *graph.operations[1:]))
+        return replace(
+            graph, operations=(replace(graph.operations[0], scratch_bytes=bytes_), *graph.operations[1:])
+        )
 
     traced = {32: with_scratch(32, 64), 64: with_scratch(64, 256), 128: with_scratch(128, 256)}
     made = interpolate(traced, 96)
@@ -106,7 +118,9 @@ def test_a_traced_model_at_a_length_that_was_not_traced():
         x, targets = torch.randn(2, length, 16), torch.randint(8, (2, length))
         net = torch.nn.ModuleList([layer, head])
         return lowtide.trace(
-            lambda: torch.nn.functional.cross_entropy(head(layer(x)).flatten(0, 1), targets.flatten()), model=net, costs=False
+            lambda: torch.nn.functional.cross_entropy(head(layer(x)).flatten(0, 1), targets.flatten()),
+            model=net,
+            costs=False,
         )
 
     made = interpolate({n: trace(n) for n in (8, 16, 24, 32)}, 20)

@@ -1,4 +1,6 @@
-"""What the tests of the executor share: run a plain and a limited twin of a model side by side and compare them bit by bit."""
+"""What the tests of the executor share: run a plain and a limited twin of a model side by side and compare
+them bit by bit.
+"""
 
 from __future__ import annotations
 

@@ -24,7 +24,13 @@ class Small(nn.Module):
 
     @staticmethod
     def layer(width: int, dropout: float) -> nn.Module:
-        return nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Dropout(dropout), nn.Linear(4 * width, width))
+        return nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Dropout(dropout),
+            nn.Linear(4 * width, width),
+        )
 
     def forward(self, x: torch.Tensor, *, scale: float = 1.0) -> torch.Tensor:
         """Documented."""

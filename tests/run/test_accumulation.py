@@ -1,4 +1,6 @@
-"""Gradients that add up over several steps: what a refusal says of the later ones, and what holds for them."""
+"""Gradients that add up over several steps: what a refusal says of the later ones, and what holds for
+them.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,10 @@ def micro_steps(model: torch.nn.Module, budget: int) -> list[int]:
         for _ in range(2):
             for _ in range(MICRO):
                 standing = meter.resident_bytes(model) + data.nbytes
-                peaks.append(standing + meter.measure(lambda: (model(data) / MICRO).backward(), timeline=False).peak_bytes)
+                peaks.append(
+                    standing
+                    + meter.measure(lambda: (model(data) / MICRO).backward(), timeline=False).peak_bytes
+                )
             optimizer.step()
             optimizer.zero_grad(set_to_none=True)
     return peaks

@@ -1,4 +1,6 @@
-"""DistributedDataParallel and FSDP2 on Gloo: limited models train bit by bit as without lowtide, or an error says what to do."""
+"""DistributedDataParallel and FSDP2 on Gloo: limited models train bit by bit as without lowtide, or an error
+says what to do.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,11 @@ N = 16
 class Block(nn.Module):
     def __init__(self, width: int = N) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
         self.drop = nn.Dropout(0.1)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -78,7 +84,7 @@ def equal(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(torch.equal(x, y) for x, y in zip(a, b, strict=True))
 
 
-# ---- two processes ---------------------------------------------------------------------------------------------------------------------
+# ---- two processes -------------------------------------------------------------------------------
 
 
 def start(rank: int, body: Callable[[int], None], folder: str) -> None:
@@ -120,7 +126,11 @@ def ddp(rank: int) -> None:
     assert equal(expected, train(wrapped, rank)), "wrapped, then limited"
     assert after.plan is not None and after.plan.replayed
 
-    for options in ({"gradient_as_bucket_view": True}, {"static_graph": True}, {"find_unused_parameters": True}):
+    for options in (
+        {"gradient_as_bucket_view": True},
+        {"static_graph": True},
+        {"find_unused_parameters": True},
+    ):
         expected = train(Wrap(make(), **options), rank)
         inner = make()
         lowtide.limit_memory(inner, policy="full")
@@ -128,7 +138,9 @@ def ddp(rank: int) -> None:
 
 
 def ddp_by_value(rank: int) -> None:
-    """Models that look at their numbers or ask for an address: the first step is an ordinary one, and the reducer hears of it once."""
+    """Models that look at their numbers or ask for an address: the first step is an ordinary one, and the
+    reducer hears of it once.
+    """
     from torch.nn.parallel import DistributedDataParallel as Wrap
 
     class Looks(Model):

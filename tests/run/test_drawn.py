@@ -54,8 +54,12 @@ def test_gradients_belong_to_the_numbers_of_the_forward_while_another_thread_dra
             assert torch.equal(x.grad != 0, y != 0)
 
 
-def test_nothing_is_said_not_to_reproduce_while_another_thread_draws(recwarn: pytest.WarningsRecorder) -> None:
-    model = nn.Sequential(*(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.5)) for _ in range(4)), nn.Linear(32, 1))
+def test_nothing_is_said_not_to_reproduce_while_another_thread_draws(
+    recwarn: pytest.WarningsRecorder,
+) -> None:
+    model = nn.Sequential(
+        *(nn.Sequential(nn.Linear(32, 32), nn.GELU(), nn.Dropout(0.5)) for _ in range(4)), nn.Linear(32, 1)
+    )
     lowtide.limit_memory(model, policy="full", verify="always")
     x = torch.randn(100, 32)
     with drawing_beside():
@@ -74,7 +78,8 @@ def test_another_thread_gets_no_numbers_twice() -> None:
                 y = nn.functional.dropout(x * 2, 0.5)
             y.sum().backward()
     firsts = [tuple(numbers[:4].tolist()) for numbers in found]
-    assert len(firsts) - len(set(firsts)) <= 2  # it may still draw in the microsecond between the comparison and the set
+    # it may still draw in the microsecond between the comparison and the set
+    assert len(firsts) - len(set(firsts)) <= 2
 
 
 @pytest.mark.parametrize("name", DRAWS)

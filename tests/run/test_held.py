@@ -1,4 +1,6 @@
-"""`limit_memory`: callers that hold outputs beside the loss, and with them what autograd saved on the way to those."""
+"""`limit_memory`: callers that hold outputs beside the loss, and with them what autograd saved on the way to
+those.
+"""
 
 from __future__ import annotations
 
@@ -51,8 +53,12 @@ class Aside(nn.Module):
         return {"loss": (a * whole).sum(), "kept": kept}
 
 
-def peaks(model: nn.Module, x: torch.Tensor, hold: Callable[[dict[str, torch.Tensor]], Any], steps: int = 3) -> list[int]:
-    """What each of some steps takes whose caller holds what ``hold`` makes of the outputs until backward has ended."""
+def peaks(
+    model: nn.Module, x: torch.Tensor, hold: Callable[[dict[str, torch.Tensor]], Any], steps: int = 3
+) -> list[int]:
+    """What each of some steps takes whose caller holds what ``hold`` makes of the outputs until backward has
+    ended.
+    """
     found = []
     for _ in range(steps):
 
@@ -75,7 +81,9 @@ def limited(model: nn.Module, x: torch.Tensor, share: float) -> Handle:
 
 
 @needs_meter
-@pytest.mark.parametrize("hold", [dict, lambda outputs: outputs["kept"].sum()], ids=["the outputs", "what is made of one"])
+@pytest.mark.parametrize(
+    "hold", [dict, lambda outputs: outputs["kept"].sum()], ids=["the outputs", "what is made of one"]
+)
 def test_a_held_output_holds_its_history(hold: Callable[[dict[str, torch.Tensor]], Any]) -> None:
     torch.manual_seed(0)
     model, x = Aside(), torch.randn(512, 64)
@@ -84,7 +92,9 @@ def test_a_held_output_holds_its_history(hold: Callable[[dict[str, torch.Tensor]
     plan = handle.plan
     assert plan is not None and plan.budget_bytes is not None
     assert max(found[1:]) <= plan.budget_bytes
-    assert found[1] == found[2] and abs(plan.predicted_peak_bytes - found[2]) <= 256, "the output itself may be gone"
+    assert found[1] == found[2] and abs(plan.predicted_peak_bytes - found[2]) <= 256, (
+        "the output itself may be gone"
+    )
     assert max(peaks(model, x, lambda _: None)) <= plan.budget_bytes
 
 
@@ -95,7 +105,9 @@ def test_a_history_that_is_let_go_is_not_counted() -> None:
     handle = limited(model, x, 0.85)
     found = peaks(model, x, lambda _: None)
     assert handle.plan is not None and handle.plan.budget_bytes is not None
-    assert max(found[1:]) <= handle.plan.budget_bytes and abs(found[2] - handle.plan.predicted_peak_bytes) <= 256
+    assert (
+        max(found[1:]) <= handle.plan.budget_bytes and abs(found[2] - handle.plan.predicted_peak_bytes) <= 256
+    )
 
 
 @needs_meter
@@ -111,4 +123,6 @@ def test_a_held_history_that_cannot_be_given_up_is_refused_with_the_least_that_h
     model.zero_grad(set_to_none=True)
     handle = lowtide.limit_memory(model, caught.value.smallest_bytes)
     found = peaks(model, x, dict, steps=3)
-    assert max(found[1:]) <= handle.plan.budget_bytes and abs(found[2] - handle.plan.predicted_peak_bytes) <= 256
+    assert (
+        max(found[1:]) <= handle.plan.budget_bytes and abs(found[2] - handle.plan.predicted_peak_bytes) <= 256
+    )

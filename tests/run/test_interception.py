@@ -37,7 +37,7 @@ def names_of(run: Callable[[], Any]) -> list[str]:
     return names.short
 
 
-# ---- the key -----------------------------------------------------------------------------------------------------------------------------
+# ---- the key -------------------------------------------------------------------------------------
 
 
 def test_the_key_is_one_that_pytorch_leaves_alone() -> None:
@@ -45,7 +45,8 @@ def test_the_key_is_one_that_pytorch_leaves_alone() -> None:
         pass
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     assert has("aten::add.Tensor", _KEY) and has("aten::native_layer_norm", _KEY) and has("aten::copy_", _KEY)
-    assert not has("aten::view", _KEY) and not has("aten::linear", _KEY)  # a view, and one that is made of others
+    # a view, and one that is made of others
+    assert not has("aten::view", _KEY) and not has("aten::linear", _KEY)
     assert not _included(_KEY) and not torch.ones(2).add(1).is_sparse
 
 
@@ -85,12 +86,26 @@ def test_an_operation_of_a_library_that_comes_later_is_seen() -> None:
         assert "lowtide_later.twice.default" in names.names
 
 
-# ---- what is seen ------------------------------------------------------------------------------------------------------------------------
+# ---- what is seen --------------------------------------------------------------------------------
 
 
 def test_views_are_not_seen() -> None:
     x = torch.ones(4, 6)
-    assert names_of(lambda: (x.view(24), x.t(), x[1:], x.reshape(6, 4), x.expand(2, 4, 6), x.detach(), x.split(2), x.unsqueeze(0))) == []
+    assert (
+        names_of(
+            lambda: (
+                x.view(24),
+                x.t(),
+                x[1:],
+                x.reshape(6, 4),
+                x.expand(2, 4, 6),
+                x.detach(),
+                x.split(2),
+                x.unsqueeze(0),
+            )
+        )
+        == []
+    )
     assert names_of(lambda: x.t().contiguous()) == ["clone"]
 
 
@@ -114,7 +129,9 @@ def test_the_backward_is_seen_as_it_runs_without() -> None:
 
 
 def test_gradients_that_meet_are_added_in_place_as_without() -> None:
-    """The engine adds into a gradient that it alone holds; whether it may, it finds by counting references, which an interceptor must not raise."""
+    """The engine adds into a gradient that it alone holds; whether it may, it finds by counting references,
+    which an interceptor must not raise.
+    """
     x = torch.randn(50, requires_grad=True)
     with Names() as names:
         y = x * 1.5
@@ -159,7 +176,7 @@ def test_a_conjugate_is_lazy_as_without() -> None:
     assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
 
 
-# ---- several, and none -------------------------------------------------------------------------------------------------------------------
+# ---- several, and none ---------------------------------------------------------------------------
 
 
 def test_interceptors_nest_and_may_end_in_any_order() -> None:
@@ -203,7 +220,7 @@ def test_proceed_outside_of_all_runs_the_operation() -> None:
     assert proceed(torch.ops.aten.add.Tensor, (torch.ones(2), 1), {}).tolist() == [2, 2]
 
 
-# ---- other parts of PyTorch --------------------------------------------------------------------------------------------------------------
+# ---- other parts of PyTorch ----------------------------------------------------------------------
 
 
 def test_subclasses_come_apart_above() -> None:

@@ -23,7 +23,7 @@ from lowtide import BudgetError, LowtideWarning, PlanError
 from lowtide.interception import interceptors
 from lowtide.meter import measure, resident_bytes
 
-# ---- arguments and errors ---------------------------------------------------------------------------------------------------------------
+# ---- arguments and errors ------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("budget", ["lots", "0", "-5MiB", "12XB", 0, -3, 1.5, True, "", "%"])
@@ -113,7 +113,7 @@ def test_a_budget_that_does_not_hold_the_optimizer() -> None:
     assert caught.value.smallest_bytes >= 4 * parameters
 
 
-# ---- the handle -------------------------------------------------------------------------------------------------------------------------
+# ---- the handle ----------------------------------------------------------------------------------
 
 
 def test_handle(same: Any) -> None:
@@ -195,7 +195,7 @@ def test_hooks_of_the_model_fire(same: Any) -> None:
     assert fired == ["pre", "inner", "post", "inner backward", "backward"]
 
 
-# ---- kinds of steps ---------------------------------------------------------------------------------------------------------------------
+# ---- kinds of steps ------------------------------------------------------------------------------
 
 
 def test_a_plan_for_each_shape(twins: Any) -> None:
@@ -246,7 +246,7 @@ def test_a_model_that_grows(twins: Any) -> None:
         pair.step(lambda m: m(batch()), seed)
 
 
-# ---- copies -----------------------------------------------------------------------------------------------------------------------------
+# ---- copies --------------------------------------------------------------------------------------
 
 
 def pickled(model: nn.Module) -> nn.Module:
@@ -301,11 +301,14 @@ def test_shallow_parameter_sharing_copies_share_no_plan() -> None:
     assert "forward" not in other.__dict__
 
 
-# ---- no global state --------------------------------------------------------------------------------------------------------------------
+# ---- no global state -----------------------------------------------------------------------------
 
 
 def test_importing_lowtide_imports_no_torch() -> None:
-    code = "import sys, lowtide; dir(lowtide); assert 'torch' not in sys.modules, 'torch'; assert 'numpy' not in sys.modules, 'numpy'"
+    code = (
+        "import sys, lowtide; dir(lowtide); assert 'torch' not in sys.modules, 'torch'; assert 'numpy' not "
+        "in sys.modules, 'numpy'"
+    )
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
@@ -332,7 +335,9 @@ def test_looking_at_saved_tensors_outside_backward(everything: Any) -> None:
 
 
 def test_a_first_backward_that_fails_leaves_nothing() -> None:
-    """Nobody calls back when a backward fails: the step is over when its graph goes, or when the next one begins."""
+    """Nobody calls back when a backward fails: the step is over when its graph goes, or when the next one
+    begins.
+    """
 
     def fails(_: torch.Tensor) -> None:
         raise KeyError("mine")

@@ -28,11 +28,21 @@ class Block(nn.Module):
         self.norm = nn.LayerNorm(width)
         self.qkv = nn.Linear(width, 3 * width)
         self.out = nn.Linear(width, width)
-        self.mlp = nn.Sequential(nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width), nn.Dropout(0.1))
+        self.mlp = nn.Sequential(
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.GELU(),
+            nn.Linear(4 * width, width),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         q, k, v = self.qkv(self.norm(x)).view(*x.shape[:2], 3, 4, -1).permute(2, 0, 3, 1, 4)
-        h = nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True).transpose(1, 2).reshape(x.shape)
+        h = (
+            nn.functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            .transpose(1, 2)
+            .reshape(x.shape)
+        )
         x = x + self.out(h)
         return x + self.mlp(x)
 
@@ -79,7 +89,8 @@ def test_budgets_hold_and_are_monotone(same: Any) -> None:
     peaks, seconds = [], []
     model = copy.deepcopy(plain)
     model.zero_grad()
-    handle = lowtide.limit_memory(model, most)  # one look for all budgets: what operations took is measured once
+    # one look for all budgets: what operations took is measured once
+    handle = lowtide.limit_memory(model, most)
     for k in range(5):
         budget = least + (most - least) * k // 4
         handle.set_budget(budget)
@@ -88,7 +99,10 @@ def test_budgets_hold_and_are_monotone(same: Any) -> None:
             peaks.append(peak(model))
         plan = handle.plan
         assert peaks[-1] <= budget
-        assert abs(peaks[-1] - plan.predicted_peak_bytes) <= 0.01 * peaks[-1], (peaks[-1], plan.predicted_peak_bytes)
+        assert abs(peaks[-1] - plan.predicted_peak_bytes) <= 0.01 * peaks[-1], (
+            peaks[-1],
+            plan.predicted_peak_bytes,
+        )
         assert all(same(a, p.grad) for a, p in zip(grads, model.parameters(), strict=True))
         seconds.append(plan.predicted_extra_seconds / plan.plain_seconds)
     assert peaks == sorted(peaks)
@@ -160,7 +174,9 @@ def test_handle_and_model_die_together() -> None:
 
 
 class SetsOut(nn.Module):
-    """Layers that take the range of what they see in their first step, and a moving average of it from then on."""
+    """Layers that take the range of what they see in their first step, and a moving average of it from then
+    on.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,12 +211,19 @@ def test_a_model_whose_first_step_is_another_keeps_the_budget_from_where_it_was_
             standing = resident_bytes(model) + x.nbytes
             peaks.append(standing + measure(step, timeline=False).peak_bytes)
     assert handle.plan is not None and handle.plan.budget_bytes is not None
-    assert max(peaks[2:]) <= handle.plan.budget_bytes < max(peaks), "the second step departs, and the plan is made anew"
+    assert max(peaks[2:]) <= handle.plan.budget_bytes < max(peaks), (
+        "the second step departs, and the plan is made anew"
+    )
 
 
 @pytest.mark.filterwarnings("ignore:lowtide plans for another kind of step")
 @pytest.mark.parametrize(
-    ("options", "says"), [({"budget": "90%"}, "budget 90%"), ({"budget": 600 << 20}, "budget 600 MiB"), ({"policy": "full"}, "no budget")]
+    ("options", "says"),
+    [
+        ({"budget": "90%"}, "budget 90%"),
+        ({"budget": 600 << 20}, "budget 600 MiB"),
+        ({"policy": "full"}, "no budget"),
+    ],
 )
 def test_a_handle_says_in_one_line_what_it_limits(options: dict[str, Any], says: str) -> None:
     model = small()
@@ -209,4 +232,7 @@ def test_a_handle_says_in_one_line_what_it_limits(options: dict[str, Any], says:
     handle.prepare(batch())
     plan = handle.prepare(batch(rows=150))
     peak = format_bytes(plan.predicted_peak_bytes)
-    assert repr(handle) == f"<lowtide.Handle of Small: {says}, 2 kinds of steps planned, latest predicted peak {peak}>"
+    assert (
+        repr(handle)
+        == f"<lowtide.Handle of Small: {says}, 2 kinds of steps planned, latest predicted peak {peak}>"
+    )

@@ -107,7 +107,9 @@ def test_threads_train_two_limited_models() -> None:
 
 
 def test_one_limited_model_in_two_threads() -> None:
-    """As DataParallel's replicas or an asynchronous trainer would: forwards at the same time, each with its own backward."""
+    """As DataParallel's replicas or an asynchronous trainer would: forwards at the same time, each with its
+    own backward.
+    """
     model = small(dropout=0.0)
     lowtide.limit_memory(model, policy="full")
     plain = small(dropout=0.0)
@@ -127,7 +129,9 @@ def test_one_limited_model_in_two_threads() -> None:
 
 
 def test_planning_in_one_thread_does_not_disturb_another() -> None:
-    """While one thread traces on fake parameters, another uses its own model; both drop out by the one default generator."""
+    """While one thread traces on fake parameters, another uses its own model; both drop out by the one
+    default generator.
+    """
     model, other = small(layers=6), small()
     errors: list[BaseException] = []
     stop = threading.Event()

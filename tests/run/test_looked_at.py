@@ -1,4 +1,6 @@
-"""What the step that is looked at leaves behind: nothing, in random states, in modules, and nearly nothing in memory."""
+"""What the step that is looked at leaves behind: nothing, in random states, in modules, and nearly nothing in
+memory.
+"""
 
 from __future__ import annotations
 
@@ -71,12 +73,16 @@ def cached(net: Net, x: torch.Tensor) -> torch.Tensor:
     return x * net.cache["scale"]
 
 
-def through_values(between: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+def through_values(
+    between: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> Callable[[Any, torch.Tensor], torch.Tensor]:
     """The same in a model that asks for a number."""
     return lambda net, x: between(net, x if x.sum().item() > -1e9 else -x)
 
 
-def through_addresses(between: Callable[[Any, torch.Tensor], torch.Tensor]) -> Callable[[Any, torch.Tensor], torch.Tensor]:
+def through_addresses(
+    between: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> Callable[[Any, torch.Tensor], torch.Tensor]:
     """The same in a model that asks for an address."""
     return lambda net, x: between(net, x if x.data_ptr() else -x)
 
@@ -102,7 +108,9 @@ def train(net: Net, x: torch.Tensor) -> list[torch.Tensor]:
 
 
 @pytest.mark.parametrize("between", CASES.values(), ids=CASES.keys())
-def test_planning_at_the_first_step_changes_nothing(between: Callable[[Any, torch.Tensor], torch.Tensor]) -> None:
+def test_planning_at_the_first_step_changes_nothing(
+    between: Callable[[Any, torch.Tensor], torch.Tensor],
+) -> None:
     torch.manual_seed(0)
     plain, x = Net(between), torch.randn(256, 32)
     limited = Net(between)
@@ -125,7 +133,13 @@ class MaskedLoss(nn.Module):
         for block in self.blocks:
             h = block(h)
         mask = (torch.rand(h.shape) > 0.5).float()
-        return {"loss": ((h - x).square() * mask).sum() / mask.sum(), "out": h, "mask": mask, "x": x, "scale": self.get_buffer("scale")}
+        return {
+            "loss": ((h - x).square() * mask).sum() / mask.sum(),
+            "out": h,
+            "mask": mask,
+            "x": x,
+            "scale": self.get_buffer("scale"),
+        }
 
 
 @needs_meter
@@ -168,7 +182,9 @@ class Stem(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body = nn.Sequential(nn.Conv3d(8, 8, 3, padding=1), nn.SiLU(), nn.Conv3d(8, 8, 3, padding=1), nn.SiLU())
+        self.body = nn.Sequential(
+            nn.Conv3d(8, 8, 3, padding=1), nn.SiLU(), nn.Conv3d(8, 8, 3, padding=1), nn.SiLU()
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.body(x).square().mean((1, 2, 3, 4)).sum()
@@ -273,7 +289,12 @@ class Enlarges(nn.Module):
         self.conv = nn.Conv2d(3, 8, 3)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.conv(nn.functional.interpolate(x, scale_factor=2, mode="bicubic")).mean((2, 3)).square().sum()
+        return (
+            self.conv(nn.functional.interpolate(x, scale_factor=2, mode="bicubic"))
+            .mean((2, 3))
+            .square()
+            .sum()
+        )
 
 
 @needs_meter
@@ -296,7 +317,12 @@ class LeavesOut(nn.Module):
     def __init__(self, low: bool, stays: bool) -> None:
         super().__init__()
         self.low, self.stays = low, stays
-        self.layers = nn.ModuleList([nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)])
+        self.layers = nn.ModuleList(
+            [
+                nn.Sequential(nn.LayerNorm(32), nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+                for _ in range(4)
+            ]
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for layer in self.layers:
@@ -310,7 +336,9 @@ class LeavesOut(nn.Module):
 @pytest.mark.parametrize("low", [True, False])
 @pytest.mark.parametrize("stays", [True, False])
 def test_layers_left_out_by_chance_are_planned_for(low: bool, stays: bool, same: Callable[..., bool]) -> None:
-    """The plan is for the longest step that was looked at; a longer one says so where it takes more than the budget."""
+    """The plan is for the longest step that was looked at; a longer one says so where it takes more than the
+    budget.
+    """
     torch.manual_seed(0)
     plain, x = LeavesOut(low, stays), torch.randn(200, 32)
     model = copy.deepcopy(plain)
@@ -329,13 +357,19 @@ def test_layers_left_out_by_chance_are_planned_for(low: bool, stays: bool, same:
 
         with warnings.catch_warnings(record=True) as warned:
             warnings.simplefilter("always")
-            taken = meter.resident_bytes(model) + x.nbytes + meter.measure(lambda: step(model), timeline=False).peak_bytes
+            taken = (
+                meter.resident_bytes(model)
+                + x.nbytes
+                + meter.measure(lambda: step(model), timeline=False).peak_bytes
+            )
         step(plain)
         assert same(*losses)
         for a, b in zip(plain.parameters(), model.parameters(), strict=True):
             assert same(a.grad, b.grad)
             a.grad = b.grad = None
-        assert seed == 0 or taken <= budget or any("a planned step took" in str(one.message) for one in warned), seed
+        assert (
+            seed == 0 or taken <= budget or any("a planned step took" in str(one.message) for one in warned)
+        ), seed
         assert handle.graph is not None
         longest.append(sum(operation.name == "aten.gelu.default" for operation in handle.graph.operations))
         told.append(len(warned))
@@ -377,6 +411,8 @@ def test_a_gradient_inside_and_an_unused_argument_are_counted(same: Callable[...
     assert peak <= handle.plan.budget_bytes
     assert handle.graph is not None
     assert sum(s.bytes == unused.nbytes for s in handle.graph.storages if s.kind == "input") == 1
-    assert not any(operation.replayable for operation in handle.graph.operations if operation.phase == "backward")
+    assert not any(
+        operation.replayable for operation in handle.graph.operations if operation.phase == "backward"
+    )
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         assert same(a.grad, b.grad)

@@ -1,4 +1,6 @@
-"""Losses that lie outside the model: which outputs they look at, and how long the gradients that they leave stay."""
+"""Losses that lie outside the model: which outputs they look at, and how long the gradients that they leave
+stay.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ class Maps(nn.Module):
 
     def __init__(self, *, shared: bool = False) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True) for _ in range(3))
+        self.layers = nn.ModuleList(
+            nn.MultiheadAttention(32, 4, dropout=0.1, batch_first=True) for _ in range(3)
+        )
         self.shared = shared
 
     def forward(self, x: torch.Tensor) -> Outputs:
@@ -43,7 +47,9 @@ class Residual(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 32)) for _ in range(4)
+        )
 
     def forward(self, x: torch.Tensor) -> Outputs:
         for layer in self.layers:
@@ -79,11 +85,16 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Outputs], torch.Tensor
 }
 
 WITHIN_ONLY = ("maps that the loss does not look at", "one map alone")
-"""Cases whose outputs the caller lets go of at moments that no plan knows: steps stay within the budget, but may take less than predicted, or more."""
+"""Cases whose outputs the caller lets go of at moments that no plan knows: steps stay within the budget, but
+may take less than predicted, or more.
+"""
 
 
 def steps(
-    make: Callable[[], nn.Module], loss_of: Callable[[Outputs], torch.Tensor], budget: int | str | None, holds: bool = False
+    make: Callable[[], nn.Module],
+    loss_of: Callable[[Outputs], torch.Tensor],
+    budget: int | str | None,
+    holds: bool = False,
 ) -> Found:
     torch.manual_seed(0)
     model = make()

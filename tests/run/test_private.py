@@ -1,4 +1,6 @@
-"""Every private PyTorch interface that lowtide leans on does what it is leaned on for; a release that moves one fails here, by name."""
+"""Every private PyTorch interface that lowtide leans on does what it is leaned on for; a release that moves
+one fails here, by name.
+"""
 
 from __future__ import annotations
 
@@ -58,14 +60,23 @@ def test_in_backward_is_the_threads_own() -> None:
 
 def test_storage_key_is_of_the_storage() -> None:
     x = torch.ones(4)
-    assert private.storage_key(x) == private.storage_key(x[1:]) == private.storage_key(x.view(2, 2)) == private.storage_key(x.detach())
+    assert (
+        private.storage_key(x)
+        == private.storage_key(x[1:])
+        == private.storage_key(x.view(2, 2))
+        == private.storage_key(x.detach())
+    )
     assert private.storage_key(x) != private.storage_key(x.clone())
 
 
 def test_versioned_alias_shares_the_counter() -> None:
     x = torch.ones(4)
     alias = private.versioned_alias(x)
-    assert private.storage_key(alias) == private.storage_key(x) and alias.grad_fn is None and not alias.requires_grad
+    assert (
+        private.storage_key(alias) == private.storage_key(x)
+        and alias.grad_fn is None
+        and not alias.requires_grad
+    )
     before = alias._version
     x.add_(1)
     assert alias._version == before + 1
@@ -117,7 +128,10 @@ def test_suggested_memory_format_is_what_kernels_go_by() -> None:
     x = torch.ones(2, 3, 4, 5)
     assert private.suggested_memory_format(x) is torch.contiguous_format
     assert private.suggested_memory_format(x.to(memory_format=torch.channels_last)) is torch.channels_last
-    assert private.suggested_memory_format(torch.ones(2, 3, 1, 1).as_strided((2, 3, 1, 1), (3, 1, 3, 3))) is torch.channels_last
+    assert (
+        private.suggested_memory_format(torch.ones(2, 3, 1, 1).as_strided((2, 3, 1, 1), (3, 1, 3, 3)))
+        is torch.channels_last
+    )
 
 
 def test_replaying_is_below_autograd_and_autocast() -> None:
@@ -139,7 +153,9 @@ def test_replaying_ends_with_an_error_too() -> None:
 
 def test_has_kernel() -> None:
     aten = torch.ops.aten
-    assert private.has_kernel(aten.mul.out, "cpu") and private.has_kernel(aten.native_layer_norm.default, "cpu")
+    assert private.has_kernel(aten.mul.out, "cpu") and private.has_kernel(
+        aten.native_layer_norm.default, "cpu"
+    )
     assert not private.has_kernel(aten.native_layer_norm.out, "cpu")  # generated: it is made of the other one
     assert not private.has_kernel(aten.mul.out, "hpu")
 
@@ -374,7 +390,9 @@ def test_node_key_tells_whose_turn_it_is() -> None:
 def test_answers_itself_where_a_type_dispatches() -> None:
     from torch.testing._internal.two_tensor import TwoTensor
 
-    assert private.answers_itself(TwoTensor(torch.ones(2), torch.ones(2))) and not private.answers_itself(torch.ones(2))
+    assert private.answers_itself(TwoTensor(torch.ones(2), torch.ones(2))) and not private.answers_itself(
+        torch.ones(2)
+    )
 
 
 def test_transformed_where_torch_func_or_a_trace_runs() -> None:
@@ -395,7 +413,11 @@ def test_a_borrowed_storage_holds_nothing() -> None:
     x = torch.arange(4.0)
     storage = weakref.ref(x.untyped_storage())
     other = private.borrowed_storage(x.untyped_storage())
-    assert other.data_ptr() == x.data_ptr() and other.nbytes() == 16 and other._cdata != x.untyped_storage()._cdata
+    assert (
+        other.data_ptr() == x.data_ptr()
+        and other.nbytes() == 16
+        and other._cdata != x.untyped_storage()._cdata
+    )
     del x
     assert storage() is None
 
@@ -446,16 +468,24 @@ def test_without_modes_nothing_is_seen() -> None:
 
 def test_every_function_is_tested_here() -> None:
     text = "".join(file.read_text() for file in Path(__file__).parent.glob("test_private*.py"))
-    names = [n for n, f in vars(private).items() if inspect.isfunction(f) and f.__module__ == private.__name__ and not n.startswith("_")]
+    names = [
+        n
+        for n, f in vars(private).items()
+        if inspect.isfunction(f) and f.__module__ == private.__name__ and not n.startswith("_")
+    ]
     assert [n for n in names if f"private.{n}" not in text] == []
 
 
 def test_private_interfaces_stay_in_their_places() -> None:
-    """What runs steps takes nothing private from PyTorch but through `lowtide.private` and `lowtide.interception`."""
+    """What runs steps takes nothing private from PyTorch but through `lowtide.private` and
+    `lowtide.interception`.
+    """
     import re
 
     package = Path(inspect.getfile(private)).parent
-    private_name = re.compile(r"torch\._C\.(?!_set_grad_enabled)|torch\._dynamo|torch\._functorch|torch\._dispatch")
+    private_name = re.compile(
+        r"torch\._C\.(?!_set_grad_enabled)|torch\._dynamo|torch\._functorch|torch\._dispatch"
+    )
     files = [*package.glob("*.py"), *(package / "run").glob("*.py"), package / "trace" / "eager.py"]
     lines = [(file.name, line.strip()) for file in files for line in file.read_text().splitlines()]
     found = {name for name, line in lines if private_name.search(line)}
@@ -479,9 +509,15 @@ def test_the_storage_of_a_fake_is_of_the_meta_device_and_ends_with_it() -> None:
 
     mode = private.fake_mode()
     with mode:
-        fakes = [torch.ones(2), torch.ones(2, device="cuda") if torch.cuda.is_available() else torch.ones(3), torch.ones(4)[1:]]
+        fakes = [
+            torch.ones(2),
+            torch.ones(2, device="cuda") if torch.cuda.is_available() else torch.ones(3),
+            torch.ones(4)[1:],
+        ]
     watches = [weakref.ref(fake.untyped_storage()) for fake in fakes]
-    assert all(storage is not None and storage.device.type == "meta" for storage in (watch() for watch in watches))
+    assert all(
+        storage is not None and storage.device.type == "meta" for storage in (watch() for watch in watches)
+    )
     del fakes
     assert all(watch() is None for watch in watches)
 

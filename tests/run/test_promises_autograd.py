@@ -1,4 +1,6 @@
-"""Promises 1 and 2 around autograd: custom functions, retained graphs, double backward, accumulation, overwritten tensors."""
+"""Promises 1 and 2 around autograd: custom functions, retained graphs, double backward, accumulation,
+overwritten tensors.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,18 @@ from torch import nn
 import lowtide
 from lowtide import ReplayError
 
-# ---- custom functions -------------------------------------------------------------------------------------------------------------------
+# ---- custom functions ----------------------------------------------------------------------------
 
 
 class SavesEverything(torch.autograd.Function):
-    """Saves an input, an output and an intermediate, takes what is no tensor, returns what has no gradient."""
+    """Saves an input, an output and an intermediate, takes what is no tensor, returns what has no
+    gradient.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, factor: float, names: list[str]) -> tuple[torch.Tensor, torch.Tensor, int]:
+    def forward(
+        ctx: Any, x: torch.Tensor, factor: float, names: list[str]
+    ) -> tuple[torch.Tensor, torch.Tensor, int]:
         middle = x.exp()
         out = middle * factor
         index = out.argmax(-1)
@@ -136,7 +142,8 @@ def with_hooks(h: torch.Tensor) -> torch.Tensor:
 
 
 CUSTOM = [
-    with_saves, with_dirty, with_setup_context, with_inner_autograd, with_torch_checkpoint, with_reentrant_checkpoint, with_scope_inside,
+    with_saves, with_dirty, with_setup_context, with_inner_autograd, with_torch_checkpoint,
+    with_reentrant_checkpoint, with_scope_inside,
     with_grad_inside, with_hooks,
 ]  # fmt: skip
 
@@ -172,7 +179,7 @@ def test_a_step_that_runs_other_operations_than_its_trace(twins: Any) -> None:
     assert pair.handle.plan.replayed
 
 
-# ---- more than one backward ------------------------------------------------------------------------------------------------------------
+# ---- more than one backward ----------------------------------------------------------------------
 
 
 def test_retained_graph_goes_backward_again(twins: Any) -> None:
@@ -313,7 +320,7 @@ def test_parameters_that_hook_their_gradients(twins: Any) -> None:
         pair.step(run, seed)
 
 
-# ---- overwritten tensors ---------------------------------------------------------------------------------------------------------------
+# ---- overwritten tensors -------------------------------------------------------------------------
 
 
 class Overwritten(nn.Module):
@@ -341,7 +348,9 @@ class Overwritten(nn.Module):
 @pytest.mark.parametrize("give_up", [True, False], ids=["given up", "kept"])
 @pytest.mark.parametrize("what", ["y", "h", "view of h"])
 @pytest.mark.parametrize("when", ["forward", "after"])
-def test_overwriting_a_saved_tensor_raises_where_plain_does(everything: Any, when: str, what: str, give_up: bool) -> None:
+def test_overwriting_a_saved_tensor_raises_where_plain_does(
+    everything: Any, when: str, what: str, give_up: bool
+) -> None:
     messages = []
     for limited in (False, True):
         torch.manual_seed(0)
@@ -406,7 +415,9 @@ def test_overwritten_replay_source_raises() -> None:
 
 
 def test_a_source_that_every_step_overwrites_is_kept() -> None:
-    """The step that is looked at shows that the input of the addition is written to, so no plan replays from it."""
+    """The step that is looked at shows that the input of the addition is written to, so no plan replays from
+    it.
+    """
 
     class Adds(nn.Module):
         def __init__(self) -> None:

@@ -1,4 +1,6 @@
-"""Promises 2 and 5: a failed step, a forward without backward, evaluation: nothing is left, and the next step is a normal one."""
+"""Promises 2 and 5: a failed step, a forward without backward, evaluation: nothing is left, and the next step
+is a normal one.
+"""
 
 from __future__ import annotations
 
@@ -55,7 +57,9 @@ def alive(model: Watched) -> int:
 @pytest.mark.parametrize("fail", ["forward", "backward"])
 @pytest.mark.parametrize("first_step", [True, False])
 @pytest.mark.parametrize("way", ["limit", "scope"])
-def test_a_failed_step_leaves_nothing_and_the_next_is_normal(twins: Any, fail: str, first_step: bool, way: str) -> None:
+def test_a_failed_step_leaves_nothing_and_the_next_is_normal(
+    twins: Any, fail: str, first_step: bool, way: str
+) -> None:
     torch.manual_seed(0)
     pair = twins(Watched()) if way == "limit" else twins(Watched(), policy="keep_all")
 
@@ -90,7 +94,9 @@ def test_a_failed_step_leaves_nothing_and_the_next_is_normal(twins: Any, fail: s
 
 @pytest.mark.parametrize("way", ["limit", "scope"])
 def test_forward_without_backward_holds_nothing(twins: Any, way: str) -> None:
-    pair = twins(Watched(), policy="keep_all" if way == "scope" else None, budget="95%" if way == "limit" else None)
+    pair = twins(
+        Watched(), policy="keep_all" if way == "scope" else None, budget="95%" if way == "limit" else None
+    )
     model = pair.limited
 
     def run() -> torch.Tensor:

@@ -1,4 +1,6 @@
-"""Promise 1, operation by operation: whatever a forward is made of, loss, gradients, buffers and random state are the plain step's."""
+"""Promise 1, operation by operation: whatever a forward is made of, loss, gradients, buffers and random state
+are the plain step's.
+"""
 
 from __future__ import annotations
 
@@ -124,19 +126,30 @@ def as_other_dtype(h: torch.Tensor) -> torch.Tensor:
 
 def sorting(h: torch.Tensor) -> torch.Tensor:
     top, index = h.exp().topk(N // 2, -1)
-    return torch.cat([top * top, torch.gather(h.sin(), 1, index)], -1) * h.sort(-1).values.exp() * h.cumsum(-1).tanh()
+    return (
+        torch.cat([top * top, torch.gather(h.sin(), 1, index)], -1)
+        * h.sort(-1).values.exp()
+        * h.cumsum(-1).tanh()
+    )
 
 
 def indexing(h: torch.Tensor) -> torch.Tensor:
     rows = torch.tensor([0, 2, 2, 1, 0, 5])
     y = h.exp()[rows]
-    z = torch.zeros_like(y).index_add(0, rows, y * h).index_put((rows[:3], rows[:3]), h[0, :3], accumulate=True)
+    z = (
+        torch.zeros_like(y)
+        .index_add(0, rows, y * h)
+        .index_put((rows[:3], rows[:3]), h[0, :3], accumulate=True)
+    )
     return y * z + torch.zeros_like(h).scatter_add(1, rows.expand(6, 6), y[:, :6].cos())
 
 
 def attention(h: torch.Tensor) -> torch.Tensor:
     q, k, v = h.view(1, 2, 3, N).sin(), h.view(1, 2, 3, N).cos(), h.view(1, 2, 3, N).exp()
-    return (F.scaled_dot_product_attention(q, k, v, is_causal=True) + F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)).view(-1, N)
+    return (
+        F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        + F.scaled_dot_product_attention(q, k, v, dropout_p=0.2)
+    ).view(-1, N)
 
 
 def foreach(h: torch.Tensor) -> torch.Tensor:
@@ -145,7 +158,12 @@ def foreach(h: torch.Tensor) -> torch.Tensor:
 
 
 def random_of_all_kinds(h: torch.Tensor) -> torch.Tensor:
-    noise = torch.randn_like(h) + torch.rand(h.shape) + torch.empty_like(h).uniform_(-1, 1) + torch.empty_like(h).normal_()
+    noise = (
+        torch.randn_like(h)
+        + torch.rand(h.shape)
+        + torch.empty_like(h).uniform_(-1, 1)
+        + torch.empty_like(h).normal_()
+    )
     kept = torch.bernoulli(torch.sigmoid(h.detach())) + torch.empty_like(h).bernoulli_(0.5)
     shuffled = h[:, torch.randperm(N)] * torch.randint(1, 4, (N,))
     dropped = F.alpha_dropout(h.exp() * noise, 0.2, True) * kept.exp()
@@ -201,8 +219,10 @@ def set_data(h: torch.Tensor) -> torch.Tensor:
 
 
 FUNCTIONS = [
-    add_in_place, write_into_view, fill_buffer, fill_zeros, relu_in_place, masked, views, unfolded, expanded, same_twice, as_other_dtype,
-    sorting, indexing, attention, foreach, random_of_all_kinds, gumbel, own_generator, scalars, empty, out_of, detached, not_a_number,
+    add_in_place, write_into_view, fill_buffer, fill_zeros, relu_in_place, masked, views, unfolded, expanded,
+    same_twice, as_other_dtype,
+    sorting, indexing, attention, foreach, random_of_all_kinds, gumbel, own_generator, scalars, empty,
+    out_of, detached, not_a_number,
     set_data,
 ]  # fmt: skip
 
@@ -237,14 +257,17 @@ def test_verify_changes_no_number(twins: Any, verify: str, everything: Any) -> N
 
 def test_dropout_modules_draw_once(twins: Any) -> None:
     torch.manual_seed(1)
-    model = nn.Sequential(nn.Linear(N, N), nn.Dropout(0.4), nn.GELU(), nn.Dropout1d(0.3), nn.AlphaDropout(0.2), nn.Linear(N, 1))
+    model = nn.Sequential(
+        nn.Linear(N, N), nn.Dropout(0.4), nn.GELU(), nn.Dropout1d(0.3), nn.AlphaDropout(0.2), nn.Linear(N, 1)
+    )
     twins(model, loss_fn=torch.sum).check(lambda m: m(batch()).sum())
 
 
 def test_batch_norm_statistics_move_once(twins: Any) -> None:
     torch.manual_seed(1)
     model = nn.Sequential(
-        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3), nn.BatchNorm2d(4, momentum=None), nn.SiLU(),
+        nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.Conv2d(4, 4, 3),
+        nn.BatchNorm2d(4, momentum=None), nn.SiLU(),
         nn.Flatten(), nn.LazyLinear(8), nn.BatchNorm1d(8, track_running_stats=False), nn.Sigmoid(),
     )  # fmt: skip
     x = torch.randn(4, 3, 8, 8)
@@ -286,7 +309,10 @@ def test_buffers_that_forward_writes_move_once(twins: Any) -> None:
 
 def test_power_iteration_of_spectral_norm(twins: Any) -> None:
     torch.manual_seed(1)
-    spectral_norm, weight_norm = nn.utils.parametrizations.spectral_norm, nn.utils.parametrizations.weight_norm
+    spectral_norm, weight_norm = (
+        nn.utils.parametrizations.spectral_norm,
+        nn.utils.parametrizations.weight_norm,
+    )
     model = nn.Sequential(spectral_norm(nn.Linear(N, N)), nn.Tanh(), weight_norm(nn.Linear(N, 1)))
     twins(model, loss_fn=torch.sum).check(lambda m: m(batch()).sum())
 
@@ -300,7 +326,12 @@ class Tied(nn.Module):
         self.head.weight = self.embed.weight
 
     def forward(
-        self, tokens: torch.Tensor, *, labels: torch.Tensor, scale: float = 1.0, mask: dict[str, Any] | None = None
+        self,
+        tokens: torch.Tensor,
+        *,
+        labels: torch.Tensor,
+        scale: float = 1.0,
+        mask: dict[str, Any] | None = None,
     ) -> torch.Tensor:
         h = self.embed(tokens)
         h = h + self.block(h) * scale
@@ -324,7 +355,12 @@ def test_returns_more_than_the_loss(twins: Any) -> None:
 
         def forward(self, tokens: torch.Tensor) -> dict[str, Any]:
             h = self.tied.block(self.tied.embed(tokens))
-            return {"loss": self.tied(tokens, labels=tokens), "logits": self.tied.head(h), "name": "two", "nothing": None}
+            return {
+                "loss": self.tied(tokens, labels=tokens),
+                "logits": self.tied.head(h),
+                "name": "two",
+                "nothing": None,
+            }
 
     def run(model: nn.Module) -> torch.Tensor:
         found = model(tokens)
@@ -362,7 +398,9 @@ def test_autocast_inside_forward_and_low_precision_copies_of_weights(twins: Any)
 
     tokens = torch.randint(0, 11, (3, 5))
     handle = twins(Inside()).check(lambda m: m(tokens))
-    copies = [o for o in handle.graph.operations if o.name == "aten._to_copy.default" and o.phase == "forward"]
+    copies = [
+        o for o in handle.graph.operations if o.name == "aten._to_copy.default" and o.phase == "forward"
+    ]
     assert copies and any(o.index in handle.plan.replayed for o in copies)
 
 
@@ -408,8 +446,10 @@ def test_recurrent(twins: Any, kind: Any) -> None:
 def test_convolutions_and_pooling(twins: Any) -> None:
     torch.manual_seed(2)
     model = nn.Sequential(
-        nn.Conv1d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Hardswish(inplace=True), nn.MaxPool1d(2), nn.ConvTranspose1d(8, 8, 2, 2),
-        nn.PReLU(8), nn.AdaptiveAvgPool1d(4), nn.LeakyReLU(0.1, inplace=True), nn.InstanceNorm1d(8), nn.Upsample(scale_factor=2),
+        nn.Conv1d(3, 8, 3, padding=1), nn.GroupNorm(2, 8), nn.Hardswish(inplace=True), nn.MaxPool1d(2),
+        nn.ConvTranspose1d(8, 8, 2, 2),
+        nn.PReLU(8), nn.AdaptiveAvgPool1d(4), nn.LeakyReLU(0.1, inplace=True), nn.InstanceNorm1d(8),
+        nn.Upsample(scale_factor=2),
         nn.Flatten(),
     )  # fmt: skip
     x = torch.randn(2, 3, 16)

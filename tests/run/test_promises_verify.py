@@ -1,4 +1,6 @@
-"""Promise 2: what does not reproduce is found at the first step, kept, named once in a warning, and planned around."""
+"""Promise 2: what does not reproduce is found at the first step, kept, named once in a warning, and planned
+around.
+"""
 
 from __future__ import annotations
 
@@ -110,7 +112,9 @@ def test_writes_behind_the_dispatcher_in_a_scope(same: Any, write: Any) -> None:
 
 
 def test_a_write_between_two_readers_is_an_error_and_never_a_wrong_number(same: Any, everything: Any) -> None:
-    """The first reader's input exists nowhere any more: nothing can be given up there, and nothing that was can come back."""
+    """The first reader's input exists nowhere any more: nothing can be given up there, and nothing that was
+    can come back.
+    """
     model = Behind(between_two_readers)
     model(batch()).backward()
     grads = [p.grad.clone() for p in model.parameters()]
@@ -164,7 +168,8 @@ def by_layout(x: torch.Tensor) -> None:
 def test_an_operation_that_goes_by_the_layout_is_compared_in_the_same() -> None:
     def function(h: torch.Tensor) -> torch.Tensor:
         y = h.exp()
-        by_layout(y.detach().chunk(2, 1)[1])  # as vectorized kernels do in their last bits, on some processors
+        # as vectorized kernels do in their last bits, on some processors
+        by_layout(y.detach().chunk(2, 1)[1])
         return y.detach().sin()
 
     recorder = Recorder(RegionDirector(), verify=True)
@@ -189,7 +194,9 @@ def test_nondeterministic_operation_is_kept_and_named_once(same: Any, everything
             twin = Behind(lambda h, start=start: h.detach() * (1 + start))
             twin.load_state_dict(model.state_dict())
             twin(batch()).backward()
-            assert all(same(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True))
+            assert all(
+                same(a.grad, b.grad) for a, b in zip(model.parameters(), twin.parameters(), strict=True)
+            )
     assert list(handle.kept) == ["lowtide_tests.noise.default"]
     assert sum("lowtide_tests.noise" in str(w.message) for w in caught) == 1
     assert handle.plan.replayed
@@ -241,7 +248,8 @@ def test_verification_runs_each_operation_twice_and_only_in_the_first_step(every
         model(batch()).backward()
         model.zero_grad()
         counted.append(CALLS.count)
-    assert counted[0] == 3 and counted[-1] == 2  # a plan that is made again, for what the first step taught, is verified again
+    # a plan that is made again, for what the first step taught, is verified again
+    assert counted[0] == 3 and counted[-1] == 2
 
 
 class Counter:
@@ -279,7 +287,9 @@ def test_apply_verifies_its_first_step(same: Any, everything: Any) -> None:
 
 def test_apply_departs_safely_from_a_plan_for_another_step(same: Any, everything: Any) -> None:
     model = nn.Sequential(nn.Linear(N, N), nn.GELU(), nn.Linear(N, N), nn.Tanh())
-    other = nn.Sequential(nn.Linear(N, N), nn.Sigmoid(), nn.LayerNorm(N), nn.Linear(N, N), nn.ReLU(), nn.Softmax(-1))
+    other = nn.Sequential(
+        nn.Linear(N, N), nn.Sigmoid(), nn.LayerNorm(N), nn.Linear(N, N), nn.ReLU(), nn.Softmax(-1)
+    )
     plan = everything(lowtide.trace(lambda: model(batch()).sum()))
     grads = []
     for planned in (False, True):

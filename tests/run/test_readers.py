@@ -1,4 +1,6 @@
-"""Copies that replays make wait for those who can still ask for them, and for nobody else: what is predicted is what is measured."""
+"""Copies that replays make wait for those who can still ask for them, and for nobody else: what is predicted
+is what is measured.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ class Unasked(torch.autograd.Function):
 
 
 class Net(nn.Module):
-    """``made`` has readers in a branch that autograd lets go of at some time without ever asking for anything in it."""
+    """``made`` has readers in a branch that autograd lets go of at some time without ever asking for anything
+    in it.
+    """
 
     def __init__(self, branch: str) -> None:
         super().__init__()

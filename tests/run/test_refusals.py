@@ -48,8 +48,14 @@ def test_a_refused_budget_is_one_error_with_the_loss_outside(loss_fn: Any) -> No
         (dict(optimizer="adam"), "optimizer= takes a torch.optim.Optimizer .* not str"),
         (dict(optimizer=torch.optim.AdamW), "not AdamW, a class"),
         (dict(loss_fn=nn.functional.mse_loss), "loss_fn=mse_loss .* is given the model's output alone"),
-        (dict(loss_fn=nn.CrossEntropyLoss()), "loss_fn=CrossEntropyLoss .* is given the model's output alone"),
-        (dict(optimizer=torch.optim.AdamW(nn.Linear(2, 2).parameters())), "AdamW that holds none of this model's parameters: give"),
+        (
+            dict(loss_fn=nn.CrossEntropyLoss()),
+            "loss_fn=CrossEntropyLoss .* is given the model's output alone",
+        ),
+        (
+            dict(optimizer=torch.optim.AdamW(nn.Linear(2, 2).parameters())),
+            "AdamW that holds none of this model's parameters: give",
+        ),
         (dict(stores={"tp": 4}), r"stores= takes lowtide.Stores\(...\), not dict"),
     ],
 )
@@ -65,7 +71,9 @@ def test_a_function_that_takes_two_arguments_is_a_type_error() -> None:
         lowtide.limit_memory(small(), "80%", loss_fn=lambda output, target: (output - target).sum())  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("loss_fn", [torch.sum, nn.Identity(), lambda output, scale=2.0: (output * scale).sum()])
+@pytest.mark.parametrize(
+    "loss_fn", [torch.sum, nn.Identity(), lambda output, scale=2.0: (output * scale).sum()]
+)
 def test_a_function_of_the_output_alone_is_taken(loss_fn: Any) -> None:
     lowtide.limit_memory(small(), "80%", loss_fn=loss_fn)
 
@@ -82,7 +90,10 @@ def foreign() -> torch.Tensor:
     return torch.zeros(3, requires_grad=True).sum()
 
 
-@pytest.mark.parametrize("loss_fn", [lambda _: torch.zeros((), requires_grad=True), lambda output: output.detach().sum() + foreign()])
+@pytest.mark.parametrize(
+    "loss_fn",
+    [lambda _: torch.zeros((), requires_grad=True), lambda output: output.detach().sum() + foreign()],
+)
 def test_a_loss_of_something_else_than_the_model_is_refused(loss_fn: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     handle = lowtide.limit_memory(model, "100%", loss_fn=loss_fn)
@@ -143,7 +154,9 @@ def test_a_plan_is_needed_to_apply_one() -> None:
     model = small()
     graph = lowtide.trace(model, batch(), costs=False)
     for wrong in (None, graph):
-        with pytest.raises(PlanError, match=f"apply takes a Plan, not {type(wrong).__name__}: make one with lowtide.plan"):
+        with pytest.raises(
+            PlanError, match=f"apply takes a Plan, not {type(wrong).__name__}: make one with lowtide.plan"
+        ):
             lowtide.apply(wrong)  # type: ignore[arg-type]
 
 

@@ -1,4 +1,6 @@
-"""Steps that follow the script of an earlier one: fewer dispatches, the same bits, and nothing left behind when a step is another."""
+"""Steps that follow the script of an earlier one: fewer dispatches, the same bits, and nothing left behind
+when a step is another.
+"""
 
 from __future__ import annotations
 
@@ -90,7 +92,9 @@ def heard(model: nn.Module, monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 def untouched(model: nn.Module) -> bool:
-    return interceptors() == [] and not any("forward" in m.__dict__ for m in model.modules() if m is not model)
+    return interceptors() == [] and not any(
+        "forward" in m.__dict__ for m in model.modules() if m is not model
+    )
 
 
 def test_later_steps_hear_less_and_give_the_same_bits(twins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -106,7 +110,8 @@ def test_later_steps_hear_less_and_give_the_same_bits(twins: Any, monkeypatch: p
     assert names == [str(func) for func, _, _ in script.entries]
     assert 0 < names.count("aten.gelu.default") == 3
     assert len(names) < len(all_of_them.names) / 2
-    assert names.count("aten.native_layer_norm.default") <= 1  # of three: the first stretch is too short to leave for
+    # of three: the first stretch is too short to leave for
+    assert names.count("aten.native_layer_norm.default") <= 1
     assert "aten.relu_.default" not in names
     assert untouched(pair.limited)
 
@@ -172,7 +177,8 @@ def test_a_mode_of_the_models_own_around_a_block(twins: Any) -> None:
         pair.step(lambda m: m(batch()), seed)
         assert untouched(pair.limited)
     plain, limited = (
-        [name for name in names if not name.startswith(("aten.detach", "aten.empty", "aten.as_strided"))] for names in found[:2]
+        [name for name in names if not name.startswith(("aten.detach", "aten.empty", "aten.as_strided"))]
+        for names in found[:2]
     )
     assert set(plain) <= set(limited)
 
@@ -220,26 +226,40 @@ def test_what_looks_for_the_recorder_finds_it(twins: Any, inside: str) -> None:
 
 
 class Unlike(nn.Module):
-    """Blocks whose operations are the same ones with other arguments: weights or none, dropout or none, a tensor or a list of them."""
+    """Blocks whose operations are the same ones with other arguments: weights or none, dropout or none, a
+    tensor or a list of them.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.LayerNorm(N, elementwise_affine=k != 1), nn.Linear(N, N), nn.GELU()) for k in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(N, elementwise_affine=k != 1), nn.Linear(N, N), nn.GELU())
+            for k in range(3)
+        )
         self.order = [0, 1, 2]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for k in self.order:
             h = self.blocks[k](x)
             heads = h.view(2, 2, 4, N // 2).transpose(1, 2)
-            mixed = nn.functional.scaled_dot_product_attention(heads, heads, heads, dropout_p=0.3 if k == 1 else 0.0)
+            mixed = nn.functional.scaled_dot_product_attention(
+                heads, heads, heads, dropout_p=0.3 if k == 1 else 0.0
+            )
             x = torch.cat([x + mixed.transpose(1, 2).reshape(8, N), h.exp().detach()])[k : k + 8]
         return x.square().sum()
 
 
 def test_operations_are_recorded_by_recipe(twins: Any, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without another look at what an earlier step found, also where modules take turns whose arguments differ."""
+    """Without another look at what an earlier step found, also where modules take turns whose arguments
+    differ.
+    """
     torch.manual_seed(0)
-    pair = twins(Unlike(), policy=lambda graph, budget=None: make_plan(graph, stored=[], policy="all", budget=budget, bound=False))
+    pair = twins(
+        Unlike(),
+        policy=lambda graph, budget=None: make_plan(
+            graph, stored=[], policy="all", budget=budget, bound=False
+        ),
+    )
     for seed in range(5):
         pair.step(lambda m: m(batch()), seed)
     script = script_of(pair.limited)

@@ -74,7 +74,9 @@ def test_a_need_is_worked_out_again_where_it_rests_on_something_else(change: str
     if change == "option":
         optimizer.param_groups[0]["amsgrad"] = True
     elif change == "state":
-        optimizer.state[model.weight] = {name: torch.zeros(8, 8, dtype=torch.float64) for name in ("exp_avg", "exp_avg_sq")}
+        optimizer.state[model.weight] = {
+            name: torch.zeros(8, 8, dtype=torch.float64) for name in ("exp_avg", "exp_avg_sq")
+        }
         optimizer.state[model.weight]["step"] = torch.tensor(1.0)
     elif change == "frozen":
         model.weight.requires_grad_(False)

@@ -1,4 +1,6 @@
-"""`checkpointing` scopes: what they hold, what they replay and when, and that they nest, branch and fail well."""
+"""`checkpointing` scopes: what they hold, what they replay and when, and that they nest, branch and fail
+well.
+"""
 
 from __future__ import annotations
 
@@ -87,7 +89,9 @@ def make(layers: int = 3) -> Stack:
     return Stack(layers)
 
 
-@pytest.mark.parametrize("scoped", [lambda k: True, lambda k: k % 2 == 0, lambda k: False], ids=["all", "every other", "none"])
+@pytest.mark.parametrize(
+    "scoped", [lambda k: True, lambda k: k % 2 == 0, lambda k: False], ids=["all", "every other", "none"]
+)
 def test_conditional_scopes(same: Any, scoped: Any) -> None:
     plain, model = make(), make()
     plain.scoped = lambda k: False
@@ -183,7 +187,10 @@ def test_a_rule_function_decides_by_operation(same: Any) -> None:
 def test_policies_that_need_a_graph_are_refused(policy: Any) -> None:
     with pytest.raises(PlanError, match="policy"), lowtide.checkpointing(policy=policy):
         pass
-    with pytest.raises(PlanError, match=r"graph|policy"), lowtide.checkpointing(policy=lowtide.policies.optimal()):
+    with (
+        pytest.raises(PlanError, match=r"graph|policy"),
+        lowtide.checkpointing(policy=lowtide.policies.optimal()),
+    ):
         pass
 
 
@@ -236,11 +243,13 @@ def test_replay_is_as_late_as_its_first_consumer() -> None:
         with lowtide.checkpointing():
             x = layer(x).sin().exp()
     names = [n for n in backward(x.sum()).names if n in ("sin", "exp", "cos", "mm")]
-    # exp' needs exp (replays mm, sin, exp), sin' needs cos of the replayed product, then the products' gradients
+    # exp' needs exp (replays mm, sin, exp), sin' needs cos of the replayed product, then the products'
+    # gradients
     assert names[:4] == ["mm", "sin", "exp", "cos"]
     assert names.count("exp") == 3 and names.count("sin") == 3
     first_of_second = names.index("sin", 4)
-    assert names[4:first_of_second].count("mm") >= 2  # both gradients of the last block before the second's replay
+    # both gradients of the last block before the second's replay
+    assert names[4:first_of_second].count("mm") >= 2
 
 
 def test_every_operation_runs_again_at_most_once() -> None:
@@ -264,7 +273,9 @@ def test_operations_nobody_needs_are_not_replayed() -> None:
 
 
 def test_fewer_flops_than_torch_checkpoint() -> None:
-    """To the operation: torch.utils.checkpoint runs every projection again; a scope leaves out the last of each block."""
+    """To the operation: torch.utils.checkpoint runs every projection again; a scope leaves out the last of
+    each block.
+    """
     model = make()
     x = batch()
     model.eval()
@@ -297,7 +308,9 @@ def test_fewer_flops_than_torch_checkpoint() -> None:
 
 
 def test_early_stop_does_no_better() -> None:
-    """Where the last saved tensor is not the last product's, torch's early stop has to run what a scope leaves out."""
+    """Where the last saved tensor is not the last product's, torch's early stop has to run what a scope
+    leaves out.
+    """
     first, second, third = (nn.Linear(N, N, bias=False) for _ in range(3))
 
     def block(h: torch.Tensor) -> torch.Tensor:
@@ -440,7 +453,11 @@ def test_check_can_be_left_out(same: Any) -> None:
 
 
 def test_fake_tensors_without_a_trace_are_refused() -> None:
-    with private.fake_mode(), pytest.raises(PlanError, match="cannot record on fake tensors"), lowtide.checkpointing():
+    with (
+        private.fake_mode(),
+        pytest.raises(PlanError, match="cannot record on fake tensors"),
+        lowtide.checkpointing(),
+    ):
         pass
     with private.fake_mode(), torch.no_grad(), lowtide.checkpointing():
         pass  # there is nothing to record
@@ -448,7 +465,11 @@ def test_fake_tensors_without_a_trace_are_refused() -> None:
 
 @pytest.mark.parametrize(
     ("policy", "forced"),
-    [(None, {"aten.addmm.default", "aten.tanh.default"}), ("keep_all", set()), (["aten.tanh.default"], {"aten.tanh.default"})],
+    [
+        (None, {"aten.addmm.default", "aten.tanh.default"}),
+        ("keep_all", set()),
+        (["aten.tanh.default"], {"aten.tanh.default"}),
+    ],
 )
 def test_a_fake_trace_knows_scopes_as_a_real_one_does(policy: Any, forced: set[str]) -> None:
     class Scoped(nn.Module):

@@ -20,7 +20,8 @@ class Towers(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.first, self.second = (
-            nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4))) for _ in "ab"
+            nn.Sequential(*(nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(4)))
+            for _ in "ab"
         )
         self.scale = nn.Parameter(torch.tensor(2.0))
 
@@ -53,7 +54,9 @@ class Terms(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.trunk, self.first, self.second = (nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in "abc")
+        self.trunk, self.first, self.second = (
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in "abc"
+        )
 
     def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         h = self.trunk(x)
@@ -84,4 +87,6 @@ def test_two_backwards_of_one_forward_keep_to_the_budget(way: str) -> None:
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         steps(caught.value.smallest_bytes)
-    assert not any("a planned step took" in str(one.message) for one in told), "both backwards belong to the step that was looked at"
+    assert not any("a planned step took" in str(one.message) for one in told), (
+        "both backwards belong to the step that was looked at"
+    )

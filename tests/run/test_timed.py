@@ -56,17 +56,27 @@ def test_a_plan_goes_on_following_the_pace_of_its_steps() -> None:
     assert planned is not None and planned.settled
     begin = timed.index(True)
     assert all(timed[begin : begin + 9])
-    assert [at for at in range(20, 60) if timed[at]] == list(range(20 + timed[20:].index(True), 60, 4)), "every fourth"
+    assert [at for at in range(20, 60) if timed[at]] == list(range(20 + timed[20:].index(True), 60, 4)), (
+        "every fourth"
+    )
     planned.seconds.extend([(2.0, 0.5)] * 4)
-    assert handle.plan is not None and handle.plan.calibrated_plain_seconds is not None and handle.plan.calibrated_plain_seconds < 1
+    assert (
+        handle.plan is not None
+        and handle.plan.calibrated_plain_seconds is not None
+        and handle.plan.calibrated_plain_seconds < 1
+    )
     forecast = handle.plan.plain_seconds, handle.plan.predicted_extra_seconds
     planned.seconds.extend([(2.0, 0.5)])
     slow = handle.plan
-    assert (slow.calibrated_plain_seconds, slow.calibrated_extra_seconds) == (1.5, 0.5), "most of the latest steps took so long"
+    assert (slow.calibrated_plain_seconds, slow.calibrated_extra_seconds) == (1.5, 0.5), (
+        "most of the latest steps took so long"
+    )
     assert (slow.plain_seconds, slow.predicted_extra_seconds) == forecast, "what was forecast stays"
     for _ in range(20):
         model(x).backward()
-    assert handle.plan.calibrated_plain_seconds is not None and handle.plan.calibrated_plain_seconds < 1, "and then no longer"
+    assert handle.plan.calibrated_plain_seconds is not None and handle.plan.calibrated_plain_seconds < 1, (
+        "and then no longer"
+    )
 
 
 def test_a_time_that_the_device_has_yet_to_tell_is_not_waited_for() -> None:

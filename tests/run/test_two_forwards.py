@@ -16,7 +16,13 @@ from lowtide.trace.overwritten import UNSETTLED
 
 def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(norm(nn.Linear(32, 64)), nn.LeakyReLU(0.2), norm(nn.Linear(64, 64)), nn.LeakyReLU(0.2), nn.Linear(64, 1))
+    return nn.Sequential(
+        norm(nn.Linear(32, 64)),
+        nn.LeakyReLU(0.2),
+        norm(nn.Linear(64, 64)),
+        nn.LeakyReLU(0.2),
+        nn.Linear(64, 1),
+    )
 
 
 def losses(model: nn.Sequential, steps: int = 3) -> list[torch.Tensor]:
@@ -40,7 +46,9 @@ def test_state_that_each_forward_overwrites(norm: Callable[[nn.Module], nn.Modul
     handle = lowtide.limit_memory(model, budget)
     with pytest.warns(lowtide.LowtideWarning, match="what an earlier one saved is still needed") as told:
         limited = losses(model)
-    assert sum("still needed" in str(warning.message) and warning.filename == __file__ for warning in told) == 1
+    assert (
+        sum("still needed" in str(warning.message) and warning.filename == __file__ for warning in told) == 1
+    )
     assert handle.plan is not None and handle.plan.replayed
     assert all(torch.equal(one, other) for one, other in zip(plain, limited, strict=True))
 

@@ -1,4 +1,6 @@
-"""Optimizers inside wrappers: accelerate's `AcceleratedOptimizer` hands everything on and is not an optimizer of its own."""
+"""Optimizers inside wrappers: accelerate's `AcceleratedOptimizer` hands everything on and is not an optimizer
+of its own.
+"""
 
 from __future__ import annotations
 
@@ -52,7 +54,10 @@ def test_a_limit_counts_what_accelerate_wraps(make: Any) -> None:
         plans.append(handle.plan)
         standing.append(meter.resident_bytes(model, optimizer))
     assert all(torch.equal(a, b) for a, b in zip(*results, strict=True))
-    assert plans[0].budget_bytes == plans[1].budget_bytes and plans[0].predicted_peak_bytes == plans[1].predicted_peak_bytes
+    assert (
+        plans[0].budget_bytes == plans[1].budget_bytes
+        and plans[0].predicted_peak_bytes == plans[1].predicted_peak_bytes
+    )
     assert standing[0] == standing[1]
 
 

@@ -1,4 +1,6 @@
-"""Makes this folder's helpers, the models of `tests/families`, and the helper that starts ranks, importable."""
+"""Makes this folder's helpers, the models of `tests/families`, and the helper that starts ranks,
+importable.
+"""
 
 import sys
 from pathlib import Path

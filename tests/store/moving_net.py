@@ -22,7 +22,11 @@ class Block(nn.Module):
 
     def __init__(self, width: int, relu: bool) -> None:
         super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(width), nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.norm, self.up, self.down = (
+            nn.LayerNorm(width),
+            nn.Linear(width, 4 * width),
+            nn.Linear(4 * width, width),
+        )
         self.drop = nn.Dropout(0.1)
         self.act = nn.ReLU() if relu else nn.GELU()
 
@@ -62,7 +66,8 @@ def step(model: nn.Module, x: torch.Tensor = X, seed: int = 0) -> list[torch.Ten
 
 def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
     return len(a) == len(b) and all(
-        torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8)) for x, y in zip(a, b, strict=True)
+        torch.equal(x.view(-1).view(torch.uint8), y.view(-1).view(torch.uint8))
+        for x, y in zip(a, b, strict=True)
     )
 
 
@@ -88,7 +93,9 @@ LOSSLESS = {
 
 
 def check_same_steps(plain: nn.Module, limited: nn.Module, batch: dict[str, Any], steps: int) -> None:
-    """Loss, gradients and buffers of a Hugging Face model and its limited twin, bit by bit and without a warning."""
+    """Loss, gradients and buffers of a Hugging Face model and its limited twin, bit by bit and without a
+    warning.
+    """
     with warnings.catch_warnings():
         warnings.simplefilter("error", lowtide.LowtideWarning)
         for seed in range(steps):

@@ -1,4 +1,6 @@
-"""Codecs: exact where they say so, unbiased and within their bound elsewhere, in as many bytes as they say."""
+"""Codecs: exact where they say so, unbiased and within their bound elsewhere, in as many bytes as they
+say.
+"""
 
 from __future__ import annotations
 
@@ -78,7 +80,12 @@ def test_what_does_not_fit_is_said() -> None:
         BFloat16().encode(torch.zeros(4, dtype=torch.float16))
     with pytest.raises(CodecError, match="there is no codec 'zip'"):
         codec_named("zip")
-    for wrong in (lambda: Dictionary(3), lambda: Blockwise(2), lambda: Blockwise(8, 100), lambda: Sparse(1.5)):
+    for wrong in (
+        lambda: Dictionary(3),
+        lambda: Blockwise(2),
+        lambda: Blockwise(8, 100),
+        lambda: Sparse(1.5),
+    ):
         with pytest.raises(CodecError, match="give"):
             wrong()
 
@@ -123,7 +130,9 @@ def test_the_callers_random_state_is_left_alone() -> None:
 
 
 @pytest.mark.parametrize(
-    "codec", [Dictionary(1), Dictionary(4), Sparse(0.5), Positive(), BFloat16(), Blockwise(8), Blockwise(4)], ids=lambda c: c.name
+    "codec",
+    [Dictionary(1), Dictionary(4), Sparse(0.5), Positive(), BFloat16(), Blockwise(8), Blockwise(4)],
+    ids=lambda c: c.name,
 )
 def test_scratch_does_not_grow_with_the_tensor(codec: Codec) -> None:
     for chunks in (4, 16):
@@ -153,7 +162,9 @@ def test_groups_have_names() -> None:
 @pytest.mark.parametrize("bits", [1, 2, 4, 8])
 @pytest.mark.parametrize("count", [0, 1, 7, 8, 9, 1000])
 def test_bits_are_packed_and_unpacked(bits: int, count: int) -> None:
-    codes = torch.randint(1 << bits, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count))
+    codes = torch.randint(
+        1 << bits, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(count)
+    )
     packed = pack_bits(codes, bits)
     assert packed.numel() == -(-count * bits // 8)
     assert torch.equal(unpack_bits(packed, bits, count), codes)

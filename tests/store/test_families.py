@@ -1,4 +1,6 @@
-"""Bitwise the same step on every family of models, with a quarter each of what would be saved kept, recomputed, on disk and on the host."""
+"""Bitwise the same step on every family of models, with a quarter each of what would be saved kept,
+recomputed, on disk and on the host.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +25,9 @@ FAMILIES = {family.name: family for family in zoo.FAMILIES}
 
 
 def quarters(graph: StepGraph, budget: int | None = None) -> Plan:
-    """Keep, recompute, offload to disk and to the host in turn; what a lossless codec fits is compressed on its way."""
+    """Keep, recompute, offload to disk and to the host in turn; what a lossless codec fits is compressed on
+    its way.
+    """
     sim = Simulator(graph)
     moves: dict[int, Moving] = {}
     dtypes = {s.value: s.dtype.removeprefix("torch.") for s in graph.saved}
@@ -39,7 +43,9 @@ def quarters(graph: StepGraph, budget: int | None = None) -> Plan:
 EVERY_TIME = ("gpt2", "bert", "t5", "vit", "resnet", "mamba", "mixtral", "wav2vec2", "lstm", "unet")
 
 
-@pytest.mark.parametrize("name", [name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES])
+@pytest.mark.parametrize(
+    "name", [name if name in EVERY_TIME else pytest.param(name, marks=pytest.mark.slow) for name in FAMILIES]
+)
 def test_a_mix_of_all_stores(name: str) -> None:
     torch.manual_seed(0)
     model, batch = FAMILIES[name].build()

@@ -32,7 +32,9 @@ def test_training_is_the_same(to_none: bool, backwards: int) -> None:
             optimizer.step()
             if model is slabbed:
                 assert all(
-                    p.grad.untyped_storage()._cdata == whole.untyped_storage()._cdata for p in model.parameters() if p.grad is not None
+                    p.grad.untyped_storage()._cdata == whole.untyped_storage()._cdata
+                    for p in model.parameters()
+                    if p.grad is not None
                 )
             optimizer.zero_grad(set_to_none=to_none)
     assert all(torch.equal(a, b) for a, b in zip(plain.parameters(), slabbed.parameters(), strict=True))
@@ -43,9 +45,13 @@ def test_training_is_the_same(to_none: bool, backwards: int) -> None:
 
 
 def test_a_plan_counts_the_slab_where_gradients_stand() -> None:
-    """Beside a slab the peak is the predicted one to the byte, when gradients are zeroed and not forgotten."""
+    """Beside a slab the peak is the predicted one to the byte, when gradients are zeroed and not
+    forgotten.
+    """
     torch.manual_seed(0)
-    plain = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()) for _ in range(4)))
+    plain = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(16, 16), torch.nn.GELU()) for _ in range(4))
+    )
     model, x = copy.deepcopy(plain), torch.randn(100, 16)
     slab = GradientSlab(model.parameters())
     handle = lowtide.limit_memory(model, policy="full", loss_fn=lambda out: out.sum())
@@ -62,15 +68,21 @@ def test_a_plan_counts_the_slab_where_gradients_stand() -> None:
     measured = meter.measure(lambda: step(model), timeline=False)
     assert handle.plan is not None
     assert meter.resident_bytes(model) + x.nbytes + measured.peak_bytes == handle.plan.predicted_peak_bytes
-    assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))  # type: ignore[arg-type]
+    assert all(
+        torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True)
+    )  # type: ignore[arg-type]
     assert slab.slabs[0].nbytes == sum(p.nbytes for p in model.parameters())
 
 
 @pytest.mark.parametrize("optimized", [False, True])
 def test_a_plan_counts_the_slab_where_gradients_are_forgotten(optimized: bool) -> None:
-    """With ``set_to_none=True`` the slab stands all the same: it is in the budget, and the peak is never above what was predicted."""
+    """With ``set_to_none=True`` the slab stands all the same: it is in the budget, and the peak is never
+    above what was predicted.
+    """
     torch.manual_seed(0)
-    plain = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(6)))
+    plain = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(32, 32), torch.nn.GELU()) for _ in range(6))
+    )
     model, x = copy.deepcopy(plain), torch.randn(300, 32)
     before = meter.resident_bytes(model)
     slab = GradientSlab(model.parameters())
@@ -86,8 +98,13 @@ def test_a_plan_counts_the_slab_where_gradients_are_forgotten(optimized: bool) -
         for which in (plain, model):
             which.zero_grad(set_to_none=True)
             step(which)
-        assert all(torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True))  # type: ignore[arg-type]
-        assert all(p.grad is not None and p.grad.untyped_storage()._cdata == whole.untyped_storage()._cdata for p in model.parameters())
+        assert all(
+            torch.equal(a.grad, b.grad) for a, b in zip(plain.parameters(), model.parameters(), strict=True)
+        )  # type: ignore[arg-type]
+        assert all(
+            p.grad is not None and p.grad.untyped_storage()._cdata == whole.untyped_storage()._cdata
+            for p in model.parameters()
+        )
     model.zero_grad(set_to_none=True)
     standing = meter.resident_bytes(model) + x.nbytes
     assert standing == before + whole.nbytes + x.nbytes
@@ -97,7 +114,9 @@ def test_a_plan_counts_the_slab_where_gradients_are_forgotten(optimized: bool) -
     assert plan.predicted_peak_bytes - whole.nbytes <= peak <= plan.predicted_peak_bytes <= plan.budget_bytes
     model.zero_grad(set_to_none=True)
     slab.remove()
-    assert meter.resident_bytes(model) == before and not any(hasattr(p, "gradient_slab") for p in model.parameters())
+    assert meter.resident_bytes(model) == before and not any(
+        hasattr(p, "gradient_slab") for p in model.parameters()
+    )
 
 
 def test_nothing_to_keep_is_said() -> None:

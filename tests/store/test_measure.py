@@ -1,4 +1,6 @@
-"""What is measured of a tier, on a clock that the test moves: speeds beside a computation, and what the transfers take from it."""
+"""What is measured of a tier, on a clock that the test moves: speeds beside a computation, and what the
+transfers take from it.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,9 @@ class Clock:
 
 
 class Slow:
-    """A tier that moves its bytes while somebody computes: each computation lets one transfer finish, and takes longer for it."""
+    """A tier that moves its bytes while somebody computes: each computation lets one transfer finish, and
+    takes longer for it.
+    """
 
     def __init__(self, clock: Clock, slower: float) -> None:
         self.clock, self.slower = clock, slower
@@ -50,7 +54,11 @@ def test_what_transfers_take_from_a_computation(slower: float, busy: float) -> N
     tier = Slow(clock, slower)
     found = measure_tier(tier, torch.device("cpu"), 48 << 20, compute=tier.compute, clock=clock)  # type: ignore[arg-type]
     assert found.busy == pytest.approx(busy)
-    assert found.write_bytes_per_second == found.read_bytes_per_second == pytest.approx((16 << 20) / (0.004 * slower))
+    assert (
+        found.write_bytes_per_second
+        == found.read_bytes_per_second
+        == pytest.approx((16 << 20) / (0.004 * slower))
+    )
 
 
 def test_a_tier_that_fails_says_so() -> None:

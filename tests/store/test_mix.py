@@ -1,4 +1,6 @@
-"""Recompute, offload and compress chosen together: never worse than one alone, never below the bound, bitwise the same steps."""
+"""Recompute, offload and compress chosen together: never worse than one alone, never below the bound, bitwise
+the same steps.
+"""
 
 from __future__ import annotations
 
@@ -43,8 +45,12 @@ def graph_of(layers: int) -> StepGraph:
     torch.manual_seed(0)
     model = Net(layers)
     graph = lowtide.trace(lambda: model(torch.randn(64, 24)), costs=False)
-    written = [sum(graph.storages[graph.values[w].storage].bytes for w in op.writes) for op in graph.operations]
-    timed = tuple(replace(op, seconds=1e-3 + 1e-7 * size) for op, size in zip(graph.operations, written, strict=True))
+    written = [
+        sum(graph.storages[graph.values[w].storage].bytes for w in op.writes) for op in graph.operations
+    ]
+    timed = tuple(
+        replace(op, seconds=1e-3 + 1e-7 * size) for op, size in zip(graph.operations, written, strict=True)
+    )
     return replace(graph, operations=timed, plain_seconds=sum(op.seconds for op in timed))
 
 
@@ -85,7 +91,8 @@ def test_the_bound_is_stated_for_plans_that_move() -> None:
     graph = graph_of(8)
     budget = int(0.75 * lowtide.plan.plain(graph).peak_bytes)
     plan = policies.mixed("disk", links={"disk": Link(1e7, 1e7)}, min_bytes=1)(graph, budget)
-    assert plan.moves and 0 <= plan.bound_extra_seconds <= plan.predicted_extra_seconds  # transfers may hide, all of them
+    # transfers may hide, all of them
+    assert plan.moves and 0 <= plan.bound_extra_seconds <= plan.predicted_extra_seconds
     assert plan.bound_peak_bytes <= plan.predicted_peak_bytes <= budget
     again = policies.mixed("disk", links={"disk": Link(1e7, 1e7)}, min_bytes=1)(graph, budget)
     assert again.to_json() == plan.to_json()
@@ -119,7 +126,9 @@ def test_a_step_under_a_mix_is_bitwise_the_same_and_within_its_budget(share: flo
             model.zero_grad()
             torch.manual_seed(seed)
             model(x).backward()
-        assert all(torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), limited.parameters(), strict=True))  # type: ignore[arg-type]
+        assert all(
+            torch.equal(p.grad, q.grad) for p, q in zip(plain.parameters(), limited.parameters(), strict=True)
+        )  # type: ignore[arg-type]
     plan = handle.plan
     assert plan is not None and plan.moves and plan.budget_bytes is not None
     limited.zero_grad(set_to_none=True)
@@ -151,7 +160,9 @@ def test_ways_are_named_or_given() -> None:
     with pytest.raises(PlanError, match="no way to move"):
         decision_of(3)  # type: ignore[arg-type]
     links = lowtide.measure_links("disk", "auto")
-    assert {"disk", "mask", "positive"} <= links.keys() and all(link.read_bytes_per_second > 0 for link in links.values())
+    assert {"disk", "mask", "positive"} <= links.keys() and all(
+        link.read_bytes_per_second > 0 for link in links.values()
+    )
 
 
 def test_a_name_is_enough_for_the_tiers_and_codecs_of_this_machine() -> None:

@@ -60,7 +60,9 @@ def test_the_peak_and_the_traffic_are_as_predicted_to_the_byte(name: str, window
     standing = meter.resident_bytes(model) - gradients + X.nbytes
     assert standing + plan.slab_bytes + measured.peak_bytes == plan.predicted_peak_bytes
     for key, tier in handle._limiter.stores.tiers.items():
-        planned = sum(m.bytes for m in plan.moves if isinstance(m.decision, Offload) and m.decision.tier == key[0])
+        planned = sum(
+            m.bytes for m in plan.moves if isinstance(m.decision, Offload) and m.decision.tier == key[0]
+        )
         assert tier.counts.written_bytes - before[key].written_bytes == planned
         assert tier.counts.read_bytes - before[key].read_bytes == planned
         assert tier.counts.allocations == 1  # none after the first step
@@ -109,7 +111,9 @@ def test_shapes_that_change_and_forwards_that_overlap() -> None:
 
 
 def test_two_hundred_steps_of_varying_shapes_leave_no_fragment() -> None:
-    """Each kind of step has its static layout whenever its turn comes: the slab is the largest kind's, to the byte, and never grows again."""
+    """Each kind of step has its static layout whenever its turn comes: the slab is the largest kind's, to the
+    byte, and never grows again.
+    """
     plain, limited = net(layers=1), net(layers=1)
     handle = lowtide.limit_memory(limited, policy=LOSSLESS["disk"])
     kinds, source = (33, 200, 64, 7, 151), random.Random(0)
@@ -127,11 +131,17 @@ def test_two_hundred_steps_of_varying_shapes_leave_no_fragment() -> None:
             grown.append(tier.counts.allocations)
             if number < 2 * len(kinds):
                 assert handle.plan is not None
-                layout = [(m.born, max(m.gone, m.born + 1), -(-m.encoded_bytes // tier.align) * tier.align) for m in handle.plan.moves]
+                layout = [
+                    (m.born, max(m.gone, m.born + 1), -(-m.encoded_bytes // tier.align) * tier.align)
+                    for m in handle.plan.moves
+                ]
                 events = sorted({at for low, high, _ in layout for at in (low, high)})
-                needed.append(max(sum(size for low, high, size in layout if low <= at < high) for at in events))
+                needed.append(
+                    max(sum(size for low, high, size in layout if low <= at < high) for at in events)
+                )
             assert tier.arena.taken_bytes == 0
-    assert grown[: len(kinds)] == [1, 2, 2, 2, 2] and set(grown[len(kinds) :]) == {2}  # the second kind is the largest
+    # the second kind is the largest
+    assert grown[: len(kinds)] == [1, 2, 2, 2, 2] and set(grown[len(kinds) :]) == {2}
     assert tier.counts.slab_bytes == tier.arena.static_bytes == max(needed)
     assert tier.counts.most_slab_bytes == max(needed)
 
@@ -160,7 +170,8 @@ def test_offload_within_a_budget_moves_only_what_it_has_to() -> None:
     assert 0 < len(few.moves) < len(many.moves)
     assert few.predicted_peak_bytes <= 0.9 * plain
     order = [m.value for m in many.moves]
-    assert [m.value for m in few.moves] == order[: len(few.moves)]  # the earliest first: those nearest the loss stay
+    # the earliest first: those nearest the loss stay
+    assert [m.value for m in few.moves] == order[: len(few.moves)]
     with pytest.raises(lowtide.BudgetError):
         policies.offload("disk", min_bytes=1)(graph, 1000)
 
@@ -247,7 +258,9 @@ def test_bounded_codecs_stay_near(codec: str, error: float, then: Offload | None
     distance = torch.cat([(a - b).flatten() for a, b in zip(exact[1:], near[1:], strict=True)]).norm()
     assert 0 < distance < error * torch.cat([a.flatten() for a in exact[1:]]).norm()
     plan = handle.plan
-    assert plan is not None and sum(m.encoded_bytes for m in plan.moves) < 0.6 * sum(m.bytes for m in plan.moves)
+    assert plan is not None and sum(m.encoded_bytes for m in plan.moves) < 0.6 * sum(
+        m.bytes for m in plan.moves
+    )
 
 
 class Half(Codec):
@@ -272,7 +285,9 @@ def test_a_codec_of_ones_own_is_three_methods() -> None:
     lowtide.limit_memory(limited, policy=policies.compress(Half()), stores=lowtide.Stores(codecs=[Half()]))
     exact, looked, near = step(net()), step(limited), step(limited)
     assert same(exact, looked)
-    assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(exact, near, strict=True)) and not same(exact, near)
+    assert all(torch.allclose(a, b, atol=1e-2) for a, b in zip(exact, near, strict=True)) and not same(
+        exact, near
+    )
     other = net()
     lowtide.limit_memory(other, policy=policies.compress(Half()))
     with pytest.raises(CodecError, match="there is no codec 'half'"):
@@ -282,7 +297,8 @@ def test_a_codec_of_ones_own_is_three_methods() -> None:
 
 def test_what_does_not_fit_its_codec_is_kept_as_it_is() -> None:
     plain, limited = net(), net()
-    lowtide.limit_memory(limited, policy=policies.compress("mask", min_bytes=1))  # most values have more than two numbers
+    # most values have more than two numbers
+    lowtide.limit_memory(limited, policy=policies.compress("mask", min_bytes=1))
     exact = step(plain)
     assert same(exact, step(limited))
     with pytest.warns(lowtide.LowtideWarning, match="do not fit their codec"):
@@ -322,17 +338,22 @@ def test_waiting_for_transfers_is_predicted() -> None:
     assert slow.predicted_extra_seconds >= slow.transfer_seconds
     free = policies.offload("disk", min_bytes=1, links={"disk": Link(1e15, 1e15)})(graph)
     assert free.transfer_seconds == pytest.approx(0, abs=1e-9)
-    # what hides behind the operations between its ends costs nothing: with a window that holds all, only the last has to be waited for
-    hidden = policies.offload("disk", min_bytes=1, window_bytes=1 << 30, links={"disk": Link(moved / graph.plain_seconds * 100, 1e15)})(
-        graph
-    )
+    # what hides behind the operations between its ends costs nothing: with a window that holds all, only the
+    # last has to be waited for
+    hidden = policies.offload(
+        "disk",
+        min_bytes=1,
+        window_bytes=1 << 30,
+        links={"disk": Link(moved / graph.plain_seconds * 100, 1e15)},
+    )(graph)
     assert hidden.transfer_seconds < 0.02 * graph.plain_seconds
 
 
 def test_the_planner_picks_the_cheaper_mix_and_says_so() -> None:
     model = net()
     graph = lowtide.trace(lambda: model(X))
-    graph = replace(graph, overhead_seconds=0.0, replay_overhead_seconds=0.0)  # which is most of so small a step
+    # which is most of so small a step
+    graph = replace(graph, overhead_seconds=0.0, replay_overhead_seconds=0.0)
     plain = lowtide.plan(graph, policy="keep_all").predicted_peak_bytes
     budget = int(0.6 * plain)
     fast = policies.mixed("disk", links={"disk": Link(1e15, 1e15)}, min_bytes=1)(graph, budget)

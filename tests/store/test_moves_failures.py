@@ -1,4 +1,6 @@
-"""What goes wrong beneath a plan that moves values: slow links, full hosts, failing disks, kills. No bit is wrong and no file is left."""
+"""What goes wrong beneath a plan that moves values: slow links, full hosts, failing disks, kills. No bit is
+wrong and no file is left.
+"""
 
 from __future__ import annotations
 
@@ -45,10 +47,14 @@ def test_a_failing_disk_leaves_the_training_state_intact(what: str) -> None:
 
 
 def test_a_slow_link_takes_time_and_nothing_else() -> None:
-    """Every transfer is late: the step waits where the plan says, so that neither a bit nor a byte of the peak changes."""
+    """Every transfer is late: the step waits where the plan says, so that neither a bit nor a byte of the
+    peak changes.
+    """
     plain, limited = net(layers=2), net(layers=2)
     stores = lowtide.Stores(fault=lambda *_: time.sleep(0.004))
-    handle = lowtide.limit_memory(limited, policy=policies.offload("disk", min_bytes=1, window_bytes=40_000), stores=stores)
+    handle = lowtide.limit_memory(
+        limited, policy=policies.offload("disk", min_bytes=1, window_bytes=40_000), stores=stores
+    )
     for seed in range(2):
         assert same(step(plain, seed=seed), step(limited, seed=seed))
     limited.zero_grad(set_to_none=True)
@@ -74,7 +80,9 @@ def test_no_room_on_the_host_leaves_the_training_state_intact(monkeypatch: pytes
     monkeypatch.setattr(pinned, "_Memory", reserve)
     assert same(step(plain), step(limited))  # from which the plan is made
     for _ in range(2):
-        with pytest.raises(StoreError, match=r"the host has no room.*larger budget, a codec, or the disk tier"):
+        with pytest.raises(
+            StoreError, match=r"the host has no room.*larger budget, a codec, or the disk tier"
+        ):
             step(limited)
     room = True
     assert same(step(plain), step(limited))
@@ -95,7 +103,8 @@ KILLED = """
     from lowtide import policies
 
     torch.set_num_threads(1)
-    layers = [torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 64)) for _ in range(3)]
+    wide = torch.nn.Linear
+    layers = [torch.nn.Sequential(wide(64, 256), torch.nn.GELU(), wide(256, 64)) for _ in range(3)]
     model, x, source = torch.nn.Sequential(*layers), torch.randn(300, 64), random.Random(0)
     plan = policies.offload("disk", sys.argv[1], min_bytes=1)(lowtide.trace(lambda: model(x).sum()))
     assert plan.moves
@@ -120,7 +129,9 @@ KILLED = """
 def test_kill_at_any_moment_of_a_step_leaves_no_file(tmp_path: Path) -> None:
     source = str(Path(lowtide.__file__).parents[1])
     command = [sys.executable, "-c", textwrap.dedent(KILLED), str(tmp_path)]
-    done = subprocess.run(command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True, timeout=120)
+    done = subprocess.run(
+        command, env={**os.environ, "PYTHONPATH": source}, capture_output=True, text=True, timeout=120
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[]"] * 10
 

@@ -1,4 +1,6 @@
-"""Page-locked main memory: exact in size, zeroed, and unlocked while it is still mapped. CUDA's runtime is stood in for."""
+"""Page-locked main memory: exact in size, zeroed, and unlocked while it is still mapped. CUDA's runtime is
+stood in for.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,6 @@
-"""Sharded checkpoints on two and four Gloo processes: the bytes of each rank, the collectives, the same gradients, and what is refused."""
+"""Sharded checkpoints on two and four Gloo processes: the bytes of each rank, the collectives, the same
+gradients, and what is refused.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ class Block(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.up, self.down, self.drop = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH), nn.Dropout(0.1)
+        self.up, self.down, self.drop = (
+            nn.Linear(WIDTH, 4 * WIDTH),
+            nn.Linear(4 * WIDTH, WIDTH),
+            nn.Dropout(0.1),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return x + self.drop(self.down(torch.nn.functional.gelu(self.up(x))))
@@ -62,7 +68,9 @@ def step(model: nn.Module, x: torch.Tensor, seed: int) -> list[torch.Tensor]:
     return [loss.detach().clone(), *(p.grad.clone() for p in model.parameters() if p.grad is not None)]
 
 
-def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, values: str) -> dict[str, Any]:
+def run_case(
+    group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, values: str
+) -> dict[str, Any]:
     torch.manual_seed(0)
     plain = Net()
     torch.manual_seed(0)
@@ -74,7 +82,9 @@ def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, 
     handle = lowtide.limit_memory(limited, policy=policy, stores=stores)
     same = True
     for seed in range(3):
-        same &= all(torch.equal(a, b) for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True))
+        same &= all(
+            torch.equal(a, b) for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True)
+        )
     plan = handle.plan
     assert plan is not None
     replicas = stores.group("tp", size)
@@ -93,13 +103,19 @@ def run_case(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None, 
         "peak": standing + measured.peak_bytes,
         "predicted": plan.predicted_peak_bytes,
         "left": [t.arena.taken_bytes for t in stores.tiers.values()],
-        "slab": (plan.slab_bytes, stores.slab.memory.nbytes if stores.slab is not None else 0, stores.slab_allocations),
+        "slab": (
+            plan.slab_bytes,
+            stores.slab.memory.nbytes if stores.slab is not None else 0,
+            stores.slab_allocations,
+        ),
         "unplaced": stores.unplaced,
     }
 
 
 def mixed_case(group: dist.ProcessGroup, share: float, link: Link | None) -> dict[str, Any]:
-    """The planner chooses between recomputing, shards and the disk; with a shard's speed given or measured."""
+    """The planner chooses between recomputing, shards and the disk; with a shard's speed given or
+    measured.
+    """
     torch.manual_seed(0)
     plain, limited = Net(), Net()
     limited.load_state_dict(plain.state_dict())
@@ -112,12 +128,16 @@ def mixed_case(group: dist.ProcessGroup, share: float, link: Link | None) -> dic
 
     def policy(graph: lowtide.StepGraph, budget: int | None = None) -> lowtide.Plan:
         """Operations are dear, so that nothing rests on timings."""
-        return mixed(replace(graph, operations=tuple(replace(op, seconds=0.1) for op in graph.operations)), budget)
+        return mixed(
+            replace(graph, operations=tuple(replace(op, seconds=0.1) for op in graph.operations)), budget
+        )
 
     handle = lowtide.limit_memory(limited, budget=f"{share:.0%}", policy=policy, stores=stores)
     same = True
     for seed in range(3):
-        same &= all(torch.equal(a, b) for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True))
+        same &= all(
+            torch.equal(a, b) for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True)
+        )
     plan = handle.plan
     assert plan is not None
     return {
@@ -146,7 +166,11 @@ def delayed(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None) -
     stores = lowtide.Stores(groups={"tp": group}, fault=fault)
     policy = policies.partition("tp", size, values="all", min_bytes=1, then=then)
     lowtide.limit_memory(limited, policy=policy, stores=stores, verify="always")
-    same = all(torch.equal(a, b) for seed in range(20) for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True))
+    same = all(
+        torch.equal(a, b)
+        for seed in range(20)
+        for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True)
+    )
     stores.close()
     return {"same": same, "kinds": kinds}
 
@@ -156,7 +180,9 @@ def refused(group: dist.ProcessGroup, rank: int) -> str:
     torch.manual_seed(0)
     model = Net()
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(rank))
-    lowtide.limit_memory(model, policy=policies.partition("tp", 4, min_bytes=1), stores=lowtide.Stores(groups={"tp": group}))
+    lowtide.limit_memory(
+        model, policy=policies.partition("tp", 4, min_bytes=1), stores=lowtide.Stores(groups={"tp": group})
+    )
     try:
         for seed in range(2):
             step(model, x, seed)
@@ -174,7 +200,11 @@ def shares(size: int) -> dict[str, Any]:
     if dist.get_rank() >= size:
         return {}
     assert group is not None
-    return {f"{values} {name}": run_case(group, size, then, values) for values in ("checkpoints", "all") for name, then in THEN.items()}
+    return {
+        f"{values} {name}": run_case(group, size, then, values)
+        for values in ("checkpoints", "all")
+        for name, then in THEN.items()
+    }
 
 
 def work() -> dict[str, Any]:
@@ -218,7 +248,8 @@ def test_each_rank_keeps_its_part(shared: list[dict[str, Any]], then: str, value
         assert case["predicted"] - 2 * late <= case["peak"] <= case["predicted"] + late
         assert not any(case["left"])
         planned, there, allocations = case["slab"]
-        assert planned == there > 0 and allocations == 1  # the parts come together in a slab that was allocated once,
+        # the parts come together in a slab that was allocated once,
+        assert planned == there > 0 and allocations == 1
         assert case["unplaced"] == 0  # and in nothing else: no step allocated for them
 
 
@@ -226,7 +257,9 @@ def test_each_rank_keeps_its_part(shared: list[dict[str, Any]], then: str, value
 def test_no_race_shows_when_every_transfer_and_gather_is_late(found: list[dict[str, Any]], then: str) -> None:
     for rank in range(4):
         case = found[rank][f"delayed {then}"]
-        assert case["same"] and case["kinds"] == ({"gather"} if then == "device" else {"gather", "write", "read"})
+        assert case["same"] and case["kinds"] == (
+            {"gather"} if then == "device" else {"gather", "write", "read"}
+        )
 
 
 def test_the_planner_shards_where_the_group_is_fast(found: list[dict[str, Any]]) -> None:
@@ -260,10 +293,14 @@ def test_a_group_that_nobody_gave_is_asked_for() -> None:
 
 
 def dies(rank: int, folder: str, when: str) -> None:
-    """Rank 1 is killed as it would begin a gather of its second step under the plan; the others say what they saw."""
+    """Rank 1 is killed as it would begin a gather of its second step under the plan; the others say what they
+    saw.
+    """
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3, timeout=timedelta(seconds=30))
+    dist.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=3, timeout=timedelta(seconds=30)
+    )
     seen = []
 
     def fault(kind: str, _: int) -> None:
@@ -308,5 +345,8 @@ def test_a_rank_that_dies_in_a_gather_is_named(tmp_path: Path, when: str) -> Non
     dead = (tmp_path / "process1").read_text()
     for rank in (0, 2):
         said = (tmp_path / f"said{rank}").read_text()
-        assert f"StoreError: the parts of a saved value could not be gathered over the ranks 0, 1, 2: rank 1 (process {dead}) died" in said
+        assert (
+            "StoreError: the parts of a saved value could not be gathered over the ranks 0, 1, 2: rank 1 "
+            f"(process {dead}) died" in said
+        )
         assert "start the ranks again" in said

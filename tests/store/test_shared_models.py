@@ -1,4 +1,6 @@
-"""Stores in models that processes share: tensor and sequence parallel ones, a pipeline's stages. Two real processes."""
+"""Stores in models that processes share: tensor and sequence parallel ones, a pipeline's stages. Two real
+processes.
+"""
 
 from __future__ import annotations
 
@@ -73,7 +75,9 @@ POLICIES: dict[str, Callable[..., Plan]] = {
 
 
 def tensor_parallel(family: str, sequence_parallel: bool) -> dict[str, Any]:
-    """Three steps under every policy, when its plan stands, against the shared model as it is: (bitwise the same, moves, replays, bytes there and back)."""
+    """Three steps under every policy, when its plan stands, against the shared model as it is: (bitwise the
+    same, moves, replays, bytes there and back).
+    """
     found: dict[str, Any] = {}
     for name in SHARED[family, sequence_parallel]:
         policy = POLICIES[name]
@@ -85,7 +89,9 @@ def tensor_parallel(family: str, sequence_parallel: bool) -> dict[str, Any]:
         plan = handle.plan
         assert plan is not None
         tiers = list(stores.tiers.values())
-        there, back = (sum(getattr(t.counts, name) for t in tiers) for name in ("written_bytes", "read_bytes"))
+        there, back = (
+            sum(getattr(t.counts, name) for t in tiers) for name in ("written_bytes", "read_bytes")
+        )
         same &= all(all(map(torch.equal, step(plain, seed), step(limited, seed))) for seed in range(3, 6))
         found[name] = {
             "same": same,
@@ -125,14 +131,18 @@ class Traffic(TorchDispatchMode):
 
 
 def in_parts() -> dict[str, Any]:
-    """P_a in a tensor-parallel model whose checkpoints are the same on both ranks: bits, parts, and traffic with and without it."""
+    """P_a in a tensor-parallel model whose checkpoints are the same on both ranks: bits, parts, and traffic
+    with and without it.
+    """
     size = dist.get_world_size()
     plain, recomputed, partitioned = (make("gpt", dist.group.WORLD, False) for _ in range(3))
     shallow = make("gpt", dist.group.WORLD, False, LAYERS - 1)
     for model in (recomputed, shallow):
         lowtide.limit_memory(model, policy="full")
     stores = lowtide.Stores(groups={"tp": dist.group.WORLD})
-    handle = lowtide.limit_memory(partitioned, policy=policies.partition("tp", size, min_bytes=1), stores=stores)
+    handle = lowtide.limit_memory(
+        partitioned, policy=policies.partition("tp", size, min_bytes=1), stores=stores
+    )
     same = all(all(map(torch.equal, step(plain, seed), step(partitioned, seed))) for seed in range(3))
     traffic = []
     for model in (shallow, recomputed, partitioned):
@@ -160,7 +170,11 @@ def in_parts() -> dict[str, Any]:
 def refused() -> str:
     """Where sequence parallelism has cut the checkpoints already."""
     model = make("gpt", dist.group.WORLD, True)
-    lowtide.limit_memory(model, policy=policies.partition("tp", 2, min_bytes=1), stores=lowtide.Stores(groups={"tp": dist.group.WORLD}))
+    lowtide.limit_memory(
+        model,
+        policy=policies.partition("tp", 2, min_bytes=1),
+        stores=lowtide.Stores(groups={"tp": dist.group.WORLD}),
+    )
     try:
         for seed in range(4):
             step(model, seed)
@@ -185,7 +199,11 @@ def pipelined(schedule: str) -> dict[str, Any]:
         handles = []
         if offloads:
             policy = policies.offload("disk", min_bytes=1)
-            handles = [lowtide.limit_memory(block, policy=policy) for m in built.modules for block in m.model.blocks.children()]
+            handles = [
+                lowtide.limit_memory(block, policy=policy)
+                for m in built.modules
+                for block in m.model.blocks.children()
+            ]
         results: list[Tensor] = []
         for _ in range(2):
             for module in built.modules:
@@ -198,7 +216,11 @@ def pipelined(schedule: str) -> dict[str, Any]:
             moves += len(handle.plan.moves)
             there += sum(t.counts.written_bytes for t in handle._limiter.stores.tiers.values())
             assert all(t.arena.taken_bytes == 0 for t in handle._limiter.stores.tiers.values())
-    return {"same": len(found[0]) == len(found[1]) and all(map(torch.equal, *found)), "moves": moves, "there": there}
+    return {
+        "same": len(found[0]) == len(found[1]) and all(map(torch.equal, *found)),
+        "moves": moves,
+        "there": there,
+    }
 
 
 def work() -> dict[str, Any]:
@@ -218,7 +240,9 @@ def found() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize(("family", "sequence_parallel"), SHARED)
-def test_offload_composes_with_recompute_in_shared_models(found: Any, family: str, sequence_parallel: bool) -> None:
+def test_offload_composes_with_recompute_in_shared_models(
+    found: Any, family: str, sequence_parallel: bool
+) -> None:
     for rank in found:
         cases = rank[f"{family} {sequence_parallel}"]
         assert set(cases) == set(SHARED[family, sequence_parallel])
@@ -231,8 +255,9 @@ def test_offload_composes_with_recompute_in_shared_models(found: Any, family: st
 
 
 def test_partitioned_checkpoints_cost_one_gather_each(found: Any) -> None:
-    """ZeRO-R's P_a (arXiv 1910.02054, section 8.1): six all-reduces of a recomputed layer move twelve messages of batch x sequence x width, and
-    the gather of its checkpoint one, whatever the shapes: a twelfth, under 10 %."""
+    """ZeRO-R's P_a (arXiv 1910.02054, section 8.1): six all-reduces of a recomputed layer move twelve
+    messages of batch x sequence x width, and the gather of its checkpoint one, whatever the shapes: a
+    twelfth, under 10 %."""
     for rank in found:
         case = rank["partitioned"]
         assert case["same"] and case["sharded"] and len(case["whole"]) == LAYERS

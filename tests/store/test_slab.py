@@ -1,4 +1,6 @@
-"""The slab into which values come back: allocated once, exact in the peak, and never written while somebody still needs what lies there."""
+"""The slab into which values come back: allocated once, exact in the peak, and never written while somebody
+still needs what lies there.
+"""
 
 from __future__ import annotations
 
@@ -32,7 +34,9 @@ def policy_of(form: Any, recompute: str, window: int) -> Any:
 
     def policy(graph: lowtide.StepGraph, budget: int | None = None) -> Plan:
         kept = lowtide.plan(graph, policy=recompute).stored
-        return policies.make_plan(graph, stored=kept, moves=dict.fromkeys(kept, form), window_bytes=window, budget=budget, slab=True)
+        return policies.make_plan(
+            graph, stored=kept, moves=dict.fromkeys(kept, form), window_bytes=window, budget=budget, slab=True
+        )
 
     return policy
 
@@ -40,7 +44,9 @@ def policy_of(form: Any, recompute: str, window: int) -> Any:
 @pytest.mark.parametrize("recompute", ["keep_all", "full"])
 @pytest.mark.parametrize("window", [1, 30_000, 200_000])
 @pytest.mark.parametrize("form", FORMS.values(), ids=FORMS.keys())
-def test_nothing_is_allocated_after_the_first_step_and_the_peak_is_exact(form: Any, window: int, recompute: str) -> None:
+def test_nothing_is_allocated_after_the_first_step_and_the_peak_is_exact(
+    form: Any, window: int, recompute: str
+) -> None:
     plain, limited = net(layers=3), net(layers=3)
     handle = lowtide.limit_memory(limited, policy=policy_of(form, recompute, window))
     stores = handle._limiter.stores
@@ -89,14 +95,22 @@ def test_a_slab_is_taken_where_the_budget_has_room_for_it() -> None:
     loose = policies.offload("disk", min_bytes=1, slab=False)(graph)
     assert free.slab_bytes and free.loose_peak_bytes == loose.predicted_peak_bytes and not loose.slab_bytes
     assert without_slab(free) == loose and without_slab(loose) is loose
-    few = policies.make_plan(graph, stored=loose.stored, moves={m.value: m.decision for m in loose.moves[:4]}, slab=True)
+    few = policies.make_plan(
+        graph, stored=loose.stored, moves={m.value: m.decision for m in loose.moves[:4]}, slab=True
+    )
     assert few.predicted_peak_bytes > few.loose_peak_bytes  # the peak stands where nothing has come back
     for budget, slab in ((few.predicted_peak_bytes, True), (few.predicted_peak_bytes - 1, False)):
-        plan = policies.make_plan(graph, stored=few.stored, moves={m.value: m.decision for m in few.moves}, budget=budget)
+        plan = policies.make_plan(
+            graph, stored=few.stored, moves={m.value: m.decision for m in few.moves}, budget=budget
+        )
         assert (plan.slab_bytes > 0) is slab and plan.predicted_peak_bytes <= budget
     with pytest.raises(lowtide.BudgetError):
         policies.make_plan(
-            graph, stored=few.stored, moves={m.value: m.decision for m in few.moves}, budget=few.predicted_peak_bytes - 1, slab=True
+            graph,
+            stored=few.stored,
+            moves={m.value: m.decision for m in few.moves},
+            budget=few.predicted_peak_bytes - 1,
+            slab=True,
         )
     assert "allocated once" in str(few) and "memory of its own" in str(loose)
     assert lowtide.Plan.from_json(few.to_json()) == few
@@ -104,11 +118,16 @@ def test_a_slab_is_taken_where_the_budget_has_room_for_it() -> None:
 
 def test_an_optimizer_that_needs_the_room_goes_before_the_slab() -> None:
     torch.manual_seed(0)
-    model = torch.nn.Sequential(*(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)), torch.nn.Linear(64, 1))
+    model = torch.nn.Sequential(
+        *(torch.nn.Sequential(torch.nn.Linear(64, 64), torch.nn.GELU()) for _ in range(4)),
+        torch.nn.Linear(64, 1),
+    )
     x = torch.randn(8, 64)
 
     def policy(graph: lowtide.StepGraph, budget: int | None = None) -> Plan:
-        moves = {m.value: m.decision for m in policies.offload("host", min_bytes=1, window_bytes=1)(graph).moves}
+        moves = {
+            m.value: m.decision for m in policies.offload("host", min_bytes=1, window_bytes=1)(graph).moves
+        }
         return policies.make_plan(graph, stored=moves, moves=moves, window_bytes=1 << 20, budget=budget)
 
     found = []
@@ -117,7 +136,9 @@ def test_an_optimizer_that_needs_the_room_goes_before_the_slab() -> None:
         optimizer = torch.optim.AdamW(one.parameters(), 0.1, foreach=True)
         need = optimizer_need(optimizer)
         least = meter.resident_bytes(one) + need.state_bytes + need.missing_gradient_bytes + need.step_bytes
-        handle = lowtide.limit_memory(one, budget=least + room, policy=policy, optimizer=optimizer, loss_fn=lambda out: out.sum())
+        handle = lowtide.limit_memory(
+            one, budget=least + room, policy=policy, optimizer=optimizer, loss_fn=lambda out: out.sum()
+        )
         for _ in range(2):
             one(x).sum().backward()
             optimizer.step()

@@ -133,8 +133,12 @@ class Mark:
         return False
 
 
-def test_copies_on_a_stream_are_ordered_both_ways_and_hold_their_tensors(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The order of waits that the host tier asks of a device's streams, on stand-ins for them; memory is free only after a wait."""
+def test_copies_on_a_stream_are_ordered_both_ways_and_hold_their_tensors(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The order of waits that the host tier asks of a device's streams, on stand-ins for them; memory is free
+    only after a wait.
+    """
     log: list[str] = []
     main, other, side = Queue("main", log), Queue("other", log), Queue("side", log)
     running = [main]
@@ -201,7 +205,13 @@ def test_regions_never_meet_whatever_kinds_of_steps_take_turns() -> None:
         kinds = []
         for _ in range(4):
             lower = [source.randint(0, 5) for _ in range(source.randint(1, 6))]
-            kinds.append((lower, [at + source.randint(1, 5) for at in lower], [source.choice([4, 8, 12, 40]) for _ in lower]))
+            kinds.append(
+                (
+                    lower,
+                    [at + source.randint(1, 5) for at in lower],
+                    [source.choice([4, 8, 12, 40]) for _ in lower],
+                )
+            )
         sizes: list[int] = []
         taken: list[Region] = []
         for _ in range(200):
@@ -315,6 +325,10 @@ def test_transfers_go_through_buffers_that_do_not_grow(make: Make) -> None:
         tier = make()
         data, slot = noise(size, 0), tier.take(size)
         out = torch.empty(size, dtype=torch.uint8)
-        assert meter.measure(lambda t=tier, d=data, s=slot: t.write(d, s).wait(), timeline=False).peak_bytes == 0
-        assert meter.measure(lambda t=tier, o=out, s=slot: t.read(s, o).wait(), timeline=False).peak_bytes == 0
+        assert (
+            meter.measure(lambda t=tier, d=data, s=slot: t.write(d, s).wait(), timeline=False).peak_bytes == 0
+        )
+        assert (
+            meter.measure(lambda t=tier, o=out, s=slot: t.read(s, o).wait(), timeline=False).peak_bytes == 0
+        )
         assert torch.equal(data, out)

@@ -16,11 +16,14 @@ from lowtide import meter
 
 Limit = Callable[..., Any]
 Pattern = Callable[[Limit], Iterator[Any]]
-"""Training code as a generator: it hands each model to ``limit(model, **options)``, which returns it, and yields after each step
-whatever has to be equal: modules (parameters, gradients, buffers), tensors, numbers, or containers of these."""
+"""Training code as a generator: it hands each model to ``limit(model, **options)``, which returns it, and
+yields after each step whatever has to be equal: modules (parameters, gradients, buffers), tensors, numbers,
+or containers of these."""
 
 SLACK_BYTES = 8192
-"""What a step may take above its budget: Python's random state in a tensor and the like, which only tiny models notice."""
+"""What a step may take above its budget: Python's random state in a tensor and the like, which only tiny
+models notice.
+"""
 TRIES = 6
 SAID = re.compile(r"above the budget|over (its|the) budget|more than (its|the) budget|exceed", re.IGNORECASE)
 
@@ -67,7 +70,9 @@ def differences(plain: list[dict[str, Any]], limited: list[dict[str, Any]]) -> l
     found = [] if len(plain) == len(limited) else [f"{len(plain)} steps plain, {len(limited)} limited"]
     for number, (one, other) in enumerate(zip(plain, limited, strict=False), 1):
         names = [*one, *(name for name in other if name not in one)]
-        found += [f"step {number}: {name}" for name in names if one.get(name, "absent") != other.get(name, "absent")]
+        found += [
+            f"step {number}: {name}" for name in names if one.get(name, "absent") != other.get(name, "absent")
+        ]
     return found
 
 
@@ -98,7 +103,8 @@ def run_plain(pattern: Pattern) -> list[dict[str, Any]]:
 
 
 def run_limited(pattern: Pattern, budget: str | int = "70%") -> Run:
-    """The code with each model limited; a budget that no plan meets is replaced by the smallest that the refusal names.
+    """The code with each model limited; a budget that no plan meets is replaced by the smallest that the
+    refusal names.
 
     Raises:
         lowtide.BudgetError: what was named does not do, either.
@@ -115,7 +121,9 @@ def run_limited(pattern: Pattern, budget: str | int = "70%") -> Run:
             torch.manual_seed(0)
             try:
                 run.steps = [snapshot(things) for things in pattern(limit)]
-                run.messages = [str(w.message) for w in caught if issubclass(w.category, lowtide.LowtideWarning)]
+                run.messages = [
+                    str(w.message) for w in caught if issubclass(w.category, lowtide.LowtideWarning)
+                ]
                 return run
             except lowtide.BudgetError as error:
                 if error.smallest_bytes is None or attempt == TRIES - 1:
@@ -132,12 +140,16 @@ def check(pattern: Pattern, budget: str | int = "70%", planned: bool = True) -> 
     assert not wrong, f"{len(wrong)} differences: {wrong[:6]}; warnings: {run.messages}"
     assert plain, "the pattern yields nothing"
     if planned:
-        assert run.handles and all(handle.plan is not None for handle in run.handles), "a limited model never got a plan"
+        assert run.handles and all(handle.plan is not None for handle in run.handles), (
+            "a limited model never got a plan"
+        )
     return run
 
 
 def standing_bytes(models: Iterable[torch.nn.Module], inputs: Any = ()) -> int:
-    """What stands before a step: parameters, buffers, gradients, and inputs with their gradients; each storage once."""
+    """What stands before a step: parameters, buffers, gradients, and inputs with their gradients; each
+    storage once.
+    """
     tensors = [tensor for model in models for tensor in meter.resident.resident_tensors(model)]
     tensors += [leaf for leaf in tree_leaves(inputs) if isinstance(leaf, torch.Tensor)]
     tensors = [tensor for tensor in tensors if not torch.nn.parameter.is_lazy(tensor)]
@@ -146,7 +158,9 @@ def standing_bytes(models: Iterable[torch.nn.Module], inputs: Any = ()) -> int:
 
 
 def peak_of(step: Callable[[], Any], models: Iterable[torch.nn.Module], inputs: Any = ()) -> tuple[int, Any]:
-    """The most bytes that stand at any moment of ``step()``, with what stood before it; and what it returned."""
+    """The most bytes that stand at any moment of ``step()``, with what stood before it; and what it
+    returned.
+    """
     standing = standing_bytes(models, inputs)
     measured = lowtide.measure(step, timeline=False)
     return standing + measured.peak_bytes, measured.value

@@ -21,7 +21,9 @@ class Patterns(dict[str, Pattern]):
         return function
 
 
-def mlp(width: int = 32, inputs: int = 16, outputs: int = 4, act: Callable[[], nn.Module] = nn.GELU) -> nn.Sequential:
+def mlp(
+    width: int = 32, inputs: int = 16, outputs: int = 4, act: Callable[[], nn.Module] = nn.GELU
+) -> nn.Sequential:
     """Three layers."""
     layers = [nn.Linear(inputs, width), act(), nn.Linear(width, width), act(), nn.Linear(width, outputs)]
     return nn.Sequential(*layers)
@@ -37,7 +39,9 @@ def sgd(*models: nn.Module, lr: float = 0.1) -> torch.optim.Optimizer:
     return torch.optim.SGD([p for model in models for p in model.parameters() if p.requires_grad], lr=lr)
 
 
-def loop(model: nn.Module, loss: Callable[[torch.Tensor], torch.Tensor] | None = None, **kwargs: Any) -> Iterator[Any]:
+def loop(
+    model: nn.Module, loss: Callable[[torch.Tensor], torch.Tensor] | None = None, **kwargs: Any
+) -> Iterator[Any]:
     """The plain loop: forward, backward, step."""
     optimizer = sgd(model)
     for number in range(STEPS):

@@ -48,7 +48,9 @@ def checkpoint_sequential_inside(limit: Limit) -> Iterator[Any]:
     class Segments(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.body = nn.Sequential(*(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(4)))
+            self.body = nn.Sequential(
+                *(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(4))
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return checkpoint_sequential(self.body, 2, x, use_reentrant=False)
@@ -61,7 +63,9 @@ class Blocks(nn.Module):
 
     def __init__(self, reentrant: bool) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(3))
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(16, 16), nn.GELU(), nn.Dropout(0.1)) for _ in range(3)
+        )
         self.reentrant = reentrant
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -226,7 +230,10 @@ def functional_call(limit: Limit) -> Iterator[Any]:
         loss = torch.func.functional_call(model, weights, (data(number),)).square().mean()
         grads = torch.autograd.grad(loss, list(weights.values()))
         yield loss, grads
-        weights = {name: (w - 0.1 * g).detach().requires_grad_() for (name, w), g in zip(weights.items(), grads, strict=True)}
+        weights = {
+            name: (w - 0.1 * g).detach().requires_grad_()
+            for (name, w), g in zip(weights.items(), grads, strict=True)
+        }
 
 
 @PATTERNS.add
@@ -307,7 +314,11 @@ class Fails(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.head, self.fail = mlp(outputs=16), nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4)), ""
+        self.body, self.head, self.fail = (
+            mlp(outputs=16),
+            nn.Sequential(nn.BatchNorm1d(16), nn.Dropout(0.2), nn.Linear(16, 4)),
+            "",
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         h = self.body(x)

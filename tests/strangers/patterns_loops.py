@@ -102,7 +102,9 @@ def grad_scaler(limit: Limit) -> Iterator[Any]:
 @PATTERNS.add
 def exponential_moving_average(limit: Limit) -> Iterator[Any]:
     model = mlp()
-    average = torch.optim.swa_utils.AveragedModel(model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9))
+    average = torch.optim.swa_utils.AveragedModel(
+        model, multi_avg_fn=torch.optim.swa_utils.get_ema_multi_avg_fn(0.9)
+    )
     limit(model)
     for things in loop(model):
         average.update_parameters(model)
@@ -211,7 +213,10 @@ def contrastive_two_forwards(limit: Limit) -> Iterator[Any]:
     optimizer = sgd(model)
     for number in range(STEPS):
         optimizer.zero_grad()
-        one, two = F.normalize(model(data(number))), F.normalize(model(data(number) + 0.1 * data(number + 50)))
+        one, two = (
+            F.normalize(model(data(number))),
+            F.normalize(model(data(number) + 0.1 * data(number + 50))),
+        )
         loss = F.cross_entropy(one @ two.t() / 0.1, torch.arange(len(one)))
         loss.backward()
         yield model, loss
@@ -239,7 +244,9 @@ def momentum_contrast(limit: Limit) -> Iterator[Any]:
 
 @PATTERNS.add
 def evaluation_between_steps(limit: Limit) -> Iterator[Any]:
-    model = limit(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4)))
+    model = limit(
+        nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
+    )
     for things in loop(model):
         model.eval()
         with torch.no_grad():
@@ -250,7 +257,9 @@ def evaluation_between_steps(limit: Limit) -> Iterator[Any]:
 
 @PATTERNS.add
 def changing_modes_with_gradients(limit: Limit) -> Iterator[Any]:
-    model = limit(nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4)))
+    model = limit(
+        nn.Sequential(nn.Linear(16, 32), nn.BatchNorm1d(32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
+    )
     optimizer = sgd(model)
     for number in range(STEPS + 1):
         model.train(number % 2 == 0)
@@ -347,7 +356,8 @@ def generator_of_data_beside(limit: Limit) -> Iterator[Any]:
     optimizer = sgd(model)
     for _ in range(STEPS):
         optimizer.zero_grad()
-        loss = model(torch.randn(64, 16)).square().mean()  # whoever draws too much or too little shifts the next batch
+        # whoever draws too much or too little shifts the next batch
+        loss = model(torch.randn(64, 16)).square().mean()
         loss.backward()
         yield model, loss, torch.rand(1)
         optimizer.step()

@@ -79,7 +79,10 @@ def low_rank_adapters(limit: Limit) -> Iterator[Any]:
         def __init__(self, base: nn.Linear) -> None:
             super().__init__()
             self.base = base.requires_grad_(False)
-            self.down, self.up = nn.Linear(base.in_features, 2, bias=False), nn.Linear(2, base.out_features, bias=False)
+            self.down, self.up = (
+                nn.Linear(base.in_features, 2, bias=False),
+                nn.Linear(2, base.out_features, bias=False),
+            )
             self.drop = nn.Dropout(0.1)
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -96,11 +99,17 @@ def tied_weights(limit: Limit) -> Iterator[Any]:
     class Tied(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.embed, self.body, self.head = nn.Embedding(50, 32), nn.Linear(32, 32), nn.Linear(32, 50, bias=False)
+            self.embed, self.body, self.head = (
+                nn.Embedding(50, 32),
+                nn.Linear(32, 32),
+                nn.Linear(32, 50, bias=False),
+            )
             self.head.weight = self.embed.weight
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return F.cross_entropy(self.head(self.body(self.embed(tokens)).relu()).flatten(0, 1), tokens.flatten())
+            return F.cross_entropy(
+                self.head(self.body(self.embed(tokens)).relu()).flatten(0, 1), tokens.flatten()
+            )
 
     model = limit(Tied())
     optimizer = sgd(model)
@@ -126,7 +135,9 @@ class Recurrent(nn.Module):
 
     def __init__(self, kind: type[nn.RNNBase], packed: bool) -> None:
         super().__init__()
-        self.cell = kind(16, 24, num_layers=1 + packed, batch_first=True, dropout=0.1 * packed, bidirectional=False)
+        self.cell = kind(
+            16, 24, num_layers=1 + packed, batch_first=True, dropout=0.1 * packed, bidirectional=False
+        )
         self.head, self.packed = nn.Linear(24, 4), packed
 
     def forward(self, x: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
@@ -216,7 +227,11 @@ def in_place_activations(limit: Limit) -> Iterator[Any]:
     class InPlace(nn.Module):
         def __init__(self) -> None:
             super().__init__()
-            self.one, self.norm, self.two = nn.Conv1d(4, 8, 3), nn.BatchNorm1d(8), nn.Conv1d(8, 8, 3, padding=1)
+            self.one, self.norm, self.two = (
+                nn.Conv1d(4, 8, 3),
+                nn.BatchNorm1d(8),
+                nn.Conv1d(8, 8, 3, padding=1),
+            )
 
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             h = F.relu_(self.norm(self.one(x.view(-1, 4, 4).repeat(1, 1, 4))))
@@ -230,7 +245,13 @@ def in_place_activations(limit: Limit) -> Iterator[Any]:
 
 @PATTERNS.add
 def batch_norm_statistics(limit: Limit) -> Iterator[Any]:
-    net = nn.Sequential(nn.Conv2d(1, 8, 3), nn.BatchNorm2d(8, momentum=None), nn.ReLU(True), nn.Conv2d(8, 4, 2), nn.BatchNorm2d(4))
+    net = nn.Sequential(
+        nn.Conv2d(1, 8, 3),
+        nn.BatchNorm2d(8, momentum=None),
+        nn.ReLU(True),
+        nn.Conv2d(8, 4, 2),
+        nn.BatchNorm2d(4),
+    )
     yield from loop(limit(nn.Sequential(nn.Unflatten(1, (1, 4, 4)), *net)))
 
 
@@ -346,7 +367,9 @@ def sparse_embedding_gradients(limit: Limit) -> Iterator[Any]:
             )
 
         def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-            return self.head(torch.cat([self.embed(tokens).mean(1), self.bag(tokens)], 1).tanh()).square().mean()
+            return (
+                self.head(torch.cat([self.embed(tokens).mean(1), self.bag(tokens)], 1).tanh()).square().mean()
+            )
 
     model = limit(Bags())
     optimizer = sgd(model)
@@ -361,8 +384,10 @@ def sparse_embedding_gradients(limit: Limit) -> Iterator[Any]:
 @PATTERNS.add
 def channels_last_and_resampling(limit: Limit) -> Iterator[Any]:
     net = nn.Sequential(
-        nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 8, 3, padding=1), nn.SiLU(), nn.Upsample(scale_factor=2, mode="bilinear"),
-        nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8), nn.MaxPool2d(2), nn.ConvTranspose2d(8, 2, 2, stride=2),
+        nn.Unflatten(1, (1, 4, 4)), nn.Conv2d(1, 8, 3, padding=1), nn.SiLU(),
+        nn.Upsample(scale_factor=2, mode="bilinear"),
+        nn.Conv2d(8, 8, 3, stride=2, padding=1), nn.GroupNorm(2, 8), nn.MaxPool2d(2),
+        nn.ConvTranspose2d(8, 2, 2, stride=2),
     )  # fmt: skip
     yield from loop(limit(net.to(memory_format=torch.channels_last)))
 

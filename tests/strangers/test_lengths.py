@@ -26,7 +26,9 @@ def gpt2() -> nn.Module:
     from transformers import GPT2Config, GPT2LMHeadModel
 
     torch.manual_seed(0)
-    return GPT2LMHeadModel(GPT2Config(vocab_size=128, n_positions=LONGEST, n_embd=64, n_layer=4, n_head=4, use_cache=False)).train()
+    return GPT2LMHeadModel(
+        GPT2Config(vocab_size=128, n_positions=LONGEST, n_embd=64, n_layer=4, n_head=4, use_cache=False)
+    ).train()
 
 
 def tokens(length: int, rows: int = 4) -> torch.Tensor:
@@ -35,7 +37,9 @@ def tokens(length: int, rows: int = 4) -> torch.Tensor:
 
 
 class Plannings:
-    """Counts the plannings of a limited model: those that the handle counts, or else the plans that it has ever shown."""
+    """Counts the plannings of a limited model: those that the handle counts, or else the plans that it has
+    ever shown.
+    """
 
     def __init__(self, handle: lowtide.Handle) -> None:
         self.handle = handle
@@ -53,7 +57,9 @@ class Plannings:
 
 
 def over(model: nn.Module, lengths: list[int], budget: int) -> dict[int, int]:
-    """Steps of these lengths: bytes above the budget, by step. Fails as soon as there are too many plannings."""
+    """Steps of these lengths: bytes above the budget, by step. Fails as soon as there are too many
+    plannings.
+    """
     counter, above = Plannings(lowtide.limit_memory(model, budget)), {}
     for number, length in enumerate(lengths):
         batch = tokens(length)
@@ -67,7 +73,9 @@ def over(model: nn.Module, lengths: list[int], budget: int) -> dict[int, int]:
             above[number] = peak - budget
         model.zero_grad()
         if counter.count > MOST_PLANS:
-            pytest.fail(f"{counter.count} plannings in {number + 1} steps; bytes above the budget by step: {above}")
+            pytest.fail(
+                f"{counter.count} plannings in {number + 1} steps; bytes above the budget by step: {above}"
+            )
     return above
 
 
@@ -143,7 +151,9 @@ def test_numbers_that_change_make_no_new_plan(which: str, budget: str) -> None:
     run = check(pattern, budget)
     handle = run.handles[0]
     assert len(handle.plans) == 1, f"{len(handle.plans)} plans; {run.messages}"
-    assert handle.plannings == (budget != "100%"), "where the step fits as it is, there is nothing to search for"
+    assert handle.plannings == (budget != "100%"), (
+        "where the step fits as it is, there is nothing to search for"
+    )
 
 
 def test_a_number_that_decides_what_runs_is_not_mixed_up() -> None:

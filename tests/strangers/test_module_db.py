@@ -1,4 +1,6 @@
-"""PyTorch's own table of modules (`module_db`): three training steps of each input, limited and plain, bit by bit, within the budget."""
+"""PyTorch's own table of modules (`module_db`): three training steps of each input, limited and plain, bit by
+bit, within the budget.
+"""
 
 from __future__ import annotations
 
@@ -25,8 +27,15 @@ DTYPES = [torch.float32, torch.float64]
 BUDGETS = ["100%", "70%"]
 STEPS = 3
 HEAVY = ("nn.MultiheadAttention", "nn.RNN", "nn.LSTM", "nn.GRU")
-HEAVY += ("nn.TransformerEncoder", "nn.TransformerEncoderLayer", "nn.TransformerDecoderLayer", "nn.Transformer")
-"""Modules whose planning takes seconds, with hundreds of inputs each: of these every other one, under one of the budgets."""
+HEAVY += (
+    "nn.TransformerEncoder",
+    "nn.TransformerEncoderLayer",
+    "nn.TransformerDecoderLayer",
+    "nn.Transformer",
+)
+"""Modules whose planning takes seconds, with hundreds of inputs each: of these every other one, under one of
+the budgets.
+"""
 SHARES = {**dict.fromkeys(HEAVY, 2), "nn.LinearCrossEntropyLoss": 20}
 """One input in so many is tried. The table has 1,714 of the latter, which combine the same few options."""
 FLOAT64_SHARE = 4  # of these in float64: the same operations as in float32, in other kernels
@@ -85,21 +94,28 @@ def cases() -> tuple[Case, ...]:
             for training in [True, False] if info.train_and_eval_differ else [True]:
                 torch.manual_seed(0)
                 random.seed(0)
-                made = info.module_inputs_func(info, device="cpu", dtype=dtype, requires_grad=True, training=training)
+                made = info.module_inputs_func(
+                    info, device="cpu", dtype=dtype, requires_grad=True, training=training
+                )
                 for number, given in enumerate(made):
                     budgets = draw.sample(BUDGETS, 1 if info.name in HEAVY else len(BUDGETS))
                     if (number and draw.randrange(every)) or given.forward_input is None:
                         continue
                     mode = "train" if training else "eval"
                     name = f"{info.name} {str(dtype).removeprefix('torch.')} {mode} {number}"
-                    found.append(Case(name, info.name, dtype, training, info.module_cls, given, sorted(budgets)))
+                    found.append(
+                        Case(name, info.name, dtype, training, info.module_cls, given, sorted(budgets))
+                    )
     return tuple(found)
 
 
 def loss_of(output: Any) -> torch.Tensor | None:
     """Every differentiable number of the output counts, each with a weight of its own."""
     leaves = [leaf for leaf in tree_leaves(output) if isinstance(leaf, torch.Tensor) and leaf.requires_grad]
-    parts = [(leaf * torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)).sum() for leaf in leaves]
+    parts = [
+        (leaf * torch.linspace(0.5, 1.5, leaf.numel(), dtype=leaf.dtype).view(leaf.shape)).sum()
+        for leaf in leaves
+    ]
     return sum(parts[1:], parts[0]) if parts else None
 
 
@@ -108,7 +124,9 @@ def _detached(thing: Any) -> Any:
 
 
 def steps(case: Case, model: nn.Module, measured: bool = True) -> Iterator[tuple[dict[str, Any], int]]:
-    """Training steps: what each leaves behind, and the most bytes that stood (0 where they are not measured)."""
+    """Training steps: what each leaves behind, and the most bytes that stood (0 where they are not
+    measured).
+    """
     optimizer = None
     for number in range(STEPS):
         args, kwargs = case.arguments()
@@ -125,7 +143,8 @@ def steps(case: Case, model: nn.Module, measured: bool = True) -> Iterator[tuple
         given = [leaf.grad for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
         yield snapshot((model, output, given, torch.get_rng_state())), peak
         trained = [p for p in model.parameters() if p.requires_grad]
-        if optimizer is None and trained:  # not before the first step: lazy modules have nothing to train until then
+        # not before the first step: lazy modules have nothing to train until then
+        if optimizer is None and trained:
             optimizer = torch.optim.SGD(trained, lr=0.01)
         if optimizer is not None:
             optimizer.step()
@@ -165,7 +184,11 @@ def faults(case: Case) -> list[str]:
     """What is wrong with a limited module, in words."""
     plain = plain_steps(case)
     if case.name in DIFFERS or case.module in DIFFERS:
-        return [] if differences(plain, plain_steps(case)) else [f"{case.name}: named as not reproducible, and it is"]
+        return (
+            []
+            if differences(plain, plain_steps(case))
+            else [f"{case.name}: named as not reproducible, and it is"]
+        )
     found = []
     for budget in case.budgets:
         try:
@@ -174,7 +197,9 @@ def faults(case: Case) -> list[str]:
             found.append(f"{case.name} at {budget}: {type(error).__name__}: {str(error)[:200]}")
             continue
         if wrong := differences(plain, limited):
-            itself = " (plain steps differ among themselves, too)" if differences(plain, plain_steps(case)) else ""
+            itself = (
+                " (plain steps differ among themselves, too)" if differences(plain, plain_steps(case)) else ""
+            )
             found.append(f"{case.name} at {budget}: {len(wrong)} differences: {wrong[:3]}{itself}")
         for number, (peak, limit) in enumerate(peaks[1:], 2):
             if peak > limit + SLACK_BYTES:
@@ -203,7 +228,9 @@ def test_a_sample(part: int) -> None:
 
 
 def module_names() -> list[str]:
-    """The modules of the table. It takes seconds to import, so that it is asked only where the tests will run."""
+    """The modules of the table. It takes seconds to import, so that it is asked only where the tests will
+    run.
+    """
     return list(dict.fromkeys(case.module for case in cases()))
 
 

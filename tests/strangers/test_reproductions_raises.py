@@ -25,11 +25,15 @@ def normal(h: torch.Tensor) -> distributions.Distribution:
 DISTRIBUTIONS: dict[str, Callable[[torch.Tensor], distributions.Distribution]] = {
     "normal": normal,
     "independent normal": lambda h: distributions.Independent(normal(h), 1),
-    "squashed normal": lambda h: distributions.TransformedDistribution(normal(h), [distributions.TanhTransform(cache_size=1)]),
+    "squashed normal": lambda h: distributions.TransformedDistribution(
+        normal(h), [distributions.TanhTransform(cache_size=1)]
+    ),
     "mixture": lambda h: distributions.MixtureSameFamily(
         distributions.Categorical(logits=h[:, :2]), distributions.Normal(h[:, 2:4], F.softplus(h[:, :2]))
     ),
-    "multivariate": lambda h: distributions.MultivariateNormal(h[:, :2], scale_tril=torch.diag_embed(F.softplus(h[:, 2:4]))),
+    "multivariate": lambda h: distributions.MultivariateNormal(
+        h[:, :2], scale_tril=torch.diag_embed(F.softplus(h[:, 2:4]))
+    ),
 }
 
 
@@ -83,7 +87,9 @@ def adjacency(layout: str, nodes: int = 128) -> torch.Tensor:
     """A ring of nodes with weights."""
     at = torch.arange(nodes)
     rows, columns = torch.cat([at, at, at]), torch.cat([at, (at + 1) % nodes, (at + 7) % nodes])
-    made = torch.sparse_coo_tensor(torch.stack([rows, columns]), torch.rand(3 * nodes), (nodes, nodes)).coalesce()
+    made = torch.sparse_coo_tensor(
+        torch.stack([rows, columns]), torch.rand(3 * nodes), (nodes, nodes)
+    ).coalesce()
     return made if layout == "coo" else made.to_sparse_csr()
 
 
@@ -260,7 +266,11 @@ def test_a_second_limit_replaces_the_first() -> None:
             one.zero_grad()
             one(data(number, rows=512)).square().mean().backward()
         assert not differences([snapshot(plain)], [snapshot(model)])
-    assert second.plan is not None and second.plan.budget_bytes is not None and first.plan.budget_bytes is not None
+    assert (
+        second.plan is not None
+        and second.plan.budget_bytes is not None
+        and first.plan.budget_bytes is not None
+    )
     assert second.plan.budget_bytes < first.plan.budget_bytes
     first.remove()  # the second stands
     assert model.forward != own
@@ -269,7 +279,9 @@ def test_a_second_limit_replaces_the_first() -> None:
 
 
 class Accelerated(torch.optim.Optimizer):
-    """An optimizer around another, as accelerate has it: `Optimizer.__init__` is not called, and all that it shows is the inner one's."""
+    """An optimizer around another, as accelerate has it: `Optimizer.__init__` is not called, and all that it
+    shows is the inner one's.
+    """
 
     def __init__(self, optimizer: torch.optim.Optimizer) -> None:
         self.optimizer = optimizer
@@ -323,10 +335,14 @@ def test_an_optimizer_around_another(kind: type[torch.optim.Optimizer], budget: 
 
     bytes_counted = [
         run.handles[0].plan.predicted_peak_bytes
-        for run in (check(pattern, budget), run_limited(lambda limit: pattern(limit, lambda inner: inner), budget))
+        for run in (
+            check(pattern, budget),
+            run_limited(lambda limit: pattern(limit, lambda inner: inner), budget),
+        )
         if run.handles[0].plan is not None
     ]
-    assert len(bytes_counted) == 2 and bytes_counted[0] == bytes_counted[1]  # the inner one's state counts all the same
+    # the inner one's state counts all the same
+    assert len(bytes_counted) == 2 and bytes_counted[0] == bytes_counted[1]
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
@@ -393,7 +409,9 @@ def test_function_transforms_over_a_limited_model(what: str, budget: str) -> Non
             elif what == "jacobian":
                 yield torch.func.jacrev(lambda x: torch.func.functional_call(model, weights, (x,)))(x[0])
             else:
-                yield torch.func.jvp(lambda x: torch.func.functional_call(model, weights, (x,)), (x,), (torch.ones_like(x),))
+                yield torch.func.jvp(
+                    lambda x: torch.func.functional_call(model, weights, (x,)), (x,), (torch.ones_like(x),)
+                )
 
     works_or_says(pattern, budget, "vmap", "torch.func", "functorch", "transform")
 
@@ -436,7 +454,8 @@ def test_a_parameter_that_a_custom_function_saved_comes_back_as_it_is(budget: st
     def mark(layer: Any, h: torch.Tensor) -> None:
         layer.weight.main_grad = torch.zeros(1)
 
-    # Where anything stands between autograd and what it saves, PyTorch itself hands out another object: so in the step that is looked at.
+    # Where anything stands between autograd and what it saves, PyTorch itself hands out another object: so in
+    # the step that is looked at.
     assert _keeps(budget, mark)[1:] == [True] * 2
 
 

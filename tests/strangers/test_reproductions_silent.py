@@ -40,8 +40,12 @@ class Stepped:
         return any(SAID.search(message) for message in self.messages)
 
 
-def stepped(model: nn.Module, step: Callable[[int], Any], share: float, steps: int = 5) -> tuple[lowtide.Handle, list[Stepped]]:
-    """Steps of a model within a share of what its plain steps take, or where that is refused within the smallest budget named."""
+def stepped(
+    model: nn.Module, step: Callable[[int], Any], share: float, steps: int = 5
+) -> tuple[lowtide.Handle, list[Stepped]]:
+    """Steps of a model within a share of what its plain steps take, or where that is refused within the
+    smallest budget named.
+    """
     budget = int(share * max(peak_of(functools.partial(step, number), [model])[0] for number in range(2)))
     for _ in range(TRIES):
         model.zero_grad()
@@ -63,7 +67,9 @@ def stepped(model: nn.Module, step: Callable[[int], Any], share: float, steps: i
 
 
 def assert_held_or_said(found: list[Stepped]) -> None:
-    """From the second step on each is within its budget, or lowtide has said that one was not: by the next step at the latest."""
+    """From the second step on each is within its budget, or lowtide has said that one was not: by the next
+    step at the latest.
+    """
     silent = {
         number: one.excess_bytes
         for number, one in enumerate(found)
@@ -103,7 +109,9 @@ def meta_learned(model: nn.Module, number: int) -> None:
 
 @pytest.mark.parametrize("step", [penalized, physics, meta_learned])
 @pytest.mark.parametrize("share", [1.0, 0.7])
-def test_graphs_of_gradients_stay_within_the_budget_or_it_is_said(step: Callable[[nn.Module, int], None], share: float) -> None:
+def test_graphs_of_gradients_stay_within_the_budget_or_it_is_said(
+    step: Callable[[nn.Module, int], None], share: float
+) -> None:
     torch.manual_seed(0)
     model = mlp(width=64, act=nn.Tanh)
     _, found = stepped(model, lambda number: step(model, number), share)
@@ -135,7 +143,9 @@ class Hungry(nn.Module):
 
 @pytest.fixture(scope="module")
 def python_operation() -> Callable[[torch.Tensor], torch.Tensor]:
-    """An operation written in Python, opaque to the dispatcher, with scratch of 16 times its input, forward and backward."""
+    """An operation written in Python, opaque to the dispatcher, with scratch of 16 times its input, forward
+    and backward.
+    """
 
     @torch.library.custom_op("lowtide_strangers::hungry", mutates_args=())
     def hungry(x: torch.Tensor) -> torch.Tensor:
@@ -166,7 +176,9 @@ def cpp_operation() -> Callable[[torch.Tensor], torch.Tensor]:
     """The same, written in C++."""
     from torch.utils import cpp_extension
 
-    cpp_extension.load_inline("lowtide_strangers_cpp", CPP, is_python_module=False, no_implicit_headers=True, extra_cflags=["-O0"])
+    cpp_extension.load_inline(
+        "lowtide_strangers_cpp", CPP, is_python_module=False, no_implicit_headers=True, extra_cflags=["-O0"]
+    )
     operation = torch.ops.lowtide_strangers_cpp.hungry
     torch.library.register_autograd("lowtide_strangers_cpp::hungry", lambda ctx, grad: operation(grad))
     return operation
@@ -227,7 +239,9 @@ def test_a_step_above_its_budget_is_said_though_the_plan_keeps_everything(where:
 
 
 class Wrapper(nn.Module):
-    """A module in Lightning's manner: its own forward is for inference, and ``training_step`` calls what it wraps."""
+    """A module in Lightning's manner: its own forward is for inference, and ``training_step`` calls what it
+    wraps.
+    """
 
     def __init__(self) -> None:
         super().__init__()

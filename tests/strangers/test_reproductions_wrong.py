@@ -87,7 +87,9 @@ class Classifier(nn.Module):
         return F.cross_entropy(self.net(x), targets, weight=self.weight, label_smoothing=0.1, ignore_index=1)
 
 
-@pytest.mark.parametrize("seeds", [range(6), pytest.param(range(6, 60), marks=pytest.mark.slow)], ids=["6", "54"])
+@pytest.mark.parametrize(
+    "seeds", [range(6), pytest.param(range(6, 60), marks=pytest.mark.slow)], ids=["6", "54"]
+)
 def test_weighted_smoothed_cross_entropy(seeds: range) -> None:
     wrong = []
     for seed in seeds:
@@ -143,7 +145,9 @@ def test_a_departing_step_is_given_no_lossy_moves(departure: str) -> None:
                 model(data(number)).backward()
                 grads.append([p.grad.clone() for p in model.parameters() if p.grad is not None])
     assert handle.plan is not None and handle.plan.moves
-    assert any(not torch.equal(a, b) for a, b in zip(grads[4], grads[5], strict=True)), "the plan's codec loses nothing"
+    assert any(not torch.equal(a, b) for a, b in zip(grads[4], grads[5], strict=True)), (
+        "the plan's codec loses nothing"
+    )
     assert all(torch.equal(a, b) for a, b in zip(grads[6], grads[7], strict=True))
 
 
@@ -193,8 +197,14 @@ print("the same bits")
 @pytest.mark.parametrize("budget", BUDGETS)
 def test_wrapper_subclasses_that_cannot_be_flattened(budget: str) -> None:
     script = MASKED.format(here=str(Path(__file__).parent), budget=budget)
-    env = {**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path), "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300)
+    env = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(path for path in sys.path if path),
+        "PYTHONWARNINGS": "ignore",
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", script], env=env, capture_output=True, text=True, timeout=300
+    )
     assert done.returncode >= 0, f"killed by signal {-done.returncode}"
     assert "the same bits" in done.stdout, done.stderr[-1500:]
 

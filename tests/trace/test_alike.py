@@ -1,4 +1,6 @@
-"""A trace on fake tensors takes the ways that the step takes: the layouts of the CPU's kernels, masks of numbers, comparisons."""
+"""A trace on fake tensors takes the ways that the step takes: the layouts of the CPU's kernels, masks of
+numbers, comparisons.
+"""
 
 from __future__ import annotations
 
@@ -45,12 +47,16 @@ def test_batch_norm_is_laid_out_as_its_kernel_does(shape: tuple[int, ...]) -> No
     orders = list(itertools.permutations(range(len(shape))))
     grads = (tuple(range(len(shape))), (0, *range(2, len(shape)), 1))
     seen: set[tuple[int, ...]] = set()
-    for order, gap in itertools.product(orders if len(shape) < 4 else orders[:: 3 + 4 * (len(shape) - 4)], (False, True)):
+    for order, gap in itertools.product(
+        orders if len(shape) < 4 else orders[:: 3 + 4 * (len(shape) - 4)], (False, True)
+    ):
         x = arranged(shape, order, gap)
         real = NORM(x, ones, ones, None, None, True, 0.1, 1e-5)
         with mode:
             fake_x, fake_ones = mode.from_tensor(x), mode.from_tensor(ones)
-            fake = laid_out(op_info(NORM), (fake_x,), NORM(fake_x, fake_ones, fake_ones, None, None, True, 0.1, 1e-5))
+            fake = laid_out(
+                op_info(NORM), (fake_x,), NORM(fake_x, fake_ones, fake_ones, None, None, True, 0.1, 1e-5)
+            )
         assert fake[0].stride() == real[0].stride(), (order, gap)
         seen.add(real[0].stride())
         for way, gap_of_grad in itertools.product((order, *grads), (False, True)):
@@ -58,7 +64,9 @@ def test_batch_norm_is_laid_out_as_its_kernel_does(shape: tuple[int, ...]) -> No
             given = BACKWARD(grad, x, ones, None, None, real[1], real[2], True, 1e-5, [True, True, True])
             with mode:
                 fake_grad = mode.from_tensor(grad)
-                shown = BACKWARD(fake_grad, fake_x, fake_ones, None, None, fake[1], fake[2], True, 1e-5, [True, True, True])
+                shown = BACKWARD(
+                    fake_grad, fake_x, fake_ones, None, None, fake[1], fake[2], True, 1e-5, [True, True, True]
+                )
                 shown = laid_out(op_info(BACKWARD), (fake_grad, fake_x), shown)
             assert shown[0].stride() == given[0].stride(), (order, gap, way, gap_of_grad)
     assert len(seen) == 1 or len(shape) > 3
@@ -87,7 +95,9 @@ def test_a_mask_that_is_put_together_is_looked_at() -> None:
 
 
 class Handed(nn.Module):
-    """Two convolutions after a value that is cheap to bring back, in a step that fake tensors cannot follow."""
+    """Two convolutions after a value that is cheap to bring back, in a step that fake tensors cannot
+    follow.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -102,7 +112,9 @@ class Handed(nn.Module):
 
 
 def test_a_real_trace_knows_how_long_backward_holds_what_it_was_handed() -> None:
-    graph = lowtide.trace(Handed(), torch.randn(2, 8, 8, 8, requires_grad=True), torch.ones(2, 32, 32), costs=False)
+    graph = lowtide.trace(
+        Handed(), torch.randn(2, 8, 8, 8, requires_grad=True), torch.ones(2, 32, 32), costs=False
+    )
     place = {event.index: at for at, event in enumerate(graph.events) if event.kind == "op"}
     ends = {event.index: at for at, event in enumerate(graph.events) if event.kind == "done"}
     handed = {event.index: at for at, event in enumerate(graph.events) if event.kind == "unpack"}
@@ -113,7 +125,9 @@ def test_a_real_trace_knows_how_long_backward_holds_what_it_was_handed() -> None
             read = [
                 s
                 for s in graph.saved
-                if s.value in operation.reads and s.droppable and handed.get(s.id, -1) < place[operation.index] < released[s.id]
+                if s.value in operation.reads
+                and s.droppable
+                and handed.get(s.id, -1) < place[operation.index] < released[s.id]
             ]
             near = [s for s in read if place[operation.index] - handed[s.id] < 8]
             checked += len(near)

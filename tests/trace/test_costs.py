@@ -1,4 +1,6 @@
-"""Operations are timed one at a time without a trace: no memory, no random state, no other process is touched."""
+"""Operations are timed one at a time without a trace: no memory, no random state, no other process is
+touched.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ CPU = torch.device("cpu")
 
 
 def spec_of(
-    *shape: int, dtype: torch.dtype = torch.float32, key: int = 0, stride: tuple[int, ...] | None = None, offset: int = 0
+    *shape: int,
+    dtype: torch.dtype = torch.float32,
+    key: int = 0,
+    stride: tuple[int, ...] | None = None,
+    offset: int = 0,
 ) -> TensorSpec:
     strides = stride or torch.empty(shape, device="meta").stride()
     count = offset + sum((size - 1) * step for size, step in zip(shape, strides, strict=True)) + 1
@@ -144,14 +150,17 @@ def test_inputs_have_their_layout_and_share_storages() -> None:
     spec = OpSpec(aten.mul.Tensor, (other, other))
     assert spec.input_bytes() == 256
     assert one(spec).source == "measured"
-    freed = TensorSpec(0, torch.float32, (4, 8), (8, 1), 0, CPU, 0)  # FSDP frees storages: there is nothing in it, and still it is timed
+    # FSDP frees storages: there is nothing in it, and still it is timed
+    freed = TensorSpec(0, torch.float32, (4, 8), (8, 1), 0, CPU, 0)
     assert one(OpSpec(aten.neg.default, (freed,))).source == "measured"
     wide = spec_of(4, 1 << 20, stride=(0, 1))
     assert wide.bytes == 4 << 20
     assert spec_of(0, 5, stride=(5, 1)).bytes == 0
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64])
+@pytest.mark.parametrize(
+    "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
+)
 def test_inputs_are_finite_and_not_denormal(dtype: torch.dtype) -> None:
     from lowtide.trace.costs import Bench
 
@@ -250,7 +259,10 @@ def test_absent_devices_are_estimated() -> None:
 @needs_allocator
 def test_a_memory_limit_holds_for_earlier_outputs_too() -> None:
     allocator = counting_allocator()
-    specs = {n: OpSpec(aten.neg.default, (spec_of(100_000 + n),), output_bytes=4 * (100_000 + n)) for n in range(10)}
+    specs = {
+        n: OpSpec(aten.neg.default, (spec_of(100_000 + n),), output_bytes=4 * (100_000 + n))
+        for n in range(10)
+    }
     allocator.install()
     try:
         mark = allocator.mark()
@@ -258,7 +270,8 @@ def test_a_memory_limit_holds_for_earlier_outputs_too() -> None:
         allocator.close_mark(mark)
         mark = allocator.mark()
         measure_costs(specs, time_budget=0.2, memory_limit_bytes=1_000_000)
-        assert allocator.mark_peak(mark) <= 1_000_000 + (1 << 20) + 20_000_000  # the pattern and its making come on top
+        # the pattern and its making come on top
+        assert allocator.mark_peak(mark) <= 1_000_000 + (1 << 20) + 20_000_000
         allocator.close_mark(mark)
     finally:
         allocator.uninstall()
@@ -268,13 +281,16 @@ def test_a_memory_limit_holds_for_earlier_outputs_too() -> None:
 def test_scratch_and_weights_count_once_where_a_limit_leaves_little_room() -> None:
     image, weight = spec_of(1, 8, 16, 16, 16), spec_of(8, 8, 3, 3, 3, key=1)
     spec = OpSpec(
-        aten.convolution.default, (image, weight, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], 1), output_bytes=8 * 16**3 * 4
+        aten.convolution.default,
+        (image, weight, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], 1),
+        output_bytes=8 * 16**3 * 4,
     )
     scratch = one(spec).scratch_bytes
     assert scratch > 10 * spec.input_bytes()  # unfolded patches
     stands = torch.randn(8, 8, 3, 3, 3)
     before = stands.clone()
-    limit = 2 * image.bytes + scratch + 24_000  # the pattern comes on top; a copy of the weights would take 6,912 bytes
+    # the pattern comes on top; a copy of the weights would take 6,912 bytes
+    limit = 2 * image.bytes + scratch + 24_000
     allocator = counting_allocator()
     calibrate(room=limit)
     allocator.install()
@@ -320,7 +336,9 @@ def test_estimates_follow_the_roofline() -> None:
     assert flops(copy) == 0
     assert estimate(copy, line).seconds == pytest.approx(1e-6 + 8000 / 1e8)
     image, weight = spec_of(1, 3, 8, 8), spec_of(4, 3, 3, 3, key=1)
-    convolution = OpSpec(aten.convolution.default, (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1))
+    convolution = OpSpec(
+        aten.convolution.default, (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    )
     assert flops(convolution) == 2 * 36 * 4 * 27
 
 
@@ -340,7 +358,8 @@ def test_executor_overheads() -> None:
 
 
 def test_in_place_operations_start_from_fresh_inputs() -> None:
-    spec = OpSpec(aten.mul_.Scalar, (spec_of(100), 1e-30))  # run after run on its own result it would reach denormals and zero
+    # run after run on its own result it would reach denormals and zero
+    spec = OpSpec(aten.mul_.Scalar, (spec_of(100), 1e-30))
     from lowtide.trace.costs import Bench
 
     bench = Bench()

@@ -52,7 +52,7 @@ def names(graph: StepGraph, phase: str) -> list[str]:
     return [o.name.removeprefix("aten.").split(".")[0] for o in graph.operations if o.phase == phase]
 
 
-# ---- it leaves no trace -----------------------------------------------------------------------------------------------------------------
+# ---- it leaves no trace --------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("fake", [False, True])
@@ -73,7 +73,9 @@ def test_everything_is_as_before(fake: bool, with_gradients: bool) -> None:
     assert all(torch.equal(expected[k], v) for k, v in model.state_dict().items())
     for parameter, grad in zip(model.parameters(), grads, strict=True):
         assert (grad is None and parameter.grad is None) or torch.equal(grad, parameter.grad)
-    assert [(id(p), id(p.grad), p.data_ptr(), p._version) for p in model.parameters()] == identities or not fake
+    assert [
+        (id(p), id(p.grad), p.data_ptr(), p._version) for p in model.parameters()
+    ] == identities or not fake
     assert [id(p) for p in model.parameters()] == [i[0] for i in identities]
     for module, before in attributes.items():
         for name, item in before.items():
@@ -113,7 +115,7 @@ def test_timing_operations_changes_nothing_either() -> None:
     assert graph.plain_seconds > 0 and all(o.seconds > 0 for o in graph.operations)
 
 
-# ---- what it says -----------------------------------------------------------------------------------------------------------------------
+# ---- what it says --------------------------------------------------------------------------------
 
 
 def test_fake_and_real_traces_agree() -> None:
@@ -125,7 +127,9 @@ def test_fake_and_real_traces_agree() -> None:
     for a, b in zip(fake.operations, real.operations, strict=True):
         assert described(fake, a.reads) == described(real, b.reads), a.name
         assert described(fake, a.writes) == described(real, b.writes), a.name
-    assert [(s.droppable, s.shape, s.module) for s in fake.saved] == [(s.droppable, s.shape, s.module) for s in real.saved]
+    assert [(s.droppable, s.shape, s.module) for s in fake.saved] == [
+        (s.droppable, s.shape, s.module) for s in real.saved
+    ]
     assert sorted(s.bytes for s in fake.storages) == sorted(s.bytes for s in real.storages)
     assert fake.resident_bytes == real.resident_bytes
 
@@ -134,7 +138,9 @@ def described(graph: StepGraph, values: tuple[int, ...]) -> list[Any]:
     """What operations read or wrote, without the numbers by which each trace calls it."""
     found = [graph.values[v] for v in values]
     rows = [(graph.storages[v.storage], v.version, v.producer or -1) for v in found]
-    return sorted((s.bytes, s.name if s.producer is None else "", version, producer) for s, version, producer in rows)
+    return sorted(
+        (s.bytes, s.name if s.producer is None else "", version, producer) for s, version, producer in rows
+    )
 
 
 def test_two_traces_are_equal() -> None:
@@ -166,7 +172,8 @@ def test_one_storage_saved_several_times_is_one_value() -> None:
 
     graph = lowtide.trace(step, batch().requires_grad_(), model=heads, costs=False)
     tanh = next(o for o in graph.operations if o.name == "aten.tanh.default")
-    assert sum(s.value == tanh.writes[0] for s in graph.saved) == 4  # thrice as an input, once as tanh's result
+    # thrice as an input, once as tanh's result
+    assert sum(s.value == tanh.writes[0] for s in graph.saved) == 4
 
 
 def test_in_place_operations_make_versions() -> None:
@@ -184,7 +191,11 @@ def test_in_place_operations_make_versions() -> None:
     versions = [v for v in graph.values if v.storage == storage]
     assert [v.version for v in versions] == [0, 1, 2]
     assert [v.storable for v in versions] == [False, False, True]
-    assert [graph.operations[v.producer].name for v in versions] == ["aten.mul.Tensor", "aten.add_.Tensor", "aten.mul_.Tensor"]
+    assert [graph.operations[v.producer].name for v in versions] == [
+        "aten.mul.Tensor",
+        "aten.add_.Tensor",
+        "aten.mul_.Tensor",
+    ]
 
 
 def test_views_are_no_operations_and_expanded_tensors_have_their_storage_bytes() -> None:
@@ -194,7 +205,8 @@ def test_views_are_no_operations_and_expanded_tensors_have_their_storage_bytes()
         return (w.exp().expand(100, N).t()[:, ::2].cos()).sum()
 
     graph = lowtide.trace(step, costs=False)
-    assert names(graph, "forward") == ["exp", "cos", "sum", "ones_like"]  # the last is what backward starts from
+    # the last is what backward starts from
+    assert names(graph, "forward") == ["exp", "cos", "sum", "ones_like"]
     saved = [s for s in graph.saved if s.shape == (N, 50)]
     assert saved and graph.storages[graph.values[saved[0].value].storage].bytes == N * 4
 
@@ -210,7 +222,9 @@ def test_random_and_batch_norm_operations() -> None:
 
 
 def test_statistics_made_in_the_step_have_to_stay() -> None:
-    """An instance norm repeats its running statistics for a batch norm, which writes to them without a word."""
+    """An instance norm repeats its running statistics for a batch norm, which writes to them without a
+    word.
+    """
     model = nn.Sequential(nn.Conv1d(2, N, 1), nn.InstanceNorm1d(N, affine=True, track_running_stats=True))
     graph = lowtide.trace(lambda x: model(x).square().sum(), torch.randn(3, 2, 5), costs=False)
     made = {v for op in graph.operations if op.name == "aten.repeat.default" for v in op.writes}
@@ -240,12 +254,23 @@ def test_events_are_in_order() -> None:
         pack, release = order[("pack", saved.id)], order[("release", saved.id)]
         unpack = order.get(("unpack", saved.id))
         assert pack < release and (unpack is None or pack < unpack < release)
-        assert graph.values[saved.value].producer is None or order[("op", graph.values[saved.value].producer)] < pack
+        assert (
+            graph.values[saved.value].producer is None
+            or order[("op", graph.values[saved.value].producer)] < pack
+        )
     for storage in graph.storages:
         if storage.producer is not None and ("free", storage.id) in order:
             assert order[("op", storage.producer)] < order[("free", storage.id)]
-    last_forward = max(at for at, e in enumerate(graph.events) if e.kind == "op" and graph.operations[e.index].phase == "forward")
-    first_backward = min(at for at, e in enumerate(graph.events) if e.kind == "op" and graph.operations[e.index].phase == "backward")
+    last_forward = max(
+        at
+        for at, e in enumerate(graph.events)
+        if e.kind == "op" and graph.operations[e.index].phase == "forward"
+    )
+    first_backward = min(
+        at
+        for at, e in enumerate(graph.events)
+        if e.kind == "op" and graph.operations[e.index].phase == "backward"
+    )
     assert last_forward < first_backward
 
 
@@ -271,7 +296,9 @@ def test_where_the_loss_is(what: str) -> None:
         if what == "own backward":
             loss.backward()
             return None
-        return {"loss": loss, "object": Output(loss), "dict": {"loss": loss, "x": x}, "tuple": (loss, x)}[what]
+        return {"loss": loss, "object": Output(loss), "dict": {"loss": loss, "x": x}, "tuple": (loss, x)}[
+            what
+        ]
 
     graph = lowtide.trace(step, batch(), costs=False)
     assert names(graph, "backward")
@@ -316,7 +343,9 @@ def test_existing_gradients_are_resident_and_new_ones_are_not() -> None:
     after = lowtide.trace(lambda: model(batch()).sum(), costs=False)
     grads = sum(p.nbytes for p in model.parameters())
     assert after.resident_bytes - before.resident_bytes == grads
-    assert {s.kind for s in after.storages if s.kind == "gradient"} and not {s.kind for s in before.storages if s.kind == "gradient"}
+    assert {s.kind for s in after.storages if s.kind == "gradient"} and not {
+        s.kind for s in before.storages if s.kind == "gradient"
+    }
 
 
 def test_the_peak_is_the_meters() -> None:
@@ -324,7 +353,9 @@ def test_the_peak_is_the_meters() -> None:
 
     if not available():
         pytest.skip("needs a C++ compiler for the counting allocator")
-    model = nn.Sequential(nn.Linear(N, 64 * N), nn.GELU(), nn.Linear(64 * N, N), nn.Softmax(-1), nn.Dropout(0.1))
+    model = nn.Sequential(
+        nn.Linear(N, 64 * N), nn.GELU(), nn.Linear(64 * N, N), nn.Softmax(-1), nn.Dropout(0.1)
+    )
     x = batch()
     graph = lowtide.trace(lambda: model(x).square().sum())
 
@@ -335,7 +366,9 @@ def test_the_peak_is_the_meters() -> None:
     step()
     model.zero_grad()
     standing = sum(p.nbytes for p in model.parameters()) + x.nbytes
-    assert abs(plain(graph).peak_bytes - standing - measure(step).peak_bytes) <= 0.01 * measure(step).peak_bytes
+    assert (
+        abs(plain(graph).peak_bytes - standing - measure(step).peak_bytes) <= 0.01 * measure(step).peak_bytes
+    )
 
 
 def test_scopes_mark_what_they_force() -> None:
@@ -354,7 +387,9 @@ def test_scopes_mark_what_they_force() -> None:
         values = {w for o in graph.operations if o.name == name for w in o.writes}
         return [s for s in graph.saved if s.value in values]
 
-    assert all(s.forced and s.droppable for s in saved_by("aten.tanh.default")) and saved_by("aten.tanh.default")
+    assert all(s.forced and s.droppable for s in saved_by("aten.tanh.default")) and saved_by(
+        "aten.tanh.default"
+    )
     kept = saved_by("aten.sigmoid.default")
     assert kept and not kept[0].droppable
     assert all(not s.forced for s in saved_by("aten.exp.default"))
@@ -372,4 +407,6 @@ def test_a_window_that_a_function_looks_into_is_real() -> None:
 
     graph = lowtide.trace(step, model=lin, costs=False, fake=True)
     assert graph.source == "fake"
-    assert [o.name for o in graph.operations] == [o.name for o in lowtide.trace(step, model=lin, costs=False).operations]
+    assert [o.name for o in graph.operations] == [
+        o.name for o in lowtide.trace(step, model=lin, costs=False).operations
+    ]

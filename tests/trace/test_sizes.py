@@ -17,13 +17,19 @@ aten = torch.ops.aten
 LINE = Roofline(1e10, 1e10, 1e-6)
 
 
-def spec_of(*shape: int, key: int = 0, dtype: torch.dtype = torch.float32, stride: tuple[int, ...] | None = None) -> TensorSpec:
+def spec_of(
+    *shape: int, key: int = 0, dtype: torch.dtype = torch.float32, stride: tuple[int, ...] | None = None
+) -> TensorSpec:
     strides = stride or torch.empty(shape, device="meta").stride()
     return TensorSpec(math.prod(shape) * dtype.itemsize, dtype, shape, strides, 0, torch.device("cpu"), key)
 
 
 def product(rows: int, inner: int, columns: int) -> OpSpec:
-    return OpSpec(aten.mm.default, (spec_of(rows, inner), spec_of(inner, columns, key=1)), output_bytes=4 * rows * columns)
+    return OpSpec(
+        aten.mm.default,
+        (spec_of(rows, inner), spec_of(inner, columns, key=1)),
+        output_bytes=4 * rows * columns,
+    )
 
 
 def cost(seconds: float, size: int, scratch: int = 0, count: int = 0) -> OpCost:
@@ -34,7 +40,9 @@ def test_families_differ_in_all_but_sizes():
     same = {family_of(product(*sizes)) for sizes in ((64, 32, 16), (512, 1024, 8))}
     assert len(same) == 1
     turned = OpSpec(aten.mm.default, (spec_of(64, 32, stride=(1, 64)), spec_of(32, 16, key=1)))
-    half = OpSpec(aten.mm.default, (spec_of(64, 32, dtype=torch.bfloat16), spec_of(32, 16, key=1, dtype=torch.bfloat16)))
+    half = OpSpec(
+        aten.mm.default, (spec_of(64, 32, dtype=torch.bfloat16), spec_of(32, 16, key=1, dtype=torch.bfloat16))
+    )
     rows, columns = (OpSpec(aten.sum.dim_IntList, (spec_of(64, 32), [d])) for d in (0, 1))
     assert len(same | {family_of(spec) for spec in (turned, half, rows, columns)}) == 5
     assert family_of(OpSpec(torch.ops.prim.device.default, (spec_of(4),))) == ""
@@ -86,25 +94,31 @@ def attention(batch: int, heads: int, length: int, backward: bool) -> OpSpec:
     first = [spec_of(batch, heads, length, width, key=k, stride=stride) for k in range(5)]
     sums = spec_of(batch, heads, length, key=5, stride=(heads * length, 1, heads))
     if backward:
-        return OpSpec(aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (*first, sums, 0.0, True))
+        return OpSpec(
+            aten._scaled_dot_product_flash_attention_for_cpu_backward.default, (*first, sums, 0.0, True)
+        )
     return OpSpec(aten._scaled_dot_product_flash_attention_for_cpu.default, (*first[:3], 0.0, True))
 
 
 HEAVY = [
     OpSpec(aten.native_dropout.default, (spec_of(8, 64, 512), 0.1, True)),
-    OpSpec(aten.native_dropout_backward.default, (spec_of(8, 64, 512), spec_of(8, 64, 512, key=1, dtype=torch.bool), 1.1)),
+    OpSpec(aten.native_dropout_backward.default, (spec_of(8, 64, 512), spec_of(8, 64, 512, key=1,
+        dtype=torch.bool), 1.1)),
     OpSpec(aten._softmax.default, (spec_of(8, 64, 512), -1, False)),
-    OpSpec(aten._softmax_backward_data.default, (spec_of(1, 8, 64, 512), spec_of(1, 8, 64, 512, key=1), -1, torch.float32)),
+    OpSpec(aten._softmax_backward_data.default, (spec_of(1, 8, 64, 512), spec_of(1, 8, 64, 512, key=1), -1,
+        torch.float32)),
     OpSpec(aten.add.Tensor, (spec_of(8, 64, 512), spec_of(512, key=1))),
     OpSpec(
         aten.native_layer_norm_backward.default,
-        (*(spec_of(64, 8, 512, key=k) for k in (0, 1)), [512], *(spec_of(64, 8, 1, key=k) for k in (2, 3)), spec_of(512, key=4),
+        (*(spec_of(64, 8, 512, key=k) for k in (0, 1)), [512], *(spec_of(64, 8, 1, key=k) for k in (2, 3)),
+            spec_of(512, key=4),
          spec_of(512, key=5), [True] * 3),
     ),
     attention(4, 4, 256, backward=False),
     attention(4, 4, 256, backward=True),
     product(2048, 640, 512),
-    OpSpec(aten.mm.default, (spec_of(512, 2048, stride=(1, 512)), spec_of(2048, 512, key=1)), output_bytes=4 << 18),
+    OpSpec(aten.mm.default, (spec_of(512, 2048, stride=(1, 512)), spec_of(2048, 512, key=1)),
+        output_bytes=4 << 18),
 ]  # fmt: skip
 
 
@@ -125,7 +139,9 @@ def test_parts_have_the_scratch_of_the_whole(spec: OpSpec):
 
 def test_what_has_no_parts_alike_is_not_divided():
     image, weight = spec_of(16, 16, 8, 8), spec_of(16, 16, 3, 3, key=1)
-    convolution = OpSpec(aten.convolution.default, (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1))
+    convolution = OpSpec(
+        aten.convolution.default, (image, weight, None, [1, 1], [0, 0], [1, 1], False, [0, 0], 1)
+    )
     wide = OpSpec(aten.neg.default, (spec_of(1 << 20),))
     gaps = OpSpec(aten._softmax.default, (spec_of(8, 64, 512, stride=(512, 4096, 1)), -1, False))
     assert parts(convolution, 0.25) is None and parts(wide, 0.25) is None and parts(gaps, 0.25) is None

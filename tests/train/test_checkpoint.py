@@ -1,4 +1,6 @@
-"""Checkpoints: what was written comes back, or what was written before; whatever happens, and whatever lies in the files."""
+"""Checkpoints: what was written comes back, or what was written before; whatever happens, and whatever lies
+in the files.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,12 @@ from lowtide.train.checkpoint import CheckpointError
 
 
 def state_of(step: int) -> dict[str, Any]:
-    return {"model": {"weight": torch.full((64,), float(step))}, "step": torch.tensor(step), "note": "text", "nothing": None}
+    return {
+        "model": {"weight": torch.full((64,), float(step))},
+        "step": torch.tensor(step),
+        "note": "text",
+        "nothing": None,
+    }
 
 
 def save(folder: Path, step: int) -> None:
@@ -129,7 +136,9 @@ class Died(BaseException):
 
 
 @pytest.mark.parametrize("call", range(12))
-def test_dying_at_any_call_leaves_a_whole_checkpoint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int) -> None:
+def test_dying_at_any_call_leaves_a_whole_checkpoint(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: int
+) -> None:
     """Every system call that changes the folder is the last one, in turn."""
     save(tmp_path, 1)
     save(tmp_path, 2)
@@ -223,7 +232,13 @@ print(last, killed_writing)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="kills forked processes")
 def test_kill_9_at_random_moments_never_loses_a_finished_checkpoint(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", KILLER, str(tmp_path), "40"], capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        [sys.executable, "-c", KILLER, str(tmp_path), "40"],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=False,
+    )
     assert done.returncode == 0, done.stderr
     last, killed_writing = map(int, done.stdout.split())
     assert last >= 40

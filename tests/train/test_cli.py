@@ -20,7 +20,9 @@ def run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProc
     return subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
 
 
-def main(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, str, str]:
+def main(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], *arguments: str
+) -> tuple[int, str, str]:
     """The command within this process, where torch is loaded already: exit code, output, errors."""
     monkeypatch.setattr(sys, "argv", ["lowtide", *arguments])
     with pytest.raises(SystemExit) as exit_:
@@ -39,14 +41,28 @@ def test_version_and_help_come_without_torch() -> None:
         "try: lowtide.cli.main()\nexcept SystemExit: print('torch' in sys.modules)"
     )
     for option, expected in (("--version", "lowtide 0."), ("--help", "train")):
-        done = subprocess.run([sys.executable, "-c", code.format(option)], capture_output=True, text=True, check=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code.format(option)], capture_output=True, text=True, check=True
+        )
         assert expected in done.stdout
         assert done.stdout.splitlines()[-1] == "False"
 
 
 def test_a_small_run_shows_the_whole_story(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
-    done = run("train", *SMALL, "--steps", "4", "--budget", "70%", "--json", "r.json", "--plot", "memory.png", folder=tmp_path)
+    done = run(
+        "train",
+        *SMALL,
+        "--steps",
+        "4",
+        "--budget",
+        "70%",
+        "--json",
+        "r.json",
+        "--plot",
+        "memory.png",
+        folder=tmp_path,
+    )
     assert done.returncode == 0, done.stderr
     output = words(done.stdout)
     for expected in (
@@ -70,7 +86,9 @@ def test_a_small_run_shows_the_whole_story(tmp_path: Path) -> None:
 
 
 def test_quiet_says_nothing(tmp_path: Path) -> None:
-    done = run("train", *SMALL, "--steps", "1", "--policy", "keep_all", "--no-compare", "--quiet", folder=tmp_path)
+    done = run(
+        "train", *SMALL, "--steps", "1", "--policy", "keep_all", "--no-compare", "--quiet", folder=tmp_path
+    )
     assert (done.returncode, done.stdout) == (0, "")
 
 
@@ -88,7 +106,10 @@ def test_a_plan_is_printed_and_saved_without_training(tmp_path: Path) -> None:
     [
         (["train", "--model", "gpt-namo"], "did you mean 'gpt-nano'"),
         (["train", "--budget", "lots"], "'lots' is not understood"),
-        (["train", "--policy", "magic", "--steps", "1", *SMALL], "--policy magic: choose optimal, keep_all, "),
+        (
+            ["train", "--policy", "magic", "--steps", "1", *SMALL],
+            "--policy magic: choose optimal, keep_all, ",
+        ),
         (["plan", "--policy", "magic", *SMALL], "--policy magic: choose optimal, keep_all, "),
         (["train", "--checkpoint-dir", __file__], "that is a file, and a folder is needed"),
         (["train", "--steps", "0"], "--steps 0: at least 1 is needed"),
@@ -104,7 +125,11 @@ def test_a_plan_is_printed_and_saved_without_training(tmp_path: Path) -> None:
     ],
 )
 def test_a_mistake_is_one_message_and_exit_code_2(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str], message: str
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    arguments: list[str],
+    message: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
     code, _, errors = main(monkeypatch, capsys, *arguments)
@@ -116,12 +141,16 @@ def test_a_mistake_is_one_message_and_exit_code_2(
 def test_the_default_budget_is_never_below_the_smallest_that_works(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """With one short sequence nearly all of the step are parameters and gradients, so 60 % of it is not enough."""
+    """With one short sequence nearly all of the step are parameters and gradients, so 60 % of it is not
+    enough.
+    """
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
     little = ["--model", "gpt-nano", "--batch", "1", "--seq", "16"]
     code, shown, _ = main(monkeypatch, capsys, "plan", *little)
-    assert code == 0 and "the smallest that works: the default of 60% of the plain step's peak is" in words(shown)
+    assert code == 0 and "the smallest that works: the default of 60% of the plain step's peak is" in words(
+        shown
+    )
     training = [*little, "--steps", "1", "--no-compare", "--data", str(text)]
     code, shown, _ = main(monkeypatch, capsys, "train", *training)
     assert code == 0 and "the smallest that works: the default of 60%" in words(shown)
@@ -137,7 +166,20 @@ def test_a_bare_resume_goes_on_with_the_newest_run_as_it_was_started(
     for name, seed in (("b-older", "1"), ("a-newer", "2"), ("c-empty", "")):
         Path("runs", name).mkdir(parents=True)
         if seed:
-            own = ["--model", "gpt-nano", "--batch", "2", "--seq", "32", "--policy", "full", "--seed", seed, "--data", "text.txt"]
+            own = [
+                "--model",
+                "gpt-nano",
+                "--batch",
+                "2",
+                "--seq",
+                "32",
+                "--policy",
+                "full",
+                "--seed",
+                seed,
+                "--data",
+                "text.txt",
+            ]
             folder = ["--checkpoint-dir", f"runs/{name}", "--json", f"runs/{name}/results.json"]
             code, _, _ = main(monkeypatch, capsys, "train", *own, *folder, "--steps", "2", "--no-compare")
             assert code == 0
@@ -145,11 +187,25 @@ def test_a_bare_resume_goes_on_with_the_newest_run_as_it_was_started(
     assert code == 2 and "the run in runs/a-newer is at step 2 already, of 2: pass --steps 4" in words(errors)
     code, shown, errors = main(monkeypatch, capsys, "train", "--resume", "--steps", "3", "--no-compare")
     assert code == 0, errors
-    assert "going on with the run in runs/a-newer after step 2 of 3 (2 so far): the learning rate follows the new length" in words(shown)
+    assert (
+        "going on with the run in runs/a-newer after step 2 of 3 (2 so far): the learning rate follows the "
+        "new length" in words(shown)
+    )
     told = json.loads(Path("runs/a-newer/results-from-2.json").read_text())
     assert (told["first_step"], told["last_step"]) == (2, 3)
-    kept = {name: told["options"][name] for name in ("model", "batch", "seq", "policy", "budget", "seed", "warmup")}
-    assert kept == {"model": "gpt-nano", "batch": 2, "seq": 32, "policy": "full", "budget": None, "seed": 2, "warmup": 2}
+    kept = {
+        name: told["options"][name]
+        for name in ("model", "batch", "seq", "policy", "budget", "seed", "warmup")
+    }
+    assert kept == {
+        "model": "gpt-nano",
+        "batch": 2,
+        "seq": 32,
+        "policy": "full",
+        "budget": None,
+        "seed": 2,
+        "warmup": 2,
+    }
     other = ["--steps", "9", "--lr", "0.5", "--batch", "4", "--model", "gpt-tiny"]
     code, _, errors = main(monkeypatch, capsys, "train", "--resume", "--no-compare", *other)
     assert code == 2
@@ -158,7 +214,9 @@ def test_a_bare_resume_goes_on_with_the_newest_run_as_it_was_started(
 
 
 @pytest.mark.parametrize("budget", ["min", "auto"])
-def test_a_budget_may_be_a_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, budget: str) -> None:
+def test_a_budget_may_be_a_word(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path, budget: str
+) -> None:
     file = tmp_path / "plan.json"
     code, _, _ = main(monkeypatch, capsys, "plan", *SMALL, "--budget", budget, "--json", str(file))
     plan = Plan.from_json(file.read_text())
@@ -167,7 +225,10 @@ def test_a_budget_may_be_a_word(monkeypatch: pytest.MonkeyPatch, capsys: pytest.
     assert plan.predicted_peak_bytes <= plan.budget_bytes
 
 
-@pytest.mark.parametrize("arguments", [["train", "--stepz", "3"], ["train", "--steps", "many"], ["train", "--dtype", "fp16"], ["fly"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["train", "--stepz", "3"], ["train", "--steps", "many"], ["train", "--dtype", "fp16"], ["fly"]],
+)
 def test_an_unknown_option_or_value_is_a_usage_error(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], arguments: list[str]
 ) -> None:

@@ -36,13 +36,21 @@ def test_a_file_ends_with_its_validation_text(tmp_path: Path) -> None:
 
 
 def test_a_folder_is_read_in_the_order_of_names_without_hidden_and_binary_files(tmp_path: Path) -> None:
-    for name, text in (("b/2.txt", "two "), ("a.md", "one "), ("b/10.txt", "ten "), (".git/config", "hidden "), ("b/.env", "hidden ")):
+    for name, text in (
+        ("b/2.txt", "two "),
+        ("a.md", "one "),
+        ("b/10.txt", "ten "),
+        (".git/config", "hidden "),
+        ("b/.env", "hidden "),
+    ):
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).write_text(text * 100)
     (tmp_path / "picture.png").write_bytes(bytes(range(256)))
     (tmp_path / "empty.txt").touch()
     corpus = load_corpus(tmp_path)
-    assert (corpus.train.tobytes() + corpus.validation.tobytes()).decode() == "one " * 100 + "ten " * 100 + "two " * 100
+    assert (
+        corpus.train.tobytes() + corpus.validation.tobytes()
+    ).decode() == "one " * 100 + "ten " * 100 + "two " * 100
 
 
 def test_of_many_files_every_twentieth_is_for_validation(tmp_path: Path) -> None:
@@ -82,8 +90,12 @@ def test_any_encoding_that_extends_ascii_is_text(tmp_path: Path) -> None:
         assert load_corpus(tmp_path / encoding).train.size > 0
 
 
-@given(st.integers(2, 400), st.integers(1, 5), st.integers(1, 64), st.integers(0, 2**32), st.integers(0, 10**9))
-def test_batches_are_windows_that_depend_on_seed_and_index_alone(size: int, batch: int, sequence: int, seed: int, index: int) -> None:
+@given(
+    st.integers(2, 400), st.integers(1, 5), st.integers(1, 64), st.integers(0, 2**32), st.integers(0, 10**9)
+)
+def test_batches_are_windows_that_depend_on_seed_and_index_alone(
+    size: int, batch: int, sequence: int, seed: int, index: int
+) -> None:
     text = np.arange(size) % 251
     if size < sequence + 1:
         with pytest.raises(DataError, match=f"--seq {sequence} needs at least {sequence + 1}"):

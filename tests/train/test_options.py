@@ -62,7 +62,9 @@ def test_cuda_that_is_not_there_is_refused() -> None:
 
 def test_a_plot_without_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name))
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name)
+    )
     with pytest.raises(OptionError, match=r"pip install 'lowtide\[pictures\]'"):
         TrainOptions(plot=Path("a.png"))
 

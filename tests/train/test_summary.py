@@ -19,10 +19,17 @@ from lowtide.train.summary import show
 from lowtide.train.trainer import TrainResult
 
 
-def shown(plain: Measured | None, planned: Measured, extra: float | None, plan: lowtide.Plan | None = None) -> str:
+def shown(
+    plain: Measured | None, planned: Measured, extra: float | None, plan: lowtide.Plan | None = None
+) -> str:
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
-    plan = plan or lowtide.plan(lowtide.trace(lambda x: model(x).sum(), torch.randn(4, 8), model=model, costs=False), policy="keep_all")
-    result = TrainResult(TrainOptions(data=Path("text")), "text", 1, 0, comparison=Comparison(plan, planned, plain, extra, ()))
+    plan = plan or lowtide.plan(
+        lowtide.trace(lambda x: model(x).sum(), torch.randn(4, 8), model=model, costs=False),
+        policy="keep_all",
+    )
+    result = TrainResult(
+        TrainOptions(data=Path("text")), "text", 1, 0, comparison=Comparison(plan, planned, plain, extra, ())
+    )
     console = Console(file=StringIO(), width=110)
     show(result, console)
     return console.file.getvalue()  # type: ignore[attr-defined]
@@ -52,20 +59,28 @@ def test_nothing_is_paired_where_the_plain_step_does_not_fit(name: str) -> None:
 
 def test_the_report_names_the_worst_of_the_steps_over_the_budget() -> None:
     mib = 2**20
-    result = TrainResult(TrainOptions(), "text", 1, 0, budget_bytes=11 * mib, losses=[1.0] * 3, step_seconds=[1.0] * 3)
+    result = TrainResult(
+        TrainOptions(), "text", 1, 0, budget_bytes=11 * mib, losses=[1.0] * 3, step_seconds=[1.0] * 3
+    )
     console = Console(file=StringIO(), width=200)
     result.step_peak_bytes = [24 * mib, 25 * mib, 10 * mib]
     show(result, console)
     result.step_peak_bytes = [10 * mib] * 3
     show(result, console)
     exceeded, held = (line for line in console.file.getvalue().splitlines() if "budget" in line)  # type: ignore[attr-defined]
-    assert "most live memory 25 MiB (step 2), budget 11 MiB exceeded in 2 of 3 steps, most in step 2" in exceeded
+    assert (
+        "most live memory 25 MiB (step 2), budget 11 MiB exceeded in 2 of 3 steps, most in step 2" in exceeded
+    )
     assert "budget 11 MiB held in every step" in held
 
 
 def test_forecast_and_calibrated_times_are_rows_of_their_own() -> None:
-    graph = lowtide.trace(lambda x: nn.functional.gelu(x).sum(), torch.randn(4, 8, requires_grad=True), costs=False)
-    plan = dataclasses.replace(lowtide.plan(graph, policy="keep_all"), plain_seconds=1.0, predicted_extra_seconds=0.1)
+    graph = lowtide.trace(
+        lambda x: nn.functional.gelu(x).sum(), torch.randn(4, 8, requires_grad=True), costs=False
+    )
+    plan = dataclasses.replace(
+        lowtide.plan(graph, policy="keep_all"), plain_seconds=1.0, predicted_extra_seconds=0.1
+    )
     assert row(shown(None, measured(1.0), None, plan), "time, predicted")[1:] == ["1 s", "1.1 s", "+10.0 %"]
     text = shown(None, measured(1.0), None, plan.calibrated(2.0, 0.5))
     assert row(text, "time, predicted")[1:] == ["1 s", "1.1 s", "+10.0 %"]

@@ -1,4 +1,6 @@
-"""The trainer: losses fall, the budget holds, and a run that was stopped or killed goes on as if nothing had been."""
+"""The trainer: losses fall, the budget holds, and a run that was stopped or killed goes on as if nothing had
+been.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +37,16 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def options(text: Path, **changes: Any) -> TrainOptions:
-    small = {"model": "gpt-nano", "data": text, "steps": 8, "batch": 8, "seq": 128, "warmup": 2, "eval_every": 4, "eval_batches": 2}
+    small = {
+        "model": "gpt-nano",
+        "data": text,
+        "steps": 8,
+        "batch": 8,
+        "seq": 128,
+        "warmup": 2,
+        "eval_every": 4,
+        "eval_batches": 2,
+    }
     return TrainOptions(**{**small, "budget": "75%", "compare": False, **changes})
 
 
@@ -83,7 +94,9 @@ def test_training_under_a_budget_is_bitwise_training_without_one(text: Path, tmp
         "planned": {"budget": "70%"},
         "full": {"policy": "full", "budget": None},
     }.items():
-        runs[name] = trail(train(options(text, dropout=0.1, grad_accum=2, checkpoint_dir=tmp_path / name, **changes)))
+        runs[name] = trail(
+            train(options(text, dropout=0.1, grad_accum=2, checkpoint_dir=tmp_path / name, **changes))
+        )
     assert runs["planned"] == runs["plain"]
     assert runs["full"] == runs["plain"]
     for name, tensor in weights(tmp_path / "plain").items():
@@ -94,7 +107,9 @@ def test_training_under_a_budget_is_bitwise_training_without_one(text: Path, tmp
     "changes",
     [
         {"dropout": 0.2},
-        pytest.param({"model": "llama-nano", "dtype": "bf16", "grad_accum": 3, "dropout": 0.2}, marks=pytest.mark.slow),
+        pytest.param(
+            {"model": "llama-nano", "dtype": "bf16", "grad_accum": 3, "dropout": 0.2}, marks=pytest.mark.slow
+        ),
     ],
 )
 def test_a_resumed_run_goes_the_same_way(text: Path, tmp_path: Path, changes: dict[str, Any]) -> None:
@@ -150,7 +165,9 @@ def test_every_step_stays_within_the_budget_the_planning_ones_included(text: Pat
 
 
 def test_one_step_over_the_budget_is_not_held() -> None:
-    result = TrainResult(TrainOptions(), "text", 1, first_step=10, budget_bytes=100, step_peak_bytes=[90, 120, 110])
+    result = TrainResult(
+        TrainOptions(), "text", 1, first_step=10, budget_bytes=100, step_peak_bytes=[90, 120, 110]
+    )
     assert not result.within_budget and result.steps_over_budget == [12, 13] and result.worst_step == 12
     told = result.to_json()
     assert (told["within_budget"], told["worst_step"], told["steps_over_budget"]) == (False, 12, [12, 13])
@@ -185,10 +202,15 @@ def begun(text: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
         ({"grad_accum": 2}, "it has --grad-accum 1, not 2"),
         ({"model": "gpt-tiny"}, "a model of another shape"),
         ({"data": None}, "trained on other text"),
-        ({"seed": 5, "lr": 0.1, "steps": 4}, r"--steps 8, not 4; it has --seed 0, not 5; it has --lr 0\.001, not 0\.1"),
+        (
+            {"seed": 5, "lr": 0.1, "steps": 4},
+            r"--steps 8, not 4; it has --seed 0, not 5; it has --lr 0\.001, not 0\.1",
+        ),
     ],
 )
-def test_a_run_is_not_resumed_as_another_one(text: Path, begun: Path, changes: dict[str, Any], message: str) -> None:
+def test_a_run_is_not_resumed_as_another_one(
+    text: Path, begun: Path, changes: dict[str, Any], message: str
+) -> None:
     with pytest.raises(OptionError, match=message):
         train(unplanned(text, checkpoint_dir=begun, resume=True, **changes))
 
@@ -220,8 +242,31 @@ def test_a_model_larger_than_the_machine_is_refused_before_anything_is_allocated
 
 
 def command(text: Path, folder: Path, *more: str) -> list[str]:
-    line = [sys.executable, "-m", "lowtide", "train", "--model", "gpt-nano", "--data", str(text), "--batch", "8", "--seq", "128"]
-    line += ["--policy", "full", "--steps", "24", "--checkpoint-dir", str(folder), "--checkpoint-every", "1", "--no-compare"]
+    line = [
+        sys.executable,
+        "-m",
+        "lowtide",
+        "train",
+        "--model",
+        "gpt-nano",
+        "--data",
+        str(text),
+        "--batch",
+        "8",
+        "--seq",
+        "128",
+    ]
+    line += [
+        "--policy",
+        "full",
+        "--steps",
+        "24",
+        "--checkpoint-dir",
+        str(folder),
+        "--checkpoint-every",
+        "1",
+        "--no-compare",
+    ]
     return [*line, "--json", str(folder / "results.json"), *more]
 
 
@@ -239,7 +284,9 @@ def test_a_run_killed_with_9_resumes_and_ends_where_an_unharmed_one_does(text: P
     assert process.returncode == -signal.SIGKILL, errors.decode()
     before = checkpoint.load(killed).step
     assert 1 <= before < 24
-    done = subprocess.run([*command(text, killed), "--resume"], capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        [*command(text, killed), "--resume"], capture_output=True, text=True, timeout=300, check=False
+    )
     assert done.returncode == 0, done.stderr
     results = json.loads((killed / "results.json").read_text())
     assert results["first_step"] == before

@@ -15,7 +15,10 @@ from lowtide.estimate.errors import EstimateError
 Mlp = Literal["gelu", "swiglu", "squared-relu"]
 Switch = bool | None
 _SMALLEST_MEMORY = 1 << 20
-MODEL_HELP = "22b, 175b, 530b, 1t (arXiv 2205.05198), gpt2*, llama*, mistral-7b, qwen*, nemotron-15b, or a Hugging Face config.json."
+MODEL_HELP = (
+    "22b, 175b, 530b, 1t (arXiv 2205.05198), gpt2*, llama*, mistral-7b, qwen*, nemotron-15b, or a Hugging "
+    "Face config.json."
+)
 
 
 def _option(text: str, *names: str) -> Any:
@@ -28,51 +31,87 @@ Hidden = Annotated[int | None, _option("Hidden size (h).")]
 Heads = Annotated[int | None, _option("Attention heads (a).")]
 KvHeads = Annotated[int | None, _option("Key-value heads. [default: the heads]")]
 HeadWidth = Annotated[int | None, _option("Width of a head. [default: hidden / heads]")]
-Ffn = Annotated[int | None, _option("Inner size of the MLP. [default: 4h; for swiglu 8h/3 up to a multiple of 256]")]
+Ffn = Annotated[
+    int | None, _option("Inner size of the MLP. [default: 4h; for swiglu 8h/3 up to a multiple of 256]")
+]
 Vocab = Annotated[int | None, _option("Vocabulary (v). [default: 51200]")]
 MlpKind = Annotated[Mlp | None, _option("Kind of MLP. [default: gelu]")]
 NormKind = Annotated[Literal["layernorm", "rmsnorm"] | None, _option("Kind of norm. [default: layernorm]")]
-Positions = Annotated[Literal["learned", "rotary"] | None, _option("Kind of positions. [default: learned with gelu]")]
+Positions = Annotated[
+    Literal["learned", "rotary"] | None, _option("Kind of positions. [default: learned with gelu]")
+]
 Bias = Annotated[Switch, _option("Biases of linear layers. [default: with gelu]", "--bias/--no-bias")]
-Tied = Annotated[Switch, _option("Output layer shares the embedding. [default: the model's]", "--tied-embeddings/--untied-embeddings")]
+Tied = Annotated[
+    Switch,
+    _option(
+        "Output layer shares the embedding. [default: the model's]", "--tied-embeddings/--untied-embeddings"
+    ),
+]
 Seq = Annotated[int | None, _option("Tokens in a sequence (s). [default: the model's longest]")]
 MicroBatch = Annotated[int | None, _option("Sequences in a micro-batch (b). [default: 1]")]
 GlobalBatch = Annotated[int | None, _option("Sequences in a step (B). [default: micro-batch x dp x pp]")]
 Tp = Annotated[int | None, _option("Tensor parallel size (t). [default: 1]")]
-SequenceParallel = Annotated[Switch, _option("Split norms and dropouts along the sequence.", "--sequence-parallel/--no-sequence-parallel")]
+SequenceParallel = Annotated[
+    Switch,
+    _option("Split norms and dropouts along the sequence.", "--sequence-parallel/--no-sequence-parallel"),
+]
 Pp = Annotated[int | None, _option("Pipeline stages (p). [default: 1]")]
 Interleave = Annotated[int | None, _option("Model chunks on a stage (m). [default: 1]")]
 Dp = Annotated[int | None, _option("Data parallel size (d). [default: 1]")]
-Zero = Annotated[int | None, _option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights). [default: 0]")]
-Recompute = Annotated[str | None, _option("none, selective, full, sqrt, or a number of layers of each stage. [default: none]")]
+Zero = Annotated[
+    int | None, _option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights). [default: 0]")
+]
+Recompute = Annotated[
+    str | None, _option("none, selective, full, sqrt, or a number of layers of each stage. [default: none]")
+]
 Attention = Annotated[
     Literal["unfused", "fused"] | None,
     _option("fused keeps no scores. [default: the model's; unfused with bare sizes, as in arXiv 2205.05198]"),
 ]
 Dropout = Annotated[float | None, _option("Dropout probability. [default: the model's; 0.1 with bare sizes]")]
 Dtype = Annotated[
-    Literal["bf16", "fp16", "fp32", "autocast"] | None, _option("Of weights and activations; autocast: float32 weights, bfloat16 products.")
+    Literal["bf16", "fp16", "fp32", "autocast"] | None,
+    _option("Of weights and activations; autocast: float32 weights, bfloat16 products."),
 ]
 GradientDtype = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"] | None,
     _option("Of gradients. [default: fp32 without --zero (18 bytes a parameter), else the weights']"),
 ]
 Optimizer = Annotated[Literal["adam", "adamw", "momentum", "sgd"] | None, _option("[default: adam]")]
-OffloadOptimizer = Annotated[float | None, _option("Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0]")]
-PartitionActivations = Annotated[Switch, _option("ZeRO-R's P_a: split kept layer inputs among tensor ranks.", "--partition-activations")]
+OffloadOptimizer = Annotated[
+    float | None, _option("Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0]")
+]
+PartitionActivations = Annotated[
+    Switch, _option("ZeRO-R's P_a: split kept layer inputs among tensor ranks.", "--partition-activations")
+]
 OffloadActivations = Annotated[Switch, _option("Keep activations on the host.", "--offload-activations")]
 ChunkedLoss = Annotated[Switch, _option("Output layer and loss in --loss-chunks pieces.", "--chunked-loss")]
 LossChunks = Annotated[int | None, _option("Pieces of a chunked loss. [default: 8]")]
-UnfusedMlp = Annotated[Switch, _option("SwiGLU in separate operations, which also keep silu(gate).", "--unfused-mlp")]
-KeepOutputs = Annotated[Switch, _option("Stage outputs are not freed after sending (arXiv 2205.05198, App. B).", "--keep-output-tensors")]
-AsPublished = Annotated[
-    bool, typer.Option("--as-published", help="Begin with the parallel sizes of the model's paper (22b, 175b, 530b, 1t).")
+UnfusedMlp = Annotated[
+    Switch, _option("SwiGLU in separate operations, which also keep silu(gate).", "--unfused-mlp")
 ]
-IterationTime = Annotated[float | None, _option("Measured seconds of a step, for MFU and HFU.", "--iteration-time")]
-PeakTflops = Annotated[float | None, _option("Peak TFLOP/s of one device, for MFU and HFU. [default: the --device's]", "--peak-tflops")]
+KeepOutputs = Annotated[
+    Switch,
+    _option("Stage outputs are not freed after sending (arXiv 2205.05198, App. B).", "--keep-output-tensors"),
+]
+AsPublished = Annotated[
+    bool,
+    typer.Option(
+        "--as-published", help="Begin with the parallel sizes of the model's paper (22b, 175b, 530b, 1t)."
+    ),
+]
+IterationTime = Annotated[
+    float | None, _option("Measured seconds of a step, for MFU and HFU.", "--iteration-time")
+]
+PeakTflops = Annotated[
+    float | None,
+    _option("Peak TFLOP/s of one device, for MFU and HFU. [default: the --device's]", "--peak-tflops"),
+]
 DeviceName = Annotated[str | None, _option("a100, h100, h200, ...: its memory and peak rate.")]
 Memory = Annotated[str | None, _option("Memory of a device (80GB, 80GiB). [default: the --device's]")]
-ConfigFile = Annotated[Path | None, _option("A JSON file with the flags' names as keys; flags go before it.", "--config")]
+ConfigFile = Annotated[
+    Path | None, _option("A JSON file with the flags' names as keys; flags go before it.", "--config")
+]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Csv = Annotated[bool, typer.Option("--csv", help="Print every line of every stage as CSV.")]
 Plot = Annotated[Path | None, _option("Draw the stages into this file (.png, .pdf, .svg; needs matplotlib).")]
@@ -93,7 +132,10 @@ def refuse_zero(given: dict[str, Any]) -> None:
     """
     for name in ("seq", "global_batch"):
         if given.get(name) == 0:
-            raise EstimateError(f"--{name.replace('_', '-')}=0: a whole number of at least 1 is needed; leave it out for the default")
+            raise EstimateError(
+                f"--{name.replace('_', '-')}=0: a whole number of at least 1 is needed; leave it out for the "
+                "default"
+            )
 
 
 def parse_memory(text: str) -> int:
@@ -107,7 +149,9 @@ def parse_memory(text: str) -> int:
     except BudgetError:
         found = 0
     if found < _SMALLEST_MEMORY:
-        raise EstimateError(f"--memory {text}: give the bytes of a device's memory with their unit, such as 80GB or 40GiB")
+        raise EstimateError(
+            f"--memory {text}: give the bytes of a device's memory with their unit, such as 80GB or 40GiB"
+        )
     return found
 
 
@@ -162,7 +206,8 @@ def estimate_command(
     """Estimate bytes, FLOPs and traffic of a training step by closed formulas. No GPU, no torch."""
     given = {name: value for name, value in locals().items() if name in SETTINGS and value is not None}
     found = make(
-        model, given, config=config, as_published=as_published, recompute=recompute, iteration_time=iteration_time, peak_tflops=peak_tflops,
+        model, given, config=config, as_published=as_published, recompute=recompute,
+        iteration_time=iteration_time, peak_tflops=peak_tflops,
         device=device, memory=memory,
     )  # fmt: skip
     if json_out and csv_out:
@@ -184,9 +229,12 @@ def estimate_command(
 
 
 SETTINGS = frozenset({
-    "layers", "hidden", "heads", "kv_heads", "head_width", "ffn", "vocab", "mlp", "norm", "positions", "bias", "tied", "seq", "micro_batch",
-    "global_batch", "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "attention", "dropout", "dtype", "gradient_dtype", "optimizer",
-    "offload_optimizer", "partition_activations", "offload_activations", "chunked_loss", "loss_chunks", "unfused_mlp", "keep_output_tensors",
+    "layers", "hidden", "heads", "kv_heads", "head_width", "ffn", "vocab", "mlp", "norm", "positions",
+    "bias", "tied", "seq", "micro_batch",
+    "global_batch", "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "attention", "dropout",
+    "dtype", "gradient_dtype", "optimizer",
+    "offload_optimizer", "partition_activations", "offload_activations", "chunked_loss", "loss_chunks",
+    "unfused_mlp", "keep_output_tensors",
 })  # fmt: skip
 
 
@@ -212,7 +260,9 @@ def make(
     given["recompute"] = parse_recompute(recompute)
     given["iteration_seconds"] = iteration_time
     given["peak_flops"] = peak_tflops * 1e12 if peak_tflops is not None else known.flops if known else None
-    given["memory_bytes"] = parse_memory(memory) if memory is not None else known.memory_bytes if known else None
+    given["memory_bytes"] = (
+        parse_memory(memory) if memory is not None else known.memory_bytes if known else None
+    )
     if iteration_time is not None and given["peak_flops"] is None:
         raise EstimateError("--iteration-time without a peak rate: give --peak-tflops or --device too")
     if as_published:

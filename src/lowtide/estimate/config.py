@@ -1,4 +1,6 @@
-"""What is estimated: a model, and how it is trained. Checked as a whole, so that what follows can rely on it."""
+"""What is estimated: a model, and how it is trained. Checked as a whole, so that what follows can rely on
+it.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,8 @@ _SIZES = {
     "loss_chunks": 1 << 20,
 }
 _SWITCHES = (
-    "sequence_parallel", "partition_activations", "offload_activations", "chunked_loss", "unfused_mlp", "keep_output_tensors",
+    "sequence_parallel", "partition_activations", "offload_activations", "chunked_loss", "unfused_mlp",
+    "keep_output_tensors",
 )  # fmt: skip
 
 
@@ -51,28 +54,41 @@ class Config:
         micro_batch: sequences in a micro-batch (b).
         global_batch: sequences in an optimizer step (B); just enough to fill the pipeline where it is 0.
         tp, pp, dp: tensor (t), pipeline (p) and data parallel size; the product is the number of devices.
-        sequence_parallel: whether norms and dropouts are split along the sequence (2205.05198, Section 4.2.2).
+        sequence_parallel: whether norms and dropouts are split along the sequence (2205.05198, Section
+            4.2.2).
         interleave: model chunks on a pipeline stage (m); 1 is plain 1F1B.
-        zero: ZeRO's stage (1910.02054): 1 splits the optimizer over the data-parallel ranks, 2 gradients too, 3 weights too.
-        recompute: ``none``; ``selective``: the attention core (2205.05198, Section 5); ``full``: each layer from its input; ``sqrt``: segments of
-            about the square root of the layers (1604.06174); or a number: that many layers of every stage in full, the rest kept.
-        attention: ``unfused`` keeps the quadratic score matrices; ``fused`` keeps the output and one log-sum-exp a row.
+        zero: ZeRO's stage (1910.02054): 1 splits the optimizer over the data-parallel ranks, 2 gradients too,
+            3 weights too.
+        recompute: ``none``; ``selective``: the attention core (2205.05198, Section 5); ``full``: each layer
+            from its input; ``sqrt``: segments of about the square root of the layers (1604.06174); or a
+            number: that many layers of every stage in full, the rest kept.
+        attention: ``unfused`` keeps the quadratic score matrices; ``fused`` keeps the output and one
+            log-sum-exp a row.
         dropout: probability. Only whether it is 0 matters: each dropout keeps a mask of one byte an element.
-        dtype: of weights and activations. ``autocast`` is float32 weights and residual stream with bfloat16 products.
-        gradient_dtype: ``auto`` is float32 where the optimizer is not split (18 bytes a parameter, 2205.05198, Figure 1) and the weights'
-            own where it is (16 bytes, 1910.02054).
-        optimizer: ``adam`` and ``adamw`` keep two float32 values a parameter, ``momentum`` one, ``sgd`` none; below float32 a master copy too.
-        offload_optimizer: fraction of the optimizer (and of the gradients) on the host: 1 is ZeRO-Offload, between is Twin-Flow.
-        partition_activations: layer inputs that every tensor-parallel rank holds alike are split among them (ZeRO-R's P_a).
-        offload_activations: what is kept for backward lies on the host (with ``partition_activations``: P_a+cpu).
+        dtype: of weights and activations. ``autocast`` is float32 weights and residual stream with bfloat16
+            products.
+        gradient_dtype: ``auto`` is float32 where the optimizer is not split (18 bytes a parameter,
+            2205.05198, Figure 1) and the weights' own where it is (16 bytes, 1910.02054).
+        optimizer: ``adam`` and ``adamw`` keep two float32 values a parameter, ``momentum`` one, ``sgd`` none;
+            below float32 a master copy too.
+        offload_optimizer: fraction of the optimizer (and of the gradients) on the host: 1 is ZeRO-Offload,
+            between is Twin-Flow.
+        partition_activations: layer inputs that every tensor-parallel rank holds alike are split among them
+            (ZeRO-R's P_a).
+        offload_activations: what is kept for backward lies on the host (with ``partition_activations``:
+            P_a+cpu).
         chunked_loss: tokens pass the output layer in ``loss_chunks`` pieces, recomputed in backward.
         unfused_mlp: SwiGLU in separate operations, which keep silu(gate) too.
-        keep_output_tensors: a stage's outputs are not freed after they were sent (2205.05198, Appendix B, before).
-        iteration_seconds, peak_flops: measured time of a step, and peak FLOP/s of one device: for MFU and HFU.
-        memory_bytes: memory of a device: says what is left, and how many micro-batches can be kept whole (2205.05198, Appendix C).
+        keep_output_tensors: a stage's outputs are not freed after they were sent (2205.05198, Appendix B,
+            before).
+        iteration_seconds, peak_flops: measured time of a step, and peak FLOP/s of one device: for MFU and
+            HFU.
+        memory_bytes: memory of a device: says what is left, and how many micro-batches can be kept whole
+            (2205.05198, Appendix C).
 
     Raises:
-        EstimateError: something is out of range or does not divide; the message names the flag and what would be valid.
+        EstimateError: something is out of range or does not divide; the message names the flag and what would
+            be valid.
     """
 
     model: Shape
@@ -114,13 +130,18 @@ class Config:
         for name in _SWITCHES:
             if not isinstance(getattr(self, name), bool):
                 raise EstimateError(f"{flag(name)}={getattr(self, name)!r}: true or false is needed")
-        for name, most, edge in (("dropout", 1.0, "below 1"), ("offload_optimizer", 1.0 + 1e-12, "at most 1")):
+        for name, most, edge in (
+            ("dropout", 1.0, "below 1"),
+            ("offload_optimizer", 1.0 + 1e-12, "at most 1"),
+        ):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float) or not 0 <= value < most:
                 raise EstimateError(f"{flag(name)}={value!r}: a number of at least 0 and {edge} is needed")
         for name in ("iteration_seconds", "peak_flops", "memory_bytes"):
             value = getattr(self, name)
-            if value is not None and (isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf):
+            if value is not None and (
+                isinstance(value, bool) or not isinstance(value, int | float) or not 0 < value < math.inf
+            ):
                 raise EstimateError(f"{flag(name)}={value!r}: a number above 0 is needed")
         if self.global_batch == 0:
             object.__setattr__(self, "global_batch", self.micro_batch * self.dp * self.pp)
@@ -133,51 +154,63 @@ class Config:
         model, tp = self.model, self.tp
         if model.positions == "learned" and self.seq > model.sequence:
             raise EstimateError(
-                f"--seq={self.seq} is longer than the {model.sequence} positions that the model has learned: choose at most that"
+                f"--seq={self.seq} is longer than the {model.sequence} positions that the model has learned: "
+                "choose at most that"
             )
         for name, size in (("heads", model.heads), ("ffn", model.ffn)):
             if size % tp:
                 raise EstimateError(
-                    f"--tp={tp} does not divide --{name}={size}: choose a divisor ({divisors(math.gcd(model.heads, model.ffn))})"
+                    f"--tp={tp} does not divide --{name}={size}: choose a divisor "
+                    f"({divisors(math.gcd(model.heads, model.ffn))})"
                 )
         if model.kv_heads % tp and tp % model.kv_heads:
             raise EstimateError(
-                f"--tp={tp} and --kv-heads={model.kv_heads}: one has to divide the other, so that every rank holds whole heads "
-                f"(of the divisors of the heads: {divisors(model.heads)})"
+                f"--tp={tp} and --kv-heads={model.kv_heads}: one has to divide the other, so that every rank "
+                f"holds whole heads (of the divisors of the heads: {divisors(model.heads)})"
             )
         if self.unfused_mlp and model.mlp != "swiglu":
-            raise EstimateError(f"--unfused-mlp changes nothing in a model with --mlp={model.mlp}: it is for swiglu; leave it out")
+            raise EstimateError(
+                f"--unfused-mlp changes nothing in a model with --mlp={model.mlp}: it is for swiglu; leave "
+                "it out"
+            )
 
     def _check_parallel(self) -> None:
         if self.sequence_parallel and self.tp == 1:
             raise EstimateError(
-                "--sequence-parallel with --tp=1: there are no tensor-parallel ranks to split a sequence among; give --tp 2 or more"
+                "--sequence-parallel with --tp=1: there are no tensor-parallel ranks to split a sequence "
+                "among; give --tp 2 or more"
             )
         if self.sequence_parallel and self.seq % self.tp:
             raise EstimateError(
-                f"--seq={self.seq} does not divide by --tp={self.tp}, as --sequence-parallel needs: choose a multiple of {self.tp}"
+                f"--seq={self.seq} does not divide by --tp={self.tp}, as --sequence-parallel needs: choose a "
+                f"multiple of {self.tp}"
             )
         layers = self.model.layers
         if self.interleave > 1 and self.pp == 1:
-            raise EstimateError(f"--interleave={self.interleave} with --pp=1: there is no pipeline to interleave; give --pp 2 or more")
+            raise EstimateError(
+                f"--interleave={self.interleave} with --pp=1: there is no pipeline to interleave; give --pp "
+                "2 or more"
+            )
         if layers % (self.pp * self.interleave):
             raise EstimateError(
-                f"--layers={layers} do not divide by --pp={self.pp} x --interleave={self.interleave}: choose them so that their product is one of "
-                f"{divisors(layers)}"
+                f"--layers={layers} do not divide by --pp={self.pp} x --interleave={self.interleave}: choose "
+                f"them so that their product is one of {divisors(layers)}"
             )
         step = self.micro_batch * self.dp
         if self.global_batch % step:
             raise EstimateError(
-                f"--global-batch={self.global_batch} is no multiple of --micro-batch={self.micro_batch} x --dp={self.dp}: choose one of {step}"
+                f"--global-batch={self.global_batch} is no multiple of --micro-batch={self.micro_batch} x "
+                f"--dp={self.dp}: choose one of {step}"
             )
         if self.interleave > 1 and self.micro_batches % self.pp:
             raise EstimateError(
-                f"--interleave={self.interleave}: the {self.micro_batches} micro-batches of a step do not divide by --pp={self.pp}; choose a "
-                f"--global-batch that is a multiple of {step * self.pp}"
+                f"--interleave={self.interleave}: the {self.micro_batches} micro-batches of a step do not "
+                f"divide by --pp={self.pp}; choose a --global-batch that is a multiple of {step * self.pp}"
             )
         if self.keep_output_tensors and self.pp == 1:
             raise EstimateError(
-                "--keep-output-tensors with --pp=1: no stage sends its outputs anywhere; leave it out, or give --pp 2 or more"
+                "--keep-output-tensors with --pp=1: no stage sends its outputs anywhere; leave it out, or "
+                "give --pp 2 or more"
             )
 
     def _check_recompute(self) -> None:
@@ -185,24 +218,36 @@ class Config:
         if isinstance(given, int) and not isinstance(given, bool):
             if not 1 <= given <= stage_layers or given % self.interleave:
                 many = f", in steps of --interleave={self.interleave}" if self.interleave > 1 else ""
-                raise EstimateError(f"--recompute={given}: a number of layers of each pipeline stage, from 1 to {stage_layers}{many}")
+                raise EstimateError(
+                    f"--recompute={given}: a number of layers of each pipeline stage, from 1 to "
+                    f"{stage_layers}{many}"
+                )
         elif given not in ("none", "selective", "full", "sqrt"):
-            raise EstimateError(f"--recompute={given!r}: choose none, selective, full, sqrt or a number of layers of each stage")
+            raise EstimateError(
+                f"--recompute={given!r}: choose none, selective, full, sqrt or a number of layers of each "
+                "stage"
+            )
         if self.partition_activations:
             if given not in ("full", "sqrt"):
                 raise EstimateError(
-                    f"--partition-activations with --recompute={given}: it splits the layer inputs that full recomputation keeps; give --recompute full"
+                    f"--partition-activations with --recompute={given}: it splits the layer inputs that full "
+                    "recomputation keeps; give --recompute full"
                 )
             if self.tp == 1:
                 raise EstimateError(
-                    "--partition-activations with --tp=1: there are no tensor-parallel ranks to split among; give --tp 2 or more"
+                    "--partition-activations with --tp=1: there are no tensor-parallel ranks to split "
+                    "among; give --tp 2 or more"
                 )
             if self.sequence_parallel:
                 raise EstimateError(
-                    "--partition-activations with --sequence-parallel: layer inputs are already split along the sequence; choose one of the two"
+                    "--partition-activations with --sequence-parallel: layer inputs are already split along "
+                    "the sequence; choose one of the two"
                 )
         if self.loss_chunks != 8 and not self.chunked_loss:
-            raise EstimateError(f"--loss-chunks={self.loss_chunks} without --chunked-loss changes nothing: give both or neither")
+            raise EstimateError(
+                f"--loss-chunks={self.loss_chunks} without --chunked-loss changes nothing: give both or "
+                "neither"
+            )
 
     @property
     def devices(self) -> int:
@@ -226,7 +271,9 @@ class Config:
 
     @property
     def replication(self) -> int:
-        """By how much tensors between the parallel regions are split: t under sequence parallelism, else 1."""
+        """By how much tensors between the parallel regions are split: t under sequence parallelism, else
+        1.
+        """
         return self.tp if self.sequence_parallel else 1
 
     @property
@@ -266,12 +313,14 @@ SHAPE_SETTINGS = tuple(f.name for f in fields(Shape) if f.name != "sequence")
 RUN_SETTINGS = tuple(f.name for f in fields(Config) if f.name != "model")
 
 
-def configure(model: str | Path | Shape | None = None, *, as_published: bool = False, **settings: Any) -> Config:
+def configure(
+    model: str | Path | Shape | None = None, *, as_published: bool = False, **settings: Any
+) -> Config:
     """A `Config` from a model's name and any settings, of the run or of the model.
 
     Args:
-        model: a preset (``llama3-8b``), the path of a Hugging Face ``config.json`` or its folder, a `Shape`, or ``None`` with ``layers``,
-            ``hidden`` and ``heads`` among the settings.
+        model: a preset (``llama3-8b``), the path of a Hugging Face ``config.json`` or its folder, a `Shape`,
+            or ``None`` with ``layers``, ``hidden`` and ``heads`` among the settings.
         as_published: begin with the parallel sizes and batches of the model's publication.
         settings: fields of `Config` and of `Shape`; ``None`` means not given.
 
@@ -294,7 +343,9 @@ def configure(model: str | Path | Shape | None = None, *, as_published: bool = F
     run: dict[str, Any] = dict(found.usual)
     if as_published:
         if not found.published:
-            raise EstimateError(f"--as-published: {model!r} has no published parallel sizes here; 22b, 175b, 530b and 1t have")
+            raise EstimateError(
+                f"--as-published: {model!r} has no published parallel sizes here; 22b, 175b, 530b and 1t have"
+            )
         run |= found.published
     return Config(model=found.shape, **(run | given))
 
@@ -304,24 +355,32 @@ def _find(model: str | Path | Shape | None, shape: dict[str, Any], run: dict[str
         missing = [name for name in ("layers", "hidden", "heads") if name not in shape]
         if missing:
             raise EstimateError(
-                f"no model: give --model (22b, llama3-8b, a Hugging Face config.json, ...) or its sizes; missing are --{', --'.join(missing)}"
+                "no model: give --model (22b, llama3-8b, a Hugging Face config.json, ...) or its sizes; "
+                f"missing are --{', --'.join(missing)}"
             )
         modern = shape.get("mlp", "gelu") != "gelu"
         style: dict[str, Any] = dict(positions="rotary", bias=False) if modern else {}
         if isinstance(run.get("seq"), int) and run["seq"] > 0:
             style["sequence"] = run["seq"]
-        return Preset(Shape(**(style | shape)), {"attention": "fused", "dropout": 0.0} if modern else dict(PAPER))
+        return Preset(
+            Shape(**(style | shape)), {"attention": "fused", "dropout": 0.0} if modern else dict(PAPER)
+        )
     if isinstance(model, Shape):
         return Preset(changed(model, **shape))
     path = Path(model)
-    found = read_hugging_face(path) if path.suffix == ".json" or path.is_dir() or "/" in str(model) else preset(str(model))
+    found = (
+        read_hugging_face(path)
+        if path.suffix == ".json" or path.is_dir() or "/" in str(model)
+        else preset(str(model))
+    )
     return Preset(changed(found.shape, **shape), found.usual, found.published)
 
 
 def read_config(path: Path, **settings: Any) -> Config:
     """A `Config` from a JSON file whose keys are the flags' names, with some settings changed.
 
-    ``{"model": "llama3-8b", "seq": 8192, "tp": 4, "sequence_parallel": true}``. Dashes and underscores are alike.
+    ``{"model": "llama3-8b", "seq": 8192, "tp": 4, "sequence_parallel": true}``. Dashes and underscores are
+    alike.
 
     Raises:
         EstimateError: the file cannot be read, or has a key that is no setting.
@@ -340,11 +399,19 @@ def flag(name: str) -> str:
     >>> flag("micro_batch")
     '--micro-batch'
     """
-    special = {"iteration_seconds": "--iteration-time", "peak_flops": "--peak-tflops", "memory_bytes": "--memory", "sequence": "--seq"}
+    special = {
+        "iteration_seconds": "--iteration-time",
+        "peak_flops": "--peak-tflops",
+        "memory_bytes": "--memory",
+        "sequence": "--seq",
+    }
     return special.get(name, "--" + name.replace("_", "-"))
 
 
 def describe(config: Config) -> Mapping[str, Any]:
     """All settings as plain values, the model's among them."""
-    shape = {f"model_{f.name}" if f.name == "sequence" else f.name: getattr(config.model, f.name) for f in fields(Shape)}
+    shape = {
+        f"model_{f.name}" if f.name == "sequence" else f.name: getattr(config.model, f.name)
+        for f in fields(Shape)
+    }
     return shape | {name: getattr(config, name) for name in RUN_SETTINGS}

@@ -34,7 +34,9 @@ class Device:
     host_bandwidth: float
 
 
-def _device(name: str, tflops: float, gb: int, bandwidth: float, node: float, network: float, host: float) -> Device:
+def _device(
+    name: str, tflops: float, gb: int, bandwidth: float, node: float, network: float, host: float
+) -> Device:
     return Device(name, tflops * 1e12, gb * _GB, bandwidth * _GB, 8, node * _GB, network * _GB, host * _GB)
 
 
@@ -51,7 +53,9 @@ DEVICES = {
         _device("l40s", 362, 48, 864, 25, 25, 25),
     )
 }
-"""Peaks are dense bfloat16 (float16 on V100); link rates one direction; networks one 25 to 400 Gb/s card a device."""
+"""Peaks are dense bfloat16 (float16 on V100); link rates one direction; networks one 25 to 400 Gb/s card a
+device.
+"""
 
 
 def device(name: str, **changes: float) -> Device:

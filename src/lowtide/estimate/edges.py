@@ -1,4 +1,6 @@
-"""What the two ends of the model keep: embedding, last norm, output layer and logits (arXiv 2205.05198, Section 4.3), and stage outputs (Appendix B)."""
+"""What the two ends of the model keep: embedding, last norm, output layer and logits (arXiv 2205.05198,
+Section 4.3), and stage outputs (Appendix B).
+"""
 
 from __future__ import annotations
 
@@ -57,14 +59,17 @@ def edge_lines(config: Config, stage: int) -> list[Line]:
             SECTION,
             "embedding",
         )
-        note = "interleaving can hold up to 2p - 1 of them; the paper counts p" if config.interleave > 1 else ""
+        note = (
+            "interleaving can hold up to 2p - 1 of them; the paper counts p" if config.interleave > 1 else ""
+        )
         lines.append(mask.line(flying, note))
     if stage == config.pp - 1:
         lines += [term.line() for term in loss_terms(config)]
     if config.keep_output_tensors:
         e = config.residual_bytes
         output = Term(
-            "outputs sent to the next stage", Fraction(e * config.tokens * config.model.hidden, config.replication), f"{e}sbhr{over}",
+            "outputs sent to the next "
+            "stage", Fraction(e * config.tokens * config.model.hidden, config.replication), f"{e}sbhr{over}",
             f"{KORTHIKANTI} App. B", "output",
         )  # fmt: skip
         lines.append(output.line(micro_batches_in_flight(config, stage)))

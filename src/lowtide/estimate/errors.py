@@ -9,7 +9,9 @@ from lowtide.errors import LowtideError
 
 
 class EstimateError(LowtideError):
-    """A configuration is malformed or does not hold together; the message names the flag and what would be valid."""
+    """A configuration is malformed or does not hold together; the message names the flag and what would be
+    valid.
+    """
 
 
 def divisors(number: int, limit: int = 4096) -> str:

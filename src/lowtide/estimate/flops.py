@@ -18,8 +18,8 @@ class Flops:
     Attributes:
         model: forward and backward of the model itself: Equation 7.
         hardware: recomputation included, as the paper counts it: Equation 8 under selective recomputation.
-        executed: recomputation included, as it is run. Equation 8 charges selective recomputation with three forwards of the attention core
-            (12Bs²hL); one is run (4Bs²hL).
+        executed: recomputation included, as it is run. Equation 8 charges selective recomputation with three
+            forwards of the attention core (12Bs²hL); one is run (4Bs²hL).
     """
 
     model: int
@@ -69,7 +69,11 @@ def iteration_flops(config: Config) -> Flops:
         1.052
     """
     batch, layers = config.global_batch, config.model.layers
-    layer, core, logits = layer_flops(config, batch), attention_flops(config, batch), logit_flops(config, batch)
+    layer, core, logits = (
+        layer_flops(config, batch),
+        attention_flops(config, batch),
+        logit_flops(config, batch),
+    )
     model = 3 * (layers * layer + logits)
     again = int(recomputed_layers(config) * layer)
     chunk = logits if config.chunked_loss else 0

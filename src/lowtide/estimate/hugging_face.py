@@ -1,4 +1,6 @@
-"""Hugging Face ``config.json`` files -> `Shape`. Only the keys that shape the model are read; transformers is not needed."""
+"""Hugging Face ``config.json`` files -> `Shape`. Only the keys that shape the model are read; transformers is
+not needed.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,22 @@ def _get(data: Mapping[str, Any], source: str, *names: str, default: Any = _MISS
         if data.get(name) is not None:
             return data[name]
     if default is _MISSING:
-        raise EstimateError(f"{source} has no {names[0]!r}, without which a {data.get('model_type')!r} model has no size")
+        raise EstimateError(
+            f"{source} has no {names[0]!r}, without which a {data.get('model_type')!r} model has no size"
+        )
     return default
 
 
 def _gpt2(data: Mapping[str, Any], source: str) -> Preset:
-    if data.get("activation_function", "gelu_new") not in ("gelu", "gelu_new", "gelu_fast", "gelu_pytorch_tanh"):
-        raise EstimateError(f"{source}: the activation {data['activation_function']!r} is not understood; GELU is")
+    if data.get("activation_function", "gelu_new") not in (
+        "gelu",
+        "gelu_new",
+        "gelu_fast",
+        "gelu_pytorch_tanh",
+    ):
+        raise EstimateError(
+            f"{source}: the activation {data['activation_function']!r} is not understood; GELU is"
+        )
     hidden = _get(data, source, "n_embd")
     shape = Shape(
         layers=_get(data, source, "n_layer"),
@@ -36,7 +47,9 @@ def _gpt2(data: Mapping[str, Any], source: str) -> Preset:
         sequence=_get(data, source, "n_positions", "n_ctx"),
         tied=_get(data, source, "tie_word_embeddings", default=True),
     )
-    dropout = max(float(_get(data, source, key, default=0.1)) for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop"))
+    dropout = max(
+        float(_get(data, source, key, default=0.1)) for key in ("resid_pdrop", "attn_pdrop", "embd_pdrop")
+    )
     return Preset(shape, {"attention": "fused", "dropout": dropout})
 
 
@@ -62,7 +75,10 @@ def _decoder(data: Mapping[str, Any], source: str) -> dict[str, Any]:
 def _llama(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
     activation = _get(data, source, "hidden_act", "hidden_activation", default="silu")
     if activation not in ("silu", "swish"):
-        raise EstimateError(f"{source}: a {data['model_type']!r} model with the activation {activation!r} is not understood; 'silu' is")
+        raise EstimateError(
+            f"{source}: a {data['model_type']!r} model with the activation {activation!r} is not understood; "
+            "'silu' is"
+        )
     given: dict[str, Any] = {**_decoder(data, source), "mlp": "swiglu", "norm": "rmsnorm", **style}
     usual = dict(MODERN, dropout=float(_get(data, source, "attention_dropout", default=0.0)))
     return Preset(Shape(**given), usual)
@@ -70,7 +86,10 @@ def _llama(data: Mapping[str, Any], source: str, **style: Any) -> Preset:
 
 def _nemotron(data: Mapping[str, Any], source: str) -> Preset:
     if _get(data, source, "hidden_act", default="relu2") != "relu2":
-        raise EstimateError(f"{source}: a 'nemotron' model with the activation {data['hidden_act']!r} is not understood; 'relu2' is")
+        raise EstimateError(
+            f"{source}: a 'nemotron' model with the activation {data['hidden_act']!r} is not understood; "
+            "'relu2' is"
+        )
     shape = Shape(**_decoder(data, source), mlp="squared-relu")
     return Preset(shape, dict(MODERN))
 
@@ -97,15 +116,16 @@ def from_hugging_face(data: Mapping[str, Any], source: str = "the configuration"
         EstimateError: the ``model_type`` is not understood, or a size is missing or does not fit.
 
     Example:
-        >>> config = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12, "vocab_size": 50257, "n_positions": 1024}
+        >>> config = {"model_type": "gpt2", "n_layer": 12, "n_embd": 768, "n_head": 12,
+        ...     "vocab_size": 50257, "n_positions": 1024}
         >>> from_hugging_face(config).shape.parameters()
         124439808
     """
     kind = data.get("model_type")
     if kind not in READERS:
         raise EstimateError(
-            f"{source}: models of type {kind!r} are not understood; {', '.join(READERS)} are. Give the sizes as flags "
-            "(--layers --hidden --heads ...) where the model is built like one of these"
+            f"{source}: models of type {kind!r} are not understood; {', '.join(READERS)} are. Give the sizes "
+            "as flags (--layers --hidden --heads ...) where the model is built like one of these"
         )
     return READERS[kind](data, source)
 

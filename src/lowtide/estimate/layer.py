@@ -1,8 +1,9 @@
 """What autograd keeps of one transformer layer, tensor by tensor.
 
-The terms are those of arXiv 2205.05198, Section 4.1, split over tensor-parallel ranks as in Sections 4.2.1 and 4.2.2, and widened to what came
-after: grouped-query attention, SwiGLU, squared ReLU, fused attention, no dropout, other dtypes. As in the paper the statistics of the norms
-(at most 16 bytes a token and layer) are left out.
+The terms are those of arXiv 2205.05198, Section 4.1, split over tensor-parallel ranks as in Sections 4.2.1
+and 4.2.2, and widened to what came
+after: grouped-query attention, SwiGLU, squared ReLU, fused attention, no dropout, other dtypes. As in the
+paper the statistics of the norms (at most 16 bytes a token and layer) are left out.
 """
 
 from __future__ import annotations
@@ -75,17 +76,35 @@ def layer_terms(config: Config) -> list[Term]:
     if config.dtype == "autocast":
         copies = Fraction(2 * model.layer_weight_elements(config.tp))
         terms.append(
-            Term("bfloat16 copies of the weights", copies, f"2 x matrices{over_t}", AUTOCAST, "mlp", "each product keeps the copy it read")
+            Term(
+                "bfloat16 copies of the weights",
+                copies,
+                f"2 x matrices{over_t}",
+                AUTOCAST,
+                "mlp",
+                "each product keeps the copy it read",
+            )
         )
     return terms
 
 
 def core_terms(config: Config) -> list[Term]:
-    """What the attention core keeps: what lies between queries, keys and values and the output of attention."""
+    """What the attention core keeps: what lies between queries, keys and values and the output of
+    attention.
+    """
     over = _over(config.tp)
     rows = Fraction(config.model.heads * config.tokens, config.tp)
     if config.attention == "fused":
-        return [Term("log-sum-exp of the scores", 4 * rows, f"4asb{over}", FUSED, "core", "one float32 for each row of scores")]
+        return [
+            Term(
+                "log-sum-exp of the scores",
+                4 * rows,
+                f"4asb{over}",
+                FUSED,
+                "core",
+                "one float32 for each row of scores",
+            )
+        ]
     e, scores = config.element_bytes, rows * config.seq
     softmax = 4 if config.dtype == "autocast" else e
     terms = [Term("output of softmax", softmax * scores, f"{softmax}as²b{over}", SECTION, "core")]
@@ -101,7 +120,15 @@ def _qk_norm(config: Config, queries: Fraction, keys: Fraction, over: str) -> li
     if not config.model.qk_norm:
         return []
     e = config.element_bytes
-    return [Term("queries and keys before their norm", e * (queries + keys), f"{e}sb(a+k)d{over}", GROUPED, "attention")]
+    return [
+        Term(
+            "queries and keys before their norm",
+            e * (queries + keys),
+            f"{e}sb(a+k)d{over}",
+            GROUPED,
+            "attention",
+        )
+    ]
 
 
 def _ffn(config: Config, factor: int, over: str) -> str:
@@ -118,26 +145,47 @@ def _activation_terms(config: Config, inner: Fraction, over: str) -> list[Term]:
         return [Term("input of the square", e * inner, _ffn(config, e, over), SQUARED, "mlp", note)]
     terms = [Term("gate and up projections", 2 * e * inner, _ffn(config, 2 * e, over), SWIGLU, "mlp")]
     if config.unfused_mlp:
-        terms.append(Term("silu(gate)", e * inner, _ffn(config, e, over), SWIGLU, "mlp", "only where SwiGLU is separate operations"))
+        terms.append(
+            Term(
+                "silu(gate)",
+                e * inner,
+                _ffn(config, e, over),
+                SWIGLU,
+                "mlp",
+                "only where SwiGLU is separate operations",
+            )
+        )
     return terms
 
 
 def checkpoint_term(config: Config) -> Term:
-    """What full recomputation keeps of a layer: its input (2205.05198, Section 5), split among the ranks under P_a (1910.02054, Section 6.1)."""
+    """What full recomputation keeps of a layer: its input (2205.05198, Section 5), split among the ranks
+    under P_a (1910.02054, Section 6.1).
+    """
     own = layer_terms(config)[0]
     source = f"{KORTHIKANTI} Sec. 5"
     if config.partition_activations:
-        return Term("input of the layer", own.bytes / config.tp, f"{own.formula}/t", "arXiv 1910.02054 Sec. 6.1 (P_a)", "input")
+        return Term(
+            "input of the layer",
+            own.bytes / config.tp,
+            f"{own.formula}/t",
+            "arXiv 1910.02054 Sec. 6.1 (P_a)",
+            "input",
+        )
     return Term("input of the layer", own.bytes, own.formula, f"{source} (Table 2, row 6)", "input")
 
 
 def selective_terms(config: Config) -> list[Term]:
-    """What selective recomputation keeps of a layer: all but the core (2205.05198, Section 5 and Equation 6)."""
+    """What selective recomputation keeps of a layer: all but the core (2205.05198, Section 5 and Equation
+    6).
+    """
     return [term for term in layer_terms(config) if term.part != "core"]
 
 
 def kept_terms(config: Config) -> Sequence[tuple[Term, Fraction]]:
-    """What the layers of a stage keep under the configured recomputation: each term, and the share of the layers that keep it."""
+    """What the layers of a stage keep under the configured recomputation: each term, and the share of the
+    layers that keep it.
+    """
     given = config.recompute
     if given == "none":
         return [(term, Fraction(1)) for term in layer_terms(config)]
@@ -148,7 +196,8 @@ def kept_terms(config: Config) -> Sequence[tuple[Term, Fraction]]:
     if given == "sqrt":
         checkpoint = checkpoint_term(config)
         term = Term(
-            "inputs of the segments", checkpoint.bytes, f"{checkpoint.formula} / k", "arXiv 1604.06174 Eq. 1", "input",
+            "inputs of the segments", checkpoint.bytes, f"{checkpoint.formula} / "
+                                                        "k", "arXiv 1604.06174 Eq. 1", "input",
             f"segments of k = {segment_layers(config)} layers",
         )  # fmt: skip
         return [(term, Fraction(-(-config.stage_layers // segment_layers(config)), config.stage_layers))]
@@ -159,9 +208,11 @@ def kept_terms(config: Config) -> Sequence[tuple[Term, Fraction]]:
 
 
 def segment_layers(config: Config) -> int:
-    """Layers in a segment of sublinear checkpointing (1604.06174, Section 4.1): the k with the least bytes, about the square root.
+    """Layers in a segment of sublinear checkpointing (1604.06174, Section 4.1): the k with the least bytes,
+    about the square root.
 
-    A stage then holds ceil(L/k) inputs for each micro-batch in flight and, during backward, the activations of k layers.
+    A stage then holds ceil(L/k) inputs for each micro-batch in flight and, during backward, the activations
+    of k layers.
     """
     layers = config.stage_layers
     kept = checkpoint_term(config).bytes
@@ -173,7 +224,8 @@ def segment_layers(config: Config) -> int:
 def gelu_layer_equation(config: Config) -> Fraction:
     """Bytes of one layer by the closed formula of the matching row of 2205.05198, Table 2.
 
-    An independent statement of what the terms of `layer_terms` add up to; only for the paper's own kind of layer.
+    An independent statement of what the terms of `layer_terms` add up to; only for the paper's own kind of
+    layer.
     """
     s, b, h, a, t = config.seq, config.micro_batch, config.model.hidden, config.model.heads, config.tp
     sbh = Fraction(s * b * h)

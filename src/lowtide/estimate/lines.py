@@ -29,8 +29,8 @@ class Line:
         formula: in the symbols of arXiv 2205.05198, Table 1.
         source: the equation it comes from.
         note: what else should be known about it.
-        place: ``layers`` for what the transformer layers keep (Equations 1 to 6), ``ends`` for embedding, last norm and output layer
-            (Section 4.3), ``model`` for the rest.
+        place: ``layers`` for what the transformer layers keep (Equations 1 to 6), ``ends`` for embedding,
+            last norm and output layer (Section 4.3), ``model`` for the rest.
     """
 
     kind: Kind
@@ -43,7 +43,10 @@ class Line:
 
     def to_json(self) -> dict[str, Any]:
         """As plain values."""
-        return {name: getattr(self, name) for name in ("kind", "place", "name", "bytes", "formula", "source", "note")}
+        return {
+            name: getattr(self, name)
+            for name in ("kind", "place", "name", "bytes", "formula", "source", "note")
+        }
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,8 +56,8 @@ class Term:
     Attributes:
         name, formula, source, note: as in `Line`.
         bytes: exact, possibly a fraction where something does not divide.
-        part: ``input`` for the layer's input, ``attention``, ``core`` for what lies between queries, keys and values and the output of
-            attention, ``mlp``, or ``loss``.
+        part: ``input`` for the layer's input, ``attention``, ``core`` for what lies between queries, keys and
+            values and the output of attention, ``mlp``, or ``loss``.
     """
 
     name: str
@@ -68,7 +71,9 @@ class Term:
         """The line of ``times`` such terms."""
         place: Place = "ends" if self.part in ("embedding", "loss", "output") else "layers"
         notes = "; ".join(filter(None, (self.note, note)))
-        return Line("activations", self.name, ceil(self.bytes * times), self.formula, self.source, notes, place)
+        return Line(
+            "activations", self.name, ceil(self.bytes * times), self.formula, self.source, notes, place
+        )
 
 
 def total(terms: Iterable[Term]) -> Fraction:
@@ -87,8 +92,8 @@ class Stage:
         layers_in_flight: layers times micro-batches whose activations it holds at its fullest moment.
         micro_batches_in_flight: the same as micro-batches: p - stage under 1F1B.
         lines: the terms.
-        whole_micro_batches: how many of those in flight can be kept without recomputation (2205.05198, Appendix C); ``None`` when no memory
-            was given.
+        whole_micro_batches: how many of those in flight can be kept without recomputation (2205.05198,
+            Appendix C); ``None`` when no memory was given.
     """
 
     index: int
@@ -125,7 +130,9 @@ class Stage:
 
     @property
     def layer_activations_bytes(self) -> int:
-        """The part of the activations that lies in transformer layers: what Equations 1 to 6 and Figures 1 and 7 of 2205.05198 count."""
+        """The part of the activations that lies in transformer layers: what Equations 1 to 6 and Figures 1
+        and 7 of 2205.05198 count.
+        """
         return sum(line.bytes for line in self.lines if line.kind == "activations" and line.place == "layers")
 
     @property

@@ -15,7 +15,8 @@ class Preset:
 
     Attributes:
         shape: its shape.
-        usual: settings of a run that belong to the model rather than to the machine (attention, dropout, precision of gradients).
+        usual: settings of a run that belong to the model rather than to the machine (attention, dropout,
+            precision of gradients).
         published: the parallel sizes and batches of its publication, which ``--as-published`` takes over.
     """
 
@@ -29,19 +30,48 @@ PAPER = {"attention": "unfused", "dropout": 0.1}
 MODERN = {"attention": "fused", "dropout": 0.0}
 
 
-def _megatron(layers: int, hidden: int, heads: int, tp: int, pp: int, interleave: int, global_batch: int, micro_batch: int) -> Preset:
+def _megatron(
+    layers: int,
+    hidden: int,
+    heads: int,
+    tp: int,
+    pp: int,
+    interleave: int,
+    global_batch: int,
+    micro_batch: int,
+) -> Preset:
     """A row of arXiv 2205.05198, Table 3."""
-    sizes = dict(tp=tp, pp=pp, interleave=interleave, global_batch=global_batch, micro_batch=micro_batch, seq=2048)
-    return Preset(Shape(layers=layers, hidden=hidden, heads=heads, vocab=51200, sequence=2048), dict(PAPER), sizes)
+    sizes = dict(
+        tp=tp, pp=pp, interleave=interleave, global_batch=global_batch, micro_batch=micro_batch, seq=2048
+    )
+    return Preset(
+        Shape(layers=layers, hidden=hidden, heads=heads, vocab=51200, sequence=2048), dict(PAPER), sizes
+    )
 
 
 def _gpt2(layers: int, hidden: int, heads: int) -> Preset:
-    return Preset(Shape(layers=layers, hidden=hidden, heads=heads, vocab=50257, sequence=1024), {"attention": "fused", "dropout": 0.1})
+    return Preset(
+        Shape(layers=layers, hidden=hidden, heads=heads, vocab=50257, sequence=1024),
+        {"attention": "fused", "dropout": 0.1},
+    )
 
 
-def _llama(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, sequence: int, **rest: Any) -> Preset:
-    style: dict[str, Any] = dict(mlp="swiglu", norm="rmsnorm", positions="rotary", bias=False, tied=False) | rest
-    shape = Shape(layers=layers, hidden=hidden, heads=heads, kv_heads=kv_heads, ffn=ffn, vocab=vocab, sequence=sequence, **style)
+def _llama(
+    layers: int, hidden: int, heads: int, kv_heads: int, ffn: int, vocab: int, sequence: int, **rest: Any
+) -> Preset:
+    style: dict[str, Any] = (
+        dict(mlp="swiglu", norm="rmsnorm", positions="rotary", bias=False, tied=False) | rest
+    )
+    shape = Shape(
+        layers=layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=kv_heads,
+        ffn=ffn,
+        vocab=vocab,
+        sequence=sequence,
+        **style,
+    )
     return Preset(shape, dict(MODERN))
 
 
@@ -85,9 +115,12 @@ PRESETS: dict[str, Preset] = {
 """Published models: 22b to 1t are arXiv 2205.05198, Table 3; the others their own model cards."""
 
 ALIASES = {
-    "gpt-22b": "22b", "gpt3-175b": "175b", "gpt3": "175b", "gpt-175b": "175b", "mt-nlg-530b": "530b", "gpt-530b": "530b", "gpt-1t": "1t",
-    "llama3.1-8b": "llama3-8b", "llama3.1-70b": "llama3-70b", "llama3.1-405b": "llama3-405b", "llama-3-8b": "llama3-8b",
-    "llama-3-70b": "llama3-70b", "llama-2-7b": "llama2-7b", "llama-2-13b": "llama2-13b", "llama-2-70b": "llama2-70b",
+    "gpt-22b": "22b", "gpt3-175b": "175b", "gpt3": "175b", "gpt-175b": "175b", "mt-nlg-530b": "530b",
+    "gpt-530b": "530b", "gpt-1t": "1t",
+    "llama3.1-8b": "llama3-8b", "llama3.1-70b": "llama3-70b", "llama3.1-405b": "llama3-405b",
+    "llama-3-8b": "llama3-8b",
+    "llama-3-70b": "llama3-70b", "llama-2-7b": "llama2-7b", "llama-2-13b": "llama2-13b",
+    "llama-2-70b": "llama2-70b",
     "llama3.2-1b": "llama3-1b", "llama3.2-3b": "llama3-3b", "gpt2-small": "gpt2",
 }  # fmt: skip
 
@@ -108,7 +141,8 @@ def preset(name: str) -> Preset:
 
 
 def changed(shape: Shape, **changes: Any) -> Shape:
-    """The shape with some sizes changed; what follows from a changed size (head width, MLP size, key-value heads) follows again.
+    """The shape with some sizes changed; what follows from a changed size (head width, MLP size, key-value
+    heads) follows again.
 
     >>> changed(preset("llama3-8b").shape, layers=16).layers
     16

@@ -51,18 +51,29 @@ def _gib(count: int) -> str:
 def summary_table(found: Estimate) -> Table:
     """One row a pipeline stage."""
     table = Table(
-        title="GiB on one device of each pipeline stage", title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title="GiB on one device of each pipeline stage",
+        title_justify="left",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     table.add_column("stage", justify="right", no_wrap=True)
     table.add_column("layers", justify="right", no_wrap=True)
     for kind in KINDS:
-        table.add_column({"activations": "kept", "temporaries": "temporary"}.get(kind, kind), justify="right", no_wrap=True)
+        table.add_column(
+            {"activations": "kept", "temporaries": "temporary"}.get(kind, kind), justify="right", no_wrap=True
+        )
     table.add_column("total", justify="right", style="bold", no_wrap=True)
     if found.config.memory_bytes is not None:
         table.add_column("left", justify="right", no_wrap=True)
         table.add_column("whole", justify="right", no_wrap=True)
     for stage in _stages(found):
-        row: list[str | Text] = [str(stage.index), str(stage.layers), *(_gib(stage.bytes(kind)) for kind in KINDS), _gib(stage.total_bytes)]
+        row: list[str | Text] = [
+            str(stage.index),
+            str(stage.layers),
+            *(_gib(stage.bytes(kind)) for kind in KINDS),
+            _gib(stage.total_bytes),
+        ]
         if found.config.memory_bytes is not None:
             left = int(found.config.memory_bytes) - stage.total_bytes
             row.append(Text(_gib(left), style="green" if left >= 0 else "bold red"))
@@ -74,14 +85,29 @@ def summary_table(found: Estimate) -> Table:
 def line_table(found: Estimate, stage: Stage) -> Table:
     """Every line of one stage, with its formula and equation."""
     table = Table(
-        title=f"Stage {stage.index}, line by line", title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+        title=f"Stage {stage.index}, line by line",
+        title_justify="left",
+        header_style="bold",
+        box=SIMPLE_HEAD,
+        padding=(0, 1, 0, 0),
     )
     for name in ("", "what", "bytes", "formula", "equation"):
-        table.add_column(name, justify="right" if name == "bytes" else "left", overflow="fold", no_wrap=name in ("", "bytes", "formula"))
+        table.add_column(
+            name,
+            justify="right" if name == "bytes" else "left",
+            overflow="fold",
+            no_wrap=name in ("", "bytes", "formula"),
+        )
     before = ""
     for line in stage.lines:
         kind = {"activations": "kept", "temporaries": "temporary"}.get(line.kind, line.kind)
-        table.add_row("" if line.kind == before else kind, line.name, format_bytes(line.bytes), line.formula, line.source)
+        table.add_row(
+            "" if line.kind == before else kind,
+            line.name,
+            format_bytes(line.bytes),
+            line.formula,
+            line.source,
+        )
         before = line.kind
     return table
 
@@ -95,9 +121,15 @@ def figures(found: Estimate) -> Table:
     flops = found.flops
     table.add_row("parameters", f"{found.parameters / 1e9:.3f} B", f"on {found.config.devices} devices")
     table.add_row("model FLOPs a step", flops_text(flops.model), "arXiv 2205.05198 Eq. 7")
-    table.add_row("hardware FLOPs a step", flops_text(flops.hardware), f"arXiv 2205.05198 Eq. 8; executed: {flops_text(flops.executed)}")
+    table.add_row(
+        "hardware FLOPs a step",
+        flops_text(flops.hardware),
+        f"arXiv 2205.05198 Eq. 8; executed: {flops_text(flops.executed)}",
+    )
     if found.mfu is not None and found.hfu is not None:
-        table.add_row("MFU, HFU", f"{100 * found.mfu:.1f} %, {100 * found.hfu:.1f} %", "of the peak rate given")
+        table.add_row(
+            "MFU, HFU", f"{100 * found.mfu:.1f} %, {100 * found.hfu:.1f} %", "of the peak rate given"
+        )
     table.add_row("network, a device and step", format_bytes(found.network_bytes), "busiest stage")
     if found.host_link_bytes:
         table.add_row("host link, a device and step", format_bytes(found.host_link_bytes), "both directions")
@@ -115,7 +147,12 @@ def report(found: Estimate, stage: int = 0, lines: bool = True) -> Group:
     if found.config.memory_bytes is not None:
         verdict = "fits" if found.fits else "does not fit"
         style = "bold green" if found.fits else "bold red"
-        parts.append(Text(f"{verdict}: {format_bytes(found.total_bytes)} of {format_bytes(found.config.memory_bytes)}", style=style))
+        parts.append(
+            Text(
+                f"{verdict}: {format_bytes(found.total_bytes)} of {format_bytes(found.config.memory_bytes)}",
+                style=style,
+            )
+        )
     parts += [Text(f"note: {note}", style="dim") for note in found.notes]
     return Group(*parts)
 
@@ -132,7 +169,18 @@ def to_csv(found: Estimate) -> str:
     writer.writerow(("stage", "kind", "place", "name", "bytes", "formula", "source", "note"))
     for stage in found.stages:
         for line in stage.lines:
-            writer.writerow((stage.index, line.kind, line.place, line.name, line.bytes, line.formula, line.source, line.note))
+            writer.writerow(
+                (
+                    stage.index,
+                    line.kind,
+                    line.place,
+                    line.name,
+                    line.bytes,
+                    line.formula,
+                    line.source,
+                    line.note,
+                )
+            )
     return text.getvalue()
 
 
@@ -166,12 +214,23 @@ def plot(found: Estimate, path: Path) -> None:
     with drawing(path) as (_, axes):
         places = [stage.index for stage in found.stages]
         bottom = [0.0] * len(places)
-        for kind, colour in zip(KINDS, ("tab:blue", "tab:cyan", "tab:purple", "tab:green", "tab:olive"), strict=True):
+        for kind, colour in zip(
+            KINDS, ("tab:blue", "tab:cyan", "tab:purple", "tab:green", "tab:olive"), strict=True
+        ):
             heights = [stage.bytes(kind) / 2**30 for stage in found.stages]
-            axes.bar(places, heights, bottom=bottom, label=kind, color=colour, width=0.8 if len(places) > 1 else 0.3)
+            axes.bar(
+                places,
+                heights,
+                bottom=bottom,
+                label=kind,
+                color=colour,
+                width=0.8 if len(places) > 1 else 0.3,
+            )
             bottom = [a + b for a, b in zip(bottom, heights, strict=True)]
         if found.config.memory_bytes is not None:
-            axes.axhline(found.config.memory_bytes / 2**30, color="tab:red", linestyle="--", label="memory of a device")
+            axes.axhline(
+                found.config.memory_bytes / 2**30, color="tab:red", linestyle="--", label="memory of a device"
+            )
         axes.set(xlabel="pipeline stage", ylabel="GiB on one device", title=title(found.config))
         axes.set_xticks(_ticks(places))
         axes.set_xlim(-1, len(places))
@@ -207,7 +266,9 @@ def suggestion_table(found: Suggestions) -> Table:
     """One row a suggestion, in the order that they have."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
     for name in ("", "t", "p", "d", "ZeRO", "b", "recompute", "optim.", "loss", "GiB", "s/step", "tokens/s"):
-        table.add_column(name, justify="left" if name in ("recompute", "optim.", "loss") else "right", no_wrap=True)
+        table.add_column(
+            name, justify="left" if name in ("recompute", "optim.", "loss") else "right", no_wrap=True
+        )
     for place, one in enumerate(found.best, 1):
         config = one.config
         table.add_row(

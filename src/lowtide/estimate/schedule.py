@@ -1,4 +1,5 @@
-"""How many micro-batches a pipeline stage holds at once: 1F1B and interleaved 1F1B (arXiv 2104.04473, as used by arXiv 2205.05198, Section 4.2.3).
+"""How many micro-batches a pipeline stage holds at once: 1F1B and interleaved 1F1B (arXiv 2104.04473, as used
+by arXiv 2205.05198, Section 4.2.3).
 
 The closed forms stand beside a walk through the schedule itself, which the tests hold against them.
 """
@@ -15,7 +16,8 @@ from lowtide.estimate.config import Config
 def layers_in_flight(config: Config, stage: int) -> Fraction:
     """Layers times micro-batches whose activations a stage holds at its fullest moment.
 
-    1F1B: min(p - stage, n) micro-batches of L/p layers. Interleaved: min(pm + p - 1 - 2 stage, nm) chunks of L/(pm) layers, which for the first
+    1F1B: min(p - stage, n) micro-batches of L/p layers. Interleaved: min(pm + p - 1 - 2 stage, nm) chunks of
+        L/(pm) layers, which for the first
     stage is L (1 + (p-1)/(pm)) (2205.05198, Section 4.2.3).
 
     >>> from lowtide.estimate.config import configure
@@ -39,7 +41,8 @@ Turn = tuple[Literal["forward", "backward"], int, int]
 
 
 def turns(config: Config, stage: int) -> Iterator[Turn]:
-    """What a stage does in a step, in order: warm-up forwards, then one forward and one backward in turn, then the backwards left.
+    """What a stage does in a step, in order: warm-up forwards, then one forward and one backward in turn,
+    then the backwards left.
 
     >>> from lowtide.estimate.config import configure
     >>> config = configure("gpt2", pp=2, global_batch=3)
@@ -52,7 +55,9 @@ def turns(config: Config, stage: int) -> Iterator[Turn]:
     warm = min(warm, count)
 
     def place(index: int, backward: bool) -> tuple[int, int]:
-        """Micro-batch and chunk of the ``index``-th turn: p micro-batches of each chunk before the next chunk."""
+        """Micro-batch and chunk of the ``index``-th turn: p micro-batches of each chunk before the next
+        chunk.
+        """
         if m == 1:
             return index, 0
         group, rest = divmod(index, p * m)
@@ -69,7 +74,9 @@ def turns(config: Config, stage: int) -> Iterator[Turn]:
 
 
 def most_chunks_held(config: Config, stage: int) -> int:
-    """The most (micro-batch, chunk) pairs between their forward and their backward, by walking through `turns`."""
+    """The most (micro-batch, chunk) pairs between their forward and their backward, by walking through
+    `turns`.
+    """
     held = most = 0
     for kind, _, _ in turns(config, stage):
         held += 1 if kind == "forward" else -1

@@ -11,7 +11,15 @@ Mlp = Literal["gelu", "swiglu", "squared-relu"]
 Norm = Literal["layernorm", "rmsnorm"]
 Positions = Literal["learned", "rotary"]
 
-MOST = {"layers": 100_000, "hidden": 1 << 22, "heads": 1 << 16, "kv_heads": 1 << 16, "ffn": 1 << 24, "vocab": 1 << 28, "sequence": 1 << 30}
+MOST = {
+    "layers": 100_000,
+    "hidden": 1 << 22,
+    "heads": 1 << 16,
+    "kv_heads": 1 << 16,
+    "ffn": 1 << 24,
+    "vocab": 1 << 28,
+    "sequence": 1 << 30,
+}
 """Sizes above these are taken for mistakes."""
 
 
@@ -25,7 +33,8 @@ def check_size(flag: str, value: object, most: int, least: int = 1) -> None:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Shape:
-    """A decoder-only transformer's shape, in the symbols of arXiv 2205.05198, Table 1, and what came after it.
+    """A decoder-only transformer's shape, in the symbols of arXiv 2205.05198, Table 1, and what came after
+    it.
 
     Attributes:
         layers, hidden, heads, vocab: L, h, a and v.
@@ -34,7 +43,8 @@ class Shape:
         ffn: inner size of the MLP.
         mlp: ``gelu`` and ``squared-relu`` have two matrices, ``swiglu`` three.
         norm: ``layernorm`` has two vectors, ``rmsnorm`` one.
-        positions: ``learned`` adds a table of ``sequence`` rows to the embedding, ``rotary`` turns queries and keys.
+        positions: ``learned`` adds a table of ``sequence`` rows to the embedding, ``rotary`` turns queries
+            and keys.
         sequence: the longest sequence, and the default one.
         bias, qkv_bias: whether the linear layers have biases, and those of q, k and v.
         qk_norm: whether queries and keys are normalised (Qwen 3).
@@ -77,18 +87,21 @@ class Shape:
         if self.head_width == 0:
             if self.hidden % self.heads:
                 raise EstimateError(
-                    f"--hidden={self.hidden} does not divide into --heads={self.heads}: choose a divisor of the hidden size "
-                    f"({divisors(self.hidden, 512)})"
+                    f"--hidden={self.hidden} does not divide into --heads={self.heads}: choose a divisor of "
+                    f"the hidden size ({divisors(self.hidden, 512)})"
                 )
             object.__setattr__(self, "head_width", self.hidden // self.heads)
         check_size("--head-width", self.head_width, 1 << 16)
         if self.heads % self.kv_heads:
             raise EstimateError(
-                f"--kv-heads={self.kv_heads} does not divide --heads={self.heads}: choose a divisor of the heads ({divisors(self.heads)})"
+                f"--kv-heads={self.kv_heads} does not divide --heads={self.heads}: choose a divisor of the "
+                f"heads ({divisors(self.heads)})"
             )
 
     def _usual_ffn(self) -> int:
-        """4h, or for SwiGLU two thirds of that, rounded up to a multiple of 256 (arXiv 2002.05202 and Llama)."""
+        """4h, or for SwiGLU two thirds of that, rounded up to a multiple of 256 (arXiv 2002.05202 and
+        Llama).
+        """
         if not isinstance(self.hidden, int) or self.mlp != "swiglu":
             return 4 * self.hidden
         return -(-8 * self.hidden // 3 // 256) * 256
@@ -114,7 +127,9 @@ class Shape:
         return 2 if self.norm == "layernorm" else 1
 
     def layer_matrix_parameters(self, tp: int = 1) -> int:
-        """Parameters of one layer that tensor parallelism splits, on one rank: the matrices and the column-parallel biases."""
+        """Parameters of one layer that tensor parallelism splits, on one rank: the matrices and the
+        column-parallel biases.
+        """
         kv_width = kv_heads_per_rank(self.kv_heads, tp) * self.head_width
         queries, ffn = self.query_width // tp, self.ffn // tp
         return (
@@ -129,7 +144,9 @@ class Shape:
         return self.hidden * (2 * self.query_width // tp + 2 * kv_width + self.mlp_matrices * self.ffn // tp)
 
     def layer_shared_parameters(self) -> int:
-        """Parameters of one layer that every tensor-parallel rank holds: norms and the biases behind a reduction."""
+        """Parameters of one layer that every tensor-parallel rank holds: norms and the biases behind a
+        reduction.
+        """
         shared = 2 * self.norm_vectors * self.hidden + (2 * self.hidden if self.bias else 0)
         return shared + (2 * self.head_width if self.qk_norm else 0)
 
@@ -141,11 +158,14 @@ class Shape:
         """Parameters of the whole model, tied ones counted once."""
         embeddings = self.vocab * self.hidden * (1 if self.tied else 2)
         positions = self.sequence * self.hidden if self.positions == "learned" else 0
-        return embeddings + positions + self.layers * self.layer_parameters() + self.norm_vectors * self.hidden
+        return (
+            embeddings + positions + self.layers * self.layer_parameters() + self.norm_vectors * self.hidden
+        )
 
 
 def kv_heads_per_rank(kv_heads: int, tp: int) -> int:
-    """Key-value heads that one tensor-parallel rank holds: with fewer heads than ranks each head is held more than once.
+    """Key-value heads that one tensor-parallel rank holds: with fewer heads than ranks each head is held more
+    than once.
 
     >>> kv_heads_per_rank(8, 4), kv_heads_per_rank(2, 8)
     (2, 1)

@@ -16,7 +16,11 @@ from lowtide.estimate.errors import EstimateError
 
 Stages = Annotated[
     str | None,
-    typer.Option("--stage", help="Pipeline stages: 0, or 0,3,7, or all. [default: the first, one inside, the last]", show_default=False),
+    typer.Option(
+        "--stage",
+        help="Pipeline stages: 0, or 0,3,7, or all. [default: the first, one inside, the last]",
+        show_default=False,
+    ),
 ]
 
 
@@ -54,24 +58,44 @@ def simulate_command(
     config: options.ConfigFile = None,
     stage: Stages = None,
     policy: Annotated[
-        str | None, typer.Option(help="keep_all, full, sqrt or selective as lowtide.plan does them.", show_default=False)
+        str | None,
+        typer.Option(help="keep_all, full, sqrt or selective as lowtide.plan does them.", show_default=False),
     ] = None,
-    budget: Annotated[str | None, typer.Option(help="Plan every stage to stay below this (40GiB).", show_default=False)] = None,
+    budget: Annotated[
+        str | None, typer.Option(help="Plan every stage to stay below this (40GiB).", show_default=False)
+    ] = None,
     device: Annotated[
-        str | None, typer.Option(help="Whose speed the plans for a budget weigh. [default: a100]", show_default=False)
+        str | None,
+        typer.Option(help="Whose speed the plans for a budget weigh. [default: a100]", show_default=False),
     ] = None,
-    fresh_gradients: Annotated[bool, typer.Option("--fresh-gradients", help="The first backward makes the gradients.")] = False,
+    fresh_gradients: Annotated[
+        bool, typer.Option("--fresh-gradients", help="The first backward makes the gradients.")
+    ] = False,
     scratch: Annotated[
-        bool, typer.Option("--scratch", help="Run each operation once here, and count what it allocates meanwhile (small shapes).")
+        bool,
+        typer.Option(
+            "--scratch",
+            help="Run each operation once here, and count what it allocates meanwhile (small shapes).",
+        ),
     ] = False,
     transformers: Annotated[
-        bool, typer.Option("--transformers", help="A Hugging Face configuration as transformers builds it (--tp 1 --pp 1).")
+        bool,
+        typer.Option(
+            "--transformers", help="A Hugging Face configuration as transformers builds it (--tp 1 --pp 1)."
+        ),
     ] = False,
     json_out: options.Json = False,
-    plot: Annotated[Path | None, typer.Option(help="Draw the timeline into this file (needs matplotlib).", show_default=False)] = None,
+    plot: Annotated[
+        Path | None,
+        typer.Option(help="Draw the timeline into this file (needs matplotlib).", show_default=False),
+    ] = None,
 ) -> None:
-    """Trace a training step of any size on fake tensors, one rank of each stage, and print the closed form beside the trace. No GPU."""
-    given = {name: value for name, value in locals().items() if name in options.SETTINGS and value is not None}
+    """Trace a training step of any size on fake tensors, one rank of each stage, and print the closed form
+    beside the trace. No GPU.
+    """
+    given = {
+        name: value for name, value in locals().items() if name in options.SETTINGS and value is not None
+    }
     from rich.console import Console
 
     from lowtide.estimate.config import configure, read_config
@@ -80,7 +104,9 @@ def simulate_command(
     if policy is not None and budget is not None:
         raise EstimateError("--policy and --budget choose in two ways what stays: give one")
     if device is not None and budget is None:
-        raise EstimateError("--device without --budget changes nothing here: it is for the speeds that plans weigh")
+        raise EstimateError(
+            "--device without --budget changes nothing here: it is for the speeds that plans weigh"
+        )
     refuse_zero(given)
     given["recompute"] = parse_recompute(recompute)
     if as_published:
@@ -94,7 +120,8 @@ def simulate_command(
     console = Console()
     with ExitStack() as stack:
         result = simulate(
-            found, stages=stages, policy=policy, budget=budget, device=find_device(device) if device else None, fresh_gradients=fresh_gradients,
+            found, stages=stages, policy=policy, budget=budget,
+            device=find_device(device) if device else None, fresh_gradients=fresh_gradients,
             scratch=scratch, build=build, progress=None if json_out else _bar(stack),
         )  # fmt: skip
     if plot is not None:
@@ -124,14 +151,18 @@ def chosen_stages(text: str | None, pp: int) -> list[int]:
     except ValueError:
         stages = [-1]
     if not all(0 <= stage < pp for stage in stages):
-        raise EstimateError(f"--stage={text!r}: give stages from 0 to {pp - 1}, as in 0 or 0,{pp - 1}, or all")
+        raise EstimateError(
+            f"--stage={text!r}: give stages from 0 to {pp - 1}, as in 0 or 0,{pp - 1}, or all"
+        )
     return stages
 
 
 def _transformers(model: str | None) -> Callable[[], Any]:
     """What builds a Hugging Face configuration's own model."""
     if model is None:
-        raise EstimateError("--transformers needs --model, a Hugging Face config.json or hf:TYPE[:key=value,...]")
+        raise EstimateError(
+            "--transformers needs --model, a Hugging Face config.json or hf:TYPE[:key=value,...]"
+        )
     from lowtide.estimate.simulation.whole import hugging_face_builder
 
     return hugging_face_builder(model)
@@ -147,6 +178,8 @@ def _bar(stack: ExitStack) -> Callable[[str, int, int], None]:
     task = bar.add_task("tracing", total=None)
 
     def tell(what: str, done: int, count: int) -> None:
-        bar.update(task, description=f"tracing {what}" if what != "simulating" else what, completed=done, total=count)
+        bar.update(
+            task, description=f"tracing {what}" if what != "simulating" else what, completed=done, total=count
+        )
 
     return tell

@@ -1,13 +1,17 @@
-"""How long a step would take: a plain model of compute, links and bubble, calibrated on published iteration times.
+"""How long a step would take: a plain model of compute, links and bubble, calibrated on published iteration
+times.
 
-seconds = (FLOPs that are run / (devices x peak x `EFFICIENCY`) + `PASSES` x bytes of activations / memory bandwidth) x (1 + pipeline bubble)
+seconds = (FLOPs that are run / (devices x peak x `EFFICIENCY`) + `PASSES` x bytes of activations / memory
+bandwidth) x (1 + pipeline bubble)
           + what tensor parallelism sends / the link inside a node
           + what pipeline stages send / the slower link they cross
           + what data parallelism sends, less what the last backward hides
-          + the optimizer's reads and writes / memory bandwidth, or the host link and the host's Adam where it is offloaded
+          + the optimizer's reads and writes / memory bandwidth, or the host link and the host's Adam where it
+          is offloaded
 
-It ranks configurations; it does not promise seconds. `EFFICIENCY` is the one fitted number: `benchmarks/estimate_speed.py` finds it from the
-eight iteration times of arXiv 2205.05198, Table 5, and says how far off each is.
+It ranks configurations; it does not promise seconds. `EFFICIENCY` is the one fitted number:
+`benchmarks/estimate_speed.py` finds it from the eight iteration times of arXiv 2205.05198, Table 5, and says
+how far off each is.
 """
 
 from __future__ import annotations
@@ -27,15 +31,19 @@ EFFICIENCY = 0.659
 """Share of the peak rate that a device's own operations reach, between collectives."""
 
 PASSES = 4
-"""How often an activation is written or read in a step, products not counted: written and read in forward, read and its gradient written in
-backward. A recomputed one is written and read once more."""
+"""How often an activation is written or read in a step, products not counted: written and read in forward,
+read and its gradient written in backward. A recomputed one is written and read once more."""
 
 HOST_ADAM_BYTES_PER_SECOND = 110e9
-"""What the host's Adam reads and writes a second, at 28 bytes a parameter (arXiv 2101.06840, Table 4: 93 to 127 GB/s)."""
+"""What the host's Adam reads and writes a second, at 28 bytes a parameter (arXiv 2101.06840, Table 4: 93 to
+127 GB/s).
+"""
 
 ASSUMPTIONS = (
-    f"a device's operations reach {100 * EFFICIENCY:.1f} % of its peak (fitted to the eight iteration times of arXiv 2205.05198, Table 5)",
-    "tensor-parallel collectives are not hidden; data-parallel ones hide behind the last micro-batch's backward, ZeRO-3's behind all compute",
+    f"a device's operations reach {100 * EFFICIENCY:.1f} % of its peak (fitted to the eight iteration times "
+    "of arXiv 2205.05198, Table 5)",
+    "tensor-parallel collectives are not hidden; data-parallel ones hide behind the last micro-batch's "
+    "backward, ZeRO-3's behind all compute",
     "tensor-parallel groups stay within a node; causal attention is counted whole",
     f"activations are written and read {PASSES} times at the memory's full bandwidth, on top of the products",
     "what goes to the host hides behind backward; the optimizer there does not, and runs at "
@@ -74,7 +82,9 @@ def step_time(config: Config, device: Device, efficiency: float = EFFICIENCY) ->
     """
     flops = iteration_flops(config)
     compute = flops.executed / (config.devices * device.flops * efficiency)
-    activations = float(total(layer_terms(config))) * config.micro_batches / config.pp / device.memory_bandwidth
+    activations = (
+        float(total(layer_terms(config))) * config.micro_batches / config.pp / device.memory_bandwidth
+    )
     compute += activations * (PASSES * config.model.layers + 2 * float(recomputed_layers(config)))
     sent = [0.0] * 4
     for stage in {0, config.pp - 1}:
@@ -89,7 +99,11 @@ def step_time(config: Config, device: Device, efficiency: float = EFFICIENCY) ->
     parameters = stage_parameters(config, 0) / (config.dp if config.zero else 1)
     away = config.offload_optimizer
     states = config.optimizer_bytes + config.gradient_bytes + config.weight_bytes
-    on_host = away * parameters * 28 / (HOST_ADAM_BYTES_PER_SECOND / min(device.node, config.devices)) if away else 0.0
+    on_host = (
+        away * parameters * 28 / (HOST_ADAM_BYTES_PER_SECOND / min(device.node, config.devices))
+        if away
+        else 0.0
+    )
     return StepTime(
         compute=compute,
         bubble=compute * float(bubble_share(config)),

@@ -1,4 +1,6 @@
-"""Weights, gradients and optimizer state: on one device under tensor and pipeline parallelism, ZeRO (arXiv 1910.02054) and ZeRO-Offload (arXiv 2101.06840)."""
+"""Weights, gradients and optimizer state: on one device under tensor and pipeline parallelism, ZeRO (arXiv
+1910.02054) and ZeRO-Offload (arXiv 2101.06840).
+"""
 
 from __future__ import annotations
 
@@ -14,8 +16,9 @@ from lowtide.estimate.lines import ZERO, ZERO_OFFLOAD, Line
 def stage_parameters(config: Config, stage: int) -> int:
     """Parameters on one device of a pipeline stage, before ZeRO splits them.
 
-    The first stage holds the embedding, the last the final norm and the output layer, which is a copy of the embedding where they are tied and
-    the pipeline has more than one stage. The vocabulary is split over the tensor-parallel ranks (rounded up), learned positions are not.
+    The first stage holds the embedding, the last the final norm and the output layer, which is a copy of the
+    embedding where they are tied and the pipeline has more than one stage. The vocabulary is split over the
+    tensor-parallel ranks (rounded up), learned positions are not.
     """
     model, t = config.model, config.tp
     count = config.stage_layers * (model.layer_matrix_parameters(t) + model.layer_shared_parameters())
@@ -56,9 +59,10 @@ def model_states(
 ) -> ModelStates:
     """Bytes of the model states of ``parameters`` parameters (Psi) on each of ``dp`` devices (N_d).
 
-    ZeRO (1910.02054, Figure 1): nothing split 16 Psi; stage 1 (P_os) 4 Psi + 12 Psi/N_d; stage 2 (P_os+g) 2 Psi + 14 Psi/N_d; stage 3
-    (P_os+g+p) 16 Psi/N_d. ZeRO-Offload (2101.06840, Table 1): of the offloaded fraction the gradients and the optimizer leave the device, 16 M
-    becoming 2 M.
+    ZeRO (1910.02054, Figure 1): nothing split 16 Psi; stage 1 (P_os) 4 Psi + 12 Psi/N_d; stage 2 (P_os+g) 2
+        Psi + 14 Psi/N_d; stage 3
+    (P_os+g+p) 16 Psi/N_d. ZeRO-Offload (2101.06840, Table 1): of the offloaded fraction the gradients and the
+    optimizer leave the device, 16 M becoming 2 M.
 
     >>> float(model_states(7.5e9, dp=64, zero=2).total)
     16640625000.0
@@ -67,8 +71,8 @@ def model_states(
     """
     if parameters <= 0 or dp < 1 or zero not in (0, 1, 2, 3) or not 0 <= offload <= 1:
         raise EstimateError(
-            f"parameters={parameters}, dp={dp}, zero={zero}, offload={offload}: parameters above 0, dp of at least 1, zero from 0 to 3 and "
-            "offload from 0 to 1 are needed"
+            f"parameters={parameters}, dp={dp}, zero={zero}, offload={offload}: parameters above 0, dp of at "
+            "least 1, zero from 0 to 3 and offload from 0 to 1 are needed"
         )
     count, stays = Fraction(parameters), 1 - Fraction(offload)
     return ModelStates(
@@ -84,32 +88,43 @@ def state_lines(config: Config, stage: int) -> list[Line]:
     weight, gradient, optimizer = config.weight_bytes, config.gradient_bytes, config.optimizer_bytes
     offload, zero = config.offload_optimizer, config.zero
     states = model_states(
-        count, dp=config.dp, zero=zero, offload=offload, weight_bytes=weight, gradient_bytes=gradient, optimizer_bytes=optimizer
+        count,
+        dp=config.dp,
+        zero=zero,
+        offload=offload,
+        weight_bytes=weight,
+        gradient_bytes=gradient,
+        optimizer_bytes=optimizer,
     )
     figure = f"{ZERO} Fig. 1"
     plain = f"{ZERO} Sec. 3.1" if gradient == weight else "arXiv 2205.05198 Fig. 1"
     host = f" x (1 - {offload:g})" if offload else ""
     away = (
-        f"; the rest on the host: {ZERO_OFFLOAD} Table 1" + (", split as in ZeRO-Offload++ (Twin-Flow)" if 0 < offload < 1 else "")
+        f"; the rest on the host: {ZERO_OFFLOAD} Table 1"
+        + (", split as in ZeRO-Offload++ (Twin-Flow)" if 0 < offload < 1 else "")
         if offload
         else ""
     )
     parts = "master weights and " if weight < 4 else ""
     return [
-        Line("weights", "weights", ceil(states.weights), f"{weight}Ψ{'/d' if zero >= 3 else ''}", figure if zero >= 3 else plain, _count(count)),
+        Line("weights", "weights", ceil(states.weights), f"{weight}Ψ{'/d' if zero >= 3 else ''}",
+            figure if zero >= 3 else plain, _count(count)),
         Line(
             "gradients", "gradients", ceil(states.gradients), f"{gradient}Ψ{host}{'/d' if zero >= 2 else ''}",
             (figure if zero >= 2 else plain) + away,
         ),
         Line(
-            "optimizer", f"{parts}{config.optimizer} state", ceil(states.optimizer), f"{optimizer}Ψ{host}{'/d' if zero >= 1 else ''}",
+            "optimizer", f"{parts}{config.optimizer} "
+                         "state", ceil(states.optimizer), f"{optimizer}Ψ{host}{'/d' if zero >= 1 else ''}",
             (figure if zero >= 1 else plain) + away,
         ),
     ]  # fmt: skip
 
 
 def host_bytes(config: Config, stage: int) -> int:
-    """Host memory that one device's share of the offloaded optimizer takes: optimizer state and gradients (2101.06840, Table 1: 14 M)."""
+    """Host memory that one device's share of the offloaded optimizer takes: optimizer state and gradients
+    (2101.06840, Table 1: 14 M).
+    """
     count = Fraction(stage_parameters(config, stage), config.dp if config.zero >= 1 else 1)
     return ceil(count * Fraction(config.offload_optimizer) * (config.optimizer_bytes + config.gradient_bytes))
 

@@ -1,4 +1,6 @@
-"""`suggest`: which parallel sizes, micro-batch, recomputation and offload fit a memory, in the order of predicted time and simplicity."""
+"""`suggest`: which parallel sizes, micro-batch, recomputation and offload fit a memory, in the order of
+predicted time and simplicity.
+"""
 
 from __future__ import annotations
 
@@ -20,8 +22,8 @@ RESERVE = 0.08
 TIE = 0.03
 """Predicted times this close to each other are taken for equal."""
 ORDER = (
-    f"the fastest predicted first; in steps of {TIE:.0%} times count as equal, and there the simpler goes first: without offload, then without a "
-    "pipeline, then without recomputation and ZeRO 3"
+    f"the fastest predicted first; in steps of {TIE:.0%} times count as equal, and there the simpler goes "
+    "first: without offload, then without a pipeline, then without recomputation and ZeRO 3"
 )
 """What `Suggestions.best` goes by, in words."""
 STEP_TOKENS = 1 << 22
@@ -52,7 +54,11 @@ class Suggestion:
     def flags(self) -> str:
         """The flags of ``lowtide estimate`` that say the same, the model left out."""
         config = self.config
-        parts = [f"--seq {config.seq}", f"--micro-batch {config.micro_batch}", f"--global-batch {config.global_batch}"]
+        parts = [
+            f"--seq {config.seq}",
+            f"--micro-batch {config.micro_batch}",
+            f"--global-batch {config.global_batch}",
+        ]
         for name in ("tp", "pp", "interleave", "dp", "zero"):
             value = getattr(config, name)
             if value > (0 if name == "zero" else 1):
@@ -73,7 +79,8 @@ class Suggestion:
         """As plain values."""
         config = self.config
         names = (
-            "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "seq", "micro_batch", "global_batch", "recompute", "chunked_loss",
+            "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "seq", "micro_batch",
+            "global_batch", "recompute", "chunked_loss",
             "offload_optimizer",
         )  # fmt: skip
         return {
@@ -92,7 +99,8 @@ class Suggestions:
 
     Attributes:
         best: configurations that fit, in the order of `ORDER`; where none fits, the one that needs least.
-        tried, fitting: how many were looked at, and how many of them fit. What a simpler one that fits makes pointless is not looked at.
+        tried, fitting: how many were looked at, and how many of them fit. What a simpler one that fits makes
+            pointless is not looked at.
         usable_bytes: the memory less what is reserved.
     """
 
@@ -108,7 +116,9 @@ class Suggestions:
 
 
 def peak_bytes(config: Config) -> int:
-    """Peak of the device that needs most: the first stage has the embedding and most in flight, the last one the loss."""
+    """Peak of the device that needs most: the first stage has the embedding and most in flight, the last one
+    the loss.
+    """
     return max(stage_estimate(config, stage).total_bytes for stage in {0, config.pp - 1})
 
 
@@ -122,7 +132,8 @@ def suggest(
     count: int = 8,
     **settings: Any,
 ) -> Suggestions:
-    """Look through parallel sizes, micro-batches, recomputation, ZeRO stages and offload for what fits and is fastest.
+    """Look through parallel sizes, micro-batches, recomputation, ZeRO stages and offload for what fits and is
+    fastest.
 
     Args:
         model: as `configure` takes it.
@@ -147,7 +158,11 @@ def suggest(
     if not 0 <= reserve < 1:
         raise EstimateError(f"--reserve={reserve}: a share of at least 0 and below 1 is needed")
     given = {key: value for key, value in settings.items() if value is not None}
-    base = configure(model, **{key: value for key, value in given.items() if key not in _VARIED or key in ("micro_batch",)} | _alone(given))
+    base = configure(
+        model,
+        **{key: value for key, value in given.items() if key not in _VARIED or key in ("micro_batch",)}
+        | _alone(given),
+    )
     usable = int((memory_bytes or device.memory_bytes) * (1 - reserve))
     batch = given.pop("global_batch", None) or _usual_batch(base.seq, devices)
     tried, fitting = 0, 0
@@ -185,15 +200,33 @@ def suggest(
                 break  # a larger micro-batch needs more
     if least is None:
         why = f": {reasons[0]}" if reasons else ""
-        fixed = "".join(f" {flag(name)}={given[name]}" for name in ("tp", "pp", "dp", "interleave", "micro_batch") if name in given)
-        raise EstimateError(
-            f"no parallel sizes divide the model and --devices={devices} with a global batch of {batch}{fixed and ' at' + fixed}{why}"
+        fixed = "".join(
+            f" {flag(name)}={given[name]}"
+            for name in ("tp", "pp", "dp", "interleave", "micro_batch")
+            if name in given
         )
-    best = sorted(by_sizes.values(), key=lambda one: _order(one, min(map(_rank, by_sizes.values()))[0]))[:count] or [least]
+        raise EstimateError(
+            f"no parallel sizes divide the model and --devices={devices} with a global batch of "
+            f"{batch}{fixed and ' at' + fixed}{why}"
+        )
+    best = sorted(by_sizes.values(), key=lambda one: _order(one, min(map(_rank, by_sizes.values()))[0]))[
+        :count
+    ] or [least]
     return Suggestions(tuple(best), tried, fitting, usable)
 
 
-_VARIED = ("tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "micro_batch", "recompute", "chunked_loss", "offload_optimizer")
+_VARIED = (
+    "tp",
+    "sequence_parallel",
+    "pp",
+    "interleave",
+    "dp",
+    "zero",
+    "micro_batch",
+    "recompute",
+    "chunked_loss",
+    "offload_optimizer",
+)
 
 
 def _alone(given: dict[str, Any]) -> dict[str, Any]:
@@ -224,13 +257,21 @@ def _sizes(base: Config, devices: int, node: int, given: dict[str, Any]) -> Iter
     """Parallel sizes whose product is the devices."""
     model = base.model
     for tp in (
-        [given["tp"]] if "tp" in given else [t for t in (1, 2, 4, 8, 16) if t <= node and model.heads % t == 0 and model.ffn % t == 0]
+        [given["tp"]]
+        if "tp" in given
+        else [t for t in (1, 2, 4, 8, 16) if t <= node and model.heads % t == 0 and model.ffn % t == 0]
     ):
-        for pp in [given["pp"]] if "pp" in given else [p for p in range(1, model.layers + 1) if model.layers % p == 0]:
+        for pp in (
+            [given["pp"]]
+            if "pp" in given
+            else [p for p in range(1, model.layers + 1) if model.layers % p == 0]
+        ):
             if devices % (tp * pp) or ("dp" in given and given["dp"] != devices // (tp * pp)):
                 continue
             dp = devices // (tp * pp)
-            zeros = [given["zero"]] if "zero" in given else [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 2, 3]
+            zeros = (
+                [given["zero"]] if "zero" in given else [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 2, 3]
+            )
             chunks = [1] if pp == 1 else [m for m in (1, 2, 3, 4) if model.layers % (pp * m) == 0]
             interleaves = [given["interleave"]] if "interleave" in given else chunks
             split = given.get("sequence_parallel", tp > 1 and base.seq % tp == 0)

@@ -16,20 +16,41 @@ def suggest_command(
     model: Annotated[str, typer.Option(help=options.MODEL_HELP)],
     devices: Annotated[int, typer.Option(help="How many accelerators; all are used.")],
     memory: options.Memory = None,
-    device: Annotated[str, typer.Option(help="v100, a100, a100-40gb, h100, h200, b200, ...: peak rate, links, memory.")] = "a100",
+    device: Annotated[
+        str, typer.Option(help="v100, a100, a100-40gb, h100, h200, b200, ...: peak rate, links, memory.")
+    ] = "a100",
     peak_tflops: Annotated[
-        float | None, typer.Option(help="Peak TFLOP/s of one device, instead of the --device's.", show_default=False)
+        float | None,
+        typer.Option(help="Peak TFLOP/s of one device, instead of the --device's.", show_default=False),
     ] = None,
-    node: Annotated[int | None, typer.Option(help="Devices in a node, instead of the --device's 8.", show_default=False)] = None,
-    node_bandwidth: Annotated[float | None, typer.Option(help="GB/s that a device sends within a node.", show_default=False)] = None,
-    network_bandwidth: Annotated[float | None, typer.Option(help="GB/s that a device sends to other nodes.", show_default=False)] = None,
-    host_bandwidth: Annotated[float | None, typer.Option(help="GB/s to the host, one direction.", show_default=False)] = None,
-    memory_bandwidth: Annotated[float | None, typer.Option(help="GB/s to a device's own memory.", show_default=False)] = None,
-    reserve: Annotated[float, typer.Option(help="Share of the memory left for the driver, buffers and fragmentation.")] = 0.08,
+    node: Annotated[
+        int | None, typer.Option(help="Devices in a node, instead of the --device's 8.", show_default=False)
+    ] = None,
+    node_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s that a device sends within a node.", show_default=False)
+    ] = None,
+    network_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s that a device sends to other nodes.", show_default=False)
+    ] = None,
+    host_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s to the host, one direction.", show_default=False)
+    ] = None,
+    memory_bandwidth: Annotated[
+        float | None, typer.Option(help="GB/s to a device's own memory.", show_default=False)
+    ] = None,
+    reserve: Annotated[
+        float, typer.Option(help="Share of the memory left for the driver, buffers and fragmentation.")
+    ] = 0.08,
     seq: options.Seq = None,
-    global_batch: Annotated[int | None, typer.Option(help="Sequences in a step. [default: about 4M tokens]", show_default=False)] = None,
-    micro_batch: Annotated[int | None, typer.Option(help="Sequences in a micro-batch (b). [default: varied]", show_default=False)] = None,
-    tp: Annotated[int | None, typer.Option(help="Tensor parallel size (t). [default: varied]", show_default=False)] = None,
+    global_batch: Annotated[
+        int | None, typer.Option(help="Sequences in a step. [default: about 4M tokens]", show_default=False)
+    ] = None,
+    micro_batch: Annotated[
+        int | None, typer.Option(help="Sequences in a micro-batch (b). [default: varied]", show_default=False)
+    ] = None,
+    tp: Annotated[
+        int | None, typer.Option(help="Tensor parallel size (t). [default: varied]", show_default=False)
+    ] = None,
     sequence_parallel: Annotated[
         bool | None,
         typer.Option(
@@ -38,16 +59,28 @@ def suggest_command(
             show_default=False,
         ),
     ] = None,
-    pp: Annotated[int | None, typer.Option(help="Pipeline stages (p). [default: varied]", show_default=False)] = None,
-    interleave: Annotated[int | None, typer.Option(help="Model chunks on a stage (m). [default: varied]", show_default=False)] = None,
-    dp: Annotated[int | None, typer.Option(help="Data parallel size (d). [default: varied]", show_default=False)] = None,
+    pp: Annotated[
+        int | None, typer.Option(help="Pipeline stages (p). [default: varied]", show_default=False)
+    ] = None,
+    interleave: Annotated[
+        int | None, typer.Option(help="Model chunks on a stage (m). [default: varied]", show_default=False)
+    ] = None,
+    dp: Annotated[
+        int | None, typer.Option(help="Data parallel size (d). [default: varied]", show_default=False)
+    ] = None,
     zero: Annotated[
         int | None,
-        typer.Option(help="ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights). [default: varied]", show_default=False),
+        typer.Option(
+            help="ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights). [default: varied]",
+            show_default=False,
+        ),
     ] = None,
     recompute: Annotated[
         str | None,
-        typer.Option(help="none, selective, full, sqrt, or a number of layers of each stage. [default: varied]", show_default=False),
+        typer.Option(
+            help="none, selective, full, sqrt, or a number of layers of each stage. [default: varied]",
+            show_default=False,
+        ),
     ] = None,
     attention: options.Attention = None,
     dropout: options.Dropout = None,
@@ -57,17 +90,24 @@ def suggest_command(
     offload_optimizer: Annotated[
         float | None,
         typer.Option(
-            help="Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0 or 1, varied]", show_default=False
+            help="Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0 or "
+            "1, varied]",
+            show_default=False,
         ),
     ] = None,
     chunked_loss: Annotated[
-        bool | None, typer.Option("--chunked-loss/--whole-loss", help="Loss in chunks, or whole. [default: varied]", show_default=False)
+        bool | None,
+        typer.Option(
+            "--chunked-loss/--whole-loss",
+            help="Loss in chunks, or whole. [default: varied]",
+            show_default=False,
+        ),
     ] = None,
     count: Annotated[int, typer.Option(help="How many to show.")] = 8,
     json_out: options.Json = False,
 ) -> None:
-    """Suggest parallel sizes, micro-batch, recomputation and offload that fit, the fastest predicted first, of about equal ones the simplest. What
-    you give is not varied.
+    """Suggest parallel sizes, micro-batch, recomputation and offload that fit, the fastest predicted first,
+    of about equal ones the simplest. What you give is not varied.
 
     Exits with 1 when nothing fits.
     """
@@ -77,7 +117,10 @@ def suggest_command(
     from lowtide.estimate.suggest import suggest
 
     scaled = dict(
-        node_bandwidth=node_bandwidth, network_bandwidth=network_bandwidth, host_bandwidth=host_bandwidth, memory_bandwidth=memory_bandwidth
+        node_bandwidth=node_bandwidth,
+        network_bandwidth=network_bandwidth,
+        host_bandwidth=host_bandwidth,
+        memory_bandwidth=memory_bandwidth,
     )
     changes: dict[str, Any] = {name: value * 1e9 for name, value in scaled.items() if value is not None}
     if peak_tflops is not None:
@@ -88,10 +131,13 @@ def suggest_command(
     kind = find_device(device, **changes)
     memory_bytes = parse_memory(memory) if memory is not None else kind.memory_bytes
     given["recompute"] = parse_recompute(recompute)
-    found = suggest(model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve, count=count, **given)
+    found = suggest(
+        model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve, count=count, **given
+    )
     if json_out:
         data = {
-            "fits": found.fits, "tried": found.tried, "fitting": found.fitting, "memory_bytes": memory_bytes, "usable_bytes": found.usable_bytes,
+            "fits": found.fits, "tried": found.tried, "fitting": found.fitting, "memory_bytes": memory_bytes,
+            "usable_bytes": found.usable_bytes,
             "suggestions": [one.to_json() for one in found.best], "assumptions": list(ASSUMPTIONS),
         }  # fmt: skip
         typer.echo(json.dumps(data, indent=1))
@@ -111,12 +157,20 @@ def _show(model: str, devices: int, kind: str, memory_bytes: int, found: Any) ->
 
     console = Console()
     best = found.best[0]
-    where = f"{model} at {best.config.seq} tokens on {devices} x {kind} of {format_bytes(memory_bytes)} ({format_bytes(found.usable_bytes)} usable)"
+    where = (
+        f"{model} at {best.config.seq} tokens on {devices} x {kind} of {format_bytes(memory_bytes)} "
+        f"({format_bytes(found.usable_bytes)} usable)"
+    )
     if found.fits:
-        console.print(Text(f"It fits: {where}. {found.fitting} of {found.tried} configurations do.", style="bold green"))
+        console.print(
+            Text(f"It fits: {where}. {found.fitting} of {found.tried} configurations do.", style="bold green")
+        )
         console.print(f"Order: {ORDER}.", highlight=False)
     else:
-        text = f"It does not fit: {where}. The least of {found.tried} configurations needs {format_bytes(best.total_bytes)}:"
+        text = (
+            f"It does not fit: {where}. The least of {found.tried} configurations needs "
+            f"{format_bytes(best.total_bytes)}:"
+        )
         console.print(Text(text, style="bold red"))
     console.print("", suggestion_table(found), "", sep="\n")
     console.print("Line by line:", style="bold")
@@ -124,13 +178,15 @@ def _show(model: str, devices: int, kind: str, memory_bytes: int, found: Any) ->
     for note in ASSUMPTIONS:
         console.print(f"assumed: {note}", style="dim", highlight=False)
     console.print(
-        "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel, b micro-batch",
+        "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel, b "
+        "micro-batch",
         style="dim",
         highlight=False,
     )
 
 
 _SETTINGS = frozenset({
-    "seq", "global_batch", "micro_batch", "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "attention", "dropout", "dtype",
+    "seq", "global_batch", "micro_batch", "tp", "sequence_parallel", "pp", "interleave", "dp", "zero",
+    "attention", "dropout", "dtype",
     "gradient_dtype", "optimizer", "offload_optimizer", "chunked_loss",
 })  # fmt: skip

@@ -47,7 +47,9 @@ class Estimate:
 
     @property
     def mean_states_bytes(self) -> float:
-        """Weights, gradients and optimizer state of a device on average over the pipeline: what 2205.05198, Figure 1 shows."""
+        """Weights, gradients and optimizer state of a device on average over the pipeline: what 2205.05198,
+        Figure 1 shows.
+        """
         config = self.config
         states = model_states(
             self.parameters,
@@ -77,7 +79,11 @@ class Estimate:
 
     def _utilization(self, flops: int) -> float | None:
         seconds, peak = self.config.iteration_seconds, self.config.peak_flops
-        return None if seconds is None or peak is None else utilization(flops, seconds, self.config.devices, peak)
+        return (
+            None
+            if seconds is None or peak is None
+            else utilization(flops, seconds, self.config.devices, peak)
+        )
 
     @property
     def network_bytes(self) -> int:
@@ -128,7 +134,8 @@ def estimate(config: Config) -> Estimate:
 
     Example:
         >>> from lowtide.estimate import configure, estimate
-        >>> found = estimate(configure("22b", as_published=True, sequence_parallel=True, recompute="selective"))
+        >>> found = estimate(
+        ...     configure("22b", as_published=True, sequence_parallel=True, recompute="selective"))
         >>> found.stages[0].activations_bytes // 2**20
         10022
         >>> found.stages[0].lines[3].name, found.stages[0].lines[3].source
@@ -163,7 +170,8 @@ def stage_estimate(config: Config, index: int) -> Stage:
 
 
 def whole_micro_batches(config: Config, stage: Stage) -> int:
-    """How many of a stage's micro-batches in flight can be kept without recomputation in the memory that is left (2205.05198, Appendix C).
+    """How many of a stage's micro-batches in flight can be kept without recomputation in the memory that is
+    left (2205.05198, Appendix C).
 
     All of them where nothing is recomputed and the stage fits, none where it does not fit.
     """
@@ -172,7 +180,9 @@ def whole_micro_batches(config: Config, stage: Stage) -> int:
     flying = int(stage.micro_batches_in_flight)
     if left < 0:
         return 0
-    saved = total(layer_terms(config)) - sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
+    saved = total(layer_terms(config)) - sum(
+        (term.bytes * share for term, share in kept_terms(config)), Fraction(0)
+    )
     return flying if saved <= 0 else min(flying, int(left / (saved * config.stage_layers)))
 
 
@@ -189,23 +199,32 @@ def _notes(config: Config) -> list[str]:
     if config.recompute == "selective":
         if config.attention == "fused":
             notes.append(
-                "selective recomputation of a fused kernel frees its log-sum-exp only: the output projection keeps the kernel's output"
+                "selective recomputation of a fused kernel frees its log-sum-exp only: the output "
+                "projection keeps the kernel's output"
             )
         notes.append(
-            "hardware FLOPs follow 2205.05198, Equation 8, which charges recomputed attention three times (12Bs²hL); executed FLOPs count what is run (4Bs²hL)"
+            "hardware FLOPs follow 2205.05198, Equation 8, which charges recomputed attention three times "
+            "(12Bs²hL); executed FLOPs count what is run (4Bs²hL)"
         )
     if config.gradient_dtype == "auto" and config.gradient_bytes != config.weight_bytes:
-        notes.append("gradients are summed in float32 (2205.05198: 18 bytes a parameter); --gradient-dtype bf16 counts ZeRO's 16")
+        notes.append(
+            "gradients are summed in float32 (2205.05198: 18 bytes a parameter); --gradient-dtype bf16 "
+            "counts ZeRO's 16"
+        )
     if config.zero and config.dp == 1:
-        notes.append(f"--zero {config.zero} with --dp 1: there is one data-parallel rank, so it holds everything")
+        notes.append(
+            f"--zero {config.zero} with --dp 1: there is one data-parallel rank, so it holds everything"
+        )
     if config.model.kv_heads < config.tp:
         notes.append(
-            f"{config.model.kv_heads} key-value heads on {config.tp} tensor-parallel ranks: each is held by {config.tp // config.model.kv_heads}"
+            f"{config.model.kv_heads} key-value heads on {config.tp} tensor-parallel ranks: each is held by "
+            f"{config.tp // config.model.kv_heads}"
         )
     if config.tp > 1 and config.model.vocab % config.tp:
         notes.append(f"the vocabulary of {config.model.vocab} is padded to a multiple of {config.tp}")
     if config.recompute == "full" and config.sequence_parallel:
         notes.append(
-            "full recomputation keeps layer inputs split along the sequence: 2sbh/t, where Table 2's last row is without sequence parallelism"
+            "full recomputation keeps layer inputs split along the sequence: 2sbh/t, where Table 2's last "
+            "row is without sequence parallelism"
         )
     return notes

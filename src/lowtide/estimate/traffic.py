@@ -1,8 +1,9 @@
 """Bytes that one device sends in a step, over the network and over the host link.
 
-Collectives are counted as rings send them: an all-reduce of N bytes among n ranks sends 2N(n-1)/n from each, an all-gather or a reduce-scatter
-of N bytes in all N(n-1)/n. Sums travel in the tensors' own precision, as Megatron's do; `lowtide.parallel` makes them in float32 unless it is given
-``reduce_dtype=torch.bfloat16``. Papers that count volumes (1910.02054: 2Ψ, 3Ψ, 12sh) leave the (n-1)/n out.
+Collectives are counted as rings send them: an all-reduce of N bytes among n ranks sends 2N(n-1)/n from each,
+an all-gather or a reduce-scatter of N bytes in all N(n-1)/n. Sums travel in the tensors' own precision, as
+Megatron's do; `lowtide.parallel` makes them in float32 unless it is given ``reduce_dtype=torch.bfloat16``.
+Papers that count volumes (1910.02054: 2Ψ, 3Ψ, 12sh) leave the (n-1)/n out.
 """
 
 from __future__ import annotations
@@ -64,7 +65,13 @@ def _tensor(config: Config, stage: int) -> list[Traffic]:
     found = []
     if config.sequence_parallel:
         found.append(
-            Traffic("tensor", "gathers and reduce-scatters of the layers", ceil(8 * one * layers), "8 x 2sbh", f"{KORTHIKANTI} Sec. 4.2.2")
+            Traffic(
+                "tensor",
+                "gathers and reduce-scatters of the layers",
+                ceil(8 * one * layers),
+                "8 x 2sbh",
+                f"{KORTHIKANTI} Sec. 4.2.2",
+            )
         )
         found.append(
             Traffic(
@@ -77,22 +84,56 @@ def _tensor(config: Config, stage: int) -> list[Traffic]:
         )
         if again:
             found.append(
-                Traffic("tensor", "collectives of recomputed layers", ceil(4 * one * again), "4 x 2sbh", f"{KORTHIKANTI} Sec. 4.2.2")
+                Traffic(
+                    "tensor",
+                    "collectives of recomputed layers",
+                    ceil(4 * one * again),
+                    "4 x 2sbh",
+                    f"{KORTHIKANTI} Sec. 4.2.2",
+                )
             )
     else:
         found.append(
-            Traffic("tensor", "all-reduces of the layers", ceil(8 * one * layers), "4 all-reduces of 2sbh", f"{KORTHIKANTI} Sec. 4.2.2")
+            Traffic(
+                "tensor",
+                "all-reduces of the layers",
+                ceil(8 * one * layers),
+                "4 all-reduces of 2sbh",
+                f"{KORTHIKANTI} Sec. 4.2.2",
+            )
         )
         if again:
             found.append(
-                Traffic("tensor", "all-reduces of recomputed layers", ceil(4 * one * again), "2 all-reduces of 2sbh", f"{ZERO} Sec. 8")
+                Traffic(
+                    "tensor",
+                    "all-reduces of recomputed layers",
+                    ceil(4 * one * again),
+                    "2 all-reduces of 2sbh",
+                    f"{ZERO} Sec. 8",
+                )
             )
     if config.partition_activations:
         count = Fraction(total(term for term, _ in kept_terms(config)) * t)
-        found.append(Traffic("tensor", "gather of the split checkpoints", ceil(_ring(count, t) * layers), "2sbh", f"{ZERO} Sec. 8 (P_a)"))
+        found.append(
+            Traffic(
+                "tensor",
+                "gather of the split checkpoints",
+                ceil(_ring(count, t) * layers),
+                "2sbh",
+                f"{ZERO} Sec. 8 (P_a)",
+            )
+        )
     ends = (1 if stage == 0 else 0) + (1 if stage == config.pp - 1 else 0)
     if ends:
-        found.append(Traffic("tensor", "embedding and output layer", ceil(2 * one * n * ends), "2sbh each way", f"{KORTHIKANTI} Sec. 4.3"))
+        found.append(
+            Traffic(
+                "tensor",
+                "embedding and output layer",
+                ceil(2 * one * n * ends),
+                "2sbh each way",
+                f"{KORTHIKANTI} Sec. 4.3",
+            )
+        )
     return found
 
 
@@ -102,7 +143,15 @@ def _pipeline(config: Config, stage: int) -> list[Traffic]:
     message = Fraction(config.residual_bytes * config.tokens * config.model.hidden, config.replication)
     sends = 2 * config.interleave - (1 if stage in (0, config.pp - 1) else 0)
     size = ceil(message * sends * config.micro_batches)
-    return [Traffic("pipeline", "activations and their gradients between stages", size, f"{sends}n x 2sbh", "arXiv 2104.04473 Sec. 2.2")]
+    return [
+        Traffic(
+            "pipeline",
+            "activations and their gradients between stages",
+            size,
+            f"{sends}n x 2sbh",
+            "arXiv 2104.04473 Sec. 2.2",
+        )
+    ]
 
 
 def _data(config: Config, stage: int) -> list[Traffic]:
@@ -120,26 +169,51 @@ def _data(config: Config, stage: int) -> list[Traffic]:
         scatter = Traffic("data", "reduce-scatters of gradients", ceil(n * gradients), "nΨ", source)
     if config.zero < 3:
         return [scatter, Traffic("data", "gather of weights", ceil(weights), "Ψ", source)]
-    return [scatter, Traffic("data", "gathers of weights, forward and backward", ceil(2 * n * weights), "2nΨ", source)]
+    return [
+        scatter,
+        Traffic("data", "gathers of weights, forward and backward", ceil(2 * n * weights), "2nΨ", source),
+    ]
 
 
 def _host(config: Config, stage: int) -> list[Traffic]:
     found = []
     if config.offload_optimizer:
-        share = Fraction(config.offload_optimizer) * stage_parameters(config, stage) / (config.dp if config.zero >= 1 else 1)
+        share = (
+            Fraction(config.offload_optimizer)
+            * stage_parameters(config, stage)
+            / (config.dp if config.zero >= 1 else 1)
+        )
         source = f"{ZERO_OFFLOAD} Sec. 3"
-        down = ceil(share * config.gradient_bytes * config.micro_batches)  # no room on the device to sum them over micro-batches
+        # no room on the device to sum them over micro-batches
+        down = ceil(share * config.gradient_bytes * config.micro_batches)
         found.append(Traffic("host", "gradients to the host", down, f"{config.gradient_bytes}Mn", source))
-        found.append(Traffic("host", "weights from the host", ceil(share * config.weight_bytes), f"{config.weight_bytes}M", source))
+        found.append(
+            Traffic(
+                "host",
+                "weights from the host",
+                ceil(share * config.weight_bytes),
+                f"{config.weight_bytes}M",
+                source,
+            )
+        )
     if config.offload_activations:
         layer = sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
         size = ceil(2 * layer * config.stage_layers * config.micro_batches)
-        found.append(Traffic("host", "activations to and from the host", size, "2 x what is kept", f"{ZERO} Sec. 8 (P_a+cpu)"))
+        found.append(
+            Traffic(
+                "host",
+                "activations to and from the host",
+                size,
+                "2 x what is kept",
+                f"{ZERO} Sec. 8 (P_a+cpu)",
+            )
+        )
     return found
 
 
 def zero_volume_elements(parameters: int, zero: int) -> int:
-    """Elements that data parallelism moves in a step as 1910.02054, Section 7 counts them: 2Ψ, and 3Ψ in stage 3.
+    """Elements that data parallelism moves in a step as 1910.02054, Section 7 counts them: 2Ψ, and 3Ψ in
+    stage 3.
 
     >>> zero_volume_elements(10, 2), zero_volume_elements(10, 3)
     (20, 30)

@@ -1,8 +1,9 @@
 """What a step needs for moments only: how far its peak stands above everything that is kept.
 
-Autograd's tensors are all there when the loss is reached; from then on each backward node lets go of what it held and makes gradients. The peak
-is therefore at one of a few moments, and each is written down here with the tensors that exist then: the loss, and within the first layer to go
-backward the last linear layer of the MLP, its activation, its first linear layer, and the attention core. Under recomputation the layer's own
+Autograd's tensors are all there when the loss is reached; from then on each backward node lets go of what it
+held and makes gradients. The peak is therefore at one of a few moments, and each is written down here with
+the tensors that exist then: the loss, and within the first layer to go backward the last linear layer of the
+MLP, its activation, its first linear layer, and the attention core. Under recomputation the layer's own
 activations come on top.
 """
 
@@ -21,8 +22,9 @@ from lowtide.estimate.lines import CHEN, KORTHIKANTI, ZERO, Line, total
 def loss_moment(config: Config) -> Fraction:
     """Bytes above what is kept, at the loss.
 
-    Vocabulary-parallel cross entropy (t > 1) works in place: the low-precision logits stand beside the float32 ones. PyTorch's own (t = 1) keeps
-    the float32 log-probabilities and makes two float32 gradients of their size. A chunked loss does all of it for one chunk.
+    Vocabulary-parallel cross entropy (t > 1) works in place: the low-precision logits stand beside the
+    float32 ones. PyTorch's own (t = 1) keeps the float32 log-probabilities and makes two float32 gradients of
+    their size. A chunked loss does all of it for one chunk.
     """
     e, logits = config.element_bytes, logit_elements(config)
     if config.chunked_loss:
@@ -33,7 +35,9 @@ def loss_moment(config: Config) -> Fraction:
 
 
 def backward_moments(config: Config) -> Mapping[str, Fraction]:
-    """Bytes above what one layer keeps, at each moment of its backward; below zero where more was let go than made."""
+    """Bytes above what one layer keeps, at each moment of its backward; below zero where more was let go than
+    made.
+    """
     model, t = config.model, config.tp
     e, x = config.element_bytes, config.residual_bytes
     full = Fraction(config.tokens * model.hidden)
@@ -46,14 +50,22 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
     terms = layer_terms(config)
     down = next(term.bytes for term in terms if term.name.startswith("input of the MLP's last"))
     act = sum(
-        (term.bytes for term in terms if term.name in ("input of GELU", "input of the square", "gate and up projections", "silu(gate)")),
+        (
+            term.bytes
+            for term in terms
+            if term.name in ("input of GELU", "input of the square", "gate and up projections", "silu(gate)")
+        ),
         Fraction(0),
     )
     mlp = total(term for term in terms if term.part == "mlp")
     core = total(core_terms(config))
     stream = x * shared
     branch = e * shared
-    scores = Fraction(model.heads * config.tokens, t) * config.seq if config.attention == "unfused" else Fraction(0)
+    scores = (
+        Fraction(model.heads * config.tokens, t) * config.seq
+        if config.attention == "unfused"
+        else Fraction(0)
+    )
     softmax = 4 if config.dtype == "autocast" else e
     return {
         "last linear layer of the MLP": stream + branch + gathered + e * inner,
@@ -92,24 +104,54 @@ def temporary_lines(config: Config, stage: int) -> list[Line]:
     lines = []
     if name == "loss":
         lines.append(
-            Line("temporaries", "gradients of the loss", ceil(most), _loss_formula(config), f"{KORTHIKANTI} Sec. 4.3, its backward", note)
+            Line(
+                "temporaries",
+                "gradients of the loss",
+                ceil(most),
+                _loss_formula(config),
+                f"{KORTHIKANTI} Sec. 4.3, its backward",
+                note,
+            )
         )
     elif recomputed:
         again = min(recomputed, most)
         what = {"selective": "attention core", "sqrt": "segment"}.get(str(config.recompute), "layer")
-        lines.append(Line("temporaries", f"one {what}, recomputed", ceil(again), "kept terms of it", source, note))
+        lines.append(
+            Line("temporaries", f"one {what}, recomputed", ceil(again), "kept terms of it", source, note)
+        )
         if most > again:
             lines.append(
-                Line("temporaries", f"gradients, at the {name}", ceil(most - again), "tensors made by its backward", "liveness, Sec. 4.1")
+                Line(
+                    "temporaries",
+                    f"gradients, at the {name}",
+                    ceil(most - again),
+                    "tensors made by its backward",
+                    "liveness, Sec. 4.1",
+                )
             )
     else:
         lines.append(
-            Line("temporaries", f"gradients, at the {name}", ceil(most), "tensors made by its backward", "liveness, Sec. 4.1", note)
+            Line(
+                "temporaries",
+                f"gradients, at the {name}",
+                ceil(most),
+                "tensors made by its backward",
+                "liveness, Sec. 4.1",
+                note,
+            )
         )
     if config.pp > 1:
         e = config.residual_bytes
         buffer = Fraction(e * config.tokens * config.model.hidden, config.replication)
-        lines.append(Line("temporaries", "receive buffers of the pipeline", ceil(2 * buffer), f"2 x {e}sbh", f"{KORTHIKANTI} App. B"))
+        lines.append(
+            Line(
+                "temporaries",
+                "receive buffers of the pipeline",
+                ceil(2 * buffer),
+                f"2 x {e}sbh",
+                f"{KORTHIKANTI} App. B",
+            )
+        )
     lines += _zero3(config)
     return lines
 
@@ -129,7 +171,14 @@ def _zero3(config: Config) -> list[Line]:
     table = -(-model.vocab // config.tp) * model.hidden
     size = ceil(config.weight_bytes * Fraction(max(2 * layer, table)))
     return [
-        Line("temporaries", "gathered weights", size, "two layers, or the embedding", f"{ZERO} Sec. 5.3", "one in use, one fetched ahead")
+        Line(
+            "temporaries",
+            "gathered weights",
+            size,
+            "two layers, or the embedding",
+            f"{ZERO} Sec. 5.3",
+            "one in use, one fetched ahead",
+        )
     ]
 
 
@@ -138,12 +187,22 @@ def _ceil_share(count: Fraction, pieces: int) -> Fraction:
 
 
 def offload_lines(config: Config, lines: list[Line]) -> list[Line]:
-    """The activation lines when what is kept lies on the host: only the layers at work are on the device (1910.02054, P_a+cpu)."""
+    """The activation lines when what is kept lies on the host: only the layers at work are on the device
+    (1910.02054, P_a+cpu).
+    """
     share = Fraction(min(2, config.stage_layers), config.stage_layers)
     flying = min(config.pp, config.micro_batches)
     source = f"{ZERO} Sec. 6.1 (P_a+cpu)"
     note = "on the host but for the two layers at work: one in use, one on its way"
     return [
-        Line(line.kind, line.name, ceil(line.bytes * share / flying), f"{line.formula}, 2 layers", source, note, line.place)
+        Line(
+            line.kind,
+            line.name,
+            ceil(line.bytes * share / flying),
+            f"{line.formula}, 2 layers",
+            source,
+            note,
+            line.place,
+        )
         for line in lines
     ]

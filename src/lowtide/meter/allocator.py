@@ -1,9 +1,10 @@
 """The counting allocator for main memory: exact bytes as requested, every thread.
 
-The allocator is the process's, so installing is counted: the last `uninstall` puts PyTorch's own back. What was allocated in between
-stays valid, and is still counted when it is freed. Bytes are those requested (``nbytes``), not what malloc rounds them to. Memory that
-PyTorch did not ask its current allocator for (NumPy arrays, shared memory, what `torch.load` or `torch.UntypedStorage(n)` makes) does not
-count; `CountingAllocator.adopt` takes the latter two in.
+The allocator is the process's, so installing is counted: the last `uninstall` puts PyTorch's own back. What
+was allocated in between stays valid, and is still counted when it is freed. Bytes are those requested
+(``nbytes``), not what malloc rounds them to. Memory that PyTorch did not ask its current allocator for (NumPy
+arrays, shared memory, what `torch.load` or `torch.UntypedStorage(n)` makes) does not count;
+`CountingAllocator.adopt` takes the latter two in.
 """
 
 from __future__ import annotations
@@ -28,7 +29,8 @@ class CountingAllocator:
     """The compiled allocator's functions. One per process: get it from `counting_allocator`."""
 
     def __init__(self, path: str) -> None:
-        calls = ctypes.PyDLL(path)  # PyDLL: calls of nanoseconds are not worth giving up the interpreter lock for
+        # PyDLL: calls of nanoseconds are not worth giving up the interpreter lock for
+        calls = ctypes.PyDLL(path)
         number, position, pointer = ctypes.c_int64, ctypes.c_int, ctypes.POINTER(ctypes.c_int64)
 
         def bind(name: str, result: Any, *arguments: Any) -> Any:
@@ -40,14 +42,18 @@ class CountingAllocator:
         self._uninstall = bind("lt_uninstall", position)
         self._installs = bind("lt_installs", position)
         self._reset_peak = bind("lt_reset_peak", None)
-        self._live, self._peak, self._count = (bind(f"lt_{name}", number) for name in ("live", "peak", "count"))
+        self._live, self._peak, self._count = (
+            bind(f"lt_{name}", number) for name in ("live", "peak", "count")
+        )
         self._adopt = bind("lt_adopt", number, ctypes.c_void_p)
         self._mark_open = bind("lt_mark_open", position)
         self._mark_close = bind("lt_mark_close", None, position)
         self.mark_peak, self.mark_live, self.mark_count, self.mark_start = (
             bind(f"lt_mark_{name}", number, position) for name in ("peak", "live", "count", "start")
         )
-        self._log_open, self._log_end, self._now = (bind(f"lt_{name}", number) for name in ("log_open", "log_end", "now"))
+        self._log_open, self._log_end, self._now = (
+            bind(f"lt_{name}", number) for name in ("log_open", "log_end", "now")
+        )
         self._log_close = bind("lt_log_close", None)
         self._log_read = bind("lt_log_read", number, number, number, pointer, pointer)
 
@@ -60,10 +66,14 @@ class CountingAllocator:
         code = self._install()
         if code:
             why = "is not PyTorch's default one" if code == 1 else "has a higher priority"
-            raise MeterError(f"the counting allocator cannot be installed: the CPU allocator of this process {why}")
+            raise MeterError(
+                f"the counting allocator cannot be installed: the CPU allocator of this process {why}"
+            )
 
     def uninstall(self) -> None:
-        """Leave; the last to leave puts the default allocator back. A call without an `install` raises MeterError."""
+        """Leave; the last to leave puts the default allocator back. A call without an `install` raises
+        MeterError.
+        """
         if self._uninstall() < 0:
             raise MeterError("the counting allocator is not installed")
 
@@ -79,7 +89,9 @@ class CountingAllocator:
 
     @property
     def peak_bytes(self) -> int:
-        """The most `live_bytes` since `reset_peak` or the first install. Process-wide: for one's own use take a mark, or `peak`."""
+        """The most `live_bytes` since `reset_peak` or the first install. Process-wide: for one's own use take
+        a mark, or `peak`.
+        """
         return self._peak()
 
     @property
@@ -92,10 +104,11 @@ class CountingAllocator:
         self._reset_peak()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Take over the storages of tensors that were allocated before the install, so that their free and resizing count.
+        """Take over the storages of tensors that were allocated before the install, so that their free and
+        resizing count.
 
-        Open marks and measurements see no jump. Storages that PyTorch's default allocator did not make (NumPy's, shared ones, other
-        devices') and those known already are left alone.
+        Open marks and measurements see no jump. Storages that PyTorch's default allocator did not make
+        (NumPy's, shared ones, other devices') and those known already are left alone.
 
         Returns:
             The bytes taken over.
@@ -103,7 +116,9 @@ class CountingAllocator:
         return sum(self._adopt(storage._cdata) for storage in storages(tensors))
 
     def mark(self) -> int:
-        """Open a watermark register; give it back with `close_mark`. ``mark_peak``, ``mark_live``: bytes above those live then."""
+        """Open a watermark register; give it back with `close_mark`. ``mark_peak``, ``mark_live``: bytes
+        above those live then.
+        """
         found = self._mark_open()
         if found < 0:
             raise MeterError("64 peaks are being measured at once, which is all the meter has registers for")
@@ -127,7 +142,9 @@ class CountingAllocator:
         return end
 
     def log_read(self, begin: int, end: int) -> tuple[list[int], list[int]]:
-        """Clock (nanoseconds) and bytes (negative for a free) of the events in a range, the newest 1,048,576 of them."""
+        """Clock (nanoseconds) and bytes (negative for a free) of the events in a range, the newest 1,048,576
+        of them.
+        """
         room = max(0, min(end - begin, 1 << 20))
         clock, delta = (ctypes.c_int64 * room)(), (ctypes.c_int64 * room)()
         copied = self._log_read(max(begin, end - room), end, clock, delta)
@@ -155,7 +172,9 @@ def _load() -> CountingAllocator | MeterError:
         return MeterError(f"the counting allocator cannot be loaded: {error}")
     alone = threading.active_count() == 1
     if seen < 12345 or (alone and (seen, left) != (12345, 0)):
-        return MeterError(f"the counting allocator counts wrongly here ({seen} bytes for 12345, {left} after the free)")
+        return MeterError(
+            f"the counting allocator counts wrongly here ({seen} bytes for 12345, {left} after the free)"
+        )
     return allocator
 
 
@@ -173,6 +192,8 @@ def counting_allocator() -> CountingAllocator:
 
 
 def available() -> bool:
-    """Whether the counting allocator works here. Else the profiler's memory events are what is left to measure with."""
+    """Whether the counting allocator works here. Else the profiler's memory events are what is left to
+    measure with.
+    """
     with _LOCK:
         return isinstance(_load(), CountingAllocator)

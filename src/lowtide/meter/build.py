@@ -21,7 +21,8 @@ COMPILE_SECONDS = 180
 
 
 def cache_dir() -> Path:
-    """The folder for compiled helpers: ``LOWTIDE_CACHE_DIR``, else the user's cache folder, else a private folder for temporary files.
+    """The folder for compiled helpers: ``LOWTIDE_CACHE_DIR``, else the user's cache folder, else a private
+    folder for temporary files.
 
     Raises:
         MeterError: when none of them is writable and ours alone.
@@ -29,7 +30,9 @@ def cache_dir() -> Path:
     uid = os.getuid() if hasattr(os, "getuid") else 0
     named = os.environ.get("LOWTIDE_CACHE_DIR")
     home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    places = [Path(named)] if named else [Path(home) / "lowtide", Path(tempfile.gettempdir()) / f"lowtide-{uid}"]
+    places = (
+        [Path(named)] if named else [Path(home) / "lowtide", Path(tempfile.gettempdir()) / f"lowtide-{uid}"]
+    )
     for place in places:
         try:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -40,7 +43,9 @@ def cache_dir() -> Path:
                 return place
         except OSError:
             continue
-    raise MeterError(f"no private, writable cache folder among {', '.join(map(str, places))}; set LOWTIDE_CACHE_DIR to one")
+    raise MeterError(
+        f"no private, writable cache folder among {', '.join(map(str, places))}; set LOWTIDE_CACHE_DIR to one"
+    )
 
 
 def compiler() -> list[str] | None:
@@ -59,27 +64,55 @@ def library() -> Path:
         MeterError: where there is no compiler, or it fails.
     """
     if sys.platform == "win32":
-        raise MeterError("the counting allocator is not built on Windows; memory is measured from the profiler's events there")
+        raise MeterError(
+            "the counting allocator is not built on Windows; memory is measured from the profiler's events "
+            "there"
+        )
     root = Path(torch.__file__).parent
     abi = int(torch.compiled_with_cxx11_abi())
     flags = ["-O2", "-shared", "-fPIC", f"-D_GLIBCXX_USE_CXX11_ABI={abi}"]
-    facts = (SOURCE.read_text(), torch.__version__, str(torch.version.git_version), str(root), platform.machine(), *flags)
+    facts = (
+        SOURCE.read_text(),
+        torch.__version__,
+        str(torch.version.git_version),
+        str(root),
+        platform.machine(),
+        *flags,
+    )
     key = hashlib.sha256("\0".join(facts).encode()).hexdigest()[:20]
     target = cache_dir() / f"counting_allocator-{torch.__version__.split('+')[0]}-{key}.so"
     if target.exists():
         return target
     command = compiler()
     if command is None:
-        raise MeterError("no C++ compiler found (tried CXX, c++, g++, clang++); install one for exact and cheap memory counts")
-    link = ["-undefined", "dynamic_lookup"] if sys.platform == "darwin" else [f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
+        raise MeterError(
+            "no C++ compiler found (tried CXX, c++, g++, clang++); install one for exact and cheap memory "
+            "counts"
+        )
+    link = (
+        ["-undefined", "dynamic_lookup"]
+        if sys.platform == "darwin"
+        else [f"-L{root / 'lib'}", "-lc10", f"-Wl,-rpath,{root / 'lib'}"]
+    )
     handle, name = tempfile.mkstemp(suffix=".so", prefix="building-", dir=target.parent)
     os.close(handle)
     try:
         said = ""
         for standard in ("c++20", "c++17"):  # what headers need moved with the release
-            line = [*command, f"-std={standard}", *flags, f"-I{root / 'include'}", str(SOURCE), "-o", name, *link]
+            line = [
+                *command,
+                f"-std={standard}",
+                *flags,
+                f"-I{root / 'include'}",
+                str(SOURCE),
+                "-o",
+                name,
+                *link,
+            ]
             try:
-                done = subprocess.run(line, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False)
+                done = subprocess.run(
+                    line, capture_output=True, text=True, timeout=COMPILE_SECONDS, check=False
+                )
             except (OSError, subprocess.TimeoutExpired) as error:
                 raise MeterError(f"compiling the counting allocator failed: {error}") from error
             if done.returncode == 0:

@@ -1,4 +1,6 @@
-"""Memory on CUDA: the caching allocator's own statistics, which know one peak per device; here it is shared by any number of readers."""
+"""Memory on CUDA: the caching allocator's own statistics, which know one peak per device; here it is shared
+by any number of readers.
+"""
 
 from __future__ import annotations
 
@@ -15,10 +17,12 @@ _MAX_EVENTS = 200_000
 
 
 class CudaMark:
-    """A peak register of one device. Opening one resets the device's peak statistic (`torch.cuda.reset_peak_memory_stats`), after handing
-    what it read to every register that is open: each sees its own peak."""
+    """A peak register of one device. Opening one resets the device's peak statistic
+    (`torch.cuda.reset_peak_memory_stats`), after handing what it read to every register that is open: each
+    sees its own peak."""
 
-    _open: ClassVar[dict[int, list[CudaMark]]] = {}  # the statistic is the device's, so its readers are listed per device
+    # the statistic is the device's, so its readers are listed per device
+    _open: ClassVar[dict[int, list[CudaMark]]] = {}
 
     def __init__(self, device: torch.device) -> None:
         self.device = device.index if device.index is not None else torch.cuda.current_device()
@@ -42,7 +46,10 @@ class CudaMark:
             self._open[self.device].remove(self)
 
     def _fold(self) -> None:
-        peak, reserved = torch.cuda.max_memory_allocated(self.device), torch.cuda.max_memory_reserved(self.device)
+        peak, reserved = (
+            torch.cuda.max_memory_allocated(self.device),
+            torch.cuda.max_memory_reserved(self.device),
+        )
         for mark in self._open.get(self.device, []):
             mark._peak, mark._peak_reserved = max(mark._peak, peak), max(mark._peak_reserved, reserved)
 
@@ -55,11 +62,19 @@ class CudaMark:
             if self in self._open.get(self.device, []):
                 self._fold()
             live = torch.cuda.memory_allocated(self.device) - self._start
-            return self._peak - self._start, live, self._start, self._peak_reserved, self._allocated() - self._count
+            return (
+                self._peak - self._start,
+                live,
+                self._start,
+                self._peak_reserved,
+                self._allocated() - self._count,
+            )
 
 
 class CudaTimeline:
-    """The allocator's event history between `start` and `stop`, without stack traces. Taken only where nobody records it already."""
+    """The allocator's event history between `start` and `stop`, without stack traces. Taken only where nobody
+    records it already.
+    """
 
     def __init__(self, device: int) -> None:
         self.device = device
@@ -69,18 +84,26 @@ class CudaTimeline:
         """Begin, unless the program records its own memory history."""
         if torch._C._cuda_isHistoryEnabled():
             return
-        torch.cuda.memory._record_memory_history("all", context=None, max_entries=_MAX_EVENTS, clear_history=True)
+        torch.cuda.memory._record_memory_history(
+            "all", context=None, max_entries=_MAX_EVENTS, clear_history=True
+        )
         self.recording = True
 
     def stop(self) -> tuple[tuple[float, int], ...]:
-        """End; (seconds since the first event, bytes live above the start), sizes rounded up to the allocator's 512 bytes."""
+        """End; (seconds since the first event, bytes live above the start), sizes rounded up to the
+        allocator's 512 bytes.
+        """
         if not self.recording:
             return ()
         try:
             traces: Any = dict(torch.cuda.memory._snapshot()).get("device_traces", [])
         finally:
             torch.cuda.memory._record_memory_history(None)
-        steps = [e for e in traces[self.device] if e["action"] in ("alloc", "free_requested")] if self.device < len(traces) else []
+        steps = (
+            [e for e in traces[self.device] if e["action"] in ("alloc", "free_requested")]
+            if self.device < len(traces)
+            else []
+        )
         live, events = 0, []
         for event in steps:
             size = -(-int(event["size"]) // _BLOCK) * _BLOCK

@@ -19,19 +19,23 @@ from .errors import MeterError
 from .profiler import ProfilerWatch, Watched
 
 Source = Literal["allocator", "profiler", "cuda"]
-"""What was read: the counting ``allocator`` or the ``profiler`` of main memory, or the statistics of CUDA's allocator."""
+"""What was read: the counting ``allocator`` or the ``profiler`` of main memory, or the statistics of CUDA's
+allocator.
+"""
 
 
 @dataclass(frozen=True)
 class Measurement:
-    """What a step did. Bytes are those of PyTorch's tensors and scratch, as requested on the CPU, in whole blocks on CUDA.
+    """What a step did. Bytes are those of PyTorch's tensors and scratch, as requested on the CPU, in whole
+    blocks on CUDA.
 
     Attributes:
         peak_bytes: most bytes live at any moment, on top of those live at the start.
-        start_bytes: bytes live at the start that the meter knows of (all of them on CUDA; on the CPU what was allocated since it was
-            installed and what it adopted), ``None`` when it knows of none.
+        start_bytes: bytes live at the start that the meter knows of (all of them on CUDA; on the CPU what was
+            allocated since it was installed and what it adopted), ``None`` when it knows of none.
         end_bytes: bytes still live at the end, on top of the start, the step's value included.
-        timeline: (seconds since the start, bytes live on top of the start) after every allocation and free, in order.
+        timeline: (seconds since the start, bytes live on top of the start) after every allocation and free,
+            in order.
         seconds: median wall time of one run.
         value: what the step returned in its last run.
         source: where the bytes come from.
@@ -66,19 +70,26 @@ def _source(device: torch.device, source: Literal["auto"] | Source) -> Source:
         raise MeterError(f"source={source!r} is not known: use 'auto', 'allocator' or 'profiler'")
     if device.type == "cuda":
         if source not in ("auto", "cuda"):
-            raise MeterError(f"source={source!r} is for the CPU; memory on {device} is read from CUDA's allocator: leave source out")
+            raise MeterError(
+                f"source={source!r} is for the CPU; memory on {device} is read from CUDA's allocator: leave "
+                "source out"
+            )
         return "cuda"
     if source == "cuda":
-        raise MeterError("source='cuda' is for CUDA devices; this is the CPU: use 'auto', 'allocator' or 'profiler'")
+        raise MeterError(
+            "source='cuda' is for CUDA devices; this is the CPU: use 'auto', 'allocator' or 'profiler'"
+        )
     if source == "auto":
         return "allocator" if available() else "profiler"
     return source
 
 
 class Peak:
-    """Most bytes live during a block of code, above those live when it was entered; made by `peak`. Process-wide: every thread counts.
+    """Most bytes live during a block of code, above those live when it was entered; made by `peak`.
+    Process-wide: every thread counts.
 
-    Reading costs about a microsecond. Blocks may nest and overlap, each sees its own peak. After the block the values stand still.
+    Reading costs about a microsecond. Blocks may nest and overlap, each sees its own peak. After the block
+    the values stand still.
     """
 
     def __init__(self, device: torch.device, source: Source) -> None:
@@ -110,7 +121,9 @@ class Peak:
         self._state = "open"
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._watch is not None:
             seen: Watched = self._watch.stop()
             self._kept = (seen.peak_bytes, seen.end_bytes, seen.allocations)
@@ -129,14 +142,20 @@ class Peak:
         if self._state == "closed":
             return self._kept
         if self._state == "new":
-            raise MeterError("peak() counts from where its with-block is entered: write `with lowtide.meter.peak() as p: ...`")
+            raise MeterError(
+                "peak() counts from where its with-block is entered: write `with lowtide.meter.peak() as p: "
+                "...`"
+            )
         if self.source == "allocator":
             allocator, mark = counting_allocator(), self._mark
             return allocator.mark_peak(mark), allocator.mark_live(mark), allocator.mark_count(mark)
         if self._cuda is not None:
             found = self._cuda.read()
             return found[0], found[1], found[4]
-        raise MeterError("without the counting allocator (which needs a C++ compiler) the peak is known only after the with-block")
+        raise MeterError(
+            "without the counting allocator (which needs a C++ compiler) the peak is known only after the "
+            "with-block"
+        )
 
     @property
     def peak_bytes(self) -> int:
@@ -155,10 +174,12 @@ class Peak:
 
 
 def peak(device: torch.device | str | None = None, source: Literal["auto"] | Source = "auto") -> Peak:
-    """A context manager that gives ``peak_bytes`` and ``live_bytes`` above those live at entry; cheap enough for every training step.
+    """A context manager that gives ``peak_bytes`` and ``live_bytes`` above those live at entry; cheap enough
+    for every training step.
 
-    Where the counting allocator cannot be had, the profiler watches the block instead: slower, known only after the block, not nested.
-    On CUDA it resets the device's peak statistic (`torch.cuda.max_memory_allocated`).
+    Where the counting allocator cannot be had, the profiler watches the block instead: slower, known only
+    after the block, not nested. On CUDA it resets the device's peak statistic
+    (`torch.cuda.max_memory_allocated`).
 
     Args:
         device: ``cpu`` or a CUDA device; ``None`` means CUDA where this process uses it, else the CPU.
@@ -179,13 +200,15 @@ def measure(
 ) -> Measurement:
     """Run a step and say what it did to memory, and how long it took.
 
-    Bytes are those of the last run. Seconds are the median of the runs before it when ``repeats`` is above 1, for the last one also logs
-    its events (or is watched by the profiler). On the CPU, the free of a tensor that was allocated before the meter was installed is not
+    Bytes are those of the last run. Seconds are the median of the runs before it when ``repeats`` is above 1,
+    for the last one also logs its events (or is watched by the profiler). On the CPU, the free of a tensor
+    that was allocated before the meter was installed is not
     seen: keep it installed, or `adopt` the tensors, where a step frees what it found.
 
-    ``peak_bytes`` is what the call adds above what stood before it. A budget of `limit_memory` and a plan's predicted peak count what stood, too:
-    to compare, add ``resident_bytes(model)`` (parameters, buffers and the gradients that are there; with an optimizer that the limit counts, its
-    state) as it was before the call, and the bytes of the inputs.
+    ``peak_bytes`` is what the call adds above what stood before it. A budget of `limit_memory` and a plan's
+    predicted peak count what stood, too: to compare, add ``resident_bytes(model)`` (parameters, buffers and
+    the gradients that are there; with an optimizer that the limit counts, its state) as it was before the
+    call, and the bytes of the inputs.
 
     Args:
         step: what to run, usually a forward and backward.
@@ -204,12 +227,16 @@ def measure(
         (416, 128)
     """
     if repeats < 1 or warmup < 0:
-        raise MeterError(f"repeats={repeats} and warmup={warmup}: at least one run counts, and warm-up runs cannot be negative")
+        raise MeterError(
+            f"repeats={repeats} and warmup={warmup}: at least one run counts, and warm-up runs cannot be "
+            "negative"
+        )
     where = _device(device)
     found = _source(where, source)
     allocator = counting_allocator() if found == "allocator" else None
     if allocator is not None:
-        allocator.install()  # from before the warm-up, so that what one run leaves and the next frees is known
+        # from before the warm-up, so that what one run leaves and the next frees is known
+        allocator.install()
     try:
         gc.collect()  # garbage of before would be freed in between
         for _ in range(warmup):
@@ -237,7 +264,9 @@ def _timed(step: Callable[..., Any], args: tuple[Any, ...], device: torch.device
     return time.perf_counter() - begin, value
 
 
-def _by_allocator(step: Callable[..., Any], args: tuple[Any, ...], timeline: bool) -> tuple[float, dict[str, Any]]:
+def _by_allocator(
+    step: Callable[..., Any], args: tuple[Any, ...], timeline: bool
+) -> tuple[float, dict[str, Any]]:
     allocator = counting_allocator()
     mark = allocator.mark()
     first = clock = last = 0
@@ -259,11 +288,18 @@ def _by_allocator(step: Callable[..., Any], args: tuple[Any, ...], timeline: boo
     for at, delta in zip(when, deltas, strict=True):
         live += delta
         moments.append(((at - clock) * 1e-9, live))
-    facts: dict[str, Any] = {"peak_bytes": peak_bytes, "start_bytes": start or None, "end_bytes": end_bytes, "allocations": count}
+    facts: dict[str, Any] = {
+        "peak_bytes": peak_bytes,
+        "start_bytes": start or None,
+        "end_bytes": end_bytes,
+        "allocations": count,
+    }
     return seconds, {**facts, "timeline": tuple(moments), "value": value}
 
 
-def _by_cuda(step: Callable[..., Any], args: tuple[Any, ...], timeline: bool, device: torch.device) -> tuple[float, dict[str, Any]]:
+def _by_cuda(
+    step: Callable[..., Any], args: tuple[Any, ...], timeline: bool, device: torch.device
+) -> tuple[float, dict[str, Any]]:
     mark = CudaMark(device)
     history = CudaTimeline(mark.device)
     torch.cuda.synchronize(device)
@@ -280,11 +316,18 @@ def _by_cuda(step: Callable[..., Any], args: tuple[Any, ...], timeline: bool, de
     finally:
         if timeline:
             events = history.stop()
-    facts: dict[str, Any] = {"peak_bytes": peak_bytes, "start_bytes": start, "end_bytes": end_bytes, "allocations": count}
+    facts: dict[str, Any] = {
+        "peak_bytes": peak_bytes,
+        "start_bytes": start,
+        "end_bytes": end_bytes,
+        "allocations": count,
+    }
     return seconds, {**facts, "reserved_bytes": reserved, "timeline": events, "value": value}
 
 
-def _by_profiler(step: Callable[..., Any], args: tuple[Any, ...], timeline: bool) -> tuple[float, dict[str, Any]]:
+def _by_profiler(
+    step: Callable[..., Any], args: tuple[Any, ...], timeline: bool
+) -> tuple[float, dict[str, Any]]:
     watch = ProfilerWatch()
     watch.start()
     try:

@@ -1,4 +1,6 @@
-"""Memory from the profiler's events: what there is where no compiler is. The same bytes, 12 to 79 % slower while it watches."""
+"""Memory from the profiler's events: what there is where no compiler is. The same bytes, 12 to 79 % slower
+while it watches.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Watched:
 
 
 class ProfilerWatch:
-    """Watch the CPU's allocations from `start` to `stop`. Frees of blocks from before the start are not seen."""
+    """Watch the CPU's allocations from `start` to `stop`. Frees of blocks from before the start are not
+    seen.
+    """
 
     def __init__(self) -> None:
         self._profile: Any = None
@@ -38,8 +42,9 @@ class ProfilerWatch:
         """Begin. Raises MeterError while another profiler runs."""
         if _profiler_enabled():
             raise MeterError(
-                "memory cannot be measured here: without the counting allocator (which needs a C++ compiler) the profiler measures it, "
-                "and a profiler is running already (nested peaks need the allocator too)"
+                "memory cannot be measured here: without the counting allocator (which needs a C++ "
+                "compiler) the profiler measures it, and a profiler is running already (nested peaks need "
+                "the allocator too)"
             )
         watch = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
         watch.__enter__()
@@ -51,7 +56,11 @@ class ProfilerWatch:
         watch.__exit__(None, None, None)
         results = watch.profiler.kineto_results
         begin = results.trace_start_ns()
-        seen = [(e.start_ns(), e.nbytes()) for e in results.events() if e.name() == "[memory]" and e.device_type() == DeviceType.CPU]
+        seen = [
+            (e.start_ns(), e.nbytes())
+            for e in results.events()
+            if e.name() == "[memory]" and e.device_type() == DeviceType.CPU
+        ]
         seen.sort(key=lambda event: event[0])
         live, peak, count = 0, 0, 0
         events: list[tuple[float, int]] = []

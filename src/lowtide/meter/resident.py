@@ -10,8 +10,8 @@ from torch.utils._pytree import tree_leaves
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
-    """The distinct storages under the tensors, in order. Wrapper subclasses (DTensor and the like) count by the tensors inside them;
-    tensors without a storage (sparse ones) by their parts."""
+    """The distinct storages under the tensors, in order. Wrapper subclasses (DTensor and the like) count by
+    the tensors inside them; tensors without a storage (sparse ones) by their parts."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
         for plain in _plain(tensor):
@@ -37,23 +37,29 @@ def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
         yield tensor
 
 
-def resident_tensors(model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None) -> list[torch.Tensor]:
-    """Parameters, buffers, gradients (and the slab that these are kept in), and the optimizer's state (tensor-valued
-    options such as a tensor ``lr`` included)."""
+def resident_tensors(
+    model: torch.nn.Module | None = None, optimizer: torch.optim.Optimizer | None = None
+) -> list[torch.Tensor]:
+    """Parameters, buffers, gradients (and the slab that these are kept in), and the optimizer's state
+    (tensor-valued options such as a tensor ``lr`` included)."""
     found: list[torch.Tensor] = []
     if model is not None:
         found += [*model.parameters(), *model.buffers()]
     if optimizer is not None:
         optimizer = innermost(optimizer)
         own = getattr(optimizer, "resident_state", None)  # of an optimizer whose state is partly elsewhere
-        leaves: list[Any] = tree_leaves([own() if own is not None else list(optimizer.state.values()), optimizer.param_groups])
+        leaves: list[Any] = tree_leaves(
+            [own() if own is not None else list(optimizer.state.values()), optimizer.param_groups]
+        )
         found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
-    slabs = [slab for t in found if isinstance(slab := getattr(t, "gradient_slab", None), torch.Tensor)]  # it stands without gradients, too
+    # it stands without gradients, too
+    slabs = [slab for t in found if isinstance(slab := getattr(t, "gradient_slab", None), torch.Tensor)]
     return found + slabs + [t.grad for t in found if t.is_leaf and t.grad is not None]
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-    """The optimizer that a wrapper (accelerate's, Lightning's) hands everything on to; one that has state of its own is itself.
+    """The optimizer that a wrapper (accelerate's, Lightning's) hands everything on to; one that has state of
+    its own is itself.
 
     >>> sgd = torch.optim.SGD([torch.zeros(1)])
     >>> innermost(sgd) is sgd
@@ -70,7 +76,8 @@ def resident_bytes(
     optimizer: torch.optim.Optimizer | None = None,
     device: torch.device | str | None = None,
 ) -> int:
-    """Bytes of the unique storages of a model's parameters, buffers and gradients, and of an optimizer's state.
+    """Bytes of the unique storages of a model's parameters, buffers and gradients, and of an optimizer's
+    state.
 
     Args:
         model: whose parameters, buffers and gradients count.
@@ -80,6 +87,8 @@ def resident_bytes(
     where = None if device is None else torch.device(device)
 
     def counts(storage: torch.UntypedStorage) -> bool:
-        return where is None or (storage.device.type == where.type and where.index in (None, storage.device.index))
+        return where is None or (
+            storage.device.type == where.type and where.index in (None, storage.device.index)
+        )
 
     return sum(s.nbytes() for s in storages(resident_tensors(model, optimizer)) if counts(s))

@@ -1,8 +1,8 @@
 """From a model's name on the command line to a module with random weights.
 
 Three kinds of names: a preset (``gpt2``), a Hugging Face model type, with settings if wanted
-(``hf:llama:hidden_size=256,num_hidden_layers=4``), and the path of a Hugging Face ``config.json`` or of the folder that holds one.
-All become a module ``f(tokens, targets=None)`` that returns a `CausalOutput`.
+(``hf:llama:hidden_size=256,num_hidden_layers=4``), and the path of a Hugging Face ``config.json`` or of the
+folder that holds one. All become a module ``f(tokens, targets=None)`` that returns a `CausalOutput`.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ class ModelSpec:
     hugging_face: Any = field(default=None, compare=False)
 
     def describe(self) -> dict[str, Any]:
-        """Everything that shapes the model, as plain values: two specs with equal descriptions build equal models."""
+        """Everything that shapes the model, as plain values: two specs with equal descriptions build equal
+        models.
+        """
         if self.config is not None:
             return asdict(self.config)
         return json.loads(self.hugging_face.to_json_string(use_diff=False))
@@ -67,24 +69,33 @@ def model_spec(name: str, changes: Mapping[str, Any] | None = None) -> ModelSpec
         preset(name)  # raises, with the names that exist
     if changes:
         raise ModelError(
-            f"{', '.join(changes)}: only built-in models take this; set it in the configuration of {name!r} under the name it has there"
+            f"{', '.join(changes)}: only built-in models take this; set it in the configuration of {name!r} "
+            "under the name it has there"
         )
-    hugging_face = _config_of_type(name) if name.startswith(HUGGING_FACE_PREFIX) else _config_from_file(Path(name))
+    hugging_face = (
+        _config_of_type(name) if name.startswith(HUGGING_FACE_PREFIX) else _config_from_file(Path(name))
+    )
     hugging_face.use_cache = False
     if getattr(hugging_face, "is_decoder", None) is False:
         hugging_face.is_decoder = True  # BERT and its kin look both ways unless told that they are decoders
     text = hugging_face.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise ModelError(f"{name!r} has no vocabulary: choose the configuration of a causal language model")
-    return ModelSpec(name, text.vocab_size, getattr(text, "max_position_embeddings", None), hugging_face=hugging_face)
+    return ModelSpec(
+        name, text.vocab_size, getattr(text, "max_position_embeddings", None), hugging_face=hugging_face
+    )
 
 
-def build_model(spec: ModelSpec | ModelConfig | str, group: Any = None, sequence_parallel: bool = False) -> nn.Module:
-    """The model with random weights, on the current default device and in its default dtype; seed before, for reproducible ones.
+def build_model(
+    spec: ModelSpec | ModelConfig | str, group: Any = None, sequence_parallel: bool = False
+) -> nn.Module:
+    """The model with random weights, on the current default device and in its default dtype; seed before, for
+    reproducible ones.
 
     Args:
         spec: a name, its meaning, or a built-in model's shape.
-        group: ranks that share every layer of a built-in model, as `lowtide.parallel.tensor_group` takes them.
+        group: ranks that share every layer of a built-in model, as `lowtide.parallel.tensor_group` takes
+            them.
         sequence_parallel: they share the sequence, too.
     """
     if isinstance(spec, str):
@@ -93,7 +104,10 @@ def build_model(spec: ModelSpec | ModelConfig | str, group: Any = None, sequence
         spec = ModelSpec(spec.family, spec.vocabulary, spec.positions, config=spec)
     if spec.config is None:
         if group is not None or sequence_parallel:
-            raise ModelError(f"{spec.name!r}: build a Hugging Face model on one process, then lowtide.parallel.parallelize(model, group)")
+            raise ModelError(
+                f"{spec.name!r}: build a Hugging Face model on one process, then "
+                "lowtide.parallel.parallelize(model, group)"
+            )
         return HuggingFaceModel(spec)
     return (GPT if spec.config.family == "gpt" else Llama)(spec.config, group, sequence_parallel)
 
@@ -107,7 +121,9 @@ class HuggingFaceModel(nn.Module):
         try:
             self.model: nn.Module = transformers.AutoModelForCausalLM.from_config(spec.hugging_face)
         except (ValueError, ImportError) as error:
-            raise ModelError(f"{spec.name!r} does not build as a causal language model: {_first_lines(error)}") from error
+            raise ModelError(
+                f"{spec.name!r} does not build as a causal language model: {_first_lines(error)}"
+            ) from error
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> CausalOutput:
         """Logits of every next token, or the loss against ``targets`` (the tokens one place later)."""
@@ -122,7 +138,8 @@ def _transformers(name: str) -> Any:
         import transformers
     except ImportError as error:
         raise ModelError(
-            f"{name!r} is a Hugging Face model, and transformers is not installed: pip install 'lowtide[transformers]'"
+            f"{name!r} is a Hugging Face model, and transformers is not installed: pip install "
+            "'lowtide[transformers]'"
         ) from error
     return transformers
 
@@ -150,7 +167,9 @@ def _config_from_file(path: Path) -> Any:
     try:
         data = json.loads(file.read_text(encoding="utf-8"))
     except OSError as error:
-        raise ModelError(f"cannot read the model configuration {str(file)!r}: {error.strerror or error}") from error
+        raise ModelError(
+            f"cannot read the model configuration {str(file)!r}: {error.strerror or error}"
+        ) from error
     except ValueError as error:
         raise ModelError(f"{str(file)!r} is no JSON: {error}") from error
     if not isinstance(data, dict) or not isinstance(data.get("model_type"), str):
@@ -162,7 +181,8 @@ def _config_from_file(path: Path) -> Any:
 def _make_config(transformers: Any, name: str, kind: str, values: dict[str, Any], strict: bool) -> Any:
     if kind not in transformers.CONFIG_MAPPING:
         raise ModelError(
-            f"transformers {transformers.__version__} knows no model type {kind!r} (from {name!r}): write what 'model_type' says"
+            f"transformers {transformers.__version__} knows no model type {kind!r} (from {name!r}): write "
+            "what 'model_type' says"
         )
     if strict:
         default = transformers.AutoConfig.for_model(kind)
@@ -173,9 +193,13 @@ def _make_config(transformers: Any, name: str, kind: str, values: dict[str, Any]
     try:
         return transformers.AutoConfig.for_model(kind, **values)
     except Exception as error:  # transformers raises its own validation errors, of several types
-        raise ModelError(f"the configuration {name!r} does not hold together: {_first_lines(error, 2)}") from error
+        raise ModelError(
+            f"the configuration {name!r} does not hold together: {_first_lines(error, 2)}"
+        ) from error
 
 
 def _first_lines(error: Exception, count: int = 1) -> str:
-    """What an error says, or its kind where it says nothing; validation errors give the reason on their second line."""
+    """What an error says, or its kind where it says nothing; validation errors give the reason on their
+    second line.
+    """
     return " ".join(line.strip() for line in str(error).splitlines()[:count]) or type(error).__name__

@@ -19,7 +19,8 @@ class CausalOutput(NamedTuple):
 
     Attributes:
         loss: mean cross entropy over the targets, or ``None`` without targets.
-        logits: scores of the next token, or ``None`` with targets: whoever holds on to an output would pin the largest tensor of the step.
+        logits: scores of the next token, or ``None`` with targets: whoever holds on to an output would pin
+            the largest tensor of the step.
     """
 
     loss: Tensor | None
@@ -54,10 +55,12 @@ class Dropout(nn.Module):
 
 
 class CausalAttention(nn.Module):
-    """softmax(q k^T / sqrt(d)) v under a causal mask, over tensors of shape (batch, heads, sequence, head width).
+    """softmax(q k^T / sqrt(d)) v under a causal mask, over tensors of shape (batch, heads, sequence, head
+    width).
 
-    ``fused`` is PyTorch's own kernel, which keeps only a row statistic for backward. Unfused, every step is an operation of its own and the
-    quadratic score matrix is kept: the "core attention" that selective recomputation was made for (arXiv 2205.05198, section 4).
+    ``fused`` is PyTorch's own kernel, which keeps only a row statistic for backward. Unfused, every step is
+    an operation of its own and the quadratic score matrix is kept: the "core attention" that selective
+    recomputation was made for (arXiv 2205.05198, section 4).
     """
 
     def __init__(self, dropout: float = 0.0, fused: bool = True, sharing: Sharing | None = None) -> None:
@@ -74,7 +77,9 @@ class CausalAttention(nn.Module):
             k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)
         if self.fused and q.device.type != "cpu":
             with self.dropout.sharing.own_random_numbers(q, sharded=True):
-                return F.scaled_dot_product_attention(q, k, v, dropout_p=self.dropout.probability, is_causal=True)
+                return F.scaled_dot_product_attention(
+                    q, k, v, dropout_p=self.dropout.probability, is_causal=True
+                )
         scores = q @ k.transpose(-2, -1) * q.shape[-1] ** -0.5
         # a sum, of which autograd keeps nothing; filling under a mask would keep the mask
         future = torch.full(scores.shape[-2:], float("-inf"), dtype=scores.dtype, device=q.device).triu(1)
@@ -83,15 +88,21 @@ class CausalAttention(nn.Module):
 
 
 def join_heads(y: Tensor, like: Tensor) -> Tensor:
-    """(batch, heads, sequence, head width) to (batch, sequence, features), in one copy that lies in memory as ``like`` does."""
+    """(batch, heads, sequence, head width) to (batch, sequence, features), in one copy that lies in memory as
+    ``like`` does.
+    """
     if like.stride(0) < like.stride(1):  # the sequence is outermost, as it travels between ranks
         return y.permute(2, 0, 1, 3).flatten(2).transpose(0, 1)
     return y.transpose(1, 2).reshape(y.shape[0], y.shape[2], -1)
 
 
 def check_tokens(tokens: Tensor, positions: int) -> None:
-    """Raise a `ModelError` unless ``tokens`` is (batch, sequence) with at most ``positions`` of them in a row."""
+    """Raise a `ModelError` unless ``tokens`` is (batch, sequence) with at most ``positions`` of them in a
+    row.
+    """
     if tokens.ndim != 2:
         raise ModelError(f"tokens must have the shape (batch, sequence), not {tuple(tokens.shape)}")
     if tokens.shape[1] > positions:
-        raise ModelError(f"a sequence of {tokens.shape[1]} tokens is longer than the model's {positions} positions")
+        raise ModelError(
+            f"a sequence of {tokens.shape[1]} tokens is longer than the model's {positions} positions"
+        )

@@ -1,4 +1,6 @@
-"""GPT: pre-norm transformer with learned positions, GELU and tied embeddings. The shape of GPT-2 and GPT-3, in one readable file."""
+"""GPT: pre-norm transformer with learned positions, GELU and tied embeddings. The shape of GPT-2 and GPT-3,
+in one readable file.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +31,9 @@ class Attention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         qkv = self.qkv(x)
         batch, sequence, width = qkv.shape
-        q, k, v = (t.view(batch, sequence, self.heads, -1).transpose(1, 2) for t in qkv.split(width // 3, dim=-1))
+        q, k, v = (
+            t.view(batch, sequence, self.heads, -1).transpose(1, 2) for t in qkv.split(width // 3, dim=-1)
+        )
         return self.dropout(self.out(join_heads(self.core(q, k, v), like=qkv)))
 
 
@@ -66,9 +70,10 @@ class GPT(nn.Module):
 
     Args:
         config: its shape.
-        group: the ranks that share every layer, as `lowtide.parallel.tensor_group` takes them; ``None`` is one process alone. Every rank
-            gives the same tokens and gets the same loss.
-        sequence_parallel: between the linear layers each rank holds its piece of the sequence, which must divide.
+        group: the ranks that share every layer, as `lowtide.parallel.tensor_group` takes them; ``None`` is
+            one process alone. Every rank gives the same tokens and gets the same loss.
+        sequence_parallel: between the linear layers each rank holds its piece of the sequence, which must
+            divide.
 
     >>> import torch
     >>> from lowtide.models import preset
@@ -94,7 +99,8 @@ class GPT(nn.Module):
         for block in self.blocks:
             for layer in (block.attention.out, block.mlp.down):  # type: ignore[union-attr]
                 # GPT-2: the residual stream sums 2L branches
-                fill(layer, "weight", lambda weight: nn.init.normal_(weight, std=0.02 * (2 * config.layers) ** -0.5))  # type: ignore[arg-type]
+                std = 0.02 * (2 * config.layers) ** -0.5
+                fill(layer, "weight", lambda weight, std=std: nn.init.normal_(weight, std=std))  # type: ignore
         if config.tied:
             self.head.weight = self.tokens.weight
 
@@ -112,7 +118,9 @@ class GPT(nn.Module):
         places = torch.arange(tokens.shape[1], device=tokens.device)
         return self.dropout(self.tokens(tokens) + self.sharing.piece(self.positions(places)))
 
-    def run_blocks(self, x: Tensor, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> Tensor:
+    def run_blocks(
+        self, x: Tensor, around: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> Tensor:
         """The layers that this module holds, each in a context that ``around`` makes."""
         for block in self.blocks.children():
             with around():

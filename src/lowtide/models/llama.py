@@ -1,4 +1,6 @@
-"""Llama: pre-norm transformer with RMSNorm, rotary positions, grouped-query attention and SwiGLU, in one readable file."""
+"""Llama: pre-norm transformer with RMSNorm, rotary positions, grouped-query attention and SwiGLU, in one
+readable file.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,9 @@ def rotary_table(positions: int, head_width: int, base: float) -> tuple[Tensor, 
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate each pair (x[i], x[i + d/2]) of the last dimension by its position's angle (arXiv 2104.09864, as Llama pairs them)."""
+    """Rotate each pair (x[i], x[i + d/2]) of the last dimension by its position's angle (arXiv 2104.09864, as
+    Llama pairs them).
+    """
     first, second = x.chunk(2, dim=-1)
     return x * cos.to(x.dtype) + torch.cat((-second, first), dim=-1) * sin.to(x.dtype)
 
@@ -86,9 +90,10 @@ class Llama(nn.Module):
 
     Args:
         config: its shape.
-        group: the ranks that share every layer, as `lowtide.parallel.tensor_group` takes them; ``None`` is one process alone. Every rank
-            gives the same tokens and gets the same loss.
-        sequence_parallel: between the linear layers each rank holds its piece of the sequence, which must divide.
+        group: the ranks that share every layer, as `lowtide.parallel.tensor_group` takes them; ``None`` is
+            one process alone. Every rank gives the same tokens and gets the same loss.
+        sequence_parallel: between the linear layers each rank holds its piece of the sequence, which must
+            divide.
 
     >>> import torch
     >>> from lowtide.models import preset
@@ -130,7 +135,9 @@ class Llama(nn.Module):
         check_tokens(tokens, self.config.positions)
         return self.tokens(tokens)
 
-    def run_blocks(self, x: Tensor, around: Callable[[], AbstractContextManager[object]] = nullcontext) -> Tensor:
+    def run_blocks(
+        self, x: Tensor, around: Callable[[], AbstractContextManager[object]] = nullcontext
+    ) -> Tensor:
         """The layers that this module holds, each in a context that ``around`` makes."""
         sequence = x.shape[1] * (self.sharing.size if self.sharing.sequence_parallel else 1)
         cos, sin = self.cos[:sequence], self.sin[:sequence]

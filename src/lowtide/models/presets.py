@@ -18,10 +18,12 @@ class ModelConfig:
     """The shape of a built-in model.
 
     Attributes:
-        family: ``gpt`` (learned positions, layer norm, GELU) or ``llama`` (rotary positions, RMS norm, SwiGLU).
+        family: ``gpt`` (learned positions, layer norm, GELU) or ``llama`` (rotary positions, RMS norm,
+            SwiGLU).
         layers, width, heads: number of blocks, size of the residual stream, attention heads.
         hidden_width: inner size of the MLP.
-        key_value_heads: heads of keys and values; fewer than ``heads`` is grouped-query attention (Llama only).
+        key_value_heads: heads of keys and values; fewer than ``heads`` is grouped-query attention (Llama
+            only).
         vocabulary: number of tokens; 256 for bytes.
         positions: longest sequence.
         tied: whether the output head shares the embedding's matrix.
@@ -29,7 +31,8 @@ class ModelConfig:
         norm_epsilon: epsilon of the RMS norm (Llama only).
         dropout: probability, on embeddings (GPT), attention weights and both branches of a block.
         fused_attention: PyTorch's fused kernel, or the plain operations with their quadratic score matrix.
-        loss_chunks: in how many pieces tokens go through the output head; more lower the floor that a large vocabulary sets.
+        loss_chunks: in how many pieces tokens go through the output head; more lower the floor that a large
+            vocabulary sets.
     """
 
     family: Literal["gpt", "llama"]
@@ -48,17 +51,37 @@ class ModelConfig:
     loss_chunks: int = 1
 
     def __post_init__(self) -> None:
-        for name in ("layers", "width", "heads", "hidden_width", "key_value_heads", "vocabulary", "positions", "loss_chunks"):
+        for name in (
+            "layers",
+            "width",
+            "heads",
+            "hidden_width",
+            "key_value_heads",
+            "vocabulary",
+            "positions",
+            "loss_chunks",
+        ):
             if getattr(self, name) < 1:
                 raise ModelError(f"{name}={getattr(self, name)}: at least 1 is needed")
         if self.width % self.heads:
-            raise ModelError(f"width={self.width} does not divide into heads={self.heads}: choose a width that is a multiple of the heads")
+            raise ModelError(
+                f"width={self.width} does not divide into heads={self.heads}: choose a width that is a "
+                "multiple of the heads"
+            )
         if self.heads % self.key_value_heads:
-            raise ModelError(f"heads={self.heads} do not divide into key_value_heads={self.key_value_heads} groups")
+            raise ModelError(
+                f"heads={self.heads} do not divide into key_value_heads={self.key_value_heads} groups"
+            )
         if self.family == "gpt" and self.key_value_heads != self.heads:
-            raise ModelError(f"key_value_heads={self.key_value_heads}: the GPT has one per head ({self.heads}); use a llama preset")
+            raise ModelError(
+                f"key_value_heads={self.key_value_heads}: the GPT has one per head ({self.heads}); use a "
+                "llama preset"
+            )
         if self.family == "llama" and self.width // self.heads % 2:
-            raise ModelError(f"width={self.width} over heads={self.heads} is odd: rotary positions turn pairs, choose an even head width")
+            raise ModelError(
+                f"width={self.width} over heads={self.heads} is odd: rotary positions turn pairs, choose an "
+                "even head width"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise ModelError(f"dropout={self.dropout}: a probability of at least 0 and below 1 is needed")
 
@@ -71,7 +94,11 @@ class ModelConfig:
         width, hidden = self.width, self.hidden_width
         embeddings = self.vocabulary * width * (1 if self.tied else 2)
         if self.family == "gpt":
-            attention, mlp, norms = 4 * width * width + 4 * width, 2 * width * hidden + hidden + width, 4 * width
+            attention, mlp, norms = (
+                4 * width * width + 4 * width,
+                2 * width * hidden + hidden + width,
+                4 * width,
+            )
             return embeddings + self.positions * width + self.layers * (attention + mlp + norms) + 2 * width
         attention = 2 * width * width + 2 * width * width * self.key_value_heads // self.heads
         return embeddings + self.layers * (attention + 3 * width * hidden + 2 * width) + width
@@ -81,7 +108,9 @@ def _gpt(layers: int, width: int, heads: int, **rest: Any) -> ModelConfig:
     return ModelConfig("gpt", layers, width, heads, hidden_width=4 * width, key_value_heads=heads, **rest)
 
 
-def _llama(layers: int, width: int, heads: int, hidden_width: int, key_value_heads: int, **rest: Any) -> ModelConfig:
+def _llama(
+    layers: int, width: int, heads: int, hidden_width: int, key_value_heads: int, **rest: Any
+) -> ModelConfig:
     return ModelConfig("llama", layers, width, heads, hidden_width, key_value_heads, **rest)
 
 
@@ -94,7 +123,8 @@ PRESETS: dict[str, ModelConfig] = {
     "gpt2-medium": _gpt(24, 1024, 16, vocabulary=50257),
     "gpt2-large": _gpt(36, 1280, 20, vocabulary=50257),
     "gpt2-xl": _gpt(48, 1600, 25, vocabulary=50257),
-    # Vocabulary and sequence of the 22B and 175B models are those of arXiv 2205.05198, table 3 (GPT-3's 50257 rounded up).
+    # Vocabulary and sequence of the 22B and 175B models are those of arXiv 2205.05198, table 3 (GPT-3's 50257
+    # rounded up).
     "gpt-22b": _gpt(48, 6144, 64, vocabulary=51200, positions=2048),
     "gpt3-175b": _gpt(96, 12288, 96, vocabulary=51200, positions=2048),
     "llama-nano": _llama(2, 64, 4, 192, 2, positions=2048),
@@ -104,8 +134,12 @@ PRESETS: dict[str, ModelConfig] = {
     "llama-160m": _llama(12, 768, 12, 3072, 12, vocabulary=32000, positions=2048, tied=False),
     "llama-1b": _llama(16, 2048, 32, 8192, 8, vocabulary=128256, positions=8192, rotary_base=500_000.0),
     "llama2-7b": _llama(32, 4096, 32, 11008, 32, vocabulary=32000, positions=4096, tied=False),
-    "llama3-8b": _llama(32, 4096, 32, 14336, 8, vocabulary=128256, positions=8192, tied=False, rotary_base=500_000.0),
-    "llama3-70b": _llama(80, 8192, 64, 28672, 8, vocabulary=128256, positions=8192, tied=False, rotary_base=500_000.0),
+    "llama3-8b": _llama(
+        32, 4096, 32, 14336, 8, vocabulary=128256, positions=8192, tied=False, rotary_base=500_000.0
+    ),
+    "llama3-70b": _llama(
+        80, 8192, 64, 28672, 8, vocabulary=128256, positions=8192, tied=False, rotary_base=500_000.0
+    ),
 }
 
 

@@ -1,8 +1,9 @@
 """How a built-in model is shared among ranks: which layers take the place of ``torch.nn``'s.
 
-A model is written once. Without a group its parts are ``torch.nn``'s own. With one, a linear layer that widens becomes column parallel, one
-that narrows row parallel, the embedding and the head share the vocabulary, and under sequence parallelism everything between them works on
-this rank's piece of the sequence (arXiv 2205.05198, figure 5). Weights are drawn alike at every number of ranks.
+A model is written once. Without a group its parts are ``torch.nn``'s own. With one, a linear layer that
+widens becomes column parallel, one that narrows row parallel, the embedding and the head share the
+vocabulary, and under sequence parallelism everything between them works on this rank's piece of the sequence
+(arXiv 2205.05198, figure 5). Weights are drawn alike at every number of ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +34,9 @@ class Sharing:
 
     def __init__(self, group: Any = None, sequence_parallel: bool = False) -> None:
         if sequence_parallel and group is None:
-            raise ModelError("sequence_parallel=True needs a group of ranks to share the sequence: pass group=")
+            raise ModelError(
+                "sequence_parallel=True needs a group of ranks to share the sequence: pass group="
+            )
         self.sequence_parallel = sequence_parallel
         self.group: Any = None
         if group is not None:
@@ -47,10 +50,17 @@ class Sharing:
         return 1 if self.group is None else self.group.size
 
     def _options(self) -> dict[str, Any]:
-        return {"sequence_parallel_enabled": self.sequence_parallel, "tensor_model_parallel_group": self.group}
+        return {
+            "sequence_parallel_enabled": self.sequence_parallel,
+            "tensor_model_parallel_group": self.group,
+        }
 
     def _linear(self) -> dict[str, Any]:
-        return {"sequence_dimension": SEQUENCE if self.sequence_parallel else None, "dtype": torch.get_default_dtype(), **self._options()}
+        return {
+            "sequence_dimension": SEQUENCE if self.sequence_parallel else None,
+            "dtype": torch.get_default_dtype(),
+            **self._options(),
+        }
 
     def heads(self, heads: int) -> int:
         """How many of the attention heads are this rank's.
@@ -59,19 +69,28 @@ class Sharing:
             ModelError: they do not divide among the ranks.
         """
         if heads % self.size:
-            raise ModelError(f"{heads} attention heads do not divide among {self.size} ranks: use a number of ranks that divides them")
+            raise ModelError(
+                f"{heads} attention heads do not divide among {self.size} ranks: use a number of ranks that "
+                "divides them"
+            )
         return heads // self.size
 
     def widen(self, size: int, out: int, bias: bool = True, blocks: int = 1) -> nn.Module:
-        """A linear layer each rank of which gives its part of the features; ``blocks`` of them one above the other."""
+        """A linear layer each rank of which gives its part of the features; ``blocks`` of them one above the
+        other.
+        """
         if self.group is None:
             return nn.Linear(size, out, bias)
         from lowtide.parallel import ColumnParallelLinear
 
-        return ColumnParallelLinear(size, out, bias, gather_output=False, stride=blocks, pad=blocks == 1, **self._linear())
+        return ColumnParallelLinear(
+            size, out, bias, gather_output=False, stride=blocks, pad=blocks == 1, **self._linear()
+        )
 
     def heads_in(self, size: int, heads: int, head_width: int, bias: bool = True) -> nn.Module:
-        """A linear layer that makes keys or values for ``heads`` heads, of which there may be fewer than ranks."""
+        """A linear layer that makes keys or values for ``heads`` heads, of which there may be fewer than
+        ranks.
+        """
         if self.group is None or heads % self.size == 0:
             return self.widen(size, heads * head_width, bias)
         from lowtide.parallel import SharedHeadsLinear
@@ -103,7 +122,9 @@ class Sharing:
         return RMSNorm(size, eps=eps, **self._options())
 
     def embedding(self, vocabulary: int, size: int) -> nn.Module:
-        """The vectors of tokens (batch, sequence); with sequence parallelism of this rank's piece of the sequence."""
+        """The vectors of tokens (batch, sequence); with sequence parallelism of this rank's piece of the
+        sequence.
+        """
         if self.group is None:
             return nn.Embedding(vocabulary, size)
         from lowtide.parallel import ParallelEmbedding
@@ -135,7 +156,9 @@ class Sharing:
         return scatter_to_sequence_parallel_region(x, 0, self.group)
 
     def own_random_numbers(self, x: Tensor, sharded: bool) -> Any:
-        """A context for random numbers on ``x``: each rank its own where it holds its own part, else the same on all."""
+        """A context for random numbers on ``x``: each rank its own where it holds its own part, else the same
+        on all.
+        """
         if self.group is None or not sharded:
             return nullcontext()
         from lowtide.parallel import RandomTracker
@@ -150,27 +173,35 @@ class Sharing:
 
         return gather_from_tensor_model_parallel_region(logits, self.group)[..., :vocabulary]
 
-    def loss(self, hidden: Tensor, head: nn.Module, targets: Tensor, vocabulary: int, chunks: int = 1) -> Tensor:
+    def loss(
+        self, hidden: Tensor, head: nn.Module, targets: Tensor, vocabulary: int, chunks: int = 1
+    ) -> Tensor:
         """As `next_token_loss`, with a head that the ranks may share."""
         if self.group is None:
             return next_token_loss(hidden, head, targets, chunks)
         return self._shared_loss(hidden, head, targets, vocabulary, chunks)
 
-    def _shared_loss(self, hidden: Tensor, head: Any, targets: Tensor, vocabulary: int, chunks: int) -> Tensor:
+    def _shared_loss(
+        self, hidden: Tensor, head: Any, targets: Tensor, vocabulary: int, chunks: int
+    ) -> Tensor:
         from lowtide.parallel import parallel_cross_entropy, parallel_linear_cross_entropy
 
         options: dict[str, Any] = {"vocabulary": vocabulary, "tensor_model_parallel_group": self.group}
         if chunks == 1:
             return parallel_cross_entropy(head(hidden), targets, **options).sum() / (targets != -100).sum()
         dimension = SEQUENCE if self.sequence_parallel else None
-        return parallel_linear_cross_entropy(hidden, head.weight, targets, chunks=chunks, sequence_dimension=dimension, **options)
+        return parallel_linear_cross_entropy(
+            hidden, head.weight, targets, chunks=chunks, sequence_dimension=dimension, **options
+        )
 
 
 def next_token_loss(hidden: Tensor, head: nn.Module, targets: Tensor, chunks: int = 1) -> Tensor:
-    """The mean cross entropy of ``head(hidden)`` against the ``targets`` that count (all but -100), in float32 or wider.
+    """The mean cross entropy of ``head(hidden)`` against the ``targets`` that count (all but -100), in
+    float32 or wider.
 
-    With ``chunks`` above 1 the tokens go through the head in that many pieces. The logits of a piece are all that backward needs at a time,
-    so a plan that recomputes them lowers the floor that the full logits set (many tokens times a large vocabulary).
+    With ``chunks`` above 1 the tokens go through the head in that many pieces. The logits of a piece are all
+    that backward needs at a time, so a plan that recomputes them lowers the floor that the full logits set
+    (many tokens times a large vocabulary).
     """
     tokens, labels = hidden.flatten(0, -2), targets.flatten()
     wide = torch.promote_types(hidden.dtype, torch.float32)

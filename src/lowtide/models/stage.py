@@ -1,4 +1,5 @@
-"""A stage of a built-in model: some of its layers, with what stands in front of the first and behind the last.
+"""A stage of a built-in model: some of its layers, with what stands in front of the first and behind the
+last.
 
 Parameters keep the names that they have in the whole model.
 """
@@ -23,15 +24,18 @@ _BACK = ("norm", "head")
 
 
 class ModelStage(nn.Module):
-    """From tokens (the first stage) or the stage before's output to the next one's input, or what the loss is made of (the last).
+    """From tokens (the first stage) or the stage before's output to the next one's input, or what the loss is
+    made of (the last).
 
     Args:
-        model: a GPT or Llama; the stage shares its modules, so that stages made from one model share tied weights.
+        model: a GPT or Llama; the stage shares its modules, so that stages made from one model share tied
+            weights.
         layers: which of its layers.
 
     Attributes:
         model: what this stage holds of the model, under the whole model's names.
-        whole: whether the next forward keeps everything for backward; else each layer keeps its input and is recomputed.
+        whole: whether the next forward keeps everything for backward; else each layer keeps its input and is
+            recomputed.
         context: makes a context for forward and loss, autocast for instance.
 
     >>> from lowtide.models import preset
@@ -44,7 +48,10 @@ class ModelStage(nn.Module):
     def __init__(self, model: nn.Module, layers: range) -> None:
         super().__init__()
         if not isinstance(model, (GPT, Llama)):
-            raise ModelError(f"{type(model).__name__} cannot be cut into stages: choose a built-in model (gpt-... or llama-...)")
+            raise ModelError(
+                f"{type(model).__name__} cannot be cut into stages: choose a built-in model (gpt-... or "
+                "llama-...)"
+            )
         self.first = layers.start == 0
         self.last = layers.stop == model.config.layers
         self.whole = True
@@ -71,13 +78,16 @@ class ModelStage(nn.Module):
 
 
 def layers_of_stage(stage: int, stages: int, layers: int) -> range:
-    """Which layers are a stage's: equal numbers, one more for the middle ones where they do not divide, since embedding and head cost, too.
+    """Which layers are a stage's: equal numbers, one more for the middle ones where they do not divide, since
+    embedding and head cost, too.
 
     >>> [len(layers_of_stage(stage, 4, 6)) for stage in range(4)]
     [1, 2, 2, 1]
     """
     if layers < stages:
-        raise ModelError(f"{layers} layers do not fill {stages} stages: use fewer stages or a model of more layers")
+        raise ModelError(
+            f"{layers} layers do not fill {stages} stages: use fewer stages or a model of more layers"
+        )
     more = layers % stages
     begin = (stages - more) // 2
     sizes = [layers // stages + (begin <= each < begin + more) for each in range(stages)]

@@ -1,4 +1,5 @@
-"""The optimizer on the host: `HostOptimizer` keeps and updates any fraction of an optimizer's state in main memory or on disk.
+"""The optimizer on the host: `HostOptimizer` keeps and updates any fraction of an optimizer's state in main
+memory or on disk.
 
 >>> from lowtide.optim import HostOptimizer
 >>> HostOptimizer.__name__
@@ -12,4 +13,14 @@ from lowtide.optim.errors import OptimError
 from lowtide.optim.host import HostOptimizer
 from lowtide.optim.link import CudaLink, DirectLink, Link, Move, ThrottledLink
 
-__all__ = ["Balance", "CudaLink", "DirectLink", "HostOptimizer", "Link", "Move", "OptimError", "Speeds", "ThrottledLink"]
+__all__ = [
+    "Balance",
+    "CudaLink",
+    "DirectLink",
+    "HostOptimizer",
+    "Link",
+    "Move",
+    "OptimError",
+    "Speeds",
+    "ThrottledLink",
+]

@@ -1,8 +1,9 @@
 """``host_fraction="auto"``: from measured speeds to the share that takes the least time, of those that fit.
 
-The host updates its part while the device updates its own, so the step takes as long as the slower of the two; where device and host are one
-processor, it takes the sum. Gradients and parameters of the host part travel in a pipeline with its update, so the slowest of the three sets
-its pace, and the first batch's way down and the last one's way up come on top.
+The host updates its part while the device updates its own, so the step takes as long as the slower of the
+two; where device and host are one processor, it takes the sum. Gradients and parameters of the host part
+travel in a pipeline with its update, so the slowest of the three sets its pace, and the first batch's way
+down and the last one's way up come on top.
 """
 
 from __future__ import annotations
@@ -56,7 +57,9 @@ class Speeds:
         on_host = elements * host_fraction
         batch = min(on_host, self.chunk_elements)
         down = 0.0 if self.streamed else self.down
-        host = on_host * max(down, self.host, self.up) + batch * (down + self.host + self.up - max(down, self.host, self.up))
+        host = on_host * max(down, self.host, self.up) + batch * (
+            down + self.host + self.up - max(down, self.host, self.up)
+        )
         device = (elements - on_host) * self.device
         return max(host, device) if self.parallel else host + device
 
@@ -79,7 +82,11 @@ class Balance:
 
 
 def balance(
-    updater: Updater, placement: Placement, parameters: Sequence[tuple[Tensor, Group]], device_budget: int | None, streamed: bool
+    updater: Updater,
+    placement: Placement,
+    parameters: Sequence[tuple[Tensor, Group]],
+    device_budget: int | None,
+    streamed: bool,
 ) -> Balance:
     """Choose the host's share for parameters.
 
@@ -101,7 +108,8 @@ def balance(
 
 
 def choose(speeds: Speeds, elements: int, least_fraction: float = 0.0) -> Balance:
-    """The share of least predicted time at or above ``least_fraction``; of equal ones the largest, which leaves the device most memory.
+    """The share of least predicted time at or above ``least_fraction``; of equal ones the largest, which
+    leaves the device most memory.
 
     >>> choose(Speeds(1.0, 3.0, 1.0, 1.0, parallel=True, streamed=True, chunk_elements=0), 100).host_fraction
     0.25
@@ -155,7 +163,9 @@ def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, 
         for batch in batches([host_task], updater.chunk_elements):
             gradients = [stretch.of(near) for stretch in batch]
             size = sum(stretch.stop - stretch.start for stretch in batch)
-            link.on_host(lambda batch=batch, gradients=gradients: updater._compute(batch, gradients, host_group), size)
+            link.on_host(
+                lambda batch=batch, gradients=gradients: updater._compute(batch, gradients, host_group), size
+            )
 
     host = timed(update)
     placement.forget([host_task.slot])
@@ -172,6 +182,10 @@ def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, 
 def _free_bytes(device: torch.device) -> int | None:
     """What the device has left for state, or ``None`` where nobody knows."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0] + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        free = (
+            torch.cuda.mem_get_info(device)[0]
+            + torch.cuda.memory_reserved(device)
+            - torch.cuda.memory_allocated(device)
+        )
         return int(free * _FREE_SHARE)
     return None

@@ -1,4 +1,6 @@
-"""Updates that run in a thread of their own: beside backward (``overlap_update``), or beside the next step (``delayed``)."""
+"""Updates that run in a thread of their own: beside backward (``overlap_update``), or beside the next step
+(``delayed``).
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,8 @@ Groups = Iterable[dict[str, Any]]
 
 
 class Beside:
-    """Runs host updates in a thread. They write masters and state; parameters change when `HostOptimizer.step` copies back.
+    """Runs host updates in a thread. They write masters and state; parameters change when
+    `HostOptimizer.step` copies back.
 
     Args:
         updater: what updates.
@@ -35,7 +38,7 @@ class Beside:
         self._late: Future[None] | None = None
         self._worker: ThreadPoolExecutor | None = None
 
-    # ---- beside backward -----------------------------------------------------------------------------------------------------------
+    # ---- beside backward -------------------------------------------------------------------------
 
     def update_early(self, slot: Slot, group: dict[str, Any]) -> None:
         """Begin the update of a slot whose gradient is on its way."""
@@ -55,7 +58,8 @@ class Beside:
         """Wait for the updates that ran beside backward.
 
         Raises:
-            OptimError: they used other hyper-parameters than `step` would, or a gradient that is not there any more.
+            OptimError: they used other hyper-parameters than `step` would, or a gradient that is not there
+                any more.
         """
         for _, future in self._early:
             future.result()
@@ -64,14 +68,21 @@ class Beside:
         for group in groups:
             used = options.get(id(group))
             if used is not None and any(_differ(used[name], group[name]) for name in used):
-                raise OptimError("hyper-parameters changed after an update beside backward had begun: load the last checkpoint")
+                raise OptimError(
+                    "hyper-parameters changed after an update beside backward had begun: load the last "
+                    "checkpoint"
+                )
         if any(sent(slot.parameter.grad) is None for slot, _ in early):
-            raise OptimError("a gradient was cleared after its update had run beside backward: load the last checkpoint")
+            raise OptimError(
+                "a gradient was cleared after its update had run beside backward: load the last checkpoint"
+            )
 
-    # ---- beside the next step ------------------------------------------------------------------------------------------------------
+    # ---- beside the next step --------------------------------------------------------------------
 
     def update_late(self, tasks: Sequence[Task]) -> None:
-        """Begin updates that parameters see with the next step. Gradients in ``.grad`` are copied before this returns."""
+        """Begin updates that parameters see with the next step. Gradients in ``.grad`` are copied before this
+        returns.
+        """
         options: dict[int, dict[str, Any]] = {}
         later: list[Task] = []
         for task in tasks:
@@ -93,7 +104,7 @@ class Beside:
             self._late.result()
             self._late = None
 
-    # ---- the thread ----------------------------------------------------------------------------------------------------------------
+    # ---- the thread ------------------------------------------------------------------------------
 
     def quiet(self) -> None:
         """Wait for everything, whatever comes of it."""

@@ -1,4 +1,6 @@
-"""What a planner asks: the memory that the optimizer takes on the device, and what moving it to the host costs in time."""
+"""What a planner asks: the memory that the optimizer takes on the device, and what moving it to the host
+costs in time.
+"""
 
 from __future__ import annotations
 
@@ -33,7 +35,11 @@ def host_is_device(optimizer: HostOptimizer) -> bool:
 
 def resident_state(optimizer: HostOptimizer) -> list[Tensor]:
     """The tensors of state in the device's memory now, buffers included."""
-    found = [tensor for tensor in optimizer._updater.buffers() if optimizer.link.direct or tensor.device.type != "cpu"]
+    found = [
+        tensor
+        for tensor in optimizer._updater.buffers()
+        if optimizer.link.direct or tensor.device.type != "cpu"
+    ]
     for slot in optimizer._slots.values():
         for part in slot.parts():
             if not part.on_host or host_is_device(optimizer):
@@ -48,12 +54,15 @@ def device_state_bytes(optimizer: HostOptimizer, host_fraction: float) -> int:
     kept = [piece.numel() for piece in pieces]
     if not host_is_device(optimizer):
         kept = cuts(kept, [granule(piece.dtype, optimizer.kernel.granule) for piece in pieces], host_fraction)
-    return sum(count * optimizer._placement.device_bytes_per_element(p, group) for count, (p, group) in zip(kept, chosen, strict=True))
+    return sum(
+        count * optimizer._placement.device_bytes_per_element(p, group)
+        for count, (p, group) in zip(kept, chosen, strict=True)
+    )
 
 
 def step_bytes(optimizer: HostOptimizer) -> int:
-    """The most that ``step()`` allocates on the device beyond its state: buffers, where something has to be converted or begun, and what
-    updates allocate in passing."""
+    """The most that ``step()`` allocates on the device beyond its state: buffers, where something has to be
+    converted or begun, and what updates allocate in passing."""
     chosen, kernel, chunk = trainable(optimizer), optimizer.kernel, optimizer._updater.chunk_elements
     converts = any(optimizer._placement.update_dtype(p) != p.dtype for p, _ in chosen)
     begun = max((len(kernel.names(group)) for _, group in chosen), default=0) * (not kernel.counts_steps)
@@ -71,7 +80,9 @@ def update_seconds(optimizer: HostOptimizer) -> Callable[[float], float]:
     if not chosen:
         raise OptimError("no parameter is trainable: there is nothing to balance")
     largest, group = max(chosen, key=lambda pair: local(pair[0]).numel())
-    speeds: Speeds = measure(optimizer._updater, optimizer._placement, largest, group, optimizer.stream_gradients)
+    speeds: Speeds = measure(
+        optimizer._updater, optimizer._placement, largest, group, optimizer.stream_gradients
+    )
     elements = sum(local(p).numel() for p, _ in chosen)
     return lambda share: speeds.step_seconds(elements, share)
 
@@ -79,11 +90,13 @@ def update_seconds(optimizer: HostOptimizer) -> Callable[[float], float]:
 def choose(optimizer: HostOptimizer, extra_seconds: Callable[[float], float]) -> float:
     """The host's share of least time, where a share also costs or saves time elsewhere.
 
-    The search halves towards the cheaper side: what a share costs elsewhere falls with it, and the update's own time grows.
+    The search halves towards the cheaper side: what a share costs elsewhere falls with it, and the update's
+    own time grows.
 
     Args:
         optimizer: whose state it is.
-        extra_seconds: from a share to the seconds that the rest of the step takes on top; ``inf`` where it does not fit.
+        extra_seconds: from a share to the seconds that the rest of the step takes on top; ``inf`` where it
+            does not fit.
     """
     own = update_seconds(optimizer)
     known: dict[float, float] = {}

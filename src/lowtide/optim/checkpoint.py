@@ -20,7 +20,9 @@ _OURS = ("fused", "foreach", "capturable", "differentiable")
 
 
 def show_state(optimizer: HostOptimizer, slot: Slot) -> None:
-    """Show a slot's state in ``optimizer.state``: live tensors, and pairs of (device, host) stretches for what is split."""
+    """Show a slot's state in ``optimizer.state``: live tensors, and pairs of (device, host) stretches for
+    what is split.
+    """
     if slot.shown:
         return
     part = slot.parts()[-1]
@@ -31,7 +33,10 @@ def show_state(optimizer: HostOptimizer, slot: Slot) -> None:
     if optimizer.kernel.counts_steps or not part.fresh:
         shown.update(part.scalars)
         shown.update({name: slot.joined(name) for name in part.state})
-    if all(part.master is not None for part in slot.parts()) and slot.parameter.dtype != part.tensors()[-1].dtype:
+    if (
+        all(part.master is not None for part in slot.parts())
+        and slot.parameter.dtype != part.tensors()[-1].dtype
+    ):
         shown["master"] = slot.joined("master")
     if shown:
         optimizer.state[slot.parameter] = shown
@@ -48,7 +53,9 @@ def whole_state(optimizer: Any, state_dict: dict[str, Any]) -> None:
         if slot is None:
             continue
         if name in state:
-            state[name] = {key: slot.whole(key) if isinstance(item, tuple) else item for key, item in state[name].items()}
+            state[name] = {
+                key: slot.whole(key) if isinstance(item, tuple) else item for key, item in state[name].items()
+            }
         if optimizer.delayed and slot.host is not None:
             more = state.setdefault(name, {})
             more[STEPS] = torch.tensor(float(optimizer._steps))
@@ -61,18 +68,26 @@ def _master(slot: Slot) -> Tensor:
     """The parameter with the update that it has not seen; elements on the device are as they are."""
     from lowtide.optim.tensors import shaped, sharded_like
 
-    pieces = [part.master if part.master is not None else slot.values(part.start, part.stop) for part in slot.parts()]
+    pieces = [
+        part.master if part.master is not None else slot.values(part.start, part.stop)
+        for part in slot.parts()
+    ]
     if len(pieces) == 1:
         whole = pieces[0]
     else:
-        whole = torch.cat([piece.to("cpu", torch.promote_types(pieces[0].dtype, pieces[1].dtype)) for piece in pieces])
+        whole = torch.cat(
+            [piece.to("cpu", torch.promote_types(pieces[0].dtype, pieces[1].dtype)) for piece in pieces]
+        )
     return sharded_like(shaped(whole, local(slot.parameter)), slot.parameter)
 
 
 def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
     """The state dict with tensors of its own, in main memory."""
     state = {
-        name: {key: item.detach().to("cpu", copy=True) if isinstance(item, Tensor) else item for key, item in entries.items()}
+        name: {
+            key: item.detach().to("cpu", copy=True) if isinstance(item, Tensor) else item
+            for key, item in entries.items()
+        }
         for name, entries in state_dict["state"].items()
     }
     return {**state_dict, "state": state}
@@ -140,13 +155,18 @@ def load(optimizer: HostOptimizer, state_dict: dict[str, Any]) -> None:
         hook(optimizer)
 
 
-def _matched(optimizer: HostOptimizer, state_dict: dict[str, Any]) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
+def _matched(
+    optimizer: HostOptimizer, state_dict: dict[str, Any]
+) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
     """The saved groups with our parameters, and the saved state by parameter."""
     packed = state_dict["param_groups"]
     ours = [len(group["params"]) for group in optimizer.param_groups]
     theirs = [len(group["params"]) for group in packed]
     if ours != theirs:
-        raise OptimError(f"the saved state has groups of {theirs} parameters, the optimizer of {ours}: build the optimizer as it was saved")
+        raise OptimError(
+            f"the saved state has groups of {theirs} parameters, the optimizer of {ours}: build the "
+            "optimizer as it was saved"
+        )
     groups: list[dict[str, Any]] = []
     by_name: dict[Any, Tensor] = {}
     for mine, other in zip(optimizer.param_groups, packed, strict=True):
@@ -161,19 +181,31 @@ def _matched(optimizer: HostOptimizer, state_dict: dict[str, Any]) -> tuple[list
 
 def _check(optimizer: HostOptimizer, parameter: Tensor, entries: dict[str, Any]) -> None:
     group = optimizer._group_of(parameter)
-    known = {"step", "master", PENDING, STEPS, *optimizer.kernel.names(group), *optimizer.kernel.scalars(group)}
+    known = {
+        "step",
+        "master",
+        PENDING,
+        STEPS,
+        *optimizer.kernel.names(group),
+        *optimizer.kernel.scalars(group),
+    }
     strange = sorted(set(entries) - known)
     if strange:
-        raise OptimError(f"the saved state holds {', '.join(strange)}, which {optimizer.kind.__name__} does not keep")
+        raise OptimError(
+            f"the saved state holds {', '.join(strange)}, which {optimizer.kind.__name__} does not keep"
+        )
     shape = local(parameter).shape
     for name, item in entries.items():
         if isinstance(item, Tensor) and item.ndim and local(item).shape != shape:
             raise OptimError(
-                f"the saved {name} of a parameter has shape {tuple(local(item).shape)} where this process holds {tuple(shape)} of "
-                f"{tuple(parameter.shape)}: build the model as it was saved; sharded state is loaded through torch.distributed.checkpoint"
+                f"the saved {name} of a parameter has shape {tuple(local(item).shape)} where this process "
+                f"holds {tuple(shape)} of {tuple(parameter.shape)}: build the model as it was saved; sharded "
+                "state is loaded through torch.distributed.checkpoint"
             )
-        if is_sharded(parameter) and isinstance(item, Tensor) and is_sharded(item) and item.placements != parameter.placements:  # type: ignore
-            raise OptimError(f"the saved {name} is placed {item.placements}, its parameter {parameter.placements}")  # type: ignore
+        if is_sharded(parameter) and isinstance(item, Tensor) and is_sharded(item):
+            saved, here = item.placements, parameter.placements  # type: ignore
+            if saved != here:
+                raise OptimError(f"the saved {name} is placed {saved}, its parameter {here}")
 
 
 def _check_slot(optimizer: HostOptimizer, slot: Slot | None, entries: dict[str, Any]) -> None:
@@ -181,11 +213,14 @@ def _check_slot(optimizer: HostOptimizer, slot: Slot | None, entries: dict[str, 
     assert slot is not None, "whatever has saved state was placed"
     names = set(optimizer.kernel.names(optimizer._group_of(slot.parameter)))
     if any(set(part.state) != names for part in slot.parts()):
-        raise OptimError(f"the saved groups ask for {', '.join(sorted(names)) or 'no state'}: make the optimizer with the same options")
+        raise OptimError(
+            f"the saved groups ask for {', '.join(sorted(names)) or 'no state'}: make the optimizer with the "
+            "same options"
+        )
     if pending and not (optimizer.delayed and slot.device is None):
         raise OptimError(
-            "the state was saved while a delayed update was under way: load it with delayed=True and host_fraction=1, or call finish() before "
-            "saving"
+            "the state was saved while a delayed update was under way: load it with delayed=True and "
+            "host_fraction=1, or call finish() before saving"
         )
 
 
@@ -195,13 +230,21 @@ def _fill(optimizer: HostOptimizer, slot: Slot, entries: dict[str, Any]) -> None
     optimizer._steps = max(optimizer._steps, int(entries.get(STEPS, 0)))
     slot.pending, slot.updated, slot.version = bool(entries.get(PENDING, False)), False, -1
     saved = {
-        name: flat_gradient(local(item), like) for name, item in entries.items() if isinstance(item, Tensor) and item.ndim == like.ndim
+        name: flat_gradient(local(item), like)
+        for name, item in entries.items()
+        if isinstance(item, Tensor) and item.ndim == like.ndim
     }
     if like.ndim == 0:
-        saved = {name: local(item).reshape(1) for name, item in entries.items() if name in (*slot.parts()[0].state, "master")}
+        saved = {
+            name: local(item).reshape(1)
+            for name, item in entries.items()
+            if name in (*slot.parts()[0].state, "master")
+        }
     for part in slot.parts():
         part.step.fill_(float(entries.get("step", 0.0)))
-        part.scalars = copies_of({name: entries[name] for name in optimizer.kernel.scalars(group) if name in entries})
+        part.scalars = copies_of(
+            {name: entries[name] for name in optimizer.kernel.scalars(group) if name in entries}
+        )
         kept = [*part.state, *optimizer.kernel.scalars(group)]
         part.fresh = bool(kept) and not any(name in saved or name in part.scalars for name in kept)
         for name, elements in part.state.items():

@@ -11,7 +11,12 @@ from lowtide.optim.stream import sent
 from lowtide.optim.tensors import is_shared, local
 
 
-def clip_(gradients: Sequence[tuple[Tensor, Tensor | None]], max_norm: float, norm_type: float, error_if_nonfinite: bool) -> Tensor:
+def clip_(
+    gradients: Sequence[tuple[Tensor, Tensor | None]],
+    max_norm: float,
+    norm_type: float,
+    error_if_nonfinite: bool,
+) -> Tensor:
     """Scale gradients so that their norm is at most ``max_norm``; returns the norm before.
 
     Raises:
@@ -21,10 +26,13 @@ def clip_(gradients: Sequence[tuple[Tensor, Tensor | None]], max_norm: float, no
     total = total_norm(gradients, order)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
-            f"the norm of order {order} of the gradients is {total.item()}, so they cannot be clipped: zero_grad() and skip this step, or "
-            "pass error_if_nonfinite=False"
+            f"the norm of order {order} of the gradients is {total.item()}, so they cannot be clipped: "
+            "zero_grad() and skip this step, or pass error_if_nonfinite=False"
         )
-    scale_by([gradient for _, gradient in gradients if gradient is not None], torch.clamp(float(max_norm) / (total + 1e-6), max=1.0))
+    scale_by(
+        [gradient for _, gradient in gradients if gradient is not None],
+        torch.clamp(float(max_norm) / (total + 1e-6), max=1.0),
+    )
     return total
 
 
@@ -48,7 +56,11 @@ def total_norm(gradients: Sequence[tuple[Tensor, Tensor | None]], order: float) 
 def _norm_of_all(gradients: Sequence[Tensor], order: float) -> Tensor:
     """The norm of what this process holds of gradients, combined as `torch.nn.utils.get_total_norm` does."""
     norms = [norm_of(gradient, order) for gradient in gradients]
-    return torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order) if norms else torch.tensor(0.0)
+    return (
+        torch.linalg.vector_norm(torch.stack([norm.to(norms[0].device) for norm in norms]), order)
+        if norms
+        else torch.tensor(0.0)
+    )
 
 
 def norm_of(gradient: Tensor, order: float) -> Tensor:
@@ -73,7 +85,9 @@ def norm_of(gradient: Tensor, order: float) -> Tensor:
 
 
 def scale_by(gradients: Sequence[Tensor], factor: Tensor) -> None:
-    """Multiply gradients by a factor: at once where they lie on the device, with the update where they lie on the host."""
+    """Multiply gradients by a factor: at once where they lie on the device, with the update where they lie on
+    the host.
+    """
     for gradient in gradients:
         stand_in = sent(gradient)
         if stand_in is None:

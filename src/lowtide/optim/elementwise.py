@@ -1,7 +1,8 @@
 """Any optimizer that treats every element alone, by its own ``step()`` on stretches of parameters.
 
-Whether one does is tried, not looked up: some steps on two small parameters have to come out the same, bit by bit, when they are done on flat
-stretches in calls of their own. What looks at other elements, at a parameter's shape, or at what it has done before fails that.
+Whether one does is tried, not looked up: some steps on two small parameters have to come out the same, bit by
+bit, when they are done on flat stretches in calls of their own. What looks at other elements, at a
+parameter's shape, or at what it has done before fails that.
 """
 
 from __future__ import annotations
@@ -34,7 +35,9 @@ class ElementwiseKernel(Kernel):
     """
 
     counts_steps = False
-    granule = 64  # two vectors of 16 lanes, which loops over elements take at once; what is left over goes through scalar code
+    # two vectors of 16 lanes, which loops over elements take at once; what is left over goes through scalar
+    # code
+    granule = 64
     temporaries = 4  # torch.optim's take three at most
 
     def __init__(self, kind: type[torch.optim.Optimizer], options: Mapping[str, Any]) -> None:
@@ -67,14 +70,17 @@ class ElementwiseKernel(Kernel):
                 state = made.state[parameters[place]]
                 if set(state) != {*names, *self.scalars(group)}:
                     raise OptimError(
-                        f"{self.kind.__name__} keeps other state ({', '.join(state)}) than at its first step ({', '.join(names)})"
+                        f"{self.kind.__name__} keeps other state ({', '.join(state)}) than at its first step "
+                        f"({', '.join(names)})"
                     )
                 for name in names:
                     operands.state[name][place] = state[name]
                 operands.scalars[place] = {name: state[name] for name in self.scalars(group)}
 
     def _optimizer(self, group: Group, parameters: list[Tensor], begun: bool) -> torch.optim.Optimizer:
-        """An optimizer of these stretches with the group's options; its state is empty where they have begun."""
+        """An optimizer of these stretches with the group's options; its state is empty where they have
+        begun.
+        """
         options = {name: item for name, item in group.items() if name not in _NOT_OPTIONS}
         if not begun:
             return self._made([{**options, "params": parameters}])
@@ -87,20 +93,36 @@ class ElementwiseKernel(Kernel):
         return self.kind(groups, **self.options)
 
     def _kept(self, group: Group) -> tuple[tuple[str, ...], tuple[str, ...]]:
-        """Names of what it keeps for every element, and for a parameter as a whole; they depend on which options are set."""
-        key = tuple((name, bool(item)) for name, item in group.items() if isinstance(item, bool | int | float))
+        """Names of what it keeps for every element, and for a parameter as a whole; they depend on which
+        options are set.
+        """
+        key = tuple(
+            (name, bool(item)) for name, item in group.items() if isinstance(item, bool | int | float)
+        )
         if key not in self._names:
             parameter = torch.zeros(_SHAPES[1])
             parameter.grad = torch.ones(_SHAPES[1])
             made = self._optimizer(group, [parameter], begun=False)
             made.step()
             state = made.state[parameter]
-            whole = tuple(name for name, item in state.items() if isinstance(item, Tensor) and item.shape == parameter.shape)
+            whole = tuple(
+                name
+                for name, item in state.items()
+                if isinstance(item, Tensor) and item.shape == parameter.shape
+            )
             other = tuple(name for name in state if name not in whole)
-            strange = [name for name in other if not isinstance(state[name], int | float) and not _is_number(state[name])]
+            strange = [
+                name
+                for name in other
+                if not isinstance(state[name], int | float) and not _is_number(state[name])
+            ]
             if strange or any(state[name].dtype != parameter.dtype for name in whole):
                 raise OptimError(
-                    _refusal(self.kind, f"it keeps {', '.join(strange or whole)} in another form than a number for each element")
+                    _refusal(
+                        self.kind,
+                        f"it keeps {', '.join(strange or whole)} in another form than a number for each "
+                        "element",
+                    )
                 )
             self._names[key] = whole, other
         return self._names[key]
@@ -112,9 +134,10 @@ def _is_number(item: Any) -> bool:
 
 def _refusal(kind: type[torch.optim.Optimizer], reason: str) -> str:
     return (
-        f"HostOptimizer cannot split {kind.__name__}: {reason}. It takes every optimizer that updates each element by itself (AdamW, Adam, SGD, "
-        "RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop and their like); use this one without HostOptimizer, or give it the "
-        "parameters that it is for and HostOptimizer the rest"
+        f"HostOptimizer cannot split {kind.__name__}: {reason}. It takes every optimizer that updates each "
+        "element by itself (AdamW, Adam, SGD, RMSprop, Adagrad, NAdam, RAdam, Adamax, ASGD, Adadelta, Rprop "
+        "and their like); use this one without HostOptimizer, or give it the parameters that it is for and "
+        "HostOptimizer the rest"
     )
 
 
@@ -132,15 +155,24 @@ def _check_elementwise(kernel: ElementwiseKernel) -> None:
         raise
     except Exception as error:  # whatever an optimizer says of stretches that it cannot take
         raise OptimError(
-            _refusal(kind, f"it does not step on flat parameters with dense gradients ({type(error).__name__}: {error})")
+            _refusal(
+                kind,
+                f"it does not step on flat parameters with dense gradients ({type(error).__name__}: {error})",
+            )
         ) from error
     if not all(torch.equal(a.flatten(), b) for a, b in zip(expected, found, strict=True)):
         raise OptimError(
-            _refusal(kind, "what it does to an element depends on other elements, on the parameter's shape, or on earlier calls")
+            _refusal(
+                kind,
+                "what it does to an element depends on other elements, on the parameter's shape, or on "
+                "earlier calls",
+            )
         )
 
 
-def _whole(kernel: ElementwiseKernel, parameters: list[Tensor], gradients: Iterable[list[Tensor]]) -> list[Tensor]:
+def _whole(
+    kernel: ElementwiseKernel, parameters: list[Tensor], gradients: Iterable[list[Tensor]]
+) -> list[Tensor]:
     """The parameters after the optimizer's own steps."""
     optimizer = kernel._made([{"params": parameters}])
     for some in gradients:
@@ -150,7 +182,9 @@ def _whole(kernel: ElementwiseKernel, parameters: list[Tensor], gradients: Itera
     return parameters
 
 
-def _by_stretches(kernel: ElementwiseKernel, parameters: list[Tensor], gradients: Iterable[list[Tensor]]) -> list[Tensor]:
+def _by_stretches(
+    kernel: ElementwiseKernel, parameters: list[Tensor], gradients: Iterable[list[Tensor]]
+) -> list[Tensor]:
     """The parameters after steps on stretches of them, each in a call of its own."""
     group = kernel.defaults
     cut = [(parameter, slice(0, kernel.granule)) for parameter in parameters] + [
@@ -158,7 +192,11 @@ def _by_stretches(kernel: ElementwiseKernel, parameters: list[Tensor], gradients
     ]
     kept: list[Operands] = [
         Operands(
-            [parameter[where]], state={name: [None] for name in kernel.names(group)}, steps=[torch.zeros(())], scalars=[{}], begun=[False]
+            [parameter[where]],
+            state={name: [None] for name in kernel.names(group)},
+            steps=[torch.zeros(())],
+            scalars=[{}],
+            begun=[False],
         )
         for parameter, where in cut
     ]

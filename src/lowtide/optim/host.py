@@ -33,35 +33,41 @@ _WARM_UP_STEPS = 40  # arXiv 2101.06840, section 6.2: delayed updates begin afte
 class HostOptimizer(torch.optim.Optimizer):
     """An optimizer of `torch.optim` with ``host_fraction`` of its state, and of the update, on the host.
 
-    To schedulers, clipping, accumulation, parameter groups, gradient scalers and checkpoints it is the optimizer that it wraps: its
-    ``state_dict`` has the same form, so each loads the other's, at any fraction. Results do not depend on the fraction: the arithmetic is that of
-    `torch.optim` with ``fused=True`` for AdamW, Adam and SGD, and the optimizer's own ``step()`` for every other; tensors are cut where kernels
-    give the same bits. Host fraction 1 is ZeRO-Offload (arXiv
-    2101.06840), between 0 and 1 it is Twin-Flow (ZeRO-Offload++).
+    To schedulers, clipping, accumulation, parameter groups, gradient scalers and checkpoints it is the
+    optimizer that it wraps: its ``state_dict`` has the same form, so each loads the other's, at any fraction.
+    Results do not depend on the fraction: the arithmetic is that of `torch.optim` with ``fused=True`` for
+    AdamW, Adam and SGD, and the optimizer's own ``step()`` for every other; tensors are cut where kernels
+    give the same bits. Host fraction 1 is ZeRO-Offload (arXiv 2101.06840), between 0 and 1 it is Twin-Flow
+    (ZeRO-Offload++).
 
-    16-bit parameters have masters in float32 on the side that updates them (unless ``masters=False``): 2 bytes a parameter go down and 2 up.
-    FSDP2's sharded parameters are updated shard by shard. After writing to parameters behind PyTorch's back (``p.data.copy_``), call
-    `reload_masters`; writes that PyTorch sees (``load_state_dict``, ``p.copy_``) are noticed.
+    16-bit parameters have masters in float32 on the side that updates them (unless ``masters=False``): 2
+    bytes a parameter go down and 2 up. FSDP2's sharded parameters are updated shard by shard. After writing
+    to parameters behind PyTorch's back (``p.data.copy_``), call `reload_masters`; writes that PyTorch sees
+    (``load_state_dict``, ``p.copy_``) are noticed.
 
     Args:
-        kind: a class of optimizers that treats every element alone: ``torch.optim.AdamW``, ``Adam``, ``SGD``, ``RMSprop``, ``Adagrad``,
-            ``NAdam``, ``RAdam``, ``Adamax``, ``ASGD``, ``Adadelta``, ``Rprop``, subclasses of these, your own. Whether it does is tried on two
-            small parameters; what does not (``LBFGS``, ``SparseAdam``, ``Muon``, ``Adafactor``) is refused.
+        kind: a class of optimizers that treats every element alone: ``torch.optim.AdamW``, ``Adam``, ``SGD``,
+            ``RMSprop``, ``Adagrad``, ``NAdam``, ``RAdam``, ``Adamax``, ``ASGD``, ``Adadelta``, ``Rprop``,
+            subclasses of these, your own. Whether it does is tried on two small parameters; what does not
+            (``LBFGS``, ``SparseAdam``, ``Muon``, ``Adafactor``) is refused.
         params: parameters, named parameters or groups, as for every optimizer. More may come later.
-        host_fraction: share of the trainable elements that the host updates, 0 to 1, or ``"auto"``: at the first step, what takes the least
-            time by speeds measured then, of what fits in ``device_budget``.
-        host: ``"memory"`` (page-locked for CUDA) or ``"disk"`` (files without a name, mapped into memory). ``"auto"`` is disk where the
-            device is the CPU itself, else memory.
+        host_fraction: share of the trainable elements that the host updates, 0 to 1, or ``"auto"``: at the
+            first step, what takes the least time by speeds measured then, of what fits in ``device_budget``.
+        host: ``"memory"`` (page-locked for CUDA) or ``"disk"`` (files without a name, mapped into memory).
+            ``"auto"`` is disk where the device is the CPU itself, else memory.
         host_folder: for ``"disk"``; the system's folder for temporary files without it.
         host_limit: most bytes on the host tier, a number or text such as ``"8GiB"``.
-        device_budget: for ``"auto"``: most bytes of optimizer state on the device; ``None`` is 0.9 of what is free.
-        stream_gradients: gradients leave the device while backward produces them, and ``.grad`` holds a stand-in without memory. Use the
-            optimizer's own `clip_grad_norm_`. Nothing is updated before `step`.
-        overlap_update: with ``stream_gradients``, the host updates its own copy of a parameter as soon as its gradient is there; parameters
-            change in `step`. There can be no clipping then, and micro-batches before the last belong within `accumulating`. If backward
-            fails half-way the state is half updated: the optimizer then refuses to go on until a checkpoint is loaded.
-        delayed: the host part of a step's update runs beside the next step's forward and backward, and is seen one step late. It
-            changes training: see `finish`.
+        device_budget: for ``"auto"``: most bytes of optimizer state on the device; ``None`` is 0.9 of what is
+            free.
+        stream_gradients: gradients leave the device while backward produces them, and ``.grad`` holds a
+            stand-in without memory. Use the optimizer's own `clip_grad_norm_`. Nothing is updated before
+            `step`.
+        overlap_update: with ``stream_gradients``, the host updates its own copy of a parameter as soon as its
+            gradient is there; parameters change in `step`. There can be no clipping then, and micro-batches
+            before the last belong within `accumulating`. If backward fails half-way the state is half
+            updated: the optimizer then refuses to go on until a checkpoint is loaded.
+        delayed: the host part of a step's update runs beside the next step's forward and backward, and is
+            seen one step late. It changes training: see `finish`.
         delay_after: steps before ``delayed`` sets in.
         masters: whether 16-bit parameters are updated in float32.
         chunk_bytes: of the buffers through which everything moves (a few are used).
@@ -75,7 +81,8 @@ class HostOptimizer(torch.optim.Optimizer):
         >>> import torch
         >>> from lowtide.optim import HostOptimizer
         >>> model = torch.nn.Linear(64, 64)
-        >>> optimizer = HostOptimizer(torch.optim.AdamW, model.parameters(), host_fraction=0.5, host="memory", lr=1e-3)
+        >>> optimizer = HostOptimizer(torch.optim.AdamW, model.parameters(),
+        ...     host_fraction=0.5, host="memory", lr=1e-3)
         >>> model(torch.randn(2, 64)).sum().backward()
         >>> optimizer.step()
         >>> optimizer.host_elements, optimizer.device_elements
@@ -115,7 +122,13 @@ class HostOptimizer(torch.optim.Optimizer):
         self._whole = ""  # why the state is not whole, if it is not
         self._steps = 0
         self._holding_back = False
-        self._settings = (host, host_folder, None if host_limit is None else budgets.parse(host_limit), masters, chunk_bytes)
+        self._settings = (
+            host,
+            host_folder,
+            None if host_limit is None else budgets.parse(host_limit),
+            masters,
+            chunk_bytes,
+        )
         self._link = link
         self._opened = False
         super().__init__(params, self.kernel.defaults)
@@ -123,12 +136,15 @@ class HostOptimizer(torch.optim.Optimizer):
         self._open()
         self.register_state_dict_post_hook(checkpoint.whole_state)
 
-    # ---- set-up ------------------------------------------------------------------------------------------------------------------
+    # ---- set-up ----------------------------------------------------------------------------------
 
     def _check_one_device(self) -> None:
         devices = {local(p).device for group in self.param_groups for p in group["params"]}
         if len(devices) > 1:
-            raise OptimError(f"the parameters lie on {', '.join(sorted(map(str, devices)))}: make one HostOptimizer for each device")
+            raise OptimError(
+                f"the parameters lie on {', '.join(sorted(map(str, devices)))}: make one HostOptimizer for "
+                "each device"
+            )
 
     def _open(self) -> None:
         """What depends on the device: link, tier, buffers, hooks."""
@@ -142,7 +158,9 @@ class HostOptimizer(torch.optim.Optimizer):
         tier: Tier = DiskTier(folder, limit) if where == "disk" else MemoryTier(link.pins, limit)
         self.host = where
         self._updater = Updater(self.kernel, link, tier, chunk_bytes // 4 // 64 * 64)
-        self._placement = Placement(self.kernel, tier, masters, host_copies=not link.direct or self.delayed or self.overlap_update)
+        self._placement = Placement(
+            self.kernel, tier, masters, host_copies=not link.direct or self.delayed or self.overlap_update
+        )
         gradients = tier if link.direct or where == "memory" else MemoryTier(link.pins, limit)
         keeps = link.direct and where == "memory"
         self._stream = GradientStream(self._updater, gradients, keeps, self)
@@ -189,23 +207,31 @@ class HostOptimizer(torch.optim.Optimizer):
         tiers = {id(tier): tier for tier in (self._placement.tier, self._stream.tier, self._updater.staging)}
         return sum(tier.used_bytes for tier in tiers.values())
 
-    # ---- placement ---------------------------------------------------------------------------------------------------------------
+    # ---- placement -------------------------------------------------------------------------------
 
     def slot_of(self, parameter: Tensor) -> Slot:
-        """What is kept for a parameter, and where; made now for all trainable parameters that have nothing yet."""
+        """What is kept for a parameter, and where; made now for all trainable parameters that have nothing
+        yet.
+        """
         if parameter not in self._slots:
             self._place({parameter})
         return self._slots[parameter]
 
     def _place(self, also: Collection[Tensor] = ()) -> None:
-        """Give every trainable parameter that has none a slot, and those in ``also``, whose state is at hand though they may be frozen."""
+        """Give every trainable parameter that has none a slot, and those in ``also``, whose state is at hand
+        though they may be frozen.
+        """
         wanted: list[tuple[Tensor, Group]] = []
         for group in self.param_groups:
-            wanted += [(p, group) for p in group["params"] if (p.requires_grad or p in also) and p not in self._slots]
+            wanted += [
+                (p, group) for p in group["params"] if (p.requires_grad or p in also) and p not in self._slots
+            ]
         if not wanted:
             return
         if self.host_fraction == "auto":
-            self.balance = balance(self._updater, self._placement, wanted, self._device_budget, self.stream_gradients)
+            self.balance = balance(
+                self._updater, self._placement, wanted, self._device_budget, self.stream_gradients
+            )
             fraction = self.balance.host_fraction
         else:
             fraction = self.host_fraction
@@ -219,22 +245,29 @@ class HostOptimizer(torch.optim.Optimizer):
         self._slots.update(made)
 
     def set_host_fraction(self, host_fraction: float) -> None:
-        """Move state so that the host has this share of it. Not between backward and `step` with streamed gradients."""
+        """Move state so that the host has this share of it. Not between backward and `step` with streamed
+        gradients.
+        """
         fraction = fraction_of(host_fraction)
-        if any(sent(p.grad) is not None for p in self._slots) or any(slot.pending for slot in self._slots.values()):
+        if any(sent(p.grad) is not None for p in self._slots) or any(
+            slot.pending for slot in self._slots.values()
+        ):
             raise OptimError(
-                "an update is under way: call step() and zero_grad(), and with delayed=True finish(), before set_host_fraction()"
+                "an update is under way: call step() and zero_grad(), and with delayed=True finish(), "
+                "before set_host_fraction()"
             )
         checkpoint.move(self, fraction)
 
-    # ---- for planners --------------------------------------------------------------------------------------------------------------
+    # ---- for planners ----------------------------------------------------------------------------
 
     def resident_state(self) -> list[Tensor]:
         """The tensors of state that lie in the device's memory."""
         return budgeted.resident_state(self)
 
     def device_state_bytes(self, host_fraction: float | None = None) -> int:
-        """Bytes of state on the device, present or still to come, at a share of the host; at the present one without it (0 for ``"auto"``)."""
+        """Bytes of state on the device, present or still to come, at a share of the host; at the present one
+        without it (0 for ``"auto"``).
+        """
         present = 0.0 if self.host_fraction == "auto" else self.host_fraction
         return budgeted.device_state_bytes(self, present if host_fraction is None else host_fraction)
 
@@ -243,13 +276,15 @@ class HostOptimizer(torch.optim.Optimizer):
         return budgeted.step_bytes(self)
 
     def choose_host_fraction(self, extra_seconds: Callable[[float], float]) -> float:
-        """With ``host_fraction="auto"``: set the share that takes the least time together with ``extra_seconds(share)``, and return it."""
+        """With ``host_fraction="auto"``: set the share that takes the least time together with
+        ``extra_seconds(share)``, and return it.
+        """
         with torch.no_grad():
             chosen = budgeted.choose(self, extra_seconds)
         self.set_host_fraction(chosen)
         return chosen
 
-    # ---- the step ----------------------------------------------------------------------------------------------------------------
+    # ---- the step --------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:  # type: ignore[override]
@@ -275,7 +310,10 @@ class HostOptimizer(torch.optim.Optimizer):
         self._steps += 1
         late = self.delayed and self._steps > self.delay_after
         updater, link = self._updater, self.link
-        done, now = [task for task in host if task.slot.updated], [task for task in host if not task.slot.updated]
+        done, now = (
+            [task for task in host if task.slot.updated],
+            [task for task in host if not task.slot.updated],
+        )
         with self._or_torn("the last update was interrupted"):
             link.begin_step()
             for task in (*device, *now):
@@ -293,7 +331,9 @@ class HostOptimizer(torch.optim.Optimizer):
         return loss
 
     def _tasks(self) -> tuple[list[Task], list[Task]]:
-        """What there is to update on the device, and on the host in the order in which gradients arrive. Changes nothing."""
+        """What there is to update on the device, and on the host in the order in which gradients arrive.
+        Changes nothing.
+        """
         device: list[Task] = []
         host: list[Task] = []
         for group in self.param_groups:
@@ -316,7 +356,9 @@ class HostOptimizer(torch.optim.Optimizer):
                     continue
                 elements = flat_gradient(local(gradient), local(parameter))
                 if slot.device is None or slot.host is None:
-                    (host if slot.device is None else device).append(Task(slot, slot.parts()[0], group, elements))
+                    (host if slot.device is None else device).append(
+                        Task(slot, slot.parts()[0], group, elements)
+                    )
                     continue
                 device.append(Task(slot, slot.device, group, elements[: slot.cut]))
                 host.append(Task(slot, slot.host, group, elements[slot.cut :]))
@@ -335,8 +377,8 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def _or_torn(self, reason: str) -> Iterator[None]:
-        """What fails in the block leaves the state half updated. Nothing is under way any more when the error leaves: what is loaded into
-        parameters after it stays."""
+        """What fails in the block leaves the state half updated. Nothing is under way any more when the error
+        leaves: what is loaded into parameters after it stays."""
         before, self._whole = self._whole, reason
         try:
             yield
@@ -349,11 +391,11 @@ class HostOptimizer(torch.optim.Optimizer):
     def _check_whole(self) -> None:
         if self._whole:
             raise OptimError(
-                f"{self._whole}: parameters and state are partly of one step and partly of the next. Load the last checkpoint into the model "
-                "and the optimizer (load_state_dict), then go on"
+                f"{self._whole}: parameters and state are partly of one step and partly of the next. Load "
+                "the last checkpoint into the model and the optimizer (load_state_dict), then go on"
             )
 
-    # ---- gradients that arrive -----------------------------------------------------------------------------------------------------
+    # ---- gradients that arrive -------------------------------------------------------------------
 
     def gradient_sent(self, slot: Slot) -> None:
         """A gradient has been sent or added to: with ``overlap_update`` its update begins."""
@@ -369,7 +411,9 @@ class HostOptimizer(torch.optim.Optimizer):
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:
-        """Backward passes in the block are not the last of their step: ``overlap_update`` begins no update."""
+        """Backward passes in the block are not the last of their step: ``overlap_update`` begins no
+        update.
+        """
         before, self._holding_back = self._holding_back, True
         try:
             yield
@@ -389,13 +433,17 @@ class HostOptimizer(torch.optim.Optimizer):
         super().zero_grad(set_to_none)
 
     @torch.no_grad()
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False) -> Tensor:
-        """Clip the norm of all gradients of this optimizer, wherever they lie; as `torch.nn.utils.clip_grad_norm_`.
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
+        """Clip the norm of all gradients of this optimizer, wherever they lie; as
+        `torch.nn.utils.clip_grad_norm_`.
 
-        From its second call on, norms are gathered as gradients arrive. Gradients on the host are scaled when they are used.
+        From its second call on, norms are gathered as gradients arrive. Gradients on the host are scaled when
+        they are used.
 
-        Where ranks share parameters (`lowtide.parallel`, FSDP2) it is a collective, and counts each parameter once, as
-        `lowtide.parallel.clip_grad_norm` does.
+        Where ranks share parameters (`lowtide.parallel`, FSDP2) it is a collective, and counts each parameter
+        once, as `lowtide.parallel.clip_grad_norm` does.
 
         Returns:
             The norm before clipping, over all processes that hold a part of the parameters.
@@ -406,14 +454,16 @@ class HostOptimizer(torch.optim.Optimizer):
             RuntimeError: the norm is not finite and ``error_if_nonfinite`` is set; nothing has changed then.
         """
         if self.overlap_update:
-            raise OptimError("overlap_update=True updates before the norm is known: clip with overlap_update=False")
+            raise OptimError(
+                "overlap_update=True updates before the norm is known: clip with overlap_update=False"
+            )
         parameters = [p for group in self.param_groups for p in group["params"]]
         if not self.stream_gradients and not any(map(is_shared, parameters)):
             return torch.nn.utils.clip_grad_norm_(parameters, max_norm, norm_type, error_if_nonfinite)
         self._stream.norm_order = float(norm_type)
         return clip_([(p, p.grad) for p in parameters], max_norm, norm_type, error_if_nonfinite)
 
-    # ---- delayed updates -----------------------------------------------------------------------------------------------------------
+    # ---- delayed updates -------------------------------------------------------------------------
 
     def _finish_late(self) -> None:
         """Wait for the update of the step before, and let the parameters see it."""
@@ -425,8 +475,8 @@ class HostOptimizer(torch.optim.Optimizer):
         written = [slot for slot in waiting if slot.written_by_others()]
         if written:
             raise OptimError(
-                f"{len(written)} parameters were written to while their delayed update was under way: call optimizer.finish() before writing to "
-                "parameters"
+                f"{len(written)} parameters were written to while their delayed update was under way: call "
+                "optimizer.finish() before writing to parameters"
             )
         with self._or_torn("the last update was interrupted"):
             self.link.begin_step()
@@ -447,15 +497,17 @@ class HostOptimizer(torch.optim.Optimizer):
     def finish(self) -> None:
         """Let the parameters see a delayed update now: at the end of training, or before evaluating.
 
-        Training that goes on after it differs from training without it, by the schedule that ``delayed`` stands for.
+        Training that goes on after it differs from training without it, by the schedule that ``delayed``
+        stands for.
         """
         self._check_whole()
         self._finish_late()
 
-    # ---- checkpoints ---------------------------------------------------------------------------------------------------------------
+    # ---- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the form of the wrapped optimizer's, with ``master`` for 16-bit parameters, wherever it lies.
+        """The state in the form of the wrapped optimizer's, with ``master`` for 16-bit parameters, wherever
+        it lies.
 
         Tensors are the live ones, as for every optimizer, except for the one parameter that is split.
 
@@ -494,4 +546,6 @@ class HostOptimizer(torch.optim.Optimizer):
         self.link.close()
 
     def __getstate__(self) -> dict[str, Any]:
-        raise OptimError("a HostOptimizer cannot be pickled or copied: save its state_dict(), and load it into another one")
+        raise OptimError(
+            "a HostOptimizer cannot be pickled or copied: save its state_dict(), and load it into another one"
+        )

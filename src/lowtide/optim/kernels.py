@@ -21,14 +21,17 @@ Group = Mapping[str, Any]
 
 @dataclass
 class Operands:
-    """What one call of a kernel works on, stretch by stretch; everything of one stretch lies in the same order.
+    """What one call of a kernel works on, stretch by stretch; everything of one stretch lies in the same
+    order.
 
     Attributes:
         parameters: stretches of parameters or of their masters, written.
         gradients: their gradients, in the same dtype.
-        state: by name, the stretches of state, written; ``None`` where there is none yet, and the kernel's is put there.
+        state: by name, the stretches of state, written; ``None`` where there is none yet, and the kernel's is
+            put there.
         steps: steps done, a float32 scalar a stretch, counted up.
-        scalars: by stretch and name, what a kernel keeps for a parameter as a whole; replaced by what they are after the update.
+        scalars: by stretch and name, what a kernel keeps for a parameter as a whole; replaced by what they
+            are after the update.
         begun: by stretch, whether there has been an update.
     """
 
@@ -45,8 +48,10 @@ class Kernel(ABC):
 
     Attributes:
         defaults: its hyper-parameters.
-        counts_steps: it keeps the number of steps, and state that begins with zeros; else an update makes the state where there is none.
-        granule: elements that a cut has to be a multiple of, so that every element stays in the kind of lane that it has in the whole tensor.
+        counts_steps: it keeps the number of steps, and state that begins with zeros; else an update makes the
+            state where there is none.
+        granule: elements that a cut has to be a multiple of, so that every element stays in the kind of lane
+            that it has in the whole tensor.
         temporaries: how many times the elements of a batch an update allocates in passing.
     """
 
@@ -95,7 +100,9 @@ class AdamKernel(Kernel):
 
 
 class SGDKernel(Kernel):
-    """SGD, with or without momentum. A momentum buffer begins as a copy of the first gradient, which `torch.optim` makes itself."""
+    """SGD, with or without momentum. A momentum buffer begins as a copy of the first gradient, which
+    `torch.optim` makes itself.
+    """
 
     counts_steps = False
 
@@ -138,7 +145,9 @@ def kernel_of(kind: Any, options: Mapping[str, Any]) -> Kernel:
         OptimError: it does not treat every element alone, or an option cannot be served.
     """
     if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise OptimError(f"HostOptimizer wraps a class of optimizers, such as torch.optim.AdamW, and was given {kind!r}")
+        raise OptimError(
+            f"HostOptimizer wraps a class of optimizers, such as torch.optim.AdamW, and was given {kind!r}"
+        )
     found = _FUSED.get(kind)
     check_options(options, fused=found is not None)
     if found is None:
@@ -166,17 +175,25 @@ def check_options(options: Mapping[str, Any], fused: bool) -> None:
     """
     for name, allowed in _FIXED.items():
         if options.get(name, False) not in allowed:
-            raise OptimError(f"{name}={options[name]!r}: HostOptimizer updates stretches of parameters in place; leave {name} out")
+            raise OptimError(
+                f"{name}={options[name]!r}: HostOptimizer updates stretches of parameters in place; leave "
+                f"{name} out"
+            )
     for name, allowed in _FUSED_ONLY.items() if fused else ():
         if options.get(name) not in allowed:
             raise OptimError(
-                f"{name}={options[name]!r}: HostOptimizer runs torch.optim's fused kernels for this optimizer; leave {name} out"
+                f"{name}={options[name]!r}: HostOptimizer runs torch.optim's fused kernels for this "
+                f"optimizer; leave {name} out"
             )
 
 
 def detached_options(group: Mapping[str, Any]) -> dict[str, Any]:
     """The hyper-parameters as they are now, for an update that runs later."""
-    return {name: item.clone() if isinstance(item, Tensor) else item for name, item in group.items() if name != "params"}
+    return {
+        name: item.clone() if isinstance(item, Tensor) else item
+        for name, item in group.items()
+        if name != "params"
+    }
 
 
 def on_host(group: Group) -> Group:

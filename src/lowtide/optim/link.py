@@ -1,7 +1,7 @@
 """The way between device and host: everything that depends on the kind of device stands here.
 
-`DirectLink` is for a device whose memory the host's processor works on itself (a CPU), `CudaLink` for CUDA, and `ThrottledLink` treats main
-memory as a device at the far end of a slow link, for tests and benchmarks.
+`DirectLink` is for a device whose memory the host's processor works on itself (a CPU), `CudaLink` for CUDA,
+and `ThrottledLink` treats main memory as a device at the far end of a slow link, for tests and benchmarks.
 """
 
 from __future__ import annotations
@@ -82,14 +82,18 @@ class Link(ABC):
 
     @abstractmethod
     def down(self, host: Tensor, device: Tensor) -> Transfer:
-        """Copy a stretch from the device to the host, after the work on the device that is already asked for."""
+        """Copy a stretch from the device to the host, after the work on the device that is already asked
+        for.
+        """
 
     @abstractmethod
     def up(self, device: Tensor, host: Tensor) -> Transfer:
         """Copy a stretch from the host to the device."""
 
     def begin_step(self) -> None:  # noqa: B027
-        """An update begins: what goes up from now on may overwrite what the device has been asked to read until now."""
+        """An update begins: what goes up from now on may overwrite what the device has been asked to read
+        until now.
+        """
 
     def on_device(self, work: Callable[[], None], elements: int) -> Transfer:
         """Let the device update ``elements`` elements."""
@@ -111,7 +115,9 @@ class Link(ABC):
 
 
 class DirectLink(Link):
-    """Device memory is main memory: the host's processor updates parameters where they lie; only what lies on disk is copied."""
+    """Device memory is main memory: the host's processor updates parameters where they lie; only what lies on
+    disk is copied.
+    """
 
     direct = True
     parallel = False
@@ -141,8 +147,8 @@ class _Running:
 class ThrottledLink(Link):
     """Main memory as a device at the far end of a link, both ways at once, each lane a thread.
 
-    Everything is really copied and computed, and takes at least as long as the given rates say: so schedules, bytes and waits are those of a
-    device with its own memory. Sleeping holds no processor.
+    Everything is really copied and computed, and takes at least as long as the given rates say: so schedules,
+    bytes and waits are those of a device with its own memory. Sleeping holds no processor.
 
     Args:
         down_bytes_per_second, up_bytes_per_second: of the two directions; ``None`` is as fast as memory.
@@ -163,7 +169,9 @@ class ThrottledLink(Link):
             "device": device_elements_per_second,
             "host": host_elements_per_second,
         }
-        self._lanes: dict[Lane, ThreadPoolExecutor] = {lane: ThreadPoolExecutor(1, f"lowtide-{lane}") for lane in ("down", "up", "device")}
+        self._lanes: dict[Lane, ThreadPoolExecutor] = {
+            lane: ThreadPoolExecutor(1, f"lowtide-{lane}") for lane in ("down", "up", "device")
+        }
         self._lock = threading.Lock()
         self._open: list[Future[Any]] = []
         self._free: dict[Lane, float] = dict.fromkeys(("down", "up", "device", "host"), 0.0)
@@ -205,7 +213,9 @@ class ThrottledLink(Link):
         return _Running(future)
 
     def _timed(self, lane: Lane, work: Callable[[], Any], size: int) -> None:
-        """Do the work and then sleep, so that a lane that is kept busy runs at its rate on the average, however coarse sleeps are."""
+        """Do the work and then sleep, so that a lane that is kept busy runs at its rate on the average,
+        however coarse sleeps are.
+        """
         begin = time.perf_counter()
         with torch.no_grad():
             work()
@@ -288,4 +298,7 @@ def link_for(device: torch.device) -> Link:
         return DirectLink()
     if device.type == "cuda":
         return CudaLink(device)
-    raise OptimError(f"HostOptimizer reaches parameters on cpu and cuda devices, not on {device}: pass link= with a Link of your own")
+    raise OptimError(
+        f"HostOptimizer reaches parameters on cpu and cuda devices, not on {device}: pass link= with a Link "
+        "of your own"
+    )

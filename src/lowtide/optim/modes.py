@@ -22,11 +22,16 @@ def fraction_of(given: Any) -> float | Literal["auto"]:
     if given == "auto":
         return "auto"
     if isinstance(given, bool) or not isinstance(given, int | float) or not 0 <= given <= 1:
-        raise OptimError(f"host_fraction={given!r}: a number from 0 (all on the device) to 1 (all on the host), or 'auto', is needed")
+        raise OptimError(
+            f"host_fraction={given!r}: a number from 0 (all on the device) to 1 (all on the host), or "
+            "'auto', is needed"
+        )
     return float(given)
 
 
-def check_modes(optimizer: HostOptimizer, host: str, folder: Any, device_budget: Any, chunk_bytes: int) -> None:
+def check_modes(
+    optimizer: HostOptimizer, host: str, folder: Any, device_budget: Any, chunk_bytes: int
+) -> None:
     """Refuse options that cannot take effect, alone or together.
 
     Raises:
@@ -37,11 +42,18 @@ def check_modes(optimizer: HostOptimizer, host: str, folder: Any, device_budget:
     if folder is not None and host == "memory":
         raise OptimError("host_folder= is for host='disk': leave it out, or put the state on disk")
     if device_budget is not None and optimizer.host_fraction != "auto":
-        raise OptimError(f"device_budget= is for host_fraction='auto', not {optimizer.host_fraction}: give one of the two")
+        raise OptimError(
+            f"device_budget= is for host_fraction='auto', not {optimizer.host_fraction}: give one of the two"
+        )
     if optimizer.overlap_update and not optimizer.stream_gradients:
-        raise OptimError("overlap_update=True updates as gradients arrive, which they do only with stream_gradients=True")
+        raise OptimError(
+            "overlap_update=True updates as gradients arrive, which they do only with stream_gradients=True"
+        )
     if optimizer.overlap_update and optimizer.delayed:
-        raise OptimError("overlap_update and delayed exclude each other: the first is done before step() returns, the second after")
+        raise OptimError(
+            "overlap_update and delayed exclude each other: the first is done before step() returns, the "
+            "second after"
+        )
     if optimizer.delay_after < 0:
         raise OptimError(f"delay_after={optimizer.delay_after}: a number of steps, 0 or more, is needed")
     if chunk_bytes < 4096:

@@ -1,7 +1,8 @@
-"""The update, batch by batch: gradients come down, the host updates, parameters go up, and the device updates its own part meanwhile.
+"""The update, batch by batch: gradients come down, the host updates, parameters go up, and the device updates
+its own part meanwhile.
 
-While the host updates one batch, the gradients of the next ones come down and the parameters of the last ones go up. Buffers have a constant
-size, whatever the model's.
+While the host updates one batch, the gradients of the next ones come down and the parameters of the last ones
+go up. Buffers have a constant size, whatever the model's.
 """
 
 from __future__ import annotations
@@ -63,13 +64,17 @@ Batch = list[Stretch]
 
 
 def batches(tasks: Iterable[Task], most: int) -> Iterator[Batch]:
-    """Tasks cut into batches of at most ``most`` elements and one group and precision each; stretches of one part stay in order."""
+    """Tasks cut into batches of at most ``most`` elements and one group and precision each; stretches of one
+    part stay in order.
+    """
     batch: Batch = []
     room = most
     for task in tasks:
         start = task.part.start
         while start < task.part.stop:
-            other = batch and (batch[0].task.group is not task.group or batch[0].task.gradient.dtype != task.gradient.dtype)
+            other = batch and (
+                batch[0].task.group is not task.group or batch[0].task.gradient.dtype != task.gradient.dtype
+            )
             if room == 0 or other:
                 yield batch
                 batch, room = [], most
@@ -128,7 +133,7 @@ class Updater:
         """Bytes of all buffers so far."""
         return sum(buffer.nbytes for buffer in self._buffers.values())
 
-    # ---- the device's part -------------------------------------------------------------------------------------------------------
+    # ---- the device's part -----------------------------------------------------------------------
 
     def update_device(self, tasks: Sequence[Task]) -> Transfer | None:
         """Ask the device to update its parts."""
@@ -137,14 +142,18 @@ class Updater:
 
         def work() -> None:
             for batch in batches(tasks, self.chunk_elements if self._converts(tasks) else 1 << 62):
-                self._compute(batch, [stretch.of(stretch.task.gradient) for stretch in batch], batch[0].task.group)
+                self._compute(
+                    batch, [stretch.of(stretch.task.gradient) for stretch in batch], batch[0].task.group
+                )
                 for stretch in batch:
                     if stretch.task.part.master is not None:
-                        stretch.task.slot.values(stretch.start, stretch.stop).copy_(stretch.of(stretch.task.part.master))
+                        stretch.task.slot.values(stretch.start, stretch.stop).copy_(
+                            stretch.of(stretch.task.part.master)
+                        )
 
         return self.link.on_device(work, sum(task.part.stop - task.part.start for task in tasks))
 
-    # ---- the host's part ---------------------------------------------------------------------------------------------------------
+    # ---- the host's part -------------------------------------------------------------------------
 
     def update_host(self, tasks: Sequence[Task], copy_back: bool = True) -> None:
         """Update host parts now.
@@ -176,10 +185,15 @@ class Updater:
         """Whether kernels need memory beside state, parameters and gradients."""
         if self.kernel.temporaries:
             return True
-        return any(task.part.master is not None or (task.part.fresh and not self.kernel.counts_steps) for task in tasks)
+        return any(
+            task.part.master is not None or (task.part.fresh and not self.kernel.counts_steps)
+            for task in tasks
+        )
 
     def _in_pieces(self, tasks: Sequence[Task]) -> bool:
-        """Whether the host's update gains from batches: something moves beside it, or a buffer has to stay small."""
+        """Whether the host's update gains from batches: something moves beside it, or a buffer has to stay
+        small.
+        """
         return not self.link.direct or self.tier.name == "disk" or self._converts(tasks)
 
     def copy_back(self, tasks: Sequence[tuple[Slot, Part]]) -> None:
@@ -196,10 +210,14 @@ class Updater:
                 transfer.wait()
 
     def _fetch(self, batch: Batch, index: int) -> list[tuple[Tensor, Transfer | None]]:
-        """Start to bring a batch's gradients to the host, where they are not there or on their way, and its state from disk."""
+        """Start to bring a batch's gradients to the host, where they are not there or on their way, and its
+        state from disk.
+        """
         found: list[tuple[Tensor, Transfer | None]] = []
         place = 0
-        self.tier.prefetch([stretch.of(tensor) for stretch in batch for tensor in stretch.task.part.tensors()])
+        self.tier.prefetch(
+            [stretch.of(tensor) for stretch in batch for tensor in stretch.task.part.tensors()]
+        )
         for stretch in batch:
             source = stretch.of(stretch.task.gradient)
             if stretch.task.arriving is not None or self.link.direct:
@@ -243,7 +261,7 @@ class Updater:
             started.append(self.link.up(target, source))
         return started
 
-    # ---- both --------------------------------------------------------------------------------------------------------------------
+    # ---- both ------------------------------------------------------------------------------------
 
     def _compute(self, batch: Batch, gradients: Sequence[Tensor], group: Group) -> None:
         """One kernel call."""
@@ -252,11 +270,15 @@ class Updater:
         place = 0
         for stretch, gradient in zip(batch, gradients, strict=True):
             part = stretch.task.part
-            target = stretch.task.slot.values(stretch.start, stretch.stop) if part.master is None else stretch.of(part.master)
+            target = (
+                stretch.task.slot.values(stretch.start, stretch.stop)
+                if part.master is None
+                else stretch.of(part.master)
+            )
             if gradient.dtype != target.dtype:
-                exact = self.buffer("exact on the host" if part.on_host else "exact", 0, target.dtype, target.device)[
-                    place : place + gradient.numel()
-                ]
+                exact = self.buffer(
+                    "exact on the host" if part.on_host else "exact", 0, target.dtype, target.device
+                )[place : place + gradient.numel()]
                 place += gradient.numel()
                 gradient = exact.copy_(gradient)
             operands.parameters.append(target)
@@ -280,7 +302,9 @@ class Updater:
                 stretch.task.slot.shown = False
 
     def refresh(self, slot: Slot) -> None:
-        """Take masters from a parameter that somebody wrote to since the last update; an element that still rounds to it stays exact."""
+        """Take masters from a parameter that somebody wrote to since the last update; an element that still
+        rounds to it stays exact.
+        """
         if not slot.written_by_others():
             return
         for part in slot.parts():

@@ -27,7 +27,8 @@ class Part:
         on_host: which side.
         state: by name, the optimizer's state of these elements.
         step: updates done, a float32 scalar.
-        master: the parameter in the precision of the update, where the kernel cannot work on the parameter itself.
+        master: the parameter in the precision of the update, where the kernel cannot work on the parameter
+            itself.
         fresh: there has been no update yet; SGD begins its momentum then.
         scalars: by name, what the kernel keeps for the parameter as a whole, in each part.
     """
@@ -87,7 +88,8 @@ class Slot:
         gradient: what is on the host of the gradient that `.grad` stands for, or ``None``.
         spare: another one's memory, for gradients that arrive while an update still reads the last.
         placeholder: what stands in `.grad`, while it does.
-        version: the parameter's version counter after our last write; another one means that somebody wrote to it.
+        version: the parameter's version counter after our last write; another one means that somebody wrote
+            to it.
         pending: the host part holds an update that the parameter has not seen.
         updated: the host part has been updated ahead of `step`.
         shown: ``optimizer.state`` has its state.
@@ -182,7 +184,11 @@ class Placement:
         for parameter, _ in parameters:
             check(parameter)
         pieces = [local(parameter) for parameter, _ in parameters]
-        kept = cuts([piece.numel() for piece in pieces], [granule(piece.dtype, self.kernel.granule) for piece in pieces], host_fraction)
+        kept = cuts(
+            [piece.numel() for piece in pieces],
+            [granule(piece.dtype, self.kernel.granule) for piece in pieces],
+            host_fraction,
+        )
         slots = [Slot(parameter, cut) for (parameter, _), cut in zip(parameters, kept, strict=True)]
         specs = [
             self.host_specs(piece, group, piece.numel() - slot.cut)
@@ -199,7 +205,9 @@ class Placement:
             self.tier.give_back(list(on_host))
             self.forget(slots)
             if isinstance(error, RuntimeError) and not isinstance(error, OptimError):
-                raise OptimError(f"no room on the device for the optimizer's state there ({error}): raise host_fraction") from error
+                raise OptimError(
+                    f"no room on the device for the optimizer's state there ({error}): raise host_fraction"
+                ) from error
             raise
         return {slot.parameter: slot for slot in slots}
 
@@ -211,9 +219,13 @@ class Placement:
 
     def _device_part(self, piece: Tensor, group: Group, elements: int) -> Part:
         dtype = self.update_dtype(piece)
-        state = {name: torch.zeros(elements, dtype=dtype, device=piece.device) for name in self.kernel.names(group)}
+        state = {
+            name: torch.zeros(elements, dtype=dtype, device=piece.device) for name in self.kernel.names(group)
+        }
         master = torch.empty(elements, dtype=dtype, device=piece.device) if dtype != piece.dtype else None
-        return Part(0, elements, False, state, torch.zeros((), dtype=torch.float32, device=piece.device), master)
+        return Part(
+            0, elements, False, state, torch.zeros((), dtype=torch.float32, device=piece.device), master
+        )
 
     def _host_part(self, piece: Tensor, group: Group, start: int, memory: Any) -> Part:
         specs = self.host_specs(piece, group, piece.numel() - start)

@@ -1,8 +1,9 @@
 """Gradients that leave the device as backward produces them.
 
-A hook on each parameter takes the gradient that backward has just accumulated, starts its transfer, and leaves a `SentGradient` in `.grad`:
-a tensor without memory that stands for it. What backward adds to it is added on the host; ``None`` in its place forgets it, as ever;
-everything else that would look at it raises. Gradients that ranks still have to sum (sequence parallelism) stay where they are.
+A hook on each parameter takes the gradient that backward has just accumulated, starts its transfer, and
+leaves a `SentGradient` in `.grad`: a tensor without memory that stands for it. What backward adds to it is
+added on the host; ``None`` in its place forgets it, as ever; everything else that would look at it raises.
+Gradients that ranks still have to sum (sequence parallelism) stay where they are.
 """
 
 from __future__ import annotations
@@ -31,7 +32,8 @@ _Kept = TypeVar("_Kept")
 class SentGradient(torch.Tensor):
     """Stands in ``.grad`` for a gradient that lies on the host.
 
-    It does not keep the optimizer alive: a parameter holds its ``.grad`` where Python's garbage collector cannot see it.
+    It does not keep the optimizer alive: a parameter holds its ``.grad`` where Python's garbage collector
+    cannot see it.
 
     Attributes:
         device_elements: the stretch of the gradient that stays on the device, flat.
@@ -63,9 +65,17 @@ class SentGradient(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
 
     @staticmethod
-    def __new__(cls, like: Tensor, slot: Slot, stream: GradientStream, device_elements: Tensor | None) -> SentGradient:
-        made: Any = torch.Tensor._make_wrapper_subclass(cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device)
-        made._slot, made._stream, made.device_elements = weakref.ref(slot), weakref.ref(stream), device_elements
+    def __new__(
+        cls, like: Tensor, slot: Slot, stream: GradientStream, device_elements: Tensor | None
+    ) -> SentGradient:
+        made: Any = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
+        )
+        made._slot, made._stream, made.device_elements = (
+            weakref.ref(slot),
+            weakref.ref(stream),
+            device_elements,
+        )
         return made
 
     def __tensor_flatten__(self) -> tuple[list[str], None]:
@@ -93,9 +103,10 @@ class SentGradient(torch.Tensor):
 
 def _refusal(what: str) -> OptimError:
     return OptimError(
-        f"{what} was asked to work on a gradient that is on the host: with stream_gradients=True gradients leave the device as backward "
-        "produces them. Clip with optimizer.clip_grad_norm_(max_norm); for GradScaler, DistributedDataParallel, and whatever else reads "
-        "or writes .grad, make the optimizer with stream_gradients=False"
+        f"{what} was asked to work on a gradient that is on the host: with stream_gradients=True gradients "
+        "leave the device as backward produces them. Clip with optimizer.clip_grad_norm_(max_norm); for "
+        "GradScaler, DistributedDataParallel, and whatever else reads or writes .grad, make the optimizer "
+        "with stream_gradients=False"
     )
 
 
@@ -143,7 +154,7 @@ class GradientStream:
         self._hooks: dict[Tensor, Any] = {}
         weakref.finalize(self, _remove, self._hooks)
 
-    # ---- hooks -------------------------------------------------------------------------------------------------------------------
+    # ---- hooks -----------------------------------------------------------------------------------
 
     def watch(self, parameters: Iterable[Tensor]) -> None:
         """Send the gradients of these parameters from now on; those that are frozen are passed over."""
@@ -180,7 +191,7 @@ class GradientStream:
             parameter.grad = self.send(slot, gradient)
         owner.gradient_sent(slot)
 
-    # ---- sending -----------------------------------------------------------------------------------------------------------------
+    # ---- sending ---------------------------------------------------------------------------------
 
     def send(self, slot: Slot, gradient: Tensor) -> Tensor:
         """Start to move a gradient to the host; returns its stand-in."""
@@ -209,7 +220,9 @@ class GradientStream:
             self.tier.give_back([slot.gradient.elements])
             slot.gradient = None
         if slot.gradient is None:
-            slot.gradient = HostGradient(self.tier.zeros([(slot.host.stop - slot.host.start, elements.dtype)])[0])
+            slot.gradient = HostGradient(
+                self.tier.zeros([(slot.host.stop - slot.host.start, elements.dtype)])[0]
+            )
         slot.gradient.wait()
         slot.gradient.scales, slot.gradient.norm = [], None
         return slot.gradient
@@ -227,14 +240,20 @@ class GradientStream:
         if self.keeps and not twice:
             return
         chosen = [(slot, slot.host.stop - slot.host.start) for slot in slots if slot.host is not None]
-        made = iter(self.tier.zeros([(count, slot.parameter.dtype) for slot, count in chosen for _ in range(1 + twice)]))
+        made = iter(
+            self.tier.zeros(
+                [(count, slot.parameter.dtype) for slot, count in chosen for _ in range(1 + twice)]
+            )
+        )
         for slot, _ in chosen:
             slot.gradient = HostGradient(next(made))
             if twice:
                 slot.spare = HostGradient(next(made))
 
     def hold(self, slot: Slot, elements: Tensor) -> HostGradient:
-        """Copy the host part of a gradient that is still in ``.grad`` to the host, for an update that runs later."""
+        """Copy the host part of a gradient that is still in ``.grad`` to the host, for an update that runs
+        later.
+        """
         held = slot.gradient
         if held is None or held.elements.dtype != elements.dtype:
             held = slot.gradient = HostGradient(self.tier.zeros([(elements.numel(), elements.dtype)])[0])
@@ -256,8 +275,9 @@ class GradientStream:
         held = self.current(stand_in)
         if slot.updated:
             raise OptimError(
-                "backward added to a gradient whose update has begun: call step() and zero_grad() between backward passes, and do the earlier "
-                "micro-batches of a step within `with optimizer.accumulating():`"
+                "backward added to a gradient whose update has begun: call step() and zero_grad() between "
+                "backward passes, and do the earlier micro-batches of a step within `with "
+                "optimizer.accumulating():`"
             )
         elements = flat_gradient(local(gradient), local(slot.parameter))
         if stand_in.device_elements is not None:
@@ -280,7 +300,9 @@ class GradientStream:
             target = held.elements[start - slot.cut : stop - slot.cut]
             last = stop == elements.numel()
 
-            def add(near: Tensor = near, coming: Transfer = coming, target: Tensor = target, last: bool = last) -> None:
+            def add(
+                near: Tensor = near, coming: Transfer = coming, target: Tensor = target, last: bool = last
+            ) -> None:
                 coming.wait()
                 target.add_(near)
                 if last:
@@ -290,7 +312,9 @@ class GradientStream:
             held.transfers.append(_Future(future))
 
     def _norm(self, slot: Slot, held: HostGradient) -> None:
-        """Gather the norm of a gradient that was added up on the host; of a split one the device has a part."""
+        """Gather the norm of a gradient that was added up on the host; of a split one the device has a
+        part.
+        """
         if self.norm_order is not None and slot.cut == 0:
             held.norm = (self.norm_order, torch.linalg.vector_norm(held.elements, self.norm_order))
 
@@ -311,7 +335,10 @@ class GradientStream:
         """
         slot = stand_in.slot
         if slot.gradient is None or slot.placeholder is None or slot.placeholder() is not stand_in:
-            raise OptimError("this gradient was sent to the host and is not there any more: a later backward or step() has taken its place")
+            raise OptimError(
+                "this gradient was sent to the host and is not there any more: a later backward or step() "
+                "has taken its place"
+            )
         return slot.gradient
 
     def _fly(self, transfer: Transfer, size: int) -> Transfer:

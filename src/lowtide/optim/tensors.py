@@ -16,7 +16,9 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def is_shared(parameter: Tensor) -> bool:
-    """Whether other processes hold parts of a parameter, or of its gradient: FSDP2 or `lowtide.parallel` cut it."""
+    """Whether other processes hold parts of a parameter, or of its gradient: FSDP2 or `lowtide.parallel` cut
+    it.
+    """
     return is_sharded(parameter) or hasattr(parameter, "_lowtide_share") or is_partial(parameter)
 
 
@@ -26,12 +28,15 @@ def is_partial(parameter: Tensor) -> bool:
 
 
 def local(tensor: Tensor) -> Tensor:
-    """What this process holds of a tensor: the tensor itself unless it is sharded. Version counter and storage are the tensor's own."""
+    """What this process holds of a tensor: the tensor itself unless it is sharded. Version counter and
+    storage are the tensor's own.
+    """
     return getattr(tensor, "_local_tensor", tensor)
 
 
 def sharded_like(piece: Tensor, like: Tensor) -> Tensor:
-    """``piece`` as this process's part of a tensor that is laid out like ``like``; ``piece`` itself when that is not sharded.
+    """``piece`` as this process's part of a tensor that is laid out like ``like``; ``piece`` itself when that
+    is not sharded.
 
     ``DTensor.from_local`` would move what lies on the host to the mesh's device.
     """
@@ -56,7 +61,9 @@ def dense(tensor: Tensor) -> bool:
 
 
 def flat(tensor: Tensor) -> Tensor:
-    """The elements in the order of memory, on the same storage and version counter, without autograd history."""
+    """The elements in the order of memory, on the same storage and version counter, without autograd
+    history.
+    """
     tensor = tensor.detach()
     if tensor.is_contiguous():
         return tensor if tensor.ndim == 1 else tensor.view(-1)
@@ -64,7 +71,9 @@ def flat(tensor: Tensor) -> Tensor:
 
 
 def flat_gradient(gradient: Tensor, like: Tensor) -> Tensor:
-    """A gradient's elements in the order in which the parameter ``like`` has them; a copy only where the two lie differently."""
+    """A gradient's elements in the order in which the parameter ``like`` has them; a copy only where the two
+    lie differently.
+    """
     if (gradient.is_contiguous() and like.is_contiguous()) or gradient.stride() == like.stride():
         return flat(gradient)
     return flat(torch.empty_like(like, dtype=gradient.dtype).copy_(gradient.detach()))
@@ -85,12 +94,15 @@ def check(parameter: Tensor) -> None:
     described = f"a parameter of shape {tuple(parameter.shape)}"
     if not piece.is_floating_point():
         raise OptimError(
-            f"{described} is {piece.dtype}: HostOptimizer takes real floating-point parameters; give this one to another optimizer"
+            f"{described} is {piece.dtype}: HostOptimizer takes real floating-point parameters; give this "
+            "one to another optimizer"
         )
     if piece.layout is not torch.strided or not dense(piece):
         raise OptimError(
-            f"{described} and strides {tuple(piece.stride()) if piece.layout is torch.strided else piece.layout} is not dense in memory, "
-            "so it has no order of elements to split: call .contiguous() before making it a parameter"
+            f"{described} and strides "
+            f"{tuple(piece.stride()) if piece.layout is torch.strided else piece.layout} is not dense in "
+            "memory, so it has no order of elements to split: call .contiguous() before making it a "
+            "parameter"
         )
 
 
@@ -101,4 +113,7 @@ def check_gradient(gradient: Tensor) -> None:
         OptimError: it is sparse.
     """
     if gradient.layout is not torch.strided:
-        raise OptimError("HostOptimizer takes dense gradients: make the embedding with sparse=False, or give it to torch.optim.SparseAdam")
+        raise OptimError(
+            "HostOptimizer takes dense gradients: make the embedding with sparse=False, or give it to "
+            "torch.optim.SparseAdam"
+        )

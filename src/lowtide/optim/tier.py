@@ -47,10 +47,12 @@ class Tier(ABC):
         left = None if self.limit_bytes is None else self.limit_bytes - self.used_bytes
         if left is not None and need > left:
             raise OptimError(
-                f"the optimizer's host part needs {format_bytes(need)} more and host_limit= leaves {format_bytes(max(0, left))}: raise it, or "
-                "lower host_fraction"
+                f"the optimizer's host part needs {format_bytes(need)} more and host_limit= leaves "
+                f"{format_bytes(max(0, left))}: raise it, or lower host_fraction"
             )
-        made = self._zeros(specs, need) if need else [torch.zeros(count, dtype=dtype) for count, dtype in specs]
+        made = (
+            self._zeros(specs, need) if need else [torch.zeros(count, dtype=dtype) for count, dtype in specs]
+        )
         self.used_bytes += need
         return made
 
@@ -69,8 +71,8 @@ class MemoryTier(Tier):
     """Main memory.
 
     Args:
-        pin: page-lock it, so that transfers run beside computing. It is registered in its exact size: PyTorch's own pinned allocator
-            rounds up to a power of two.
+        pin: page-lock it, so that transfers run beside computing. It is registered in its exact size:
+            PyTorch's own pinned allocator rounds up to a power of two.
         limit_bytes: as for every tier.
     """
 
@@ -84,23 +86,28 @@ class MemoryTier(Tier):
         free = free_main_memory()
         if free is not None and need > free:
             raise OptimError(
-                f"the optimizer's host part needs {format_bytes(need)} of main memory and {format_bytes(free)} are free: lower host_fraction, or "
-                "put it on disk with host='disk'"
+                f"the optimizer's host part needs {format_bytes(need)} of main memory and "
+                f"{format_bytes(free)} are free: lower host_fraction, or put it on disk with host='disk'"
             )
         try:
             if not self._pin:
                 return [torch.zeros(count, dtype=dtype) for count, dtype in specs]
             return [
-                host_bytes(count * dtype.itemsize, pin=True).view(dtype) if count else torch.zeros(0, dtype=dtype) for count, dtype in specs
+                host_bytes(count * dtype.itemsize, pin=True).view(dtype)
+                if count
+                else torch.zeros(0, dtype=dtype)
+                for count, dtype in specs
             ]
         except (RuntimeError, OSError, MemoryError) as error:
             raise OptimError(
-                f"no main memory for the optimizer's host part of {format_bytes(need)} ({error}): lower host_fraction, or use host='disk'"
+                f"no main memory for the optimizer's host part of {format_bytes(need)} ({error}): lower "
+                "host_fraction, or use host='disk'"
             ) from error
 
 
 class DiskTier(Tier):
-    """Files mapped into memory. Each has lost its name before it is used, so nothing is left behind however the process ends.
+    """Files mapped into memory. Each has lost its name before it is used, so nothing is left behind however
+    the process ends.
 
     Args:
         folder: on the disk to use; ``None`` is the system's folder for temporary files.
@@ -125,14 +132,18 @@ class DiskTier(Tier):
             mapped = mmap.mmap(handle, sum(sizes))
         except OSError as error:
             raise OptimError(
-                f"no room for the optimizer's host part of {format_bytes(need)} in {self.folder} ({error.strerror}): free some, name another "
-                "disk with host_folder=, or lower host_fraction"
+                f"no room for the optimizer's host part of {format_bytes(need)} in {self.folder} "
+                f"({error.strerror}): free some, name another disk with host_folder=, or lower host_fraction"
             ) from error
         finally:
             os.close(handle)
         made, place = [], 0
         for (count, dtype), size in zip(specs, sizes, strict=True):
-            made.append(torch.frombuffer(mapped, dtype=dtype, count=count, offset=place) if count else torch.zeros(0, dtype=dtype))
+            made.append(
+                torch.frombuffer(mapped, dtype=dtype, count=count, offset=place)
+                if count
+                else torch.zeros(0, dtype=dtype)
+            )
             place += size
         start = next(tensor.data_ptr() for tensor in made if tensor.numel())
         self._maps = [entry for entry in self._maps if entry[2]() is not None]

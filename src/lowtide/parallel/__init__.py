@@ -1,16 +1,18 @@
-"""Tensor and sequence parallelism on ``torch.distributed``: layers whose weights and activations a group of ranks shares.
+"""Tensor and sequence parallelism on ``torch.distributed``: layers whose weights and activations a group of
+ranks shares.
 
 ```python
 mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-up = ColumnParallelLinear(64, 256, gather_output=False, sequence_parallel_enabled=True, tensor_model_parallel_group=mesh)
-down = RowParallelLinear(256, 64, input_is_parallel=True, sequence_parallel_enabled=True, tensor_model_parallel_group=mesh)
-loss = down(torch.nn.functional.gelu(up(piece))).sum()  # piece: this rank's part of the sequence
-loss.backward()
+up = ColumnParallelLinear(64, 256, gather_output=False, sequence_parallel_enabled=True,
+tensor_model_parallel_group=mesh) down = RowParallelLinear(256, 64, input_is_parallel=True,
+sequence_parallel_enabled=True, tensor_model_parallel_group=mesh) loss =
+down(torch.nn.functional.gelu(up(piece))).sum()  # piece: this rank's part of the sequence loss.backward()
 allreduce_sequence_parallel_gradients(optimizer)
 optimizer.step()
 ```
 
-The names are neuronx-distributed's; the memory is that of arXiv 2205.05198, table 2. `docs/parallel.md` tells the rest.
+The names are neuronx-distributed's; the memory is that of arXiv 2205.05198, table 2. `docs/parallel.md` tells
+the rest.
 """
 
 from lowtide.parallel.checkpoint import (
@@ -30,7 +32,12 @@ from lowtide.parallel.gradients import (
 )
 from lowtide.parallel.grads import clip_grad_norm, get_grad_norm
 from lowtide.parallel.groups import TensorGroup, tensor_group
-from lowtide.parallel.layers import ColumnParallelLinear, RowParallelLinear, SharedHeadsLinear, column_parallel
+from lowtide.parallel.layers import (
+    ColumnParallelLinear,
+    RowParallelLinear,
+    SharedHeadsLinear,
+    column_parallel,
+)
 from lowtide.parallel.loss import parallel_cross_entropy, parallel_linear_cross_entropy
 from lowtide.parallel.mappings import (
     copy_to_tensor_model_parallel_region,

@@ -1,8 +1,10 @@
-"""State dicts of shared models: saved at one number of ranks and loaded at another, or into a model that nobody shares.
+"""State dicts of shared models: saved at one number of ranks and loaded at another, or into a model that
+nobody shares.
 
-`sharded_state_dict` describes to ``torch.distributed.checkpoint`` where each rank's pieces lie in the whole parameter, block by block and
-without padding. What is saved is then the whole parameter under its own name, and any other cut of it can be read back. A model that is not
-shared gives its plain tensors under the same names.
+`sharded_state_dict` describes to ``torch.distributed.checkpoint`` where each rank's pieces lie in the whole
+parameter, block by block and without padding. What is saved is then the whole parameter under its own name,
+and any other cut of it can be read back. A model that is not shared gives its plain tensors under the same
+names.
 """
 
 from __future__ import annotations
@@ -18,18 +20,22 @@ from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.layers import ParallelModule
 from lowtide.parallel.partition import Partition
 
-if TYPE_CHECKING:  # imported where it is used: it takes seconds, and processes that import it may abort when they end
+# imported where it is used: it takes seconds, and processes that import it may abort when they end
+if TYPE_CHECKING:
     from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
     from torch.distributed.checkpoint.planner import WriteItem
 
 
 class SharedTensor(Tensor):
-    """A whole tensor of which this rank holds some slices: what ``torch.distributed.checkpoint`` needs to know of it.
+    """A whole tensor of which this rank holds some slices: what ``torch.distributed.checkpoint`` needs to
+    know of it.
 
-    It has the whole tensor's shape and this rank's bytes, and no arithmetic. Writing to the pieces writes to the parameter.
+    It has the whole tensor's shape and this rank's bytes, and no arithmetic. Writing to the pieces writes to
+    the parameter.
 
     Attributes:
-        tensor: the tensor-parallel rank's part, padding included; a DTensor where FSDP2 shards that once more.
+        tensor: the tensor-parallel rank's part, padding included; a DTensor where FSDP2 shards that once
+            more.
         local: what this process holds of it.
         where: which part of the whole ``tensor`` is.
     """
@@ -54,7 +60,10 @@ class SharedTensor(Tensor):
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if func is torch.ops.aten.detach.default:
             return SharedTensor(args[0].tensor.detach(), args[0].where)
-        raise ParallelError(f"{func} on a SharedTensor: it only tells torch.distributed.checkpoint where a rank's pieces lie; use .local")
+        raise ParallelError(
+            f"{func} on a SharedTensor: it only tells torch.distributed.checkpoint where a rank's pieces "
+            "lie; use .local"
+        )
 
     def pieces(self) -> Iterator[tuple[torch.Size, Tensor]]:
         """Where each piece that this process holds begins in the whole, and the piece. No collective."""
@@ -71,7 +80,11 @@ class SharedTensor(Tensor):
             at += stop - start
 
     def __create_write_items__(self, fqn: str, object: Any) -> list[WriteItem]:
-        from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex, TensorProperties
+        from torch.distributed.checkpoint.metadata import (
+            ChunkStorageMetadata,
+            MetadataIndex,
+            TensorProperties,
+        )
         from torch.distributed.checkpoint.planner import TensorWriteData, WriteItem, WriteItemType
 
         return [
@@ -115,13 +128,16 @@ def _box(tensor: Any) -> tuple[tuple[int, ...], tuple[int, ...]]:
     chunks = tensor.__create_chunk_list__()
     if len(chunks) != 1:
         raise ParallelError(
-            f"a parameter placed {tensor.placements} lies in {len(chunks)} boxes on this rank: shard it along one dimension"
+            f"a parameter placed {tensor.placements} lies in {len(chunks)} boxes on this rank: shard it "
+            "along one dimension"
         )
     return tuple(chunks[0].offsets), tuple(chunks[0].sizes)
 
 
 def partitions_of(model: nn.Module) -> dict[str, Partition]:
-    """Which part of each cut parameter this rank holds, by the parameter's name in the model; whole ones are not in it."""
+    """Which part of each cut parameter this rank holds, by the parameter's name in the model; whole ones are
+    not in it.
+    """
     return {
         f"{prefix}.{name}" if prefix else name: where
         for prefix, module in model.named_modules()
@@ -132,7 +148,8 @@ def partitions_of(model: nn.Module) -> dict[str, Partition]:
 
 
 def sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> dict[str, Any]:
-    """The state of a model, and of its optimizer, for ``torch.distributed.checkpoint`` to save or to load into.
+    """The state of a model, and of its optimizer, for ``torch.distributed.checkpoint`` to save or to load
+    into.
 
     Args:
         model: shared or not.
@@ -145,14 +162,17 @@ def sharded_state_dict(model: nn.Module, optimizer: torch.optim.Optimizer | None
     ['bias', 'weight']
     """
     cuts = partitions_of(model)
-    state: dict[str, Any] = {"model": {name: _shared(tensor, cuts.get(name)) for name, tensor in model.state_dict().items()}}
+    state: dict[str, Any] = {
+        "model": {name: _shared(tensor, cuts.get(name)) for name, tensor in model.state_dict().items()}
+    }
     if optimizer is not None:
         from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict
 
         found = get_optimizer_state_dict(model, optimizer)
         moments: Any = found["state"]
         found["state"] = {
-            name: {key: _shared(tensor, cuts.get(name)) for key, tensor in entries.items()} for name, entries in moments.items()
+            name: {key: _shared(tensor, cuts.get(name)) for key, tensor in entries.items()}
+            for name, entries in moments.items()
         }
         state["optimizer"] = found
     return state
@@ -198,21 +218,31 @@ def load_whole_state_dict(model: nn.Module, state: Mapping[str, Tensor]) -> None
     own, cuts = model.state_dict(), partitions_of(model)
     missing, unknown = own.keys() - state.keys(), state.keys() - own.keys()
     if missing or unknown:
-        raise ParallelError(f"the state dict does not fit: missing {sorted(missing) or 'nothing'}, unknown {sorted(unknown) or 'nothing'}")
+        raise ParallelError(
+            f"the state dict does not fit: missing {sorted(missing) or 'nothing'}, unknown "
+            f"{sorted(unknown) or 'nothing'}"
+        )
     for name, tensor in own.items():
         where, whole = cuts.get(name), state[name]
         if tuple(whole.shape) != (tuple(tensor.shape) if where is None else where.shape):
-            raise ParallelError(f"{name} has the shape {tuple(whole.shape)} in the state dict and {tuple(tensor.shape)} in the model")
+            raise ParallelError(
+                f"{name} has the shape {tuple(whole.shape)} in the state dict and {tuple(tensor.shape)} in "
+                "the model"
+            )
         local = _local(tensor)
         if where is not None and where.valid < where.local_shape[where.dimension or 0]:
             local.zero_()  # the padding
         for offsets, piece in _pieces(tensor, where):
-            piece.copy_(whole[tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))])
+            piece.copy_(
+                whole[tuple(slice(at, at + size) for at, size in zip(offsets, piece.shape, strict=True))]
+            )
 
 
 @torch.no_grad()
 def whole_state_dict(model: nn.Module) -> dict[str, Tensor]:
-    """The state dict that the model would have if nobody shared it, on every rank. A collective: every rank of its groups calls it."""
+    """The state dict that the model would have if nobody shared it, on every rank. A collective: every rank
+    of its groups calls it.
+    """
     found: dict[str, Tensor] = {}
     cuts = partitions_of(model)
     for name, tensor in model.state_dict().items():

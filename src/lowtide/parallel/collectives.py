@@ -1,7 +1,8 @@
 """The three collectives, on tensors below autograd: started now, waited for when the result is needed.
 
-They are PyTorch's functional collectives: operations like any other, which `lowtide.trace` sees and a plan can replay, and which run
-beside the computation that is issued between their start and `Pending.wait`, on Gloo and on NCCL. A group of one moves nothing.
+They are PyTorch's functional collectives: operations like any other, which `lowtide.trace` sees and a plan
+can replay, and which run beside the computation that is issued between their start and `Pending.wait`, on
+Gloo and on NCCL. A group of one moves nothing.
 """
 
 from __future__ import annotations
@@ -31,7 +32,9 @@ class Pending:
 
     __slots__ = ("_finish", "_result", "_running")
 
-    def __init__(self, result: Tensor, finish: Callable[[Tensor], Tensor] | None = None, running: bool = True) -> None:
+    def __init__(
+        self, result: Tensor, finish: Callable[[Tensor], Tensor] | None = None, running: bool = True
+    ) -> None:
         self._result = result
         self._finish = finish
         self._running = running
@@ -45,7 +48,8 @@ class Pending:
 def gather(x: Tensor, group: TensorGroup, dimension: int = 0) -> Pending:
     """Concatenate every rank's ``x`` along ``dimension``.
 
-    The result lies in memory with ``dimension`` outermost, as it travels, so only the small shard is ever copied.
+    The result lies in memory with ``dimension`` outermost, as it travels, so only the small shard is ever
+    copied.
     """
     if group.size == 1:
         return Pending(x, running=False)
@@ -58,12 +62,18 @@ def gather_features(x: Tensor, group: TensorGroup) -> Pending:
     """Concatenate every rank's ``x`` along the last dimension, contiguously."""
     if group.size == 1:
         return Pending(x, running=False)
-    whole = torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size, group.name)
+    whole = torch.ops._c10d_functional.all_gather_into_tensor(
+        x.contiguous().unsqueeze(0), group.size, group.name
+    )
     return Pending(whole, lambda y: y.movedim(0, -2).flatten(-2))
 
 
-def reduce_scatter(x: Tensor, group: TensorGroup, dimension: int = 0, dtype: torch.dtype | None = None) -> Pending:
-    """Sum every rank's ``x`` and keep this rank's piece along ``dimension``; sums are made in ``dtype`` where it is wider."""
+def reduce_scatter(
+    x: Tensor, group: TensorGroup, dimension: int = 0, dtype: torch.dtype | None = None
+) -> Pending:
+    """Sum every rank's ``x`` and keep this rank's piece along ``dimension``; sums are made in ``dtype`` where
+    it is wider.
+    """
     if group.size == 1:
         return Pending(x, running=False)
     check_divides(x, dimension, group, "the sequence")
@@ -73,7 +83,14 @@ def reduce_scatter(x: Tensor, group: TensorGroup, dimension: int = 0, dtype: tor
     return Pending(piece, lambda y: y.to(own).movedim(0, dimension))
 
 
-def all_reduce(x: Tensor, group: TensorGroup, dtype: torch.dtype | None = None, *, op: str = "sum", in_place: bool = False) -> Pending:
+def all_reduce(
+    x: Tensor,
+    group: TensorGroup,
+    dtype: torch.dtype | None = None,
+    *,
+    op: str = "sum",
+    in_place: bool = False,
+) -> Pending:
     """Reduce ``x`` over the ranks; ``in_place`` may overwrite it, for a caller who owns it."""
     if group.size == 1:
         return Pending(x, running=False)
@@ -106,6 +123,7 @@ def check_divides(x: Tensor, dimension: int, group: TensorGroup, what: str) -> N
     if length % group.size:
         short = -length % group.size
         raise ParallelError(
-            f"{what} has length {length} (dimension {dimension} of shape {tuple(x.shape)}), which does not divide among {group.size} ranks: "
-            f"pad it by {short} to {length + short}, or use a number of ranks that divides it"
+            f"{what} has length {length} (dimension {dimension} of shape {tuple(x.shape)}), which does not "
+            f"divide among {group.size} ranks: pad it by {short} to {length + short}, or use a number of "
+            "ranks that divides it"
         )

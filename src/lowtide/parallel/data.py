@@ -1,4 +1,6 @@
-"""Gradients over ranks that see other data, in a buffer of constant size, so that what it takes does not grow with the model."""
+"""Gradients over ranks that see other data, in a buffer of constant size, so that what it takes does not grow
+with the model.
+"""
 
 from __future__ import annotations
 
@@ -14,11 +16,14 @@ from lowtide.parallel.groups import tensor_group
 
 
 @torch.no_grad()
-def average_gradients(parameters: Iterable[Tensor], group: Any = None, *, buffer_bytes: int = BUFFER_BYTES) -> int:
+def average_gradients(
+    parameters: Iterable[Tensor], group: Any = None, *, buffer_bytes: int = BUFFER_BYTES
+) -> int:
     """Average the gradients of ``parameters`` over ranks that each saw a part of the batch.
 
     Args:
-        parameters: the same ones in the same order on every rank; those without a gradient are left out, and must be so everywhere.
+        parameters: the same ones in the same order on every rank; those without a gradient are left out, and
+            must be so everywhere.
         group: see `lowtide.parallel.tensor_group`.
         buffer_bytes: the most bytes that travel at once.
 
@@ -36,7 +41,9 @@ def average_gradients(parameters: Iterable[Tensor], group: Any = None, *, buffer
     kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         if parameter.grad is not None:
-            kinds.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(flat_gradient(parameter))
+            kinds.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(
+                flat_gradient(parameter)
+            )
     for (dtype, device), gradients in kinds.items():
         length = max(1, min(buffer_bytes // dtype.itemsize, sum(gradient.numel() for gradient in gradients)))
         buffer = torch.empty(length, dtype=dtype, device=device)

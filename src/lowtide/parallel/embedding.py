@@ -28,9 +28,10 @@ class ParallelEmbedding(ParallelModule):
     Args:
         num_embeddings: size of the vocabulary.
         embedding_dim: size of a vector.
-        padding_idx: this token's vector starts as zero and is not trained; 0 is a token like any other, and -1 is the last.
-        max_norm, norm_type: rescale the vectors that are looked up, in place, to at most this norm. Not with ``shard_across_embedding``,
-            where no rank sees a whole vector.
+        padding_idx: this token's vector starts as zero and is not trained; 0 is a token like any other, and
+            -1 is the last.
+        max_norm, norm_type: rescale the vectors that are looked up, in place, to at most this norm. Not with
+            ``shard_across_embedding``, where no rank sees a whole vector.
         scale_grad_by_freq: divide a vector's gradient by how often it was looked up.
         sparse: make a sparse gradient.
         init_method: fills the whole table in place.
@@ -39,21 +40,24 @@ class ParallelEmbedding(ParallelModule):
         pad: make the shared size divide by zeros, which are never trained.
         sequence_parallel_enabled: give each rank its piece of the sequence.
         tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
-        sequence_dimension: 0 (the default then) for tokens of shape (sequence, batch), or 1 for (batch, sequence).
+        sequence_dimension: 0 (the default then) for tokens of shape (sequence, batch), or 1 for (batch,
+            sequence).
 
     Shapes:
         in: whole numbers of any shape, the same on every rank.
-        out: the input's shape and ``embedding_dim``; under sequence parallelism this rank's piece of the sequence.
+        out: the input's shape and ``embedding_dim``; under sequence parallelism this rank's piece of the
+            sequence.
 
     Raises:
-        ParallelError: a size does not divide, or options exclude each other; in forward, a token outside the vocabulary (on a GPU by a
-            device-side assertion).
+        ParallelError: a size does not divide, or options exclude each other; in forward, a token outside the
+            vocabulary (on a GPU by a device-side assertion).
 
     Example:
         >>> ParallelEmbedding(10, 4)(torch.tensor([[1, 2, 3]])).shape
         torch.Size([1, 3, 4])
 
-    Source: neuronx-distributed's layer of that name. Under sequence parallelism it swaps the first two dimensions of its output; here the
+    Source: neuronx-distributed's layer of that name. Under sequence parallelism it swaps the first two
+        dimensions of its output; here the
     output is laid out as the input is.
     """
 
@@ -79,12 +83,18 @@ class ParallelEmbedding(ParallelModule):
     ) -> None:
         super().__init__(tensor_model_parallel_group)
         if padding_idx is not None and not -num_embeddings <= padding_idx < num_embeddings:
-            raise ParallelError(f"padding_idx={padding_idx} is not a token of a vocabulary of {num_embeddings}")
+            raise ParallelError(
+                f"padding_idx={padding_idx} is not a token of a vocabulary of {num_embeddings}"
+            )
         if shard_across_embedding and max_norm is not None:
-            raise ParallelError("max_norm needs whole vectors: share the vocabulary (shard_across_embedding=False), or leave max_norm out")
+            raise ParallelError(
+                "max_norm needs whole vectors: share the vocabulary (shard_across_embedding=False), or "
+                "leave max_norm out"
+            )
         if sequence_dimension is not None and not sequence_parallel_enabled:
             raise ParallelError(
-                f"sequence_dimension={sequence_dimension} does nothing without sequence_parallel_enabled=True: leave one out"
+                f"sequence_dimension={sequence_dimension} does nothing without "
+                "sequence_parallel_enabled=True: leave one out"
             )
         self.num_embeddings = num_embeddings
         self.embedding_dim = embedding_dim
@@ -93,9 +103,13 @@ class ParallelEmbedding(ParallelModule):
         self.scale_grad_by_freq, self.sparse = scale_grad_by_freq, sparse
         self.shard_across_embedding = shard_across_embedding
         self.sequence_parallel_enabled = sequence_parallel_enabled
-        self.sequence_dimension = check_sequence_dimension(sequence_dimension or 0) if sequence_parallel_enabled else None
+        self.sequence_dimension = (
+            check_sequence_dimension(sequence_dimension or 0) if sequence_parallel_enabled else None
+        )
         what = "embedding_dim" if shard_across_embedding else "num_embeddings"
-        where = partition((num_embeddings, embedding_dim), int(shard_across_embedding), self.group, pad=pad, what=what)
+        where = partition(
+            (num_embeddings, embedding_dim), int(shard_across_embedding), self.group, pad=pad, what=what
+        )
         self._fill("weight", where, self._with_padding(init_method), dtype, device)
 
     def _with_padding(self, init_method: Callable[[Tensor], Any]) -> Callable[[Tensor], Any]:
@@ -123,7 +137,9 @@ class ParallelEmbedding(ParallelModule):
 
     def _features(self, tokens: Tensor) -> Tensor:
         """This rank's features of every vector, gathered."""
-        vectors = gather_from_tensor_model_parallel_region(self._look_up(tokens, self.padding_idx), self.group)[..., : self.embedding_dim]
+        vectors = gather_from_tensor_model_parallel_region(
+            self._look_up(tokens, self.padding_idx), self.group
+        )[..., : self.embedding_dim]
         if self.sequence_dimension is None:
             return vectors
         return scatter_to_sequence_parallel_region(vectors, self.sequence_dimension, self.group)
@@ -138,7 +154,8 @@ class ParallelEmbedding(ParallelModule):
         if self.padding_idx is not None and start <= self.padding_idx < stop:
             own_padding = self.padding_idx - start
         if self.max_norm is not None or self.scale_grad_by_freq or self.sparse:
-            # these look at, count or touch every row that is looked up, so no other rank's tokens may stand in
+            # these look at, count or touch every row that is looked up, so no other rank's tokens may stand
+            # in
             found = self._look_up(tokens[mine] - start, own_padding)
             vectors = found.new_zeros((*tokens.shape, self.embedding_dim))
             return vectors.index_put((mine,), found)
@@ -146,8 +163,19 @@ class ParallelEmbedding(ParallelModule):
         return self._look_up(local, own_padding).masked_fill(~mine.unsqueeze(-1), 0)
 
     def _look_up(self, tokens: Tensor, padding_idx: int | None) -> Tensor:
-        return F.embedding(tokens, self.weight, padding_idx, self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse)
+        return F.embedding(
+            tokens,
+            self.weight,
+            padding_idx,
+            self.max_norm,
+            self.norm_type,
+            self.scale_grad_by_freq,
+            self.sparse,
+        )
 
     def extra_repr(self) -> str:
         what = "features" if self.shard_across_embedding else "vocabulary"
-        return f"{self.num_embeddings}, {self.embedding_dim}, {what} shared, rank {self.group.rank} of {self.group.size}"
+        return (
+            f"{self.num_embeddings}, {self.embedding_dim}, {what} shared, rank {self.group.rank} of "
+            f"{self.group.size}"
+        )

@@ -1,8 +1,10 @@
-"""Gradients that are parts of a sum: their mark, their sum over the ranks, and the guard against a step without it.
+"""Gradients that are parts of a sum: their mark, their sum over the ranks, and the guard against a step
+without it.
 
-Under sequence parallelism a rank sees its piece of the sequence, so the gradient of what is used there (layer norms, the bias behind a
-row-parallel layer) is a part of a sum over the ranks. The same holds for key and value heads that several ranks share. Such parameters are
-marked ``parameter.sequence_parallel_enabled = True``, as neuronx-distributed marks them. After the last backward of a step,
+Under sequence parallelism a rank sees its piece of the sequence, so the gradient of what is used there (layer
+norms, the bias behind a row-parallel layer) is a part of a sum over the ranks. The same holds for key and
+value heads that several ranks share. Such parameters are marked ``parameter.sequence_parallel_enabled =
+True``, as neuronx-distributed marks them. After the last backward of a step,
 `allreduce_sequence_parallel_gradients` sums them. An optimizer that is about to step without it is stopped.
 """
 
@@ -72,7 +74,8 @@ class _Mark:
 def mark_partial_gradient(parameter: Tensor, group: Any = None) -> None:
     """Say that the gradient of ``parameter`` on one rank is a part of a sum over ``group``.
 
-    Marking a marked parameter again does nothing. In a group of one nothing is partial, and nothing is marked.
+    Marking a marked parameter again does nothing. In a group of one nothing is partial, and nothing is
+    marked.
 
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> mark_partial_gradient(weight)
@@ -92,10 +95,11 @@ def mark_partial_gradient(parameter: Tensor, group: Any = None) -> None:
 
 
 class Marker:
-    """Keeps the marks on some of a module's parameters, over copies of the module and over what replaces its parameters.
+    """Keeps the marks on some of a module's parameters, over copies of the module and over what replaces its
+    parameters.
 
-    It is a forward pre-hook of the module: it marks the parameters of a copy, and stops a module whose parameters were replaced
-    without being marked again, since their gradients would stay parts of a sum.
+    It is a forward pre-hook of the module: it marks the parameters of a copy, and stops a module whose
+    parameters were replaced without being marked again, since their gradients would stay parts of a sum.
 
     Args:
         module: whose parameters.
@@ -136,8 +140,9 @@ class Marker:
                 mark.watch(parameter)
             elif not self._by_hand:
                 raise ParallelError(
-                    f"{name} of {type(module).__name__} was replaced after it was marked (by fully_shard?), so its gradient would stay this "
-                    "rank's part of a sum: call lowtide.parallel.mark_partial_gradients(model) after replacing parameters"
+                    f"{name} of {type(module).__name__} was replaced after it was marked (by fully_shard?), "
+                    "so its gradient would stay this rank's part of a sum: call "
+                    "lowtide.parallel.mark_partial_gradients(model) after replacing parameters"
                 )
 
 
@@ -158,28 +163,35 @@ def partial_gradients(parameters: Iterable[Tensor]) -> list[Tensor]:
 
 
 def note_added(parameters: Iterable[Tensor]) -> None:
-    """Say that a backward has added to the marked gradients among these, where it wrote them behind autograd's hooks (zero-bubble schedules)."""
+    """Say that a backward has added to the marked gradients among these, where it wrote them behind
+    autograd's hooks (zero-bubble schedules).
+    """
     for parameter in partial_gradients(parameters):
         mark = _mark_of(parameter)
         if mark is not None and parameter.grad is not None and not mark.partial:
             mark.added(parameter)
 
 
-def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer | torch.nn.Module, *, buffer_bytes: int = BUFFER_BYTES) -> int:
-    """Sum the marked gradients over their ranks. Call it once a step: after the last backward, before clipping and ``optimizer.step()``.
+def allreduce_sequence_parallel_gradients(
+    optimizer: torch.optim.Optimizer | torch.nn.Module, *, buffer_bytes: int = BUFFER_BYTES
+) -> int:
+    """Sum the marked gradients over their ranks. Call it once a step: after the last backward, before
+    clipping and ``optimizer.step()``.
 
     Args:
         optimizer: whose parameters to look at; a module does, too.
-        buffer_bytes: the most bytes that travel at once. However many gradients there are, one buffer of at most this size (and a copy that
-            the collective makes of it) is all that is allocated.
+        buffer_bytes: the most bytes that travel at once. However many gradients there are, one buffer of at
+            most this size (and a copy that the collective makes of it) is all that is allocated.
 
     Returns:
         How many gradients were summed.
 
     Raises:
-        ParallelError: a backward has added to a gradient that was summed already, which would count the first part once per rank.
+        ParallelError: a backward has added to a gradient that was summed already, which would count the first
+            part once per rank.
 
-    Source: neuronx-distributed's function of that name; constant-size buffers are those of ZeRO-R (arXiv 1910.02054, section 6.2).
+    Source: neuronx-distributed's function of that name; constant-size buffers are those of ZeRO-R (arXiv
+        1910.02054, section 6.2).
     """
     groups: dict[tuple[TensorGroup, torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in partial_gradients(_parameters_of(optimizer)):
@@ -187,8 +199,9 @@ def allreduce_sequence_parallel_gradients(optimizer: torch.optim.Optimizer | tor
         assert mark is not None
         if mark.mixed:
             raise ParallelError(
-                f"a gradient of shape {tuple(parameter.shape)} was summed over the ranks, and a backward has added to it since: call "
-                "allreduce_sequence_parallel_gradients once, after the last backward of the step (zero the gradients to go on)"
+                f"a gradient of shape {tuple(parameter.shape)} was summed over the ranks, and a backward has "
+                "added to it since: call allreduce_sequence_parallel_gradients once, after the last "
+                "backward of the step (zero the gradients to go on)"
             )
         if parameter.grad is not None and (mark.partial or mark.hook is None):
             groups.setdefault((mark.group, parameter.grad.dtype, parameter.grad.device), []).append(parameter)
@@ -268,8 +281,9 @@ def _refuse_partial(optimizer: Any, args: Any, kwargs: Any) -> None:
         mark = _mark_of(parameter)
         if mark is not None and parameter.grad is not None and (mark.partial or mark.mixed):
             raise ParallelError(
-                f"optimizer.step() with a gradient that is only this rank's part of a sum (a parameter of shape {tuple(parameter.shape)} "
-                f"shared by {mark.group.size} ranks): call lowtide.parallel.allreduce_sequence_parallel_gradients(optimizer) after backward"
+                "optimizer.step() with a gradient that is only this rank's part of a sum (a parameter of "
+                f"shape {tuple(parameter.shape)} shared by {mark.group.size} ranks): call "
+                "lowtide.parallel.allreduce_sequence_parallel_gradients(optimizer) after backward"
             )
 
 

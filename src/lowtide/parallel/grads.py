@@ -1,8 +1,8 @@
 """The norm of gradients that ranks hold parts of, and clipping by it.
 
-A parameter that tensor-parallel layers cut, or that FSDP2 shards, counts with the parts of all ranks; a parameter that every rank holds whole
-counts once. So every rank gets the norm that one process with the whole model would, and scales by the same factor: what ranks hold alike
-stays alike.
+A parameter that tensor-parallel layers cut, or that FSDP2 shards, counts with the parts of all ranks; a
+parameter that every rank holds whole counts once. So every rank gets the norm that one process with the whole
+model would, and scales by the same factor: what ranks hold alike stays alike.
 """
 
 from __future__ import annotations
@@ -35,15 +35,18 @@ def get_grad_norm(
     A collective: every rank of the model calls it, with its parameters in the same order.
 
     Args:
-        parameters: of the model, once its sequence-parallel gradients have been summed. Those without a gradient count nothing.
+        parameters: of the model, once its sequence-parallel gradients have been summed. Those without a
+            gradient count nothing.
         norm_type: order of the norm; ``float("inf")`` is the largest absolute value.
         error_if_nonfinite: raise where the norm is infinite or not a number.
         foreach: passed on to ``torch.nn.utils.get_total_norm``.
-        pipeline: ranks that hold other layers of the same model (a process group or mesh, see `tensor_group`); ``None`` is none.
+        pipeline: ranks that hold other layers of the same model (a process group or mesh, see
+            `tensor_group`); ``None`` is none.
         counted_elsewhere: parameters that another rank of ``pipeline`` holds, too, and counts.
 
     Returns:
-        A scalar on the gradients' device, the same on every rank; in float32 at least where ranks share anything.
+        A scalar on the gradients' device, the same on every rank; in float32 at least where ranks share
+        anything.
 
     Raises:
         ParallelError: a gradient is only this rank's part of a sum, or ``norm_type`` is not above 0.
@@ -58,7 +61,9 @@ def get_grad_norm(
     """
     own, order = _distinct(parameters), float(norm_type)
     if order <= 0:
-        raise ParallelError(f"norm_type={norm_type}: gradients are clipped by a norm of an order above 0, or float('inf')")
+        raise ParallelError(
+            f"norm_type={norm_type}: gradients are clipped by a norm of an order above 0, or float('inf')"
+        )
     elsewhere = {id(parameter) for parameter in counted_elsewhere}
     counted = [parameter for parameter in own if id(parameter) not in elsewhere]
     stages = ALONE if pipeline is None else tensor_group(pipeline)
@@ -66,14 +71,16 @@ def get_grad_norm(
         for parameter in own:
             refuse_partial(parameter)
         with without_torch_function():
-            total = nn.utils.get_total_norm([p.grad for p in counted if p.grad is not None], order, foreach=foreach)
+            total = nn.utils.get_total_norm(
+                [p.grad for p in counted if p.grad is not None], order, foreach=foreach
+            )
     else:
         pieces = [(p, _piece(p, p.grad)) for p in counted]
         total = total_norm(pieces, order, lambda some: _norm_of(some, order, foreach), stages)
     if error_if_nonfinite and not bool(torch.isfinite(total)):
         raise RuntimeError(
-            f"the norm of order {order} of the gradients is {total.item()}, so they cannot be clipped: zero the gradients and skip this step, "
-            "or pass error_if_nonfinite=False"
+            f"the norm of order {order} of the gradients is {total.item()}, so they cannot be clipped: zero "
+            "the gradients and skip this step, or pass error_if_nonfinite=False"
         )
     return total
 
@@ -89,9 +96,11 @@ def clip_grad_norm(
     pipeline: Any = None,
     counted_elsewhere: Collection[Tensor] = (),
 ) -> Tensor:
-    """Scale the gradients of a shared model so that its norm is at most ``max_norm``; returns the norm before.
+    """Scale the gradients of a shared model so that its norm is at most ``max_norm``; returns the norm
+    before.
 
-    What ``torch.nn.utils.clip_grad_norm_`` is to a model of one process. A collective, as `get_grad_norm`, whose arguments these are.
+    What ``torch.nn.utils.clip_grad_norm_`` is to a model of one process. A collective, as `get_grad_norm`,
+    whose arguments these are.
 
     Example:
         >>> layer = torch.nn.Linear(1, 1, bias=False)
@@ -119,7 +128,9 @@ def clip_grad_norm(
 
 def is_shared(parameters: Iterable[Tensor]) -> bool:
     """Whether other ranks hold parts of any of the parameters."""
-    return any(share_of(parameter) is not None or hasattr(parameter, "_local_tensor") for parameter in parameters)
+    return any(
+        share_of(parameter) is not None or hasattr(parameter, "_local_tensor") for parameter in parameters
+    )
 
 
 def total_norm(
@@ -131,7 +142,8 @@ def total_norm(
     """The norm over ranks, from what this one holds.
 
     Args:
-        pieces: (parameter, what this rank holds of its gradient, or ``None``), in the same order on every rank.
+        pieces: (parameter, what this rank holds of its gradient, or ``None``), in the same order on every
+            rank.
         order: of the norm.
         norm_of: from a list of such pieces, which may be empty, to their norm.
         pipeline: ranks that hold other parameters.
@@ -139,7 +151,8 @@ def total_norm(
     Raises:
         ParallelError: a gradient is only this rank's part of a sum.
     """
-    kinds: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {}  # by the groups over which a parameter is cut
+    # by the groups over which a parameter is cut
+    kinds: dict[tuple[str, ...], tuple[list[Any], list[Any]]] = {}
     for parameter, piece in pieces:
         refuse_partial(parameter)
         groups = _groups_of(parameter)
@@ -148,7 +161,9 @@ def total_norm(
             held.append(piece)
     device = _device_of([parameter for parameter, _ in pieces])
     totals = [over_ranks(norm_of(held).to(device), order, groups) for groups, held in kinds.values()]
-    total = torch.linalg.vector_norm(torch.stack(totals or [torch.zeros((), dtype=torch.float64, device=device)]), order)
+    total = torch.linalg.vector_norm(
+        torch.stack(totals or [torch.zeros((), dtype=torch.float64, device=device)]), order
+    )
     if pipeline.size > 1:
         total = over_ranks(total, order, [pipeline.process_group])
     wide = [piece.dtype for _, piece in pieces if piece is not None]
@@ -156,7 +171,9 @@ def total_norm(
 
 
 def _groups_of(parameter: Tensor) -> list[Any]:
-    """The process groups over which a parameter is cut: by FSDP2 as a DTensor, and by the layer that it belongs to."""
+    """The process groups over which a parameter is cut: by FSDP2 as a DTensor, and by the layer that it
+    belongs to.
+    """
     groups: list[Any] = []
     sharded: Any = parameter
     if hasattr(sharded, "_local_tensor"):
@@ -166,7 +183,8 @@ def _groups_of(parameter: Tensor) -> list[Any]:
                 continue
             if placement.is_partial():
                 raise ParallelError(
-                    f"a gradient of shape {tuple(parameter.shape)} has the placement {placement}, a part of a sum: redistribute it first"
+                    f"a gradient of shape {tuple(parameter.shape)} has the placement {placement}, a part of "
+                    "a sum: redistribute it first"
                 )
             groups.append(gradient.device_mesh.get_group(dimension))
     share = share_of(parameter)
@@ -186,8 +204,14 @@ def _piece(parameter: Tensor, gradient: Any) -> Tensor | None:
 
 def _norm_of(pieces: Sequence[Tensor], order: float, foreach: bool | None) -> Tensor:
     """The norm of tensors of this rank; those of 16 bits are summed in float32."""
-    narrow = [torch.linalg.vector_norm(piece, order, dtype=torch.float32) for piece in pieces if piece.dtype.itemsize < 4]
-    return nn.utils.get_total_norm([*narrow, *(piece for piece in pieces if piece.dtype.itemsize >= 4)], order, foreach=foreach)
+    narrow = [
+        torch.linalg.vector_norm(piece, order, dtype=torch.float32)
+        for piece in pieces
+        if piece.dtype.itemsize < 4
+    ]
+    return nn.utils.get_total_norm(
+        [*narrow, *(piece for piece in pieces if piece.dtype.itemsize >= 4)], order, foreach=foreach
+    )
 
 
 def _distinct(parameters: Tensor | Iterable[Tensor]) -> list[Tensor]:

@@ -1,8 +1,8 @@
 """Who shares a layer: a process group, a `DeviceMesh`, or nobody, behind one small value.
 
-Every function and layer of `lowtide.parallel` takes ``group``: a ``torch.distributed.ProcessGroup``, a ``DeviceMesh`` (of one dimension, or
-with a dimension called ``tp``), a `TensorGroup`, or ``None``. ``None`` is every process, or this process alone where
-``torch.distributed`` has not been set up.
+Every function and layer of `lowtide.parallel` takes ``group``: a ``torch.distributed.ProcessGroup``, a
+``DeviceMesh`` (of one dimension, or with a dimension called ``tp``), a `TensorGroup`, or ``None``. ``None``
+is every process, or this process alone where ``torch.distributed`` has not been set up.
 """
 
 from __future__ import annotations
@@ -32,7 +32,11 @@ class TensorGroup:
     process_group: Any = None
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, TensorGroup) and (self.name, self.rank, self.size) == (other.name, other.rank, other.size)
+        return isinstance(other, TensorGroup) and (self.name, self.rank, self.size) == (
+            other.name,
+            other.rank,
+            other.size,
+        )
 
     def __hash__(self) -> int:
         return hash((self.name, self.rank, self.size))
@@ -58,8 +62,8 @@ def tensor_group(group: Any = None) -> TensorGroup:
         group: a process group, a ``DeviceMesh``, a `TensorGroup`, or ``None`` for every process there is.
 
     Raises:
-        ParallelError: a mesh of several dimensions none of which is called ``tp``, a group that this process is not in, or something else
-            altogether.
+        ParallelError: a mesh of several dimensions none of which is called ``tp``, a group that this process
+            is not in, or something else altogether.
 
     >>> tensor_group().size
     1
@@ -75,8 +79,12 @@ def tensor_group(group: Any = None) -> TensorGroup:
     if dist.is_available() and isinstance(group, dist.ProcessGroup):
         return _of_process_group(group)
     if group is dist.GroupMember.NON_GROUP_MEMBER:
-        raise ParallelError("this process is not in the group given: build the layer only on the group's members")
-    raise ParallelError(f"group={group!r}: give a torch.distributed process group, a DeviceMesh, or None for every process")
+        raise ParallelError(
+            "this process is not in the group given: build the layer only on the group's members"
+        )
+    raise ParallelError(
+        f"group={group!r}: give a torch.distributed process group, a DeviceMesh, or None for every process"
+    )
 
 
 def _of_process_group(group: Any) -> TensorGroup:
@@ -92,8 +100,8 @@ def _of_mesh(mesh: Any) -> Any:
     if "tp" in names:
         return mesh.get_group("tp")
     raise ParallelError(
-        f"a mesh of {mesh.ndim} dimensions {names or '(unnamed)'} does not say which one shares tensors: call one of them 'tp', or give "
-        "that dimension alone, mesh['name']"
+        f"a mesh of {mesh.ndim} dimensions {names or '(unnamed)'} does not say which one shares tensors: "
+        "call one of them 'tp', or give that dimension alone, mesh['name']"
     )
 
 
@@ -107,11 +115,12 @@ def _from_name(name: str, rank: int, size: int) -> TensorGroup:
         found = _of_process_group(_resolve_process_group(name))  # pyright: ignore
     except (RuntimeError, ValueError, LookupError) as error:
         raise ParallelError(
-            f"a layer shared by {size} ranks was unpickled where their process group {name!r} does not exist: save state dicts "
-            "(lowtide.parallel.sharded_state_dict) rather than modules"
+            f"a layer shared by {size} ranks was unpickled where their process group {name!r} does not "
+            "exist: save state dicts (lowtide.parallel.sharded_state_dict) rather than modules"
         ) from error
     if found.size != size:
         raise ParallelError(
-            f"a layer shared by {size} ranks was unpickled in a group of {found.size}: save state dicts rather than modules"
+            f"a layer shared by {size} ranks was unpickled in a group of {found.size}: save state dicts "
+            "rather than modules"
         )
     return found

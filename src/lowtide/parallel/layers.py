@@ -1,8 +1,9 @@
 """`ColumnParallelLinear` and `RowParallelLinear`: a linear layer whose weight the ranks share.
 
-A column-parallel layer holds some rows of the weight (columns of A in Y = XA) and gives some features of the output; a row-parallel layer
-takes some features of the input and sums over the ranks. One after the other they need a single sum: between them nothing travels.
-Parameters, their order and their defaults are neuronx-distributed's, where they mean something off Trainium.
+A column-parallel layer holds some rows of the weight (columns of A in Y = XA) and gives some features of the
+output; a row-parallel layer takes some features of the input and sums over the ranks. One after the other
+they need a single sum: between them nothing travels. Parameters, their order and their defaults are
+neuronx-distributed's, where they mean something off Trainium.
 """
 
 from __future__ import annotations
@@ -58,7 +59,9 @@ class ParallelModule(nn.Module):
             mark_shared(value, self.partitions[name])  # FSDP2 replaces parameters so
 
     def mark_shared(self) -> None:
-        """Mark the parameters of which this rank holds a part, as they are now: copies and what was unfrozen, too."""
+        """Mark the parameters of which this rank holds a part, as they are now: copies and what was unfrozen,
+        too.
+        """
         for name, where in self.partitions.items():
             parameter = self._parameters.get(name)
             if parameter is not None:
@@ -69,7 +72,9 @@ class ParallelModule(nn.Module):
         if self.partial:
             Marker(self, self.partial, self.group)
 
-    def _fill(self, name: str, where: Partition, init_method: InitMethod, dtype: torch.dtype, device: Any) -> Tensor | None:
+    def _fill(
+        self, name: str, where: Partition, init_method: InitMethod, dtype: torch.dtype, device: Any
+    ) -> Tensor | None:
         """Make the parameter ``name`` with this rank's part; returns the whole one."""
         parameter = nn.Parameter(torch.empty(where.local_shape, dtype=dtype, device=device))
         self.partitions[name] = where
@@ -105,14 +110,23 @@ class ParallelLinear(ParallelModule):
         self.sequence_parallel_enabled = sequence_parallel_enabled
         if sequence_dimension is not None and not sequence_parallel_enabled:
             raise ParallelError(
-                f"sequence_dimension={sequence_dimension} does nothing without sequence_parallel_enabled=True: leave one out"
+                f"sequence_dimension={sequence_dimension} does nothing without "
+                "sequence_parallel_enabled=True: leave one out"
             )
-        self.sequence_dimension = check_sequence_dimension(sequence_dimension or 0) if sequence_parallel_enabled else None
+        self.sequence_dimension = (
+            check_sequence_dimension(sequence_dimension or 0) if sequence_parallel_enabled else None
+        )
         self.reduce_dtype = check_reduce_dtype(reduce_dtype, dtype)
         self.master_weight: Tensor | None = None
 
     def _make(
-        self, weight: Partition, bias: Partition | None, init_method: InitMethod | None, stride: int, keep_master_weight: bool, device: Any
+        self,
+        weight: Partition,
+        bias: Partition | None,
+        init_method: InitMethod | None,
+        stride: int,
+        keep_master_weight: bool,
+        device: Any,
     ) -> None:
         whole = self._fill("weight", weight, init_method or default_weight, self.dtype, device)
         if keep_master_weight and whole is not None:
@@ -133,10 +147,16 @@ class ParallelLinear(ParallelModule):
         initialize(self.weight, self.partitions["weight"], weight or default_weight)
         if self.bias is not None:
             bound = 1 / math.sqrt(self.input_size) if self.input_size else 0.0
-            initialize(self.bias, self.partitions["bias"], bias or (lambda b: nn.init.uniform_(b, -bound, bound)))
+            initialize(
+                self.bias, self.partitions["bias"], bias or (lambda b: nn.init.uniform_(b, -bound, bound))
+            )
 
     def extra_repr(self) -> str:
-        parts = [f"{self.input_size}, {self.output_size}", f"bias={self.bias is not None}", f"rank {self.group.rank} of {self.group.size}"]
+        parts = [
+            f"{self.input_size}, {self.output_size}",
+            f"bias={self.bias is not None}",
+            f"rank {self.group.rank} of {self.group.size}",
+        ]
         if self.sequence_parallel_enabled:
             parts.append(f"sequence_dimension={self.sequence_dimension}")
         return ", ".join(parts)
@@ -149,20 +169,24 @@ class ColumnParallelLinear(ParallelLinear):
         input_size: features in.
         output_size: features out, of the whole layer.
         bias: add one. With ``gather_output`` every rank has all of it, else its part.
-        gather_output: give every rank all features instead of its own. Needs ``sequence_parallel_enabled=False``.
+        gather_output: give every rank all features instead of its own. Needs
+            ``sequence_parallel_enabled=False``.
         dtype, device: of the parameters.
         stride: the weight is that many blocks one above the other (3 for q, k and v), each cut on its own.
         init_method: fills the whole weight in place; ``None`` is what ``nn.Linear`` does.
         sequence_parallel_enabled: the input is this rank's piece of the sequence, and is gathered.
-        sequence_dimension: 0 (the default then) for (sequence, batch, features), or 1 for (batch, sequence, features).
+        sequence_dimension: 0 (the default then) for (sequence, batch, features), or 1 for (batch, sequence,
+            features).
         keep_master_weight: keep the whole initial weight as ``master_weight``.
         skip_bias_add: return (output, bias) and leave the addition to the caller.
         pad: make ``output_size`` divide by zero rows, which are never trained.
         tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
-        reduce_dtype: the input's gradient is summed over the ranks in this dtype where it is wider than the gradient's.
+        reduce_dtype: the input's gradient is summed over the ranks in this dtype where it is wider than the
+            gradient's.
 
     Shapes:
-        in: (..., input_size); under sequence parallelism (sequence / t, batch, input_size) or (batch, sequence / t, input_size).
+        in: (..., input_size); under sequence parallelism (sequence / t, batch, input_size) or (batch,
+            sequence / t, input_size).
         out: (..., output_size / t), or (..., output_size) with ``gather_output``; the whole sequence.
 
     Raises:
@@ -195,19 +219,29 @@ class ColumnParallelLinear(ParallelLinear):
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(
-            tensor_model_parallel_group, input_size, output_size, dtype, sequence_parallel_enabled, sequence_dimension, reduce_dtype
+            tensor_model_parallel_group,
+            input_size,
+            output_size,
+            dtype,
+            sequence_parallel_enabled,
+            sequence_dimension,
+            reduce_dtype,
         )
         if gather_output and sequence_parallel_enabled:
             raise ParallelError(
-                "gather_output=True with sequence_parallel_enabled=True would give every rank all features of the whole sequence: pass "
-                "gather_output=False, and gather afterwards (gather_from_tensor_model_parallel_region) if that is what is wanted"
+                "gather_output=True with sequence_parallel_enabled=True would give every rank all features "
+                "of the whole sequence: pass gather_output=False, and gather afterwards "
+                "(gather_from_tensor_model_parallel_region) if that is what is wanted"
             )
         self.gather_output = gather_output
         self.skip_bias_add = skip_bias_add
-        where = partition((output_size, input_size), 0, self.group, stride=stride, pad=pad, what="output_size")
+        where = partition(
+            (output_size, input_size), 0, self.group, stride=stride, pad=pad, what="output_size"
+        )
         if gather_output and stride > 1 and self.group.size > 1:
             raise ParallelError(
-                f"gather_output=True with stride={stride} would return the blocks interleaved by rank: pass gather_output=False"
+                f"gather_output=True with stride={stride} would return the blocks interleaved by rank: pass "
+                "gather_output=False"
             )
         if gather_output:
             bias_where = replicated((output_size,), self.group)
@@ -244,18 +278,19 @@ class ColumnParallelLinear(ParallelLinear):
 
 
 class SharedHeadsLinear(ParallelLinear):
-    """A linear layer that makes keys or values for fewer heads than there are ranks, so that several ranks need the same head.
+    """A linear layer that makes keys or values for fewer heads than there are ranks, so that several ranks
+    need the same head.
 
-    Every rank holds the whole (small) weight and uses the rows of its head. Its gradient on one rank is a part of a sum over all of them,
-    and marked so.
+    Every rank holds the whole (small) weight and uses the rows of its head. Its gradient on one rank is a
+    part of a sum over all of them, and marked so.
 
     Args:
         input_size: features in.
         heads: how many there are; a divisor of the number of ranks.
         head_width: features of each.
         bias: add one.
-        dtype, device, init_method, sequence_parallel_enabled, sequence_dimension, tensor_model_parallel_group, reduce_dtype: as in
-            `ColumnParallelLinear`.
+        dtype, device, init_method, sequence_parallel_enabled, sequence_dimension,
+            tensor_model_parallel_group, reduce_dtype: as in `ColumnParallelLinear`.
 
     Shapes:
         in: as `ColumnParallelLinear`.
@@ -290,14 +325,22 @@ class SharedHeadsLinear(ParallelLinear):
         )
         if self.group.size % heads:
             raise ParallelError(
-                f"{heads} key-value heads on {self.group.size} ranks: one number must divide the other, so that every rank has whole heads"
+                f"{heads} key-value heads on {self.group.size} ranks: one number must divide the other, so "
+                "that every rank has whole heads"
             )
         start = self.group.rank * heads // self.group.size * head_width
         self.rows = slice(start, start + head_width)
         if self.group.size > 1:
             self.partial = ("weight", "bias") if bias else ("weight",)
         where = replicated((self.output_size, input_size), self.group)
-        self._make(where, replicated((self.output_size,), self.group) if bias else None, init_method, 1, False, device)
+        self._make(
+            where,
+            replicated((self.output_size,), self.group) if bias else None,
+            init_method,
+            1,
+            False,
+            device,
+        )
 
     def forward(self, input: Tensor) -> Tensor:
         """The product for this rank's head."""
@@ -310,7 +353,9 @@ class SharedHeadsLinear(ParallelLinear):
         return output
 
 
-def column_parallel(input: Tensor, layers: Sequence[ColumnParallelLinear | SharedHeadsLinear]) -> tuple[Any, ...]:
+def column_parallel(
+    input: Tensor, layers: Sequence[ColumnParallelLinear | SharedHeadsLinear]
+) -> tuple[Any, ...]:
     """What several column-parallel layers make of one input, which is gathered once for all of them.
 
     Args:
@@ -331,7 +376,8 @@ def column_parallel(input: Tensor, layers: Sequence[ColumnParallelLinear | Share
     kind = (first.group, first.sequence_dimension, first.reduce_dtype)
     if any((layer.group, layer.sequence_dimension, layer.reduce_dtype) != kind for layer in layers):
         raise ParallelError(
-            "column_parallel: the layers differ in group, sequence_dimension or reduce_dtype, so they cannot share a gather"
+            "column_parallel: the layers differ in group, sequence_dimension or reduce_dtype, so they "
+            "cannot share a gather"
         )
     for layer in layers:
         layer.mark_shared()
@@ -353,18 +399,22 @@ class RowParallelLinear(ParallelLinear):
     Args:
         input_size: features in, of the whole layer.
         output_size: features out.
-        bias: add one, after the sum; every rank has all of it. Under sequence parallelism its gradient on one rank is a part of a sum.
-        input_is_parallel: the input is this rank's features already, as a column-parallel layer leaves them; else it is cut first.
+        bias: add one, after the sum; every rank has all of it. Under sequence parallelism its gradient on one
+            rank is a part of a sum.
+        input_is_parallel: the input is this rank's features already, as a column-parallel layer leaves them;
+            else it is cut first.
         dtype, device: of the parameters.
         stride: the input is that many blocks side by side, each cut on its own.
         init_method: fills the whole weight in place; ``None`` is what ``nn.Linear`` does.
-        sequence_parallel_enabled: give each rank its piece of the sequence, by a reduce-scatter in place of the all-reduce. Needs
-            ``input_is_parallel=True`` and ``reduce_output=True``.
+        sequence_parallel_enabled: give each rank its piece of the sequence, by a reduce-scatter in place of
+            the all-reduce. Needs ``input_is_parallel=True`` and ``reduce_output=True``.
         sequence_dimension: 0 (the default then) or 1.
         keep_master_weight: keep the whole initial weight as ``master_weight``.
         skip_bias_add: return (output, bias) and leave the addition to the caller.
-        pad: make ``input_size`` divide by zero columns, which are never trained. The input of a rank is padded then.
-        reduce_output: without it the output is this rank's part of the sum, and a bias must be left to the caller.
+        pad: make ``input_size`` divide by zero columns, which are never trained. The input of a rank is
+            padded then.
+        reduce_output: without it the output is this rank's part of the sum, and a bias must be left to the
+            caller.
         tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
         reduce_dtype: sum over the ranks in this dtype where it is wider than the output's.
 
@@ -403,24 +453,46 @@ class RowParallelLinear(ParallelLinear):
         reduce_dtype: torch.dtype = torch.float32,
     ) -> None:
         super().__init__(
-            tensor_model_parallel_group, input_size, output_size, dtype, sequence_parallel_enabled, sequence_dimension, reduce_dtype
+            tensor_model_parallel_group,
+            input_size,
+            output_size,
+            dtype,
+            sequence_parallel_enabled,
+            sequence_dimension,
+            reduce_dtype,
         )
         if sequence_parallel_enabled and not input_is_parallel:
-            raise ParallelError("sequence_parallel_enabled=True needs input_is_parallel=True: a whole input has no sequence to scatter")
+            raise ParallelError(
+                "sequence_parallel_enabled=True needs input_is_parallel=True: a whole input has no sequence "
+                "to scatter"
+            )
         if sequence_parallel_enabled and not reduce_output:
-            raise ParallelError("sequence_parallel_enabled=True reduce-scatters the output: reduce_output=False contradicts it")
+            raise ParallelError(
+                "sequence_parallel_enabled=True reduce-scatters the output: reduce_output=False contradicts "
+                "it"
+            )
         if bias and not reduce_output and not skip_bias_add:
             raise ParallelError(
-                "reduce_output=False returns a part of a sum, to which every rank would add the bias: pass bias=False, or skip_bias_add=True"
+                "reduce_output=False returns a part of a sum, to which every rank would add the bias: pass "
+                "bias=False, or skip_bias_add=True"
             )
         self.input_is_parallel = input_is_parallel
         self.skip_bias_add = skip_bias_add
         self.reduce_output = reduce_output
         where = partition((output_size, input_size), 1, self.group, stride=stride, pad=pad, what="input_size")
         if not input_is_parallel and stride > 1 and self.group.size > 1:
-            raise ParallelError(f"stride={stride} needs input_is_parallel=True: a whole input is cut into plain pieces")
+            raise ParallelError(
+                f"stride={stride} needs input_is_parallel=True: a whole input is cut into plain pieces"
+            )
         self.partial = ("bias",) if bias and sequence_parallel_enabled and self.group.size > 1 else ()
-        self._make(where, replicated((output_size,), self.group) if bias else None, init_method, stride, keep_master_weight, device)
+        self._make(
+            where,
+            replicated((output_size,), self.group) if bias else None,
+            init_method,
+            stride,
+            keep_master_weight,
+            device,
+        )
 
     @property
     def input_size_per_partition(self) -> int:
@@ -439,16 +511,23 @@ class RowParallelLinear(ParallelLinear):
             input_, weight = input_[..., : where.valid], weight[:, : where.valid]
         dimension = self.sequence_dimension
         if dimension == 1:
-            # with the sequence outermost, as column-parallel layers leave it, so that the reduce-scatter needs no copy
+            # with the sequence outermost, as column-parallel layers leave it, so that the reduce-scatter
+            # needs no copy
             output = F.linear(input_.movedim(1, 0), weight)
-            output = reduce_scatter_to_sequence_parallel_region(output, 0, self.group, reduce_dtype=self.reduce_dtype).movedim(0, 1)
+            output = reduce_scatter_to_sequence_parallel_region(
+                output, 0, self.group, reduce_dtype=self.reduce_dtype
+            ).movedim(0, 1)
         elif dimension == 0:
             output = F.linear(input_, weight)
-            output = reduce_scatter_to_sequence_parallel_region(output, 0, self.group, reduce_dtype=self.reduce_dtype)
+            output = reduce_scatter_to_sequence_parallel_region(
+                output, 0, self.group, reduce_dtype=self.reduce_dtype
+            )
         elif self.reduce_output:
             if self.group.size == 1 and self.bias is not None and not self.skip_bias_add:
                 return F.linear(input_, weight, self.bias)
-            output = reduce_from_tensor_model_parallel_region(F.linear(input_, weight), self.group, reduce_dtype=self.reduce_dtype)
+            output = reduce_from_tensor_model_parallel_region(
+                F.linear(input_, weight), self.group, reduce_dtype=self.reduce_dtype
+            )
         else:
             output = F.linear(input_, weight)
         if self.skip_bias_add:
@@ -469,7 +548,7 @@ def check_reduce_dtype(reduce_dtype: torch.dtype, dtype: torch.dtype) -> torch.d
     """
     if reduce_dtype is not torch.float32 and torch.promote_types(reduce_dtype, dtype) is not reduce_dtype:
         raise ParallelError(
-            f"reduce_dtype={reduce_dtype} is narrower than dtype={dtype}: sums over ranks are never made in fewer bits than the tensors "
-            "have; choose a wider one or leave it out"
+            f"reduce_dtype={reduce_dtype} is narrower than dtype={dtype}: sums over ranks are never made in "
+            "fewer bits than the tensors have; choose a wider one or leave it out"
         )
     return reduce_dtype

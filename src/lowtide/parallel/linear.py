@@ -1,14 +1,18 @@
-"""The products behind `ColumnParallelLinear`: what is saved, what travels, and what travels beside which product.
+"""The products behind `ColumnParallelLinear`: what is saved, what travels, and what travels beside which
+product.
 
-Under sequence parallelism the input is a shard of the sequence. Forward gathers it and multiplies; **only the shard is saved**. Backward
-gathers it once more, beside the product that gives the input's gradient; that gradient is then reduce-scattered beside the product that
-gives the weight's (arXiv 2205.05198, section 4.2.2: "we store only Y_i^s ... and perform an extra all-gather in the backward pass"). A
-weight that is not trained needs no input, so nothing is saved for it and nothing gathered.
+Under sequence parallelism the input is a shard of the sequence. Forward gathers it and multiplies; **only the
+shard is saved**. Backward gathers it once more, beside the product that gives the input's gradient; that
+gradient is then reduce-scattered beside the product that gives the weight's (arXiv 2205.05198, section 4.2.2:
+"we store only Y_i^s ... and perform an extra all-gather in the backward pass"). A weight that is not trained
+needs no input, so nothing is saved for it and nothing gathered.
 
-Several linear layers that read the same input (q, k and v; gate and up) share one gather in each direction and one reduce-scatter.
+Several linear layers that read the same input (q, k and v; gate and up) share one gather in each direction
+and one reduce-scatter.
 
-Inside a recomputing scope the gathered input comes back with the recomputation that the layers after this one ask for, so it is "saved"
-instead of the shard: at no cost, and the gather is not done again for the weight's gradient.
+Inside a recomputing scope the gathered input comes back with the recomputation that the layers after this one
+ask for, so it is "saved" instead of the shard: at no cost, and the gather is not done again for the weight's
+gradient.
 """
 
 from __future__ import annotations
@@ -31,7 +35,12 @@ class _ColumnLinears(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, group: TensorGroup, dimension: int | None, reduce_dtype: torch.dtype | None, *parameters: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        group: TensorGroup,
+        dimension: int | None,
+        reduce_dtype: torch.dtype | None,
+        *parameters: Tensor | None,
     ) -> tuple[Tensor, ...]:
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.group, ctx.dimension, ctx.reduce_dtype = group, dimension, reduce_dtype
@@ -65,12 +74,16 @@ class _ColumnLinears(torch.autograd.Function):
             if dimension is None:
                 reducing = all_reduce(grad_input, group, ctx.reduce_dtype, in_place=True)
             else:
-                reducing = reduce_scatter(grad_input.movedim(0, dimension), group, dimension, ctx.reduce_dtype)
+                reducing = reduce_scatter(
+                    grad_input.movedim(0, dimension), group, dimension, ctx.reduce_dtype
+                )
             del grad_input
         weight_grads: list[Tensor | None] = [None] * count
         if gathering is not None:
             inputs = flat_rows(gathering.wait(), dimension)
-            weight_grads = [g.t() @ inputs if needed else None for g, needed in zip(rows, needs_weights, strict=True)]
+            weight_grads = [
+                g.t() @ inputs if needed else None for g, needed in zip(rows, needs_weights, strict=True)
+            ]
             del inputs
         bias_grads = [g.sum(0) if needed else None for g, needed in zip(rows, needs_biases, strict=True)]
         return (None if reducing is None else reducing.wait(), None, None, None, *weight_grads, *bias_grads)
@@ -88,7 +101,8 @@ def column_linears(
     """The products of one input with several column-parallel weights.
 
     Args:
-        x: (..., in). With ``sequence_dimension`` this rank's piece of the sequence, else the same on every rank.
+        x: (..., in). With ``sequence_dimension`` this rank's piece of the sequence, else the same on every
+            rank.
         weights: each (out_k, in), this rank's rows of the whole weight.
         biases: each (out_k) or ``None``.
         group: the ranks.
@@ -96,8 +110,8 @@ def column_linears(
         reduce_dtype: sum the input's gradient in this dtype where it is wider.
 
     Returns:
-        For each weight the product over the whole sequence, (..., out_k). With ``sequence_dimension=1`` it lies in memory with the sequence
-        outermost; use ``reshape`` rather than ``view`` to fold it.
+        For each weight the product over the whole sequence, (..., out_k). With ``sequence_dimension=1`` it
+        lies in memory with the sequence outermost; use ``reshape`` rather than ``view`` to fold it.
     """
     if group.size == 1:
         return tuple(F.linear(x, weight, bias) for weight, bias in zip(weights, biases, strict=True))

@@ -1,10 +1,13 @@
-"""Cross entropy over a vocabulary that the ranks share: the logits of one rank are its part of the vocabulary, and never leave it.
+"""Cross entropy over a vocabulary that the ranks share: the logits of one rank are its part of the
+vocabulary, and never leave it.
 
-Three numbers a token travel, in two all-reduces: its largest logit, then the sum of exponentials and the logit of the target together. For
-backward the logits are kept as they came (2 bytes each in bfloat16, where the softmax would take 4) with one number a token.
+Three numbers a token travel, in two all-reduces: its largest logit, then the sum of exponentials and the
+logit of the target together. For backward the logits are kept as they came (2 bytes each in bfloat16, where
+the softmax would take 4) with one number a token.
 
-The chunked form takes the projection in as well: it goes through the tokens in pieces, and computes a piece's gradient while its logits are
-there, so that neither the logits of all tokens nor, under sequence parallelism, the gathered hidden states ever exist.
+The chunked form takes the projection in as well: it goes through the tokens in pieces, and computes a piece's
+gradient while its logits are there, so that neither the logits of all tokens nor, under sequence parallelism,
+the gathered hidden states ever exist.
 """
 
 from __future__ import annotations
@@ -36,15 +39,25 @@ class _Vocabulary:
         ignore_index: targets that do not count.
     """
 
-    def __init__(self, group: TensorGroup, width: int, vocabulary: int | None, label_smoothing: float, ignore_index: int) -> None:
+    def __init__(
+        self,
+        group: TensorGroup,
+        width: int,
+        vocabulary: int | None,
+        label_smoothing: float,
+        ignore_index: int,
+    ) -> None:
         self.group = group
         self.size = vocabulary if vocabulary is not None else width * group.size
         if not 0 < self.size <= width * group.size:
             raise ParallelError(
-                f"vocabulary={vocabulary}: {group.size} ranks with logits for {width} tokens each have at most {width * group.size}"
+                f"vocabulary={vocabulary}: {group.size} ranks with logits for {width} tokens each have at "
+                f"most {width * group.size}"
             )
         if not 0.0 <= label_smoothing < 1.0:
-            raise ParallelError(f"label_smoothing={label_smoothing}: a share of at least 0 and below 1 is needed")
+            raise ParallelError(
+                f"label_smoothing={label_smoothing}: a share of at least 0 and below 1 is needed"
+            )
         self.start = min(group.rank * width, self.size)
         self.valid = min(self.start + width, self.size) - self.start
         self.smoothing = label_smoothing
@@ -60,7 +73,9 @@ class _Vocabulary:
         return (target - self.start).masked_fill(~mine, 0), mine
 
     def losses(self, logits: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
-        """Loss and log of the sum of exponentials of each row of float32 (or wider) ``logits``, (rows, valid)."""
+        """Loss and log of the sum of exponentials of each row of float32 (or wider) ``logits``, (rows,
+        valid).
+        """
         column, mine = self.places(target)
         if self.valid:
             largest = logits.amax(-1)
@@ -80,14 +95,18 @@ class _Vocabulary:
         return loss.masked_fill(target == self.ignore_index, 0), total
 
     def gradient_(self, logits: Tensor, target: Tensor, total: Tensor, scale: Tensor) -> Tensor:
-        """The loss's gradient by ``logits``, which it overwrites; ``scale`` is the gradient by each row's loss."""
+        """The loss's gradient by ``logits``, which it overwrites; ``scale`` is the gradient by each row's
+        loss.
+        """
         if not self.valid:
             return logits
         column, mine = self.places(target)
         logits.sub_(total.unsqueeze(-1)).exp_()
         if self.smoothing:
             logits.sub_(self.smoothing / self.size)
-        logits.scatter_add_(-1, column.unsqueeze(-1), (mine.to(logits.dtype) * (self.smoothing - 1)).unsqueeze(-1))
+        logits.scatter_add_(
+            -1, column.unsqueeze(-1), (mine.to(logits.dtype) * (self.smoothing - 1)).unsqueeze(-1)
+        )
         return logits.mul_(scale.masked_fill(target == self.ignore_index, 0).unsqueeze(-1))
 
 
@@ -112,7 +131,9 @@ class _CrossEntropy(torch.autograd.Function):
         result = torch.zeros_like(rows) if ctx.part.valid < rows.shape[-1] else torch.empty_like(rows)
         for piece in _pieces(rows):
             part = rows[piece, : ctx.part.valid].to(totals.dtype, copy=True)
-            result[piece, : ctx.part.valid] = ctx.part.gradient_(part, labels[piece], totals[piece], scale[piece])
+            result[piece, : ctx.part.valid] = ctx.part.gradient_(
+                part, labels[piece], totals[piece], scale[piece]
+            )
         return result.view(logits.shape), None, None
 
 
@@ -135,14 +156,15 @@ def parallel_cross_entropy(
     Args:
         vocab_parallel_logits: (..., vocabulary / t).
         target: (...), whole numbers, the same on every rank.
-        label_smoothing: as in ``torch.nn.functional.cross_entropy``, over the whole vocabulary. (neuronx-distributed's smoothing leaves the
-            target out and counts only one rank's part.)
+        label_smoothing: as in ``torch.nn.functional.cross_entropy``, over the whole vocabulary.
+            (neuronx-distributed's smoothing leaves the target out and counts only one rank's part.)
         ignore_index: the loss of such a target is 0, and so is its gradient.
         vocabulary: size of the vocabulary without padding, where the last ranks' logits are padded.
         tensor_model_parallel_group: see `lowtide.parallel.tensor_group`.
 
     Returns:
-        (...), float32 or wider, the same on every rank. It is not reduced: divide its sum by the number of targets that count.
+        (...), float32 or wider, the same on every rank. It is not reduced: divide its sum by the number of
+        targets that count.
 
     Raises:
         ParallelError: shapes do not fit, or a target is no token.
@@ -152,10 +174,15 @@ def parallel_cross_entropy(
     """
     if vocab_parallel_logits.shape[:-1] != target.shape:
         raise ParallelError(
-            f"logits of shape {tuple(vocab_parallel_logits.shape)} need targets of shape {tuple(vocab_parallel_logits.shape[:-1])}, not {tuple(target.shape)}"
+            f"logits of shape {tuple(vocab_parallel_logits.shape)} need targets of shape "
+            f"{tuple(vocab_parallel_logits.shape[:-1])}, not {tuple(target.shape)}"
         )
     part = _Vocabulary(
-        tensor_group(tensor_model_parallel_group), vocab_parallel_logits.shape[-1], vocabulary, label_smoothing, ignore_index
+        tensor_group(tensor_model_parallel_group),
+        vocab_parallel_logits.shape[-1],
+        vocabulary,
+        label_smoothing,
+        ignore_index,
     )
     part.check(target)
     return _CrossEntropy.apply(vocab_parallel_logits, target, part)  # type: ignore[return-value]
@@ -166,7 +193,8 @@ class _LinearCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: _Vocabulary, dimension: int | None, chunks: int,
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, target: Tensor, part: _Vocabulary,
+        dimension: int | None, chunks: int,
         reduce_dtype: torch.dtype | None,
     ) -> Tensor:  # fmt: skip
         group = part.group
@@ -251,19 +279,23 @@ def parallel_linear_cross_entropy(
     reduce_dtype: torch.dtype | None = torch.float32,
     tensor_model_parallel_group: Any = None,
 ) -> Tensor:
-    """The cross entropy of ``hidden @ weight.T``, without the logits of more than one piece of the tokens at a time.
+    """The cross entropy of ``hidden @ weight.T``, without the logits of more than one piece of the tokens at
+    a time.
 
-    Gradients are made in forward, while a piece's logits are there: nothing is computed twice, and what is kept for backward has the size of
-    ``hidden`` and ``weight``.
+    Gradients are made in forward, while a piece's logits are there: nothing is computed twice, and what is
+    kept for backward has the size of ``hidden`` and ``weight``.
 
     Args:
-        hidden: (..., width): what goes into the output layer, the same on every rank, or this rank's piece of the sequence.
+        hidden: (..., width): what goes into the output layer, the same on every rank, or this rank's piece of
+            the sequence.
         weight: (vocabulary / t, width), this rank's rows of the output layer.
-        target: the tokens, the whole sequence on every rank: (...), or (sequence, batch) or (batch, sequence) under sequence parallelism.
+        target: the tokens, the whole sequence on every rank: (...), or (sequence, batch) or (batch, sequence)
+            under sequence parallelism.
         bias: (vocabulary / t), this rank's part.
         chunks: in how many pieces the tokens go through.
         reduction: ``mean`` over the targets that count, or ``sum``.
-        label_smoothing, ignore_index, vocabulary, tensor_model_parallel_group: as in `parallel_cross_entropy`.
+        label_smoothing, ignore_index, vocabulary, tensor_model_parallel_group: as in
+            `parallel_cross_entropy`.
         sequence_dimension: 0 or 1 where ``hidden`` is a piece of the sequence.
         reduce_dtype: sum the gradient of ``hidden`` over the ranks in this dtype where it is wider.
 
@@ -279,7 +311,10 @@ def parallel_linear_cross_entropy(
     """
     group = tensor_group(tensor_model_parallel_group)
     if reduction not in ("mean", "sum"):
-        raise ParallelError(f"reduction={reduction!r}: gradients are made in forward, so the loss is one number: use 'mean' or 'sum'")
+        raise ParallelError(
+            f"reduction={reduction!r}: gradients are made in forward, so the loss is one number: use 'mean' "
+            "or 'sum'"
+        )
     if chunks < 1:
         raise ParallelError(f"chunks={chunks}: at least 1 is needed")
     if sequence_dimension is not None:
@@ -289,7 +324,8 @@ def parallel_linear_cross_entropy(
         expected[sequence_dimension] *= group.size
     if list(target.shape) != expected:
         raise ParallelError(
-            f"hidden states of shape {tuple(hidden.shape)} on {group.size} ranks need targets of shape {tuple(expected)}, not {tuple(target.shape)}"
+            f"hidden states of shape {tuple(hidden.shape)} on {group.size} ranks need targets of shape "
+            f"{tuple(expected)}, not {tuple(target.shape)}"
         )
     part = _Vocabulary(group, weight.shape[0], vocabulary, label_smoothing, ignore_index)
     part.check(target)
@@ -298,5 +334,7 @@ def parallel_linear_cross_entropy(
         dtype = torch.get_autocast_dtype(device)
         hidden, weight, bias = hidden.to(dtype), weight.to(dtype), None if bias is None else bias.to(dtype)
     with torch.autocast(device, enabled=False):
-        loss = _LinearCrossEntropy.apply(hidden, weight, bias, target, part, sequence_dimension, chunks, reduce_dtype)
+        loss = _LinearCrossEntropy.apply(
+            hidden, weight, bias, target, part, sequence_dimension, chunks, reduce_dtype
+        )
     return loss if reduction == "sum" else loss / (target != ignore_index).sum()  # type: ignore[operator, return-value]

@@ -1,4 +1,5 @@
-"""The maps between a tensor that every rank has and one that the ranks share, each with its conjugate in backward.
+"""The maps between a tensor that every rank has and one that the ranks share, each with its conjugate in
+backward.
 
 | map | forward | backward |
 |---|---|---|
@@ -10,8 +11,9 @@
 | `gather_from_sequence_parallel_region` | all-gather of the sequence | reduce-scatter, or own piece |
 | `reduce_scatter_to_sequence_parallel_region` | reduce-scatter | all-gather |
 
-The names are those of neuronx-distributed and Megatron-LM; the operators f, f-bar, g and g-bar are arXiv 2205.05198, section 4.2. None of
-them writes to its argument. Each takes ``process_group`` as `lowtide.parallel.tensor_group` does. With one rank each is the identity.
+The names are those of neuronx-distributed and Megatron-LM; the operators f, f-bar, g and g-bar are arXiv
+2205.05198, section 4.2. None of them writes to its argument. Each takes ``process_group`` as
+`lowtide.parallel.tensor_group` does. With one rank each is the identity.
 """
 
 from __future__ import annotations
@@ -88,8 +90,20 @@ class _ScatterSequence(torch.autograd.Function):
 
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, group: TensorGroup, dimension: int, to_model_parallel: bool, dtype: torch.dtype | None) -> Tensor:
-        ctx.group, ctx.dimension, ctx.to_model_parallel, ctx.dtype = group, dimension, to_model_parallel, dtype
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        group: TensorGroup,
+        dimension: int,
+        to_model_parallel: bool,
+        dtype: torch.dtype | None,
+    ) -> Tensor:
+        ctx.group, ctx.dimension, ctx.to_model_parallel, ctx.dtype = (
+            group,
+            dimension,
+            to_model_parallel,
+            dtype,
+        )
         return gather(x, group, dimension).wait()
 
     @staticmethod
@@ -114,8 +128,11 @@ class _ReduceScatterSequence(torch.autograd.Function):
         return gather(grad, ctx.group, ctx.dimension).wait(), None, None, None
 
 
-def copy_to_tensor_model_parallel_region(input_: Tensor, process_group: Any = None, *, reduce_dtype: torch.dtype | None = None) -> Tensor:
-    """Enter a tensor-parallel region: the same tensor in forward, the sum of the ranks' gradients in backward (f in the paper).
+def copy_to_tensor_model_parallel_region(
+    input_: Tensor, process_group: Any = None, *, reduce_dtype: torch.dtype | None = None
+) -> Tensor:
+    """Enter a tensor-parallel region: the same tensor in forward, the sum of the ranks' gradients in backward
+    (f in the paper).
 
     Args:
         input_: any shape, equal on every rank.
@@ -129,7 +146,9 @@ def copy_to_tensor_model_parallel_region(input_: Tensor, process_group: Any = No
 def reduce_from_tensor_model_parallel_region(
     input_: Tensor, process_group: Any = None, *, reduce_dtype: torch.dtype | None = None
 ) -> Tensor:
-    """Leave a tensor-parallel region: the sum of the ranks' tensors in forward, the same gradient in backward (f-bar)."""
+    """Leave a tensor-parallel region: the sum of the ranks' tensors in forward, the same gradient in backward
+    (f-bar).
+    """
     group = tensor_group(process_group)
     return input_ if group.size == 1 else _Reduce.apply(input_, group, reduce_dtype)  # type: ignore[return-value]
 
@@ -145,12 +164,16 @@ def scatter_to_tensor_model_parallel_region(input_: Tensor, process_group: Any =
 
 
 def gather_from_tensor_model_parallel_region(input_: Tensor, process_group: Any = None) -> Tensor:
-    """The ranks' tensors side by side along the last dimension; this rank's piece of the gradient in backward."""
+    """The ranks' tensors side by side along the last dimension; this rank's piece of the gradient in
+    backward.
+    """
     group = tensor_group(process_group)
     return input_ if group.size == 1 else _GatherFeatures.apply(input_, group)  # type: ignore[return-value]
 
 
-def scatter_to_sequence_parallel_region(input_: Tensor, sequence_dimension: int = 0, process_group: Any = None) -> Tensor:
+def scatter_to_sequence_parallel_region(
+    input_: Tensor, sequence_dimension: int = 0, process_group: Any = None
+) -> Tensor:
     """This rank's piece of the sequence; all-gather in backward.
 
     Raises:
@@ -176,8 +199,9 @@ def gather_from_sequence_parallel_region(
     Args:
         input_: this rank's piece of the sequence.
         sequence_dimension: 0 or 1.
-        to_model_parallel: what follows is tensor parallel, so the ranks' gradients are parts of a sum and backward reduce-scatters them.
-            Without it what follows is the same on every rank, and backward takes this rank's piece.
+        to_model_parallel: what follows is tensor parallel, so the ranks' gradients are parts of a sum and
+            backward reduce-scatters them. Without it what follows is the same on every rank, and backward
+            takes this rank's piece.
         process_group: see `lowtide.parallel.tensor_group`.
         reduce_dtype: make the sum in this dtype where it is wider than the gradient's.
     """
@@ -188,7 +212,11 @@ def gather_from_sequence_parallel_region(
 
 
 def reduce_scatter_to_sequence_parallel_region(
-    input_: Tensor, sequence_dimension: int = 0, process_group: Any = None, *, reduce_dtype: torch.dtype | None = None
+    input_: Tensor,
+    sequence_dimension: int = 0,
+    process_group: Any = None,
+    *,
+    reduce_dtype: torch.dtype | None = None,
 ) -> Tensor:
     """This rank's piece of the sum of the ranks' sequences; all-gather in backward (g-bar).
 
@@ -205,10 +233,12 @@ def check_sequence_dimension(dimension: int) -> int:
     """The dimension itself.
 
     Raises:
-        ParallelError: it is neither 0, for (sequence, batch, features), nor 1, for (batch, sequence, features).
+        ParallelError: it is neither 0, for (sequence, batch, features), nor 1, for (batch, sequence,
+            features).
     """
     if dimension not in (0, 1):
         raise ParallelError(
-            f"sequence_dimension={dimension!r}: use 0 for tensors of shape (sequence, batch, features), 1 for (batch, sequence, features)"
+            f"sequence_dimension={dimension!r}: use 0 for tensors of shape (sequence, batch, features), 1 "
+            "for (batch, sequence, features)"
         )
     return dimension

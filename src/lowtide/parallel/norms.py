@@ -1,4 +1,6 @@
-"""Norms for sequence-parallel regions: each rank normalizes its piece of the sequence, so the gradients of scale and shift are partial."""
+"""Norms for sequence-parallel regions: each rank normalizes its piece of the sequence, so the gradients of
+scale and shift are partial.
+"""
 
 from __future__ import annotations
 
@@ -27,14 +29,23 @@ class _Norm(ParallelModule):
         for name in ("weight", "bias"):
             if name in names:
                 fill = nn.init.ones_ if name == "weight" else nn.init.zeros_
-                self._fill(name, replicated(self.normalized_shape, self.group), fill, dtype or torch.get_default_dtype(), device)
+                self._fill(
+                    name,
+                    replicated(self.normalized_shape, self.group),
+                    fill,
+                    dtype or torch.get_default_dtype(),
+                    device,
+                )
             elif name not in self._parameters:
                 self.register_parameter(name, None)
         self.partial = names if self.sequence_parallel_enabled and self.group.size > 1 else ()
         self._mark()
 
     def extra_repr(self) -> str:
-        return f"{self.normalized_shape}, eps={self.eps}, sequence_parallel_enabled={self.sequence_parallel_enabled}"
+        return (
+            f"{self.normalized_shape}, eps={self.eps}, "
+            f"sequence_parallel_enabled={self.sequence_parallel_enabled}"
+        )
 
 
 class LayerNorm(_Norm):

@@ -1,9 +1,11 @@
 """`parallelize`: a Hugging Face model, written for one process, shared by a group of ranks.
 
-The model publishes which of its linear layers are column parallel and which row parallel (``base_model_tp_plan`` and ``_tp_plan``); the rest
-follows. A module that holds column-parallel layers is a *region*: its input is gathered in front of it, or, without sequence parallelism,
-its gradient is summed behind it. A row-parallel layer ends the region. Under sequence parallelism the residual stream is cut in front of
-the first layer and put together behind the last norm, and every parameter in between that is not shared gets the sum of its gradients.
+The model publishes which of its linear layers are column parallel and which row parallel
+(``base_model_tp_plan`` and ``_tp_plan``); the rest follows. A module that holds column-parallel layers is a
+*region*: its input is gathered in front of it, or, without sequence parallelism, its gradient is summed
+behind it. A row-parallel layer ends the region. Under sequence parallelism the residual stream is cut in
+front of the first layer and put together behind the last norm, and every parameter in between that is not
+shared gets the sum of its gradients.
 """
 
 from __future__ import annotations
@@ -22,7 +24,10 @@ from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.gradients import Marker
 from lowtide.parallel.groups import TensorGroup, tensor_group
 from lowtide.parallel.layers import ParallelModule, RowParallelLinear
-from lowtide.parallel.mappings import gather_from_sequence_parallel_region, scatter_to_sequence_parallel_region
+from lowtide.parallel.mappings import (
+    gather_from_sequence_parallel_region,
+    scatter_to_sequence_parallel_region,
+)
 from lowtide.parallel.random import ParallelDropout, RandomTracker
 from lowtide.parallel.region import RegionColumnLinear, RegionHeadsLinear, enter_region
 
@@ -41,28 +46,31 @@ def parallelize(
     plan: Mapping[str, str] | None = None,
     reduce_dtype: torch.dtype = torch.float32,
 ) -> nn.Module:
-    """Share a model's layers among the ranks of ``mesh``, in place. Every rank gives the same inputs and gets the same loss.
+    """Share a model's layers among the ranks of ``mesh``, in place. Every rank gives the same inputs and gets
+    the same loss.
 
     Args:
         model: a Hugging Face model with the same weights on every rank.
         mesh: as `lowtide.parallel.tensor_group` takes it.
-        sequence_parallel: between the regions each rank holds its piece of the sequence, which must divide. Call
-            `allreduce_sequence_parallel_gradients` after backward.
-        plan: from module names, with ``*`` for any part of one, to ``colwise``, ``colwise_gather_output``, ``packed_colwise`` (two
-            blocks one above the other), ``rowwise``, ``rowwise_split_input``, ``embedding_rowwise``, ``embedding_colwise``, ``replicate`` or
-            ``replicated_with_grad_allreduce``. ``None`` takes the plan that the model publishes.
+        sequence_parallel: between the regions each rank holds its piece of the sequence, which must divide.
+            Call `allreduce_sequence_parallel_gradients` after backward.
+        plan: from module names, with ``*`` for any part of one, to ``colwise``, ``colwise_gather_output``,
+            ``packed_colwise`` (two blocks one above the other), ``rowwise``, ``rowwise_split_input``,
+            ``embedding_rowwise``, ``embedding_colwise``, ``replicate`` or ``replicated_with_grad_allreduce``.
+            ``None`` takes the plan that the model publishes.
         reduce_dtype: sum over ranks in this dtype where it is wider.
 
     Returns:
         The model. With one rank it is left as it is.
 
     Raises:
-        ParallelError: there is no plan or it names no module; a style is not known; heads or features do not divide; the ranks' weights
-            differ.
+        ParallelError: there is no plan or it names no module; a style is not known; heads or features do not
+            divide; the ranks' weights differ.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
-        >>> shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1, num_attention_heads=4, vocab_size=64)
+        >>> shape = dict(hidden_size=32, intermediate_size=64, num_hidden_layers=1,
+        ...     num_attention_heads=4, vocab_size=64)
         >>> model = parallelize(LlamaForCausalLM(LlamaConfig(**shape)), sequence_parallel=True)
 
     Source: the plans are those of Hugging Face transformers (``base_model_tp_plan``).
@@ -80,7 +88,8 @@ def parallelize(
 
 
 def published_plan(model: nn.Module) -> dict[str, str]:
-    """The tensor-parallel plan that a Hugging Face model publishes, by patterns of module names in this model.
+    """The tensor-parallel plan that a Hugging Face model publishes, by patterns of module names in this
+    model.
 
     Raises:
         ParallelError: it publishes none.
@@ -97,8 +106,8 @@ def published_plan(model: nn.Module) -> dict[str, str]:
             found.setdefault(name, style)
     if not found:
         raise ParallelError(
-            f"{type(model).__name__} publishes no tensor-parallel plan (config.base_model_tp_plan): pass plan=, for example "
-            "{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}"
+            f"{type(model).__name__} publishes no tensor-parallel plan (config.base_model_tp_plan): pass "
+            f"plan=, for example {{'layers.*.up': 'colwise', 'layers.*.down': 'rowwise'}}"
         )
     return found
 
@@ -114,7 +123,8 @@ def _styles(model: nn.Module, plan: Mapping[str, str], strict: bool) -> dict[str
     for pattern, style in plan.items():
         if style not in known:
             raise ParallelError(
-                f"the plan gives {pattern!r} the style {style!r}, which is not supported: the styles are {', '.join(known)}"
+                f"the plan gives {pattern!r} the style {style!r}, which is not supported: the styles are "
+                f"{', '.join(known)}"
             )
         matching = [name for name, _ in model.named_modules() if _matches(pattern, name)]
         if strict and not matching:
@@ -126,15 +136,17 @@ def _styles(model: nn.Module, plan: Mapping[str, str], strict: bool) -> dict[str
 def _check_same(model: nn.Module, group: TensorGroup) -> None:
     """Raise unless every rank holds the same weights."""
     sums = torch.stack([p.detach().double().sum().cpu() for p in model.parameters()])
-    weighted = torch.stack([p.detach().double().flatten()[::7].square().sum().cpu() for p in model.parameters()])
+    weighted = torch.stack(
+        [p.detach().double().flatten()[::7].square().sum().cpu() for p in model.parameters()]
+    )
     mine = torch.cat([sums, weighted]).to(next(model.parameters()).device)
     every = [torch.empty_like(mine) for _ in range(group.size)]
     dist.all_gather(every, mine, group=group.process_group)
     for rank, theirs in enumerate(every):
         if not torch.equal(mine, theirs):
             raise ParallelError(
-                f"rank {rank} and rank {group.rank} hold different weights: seed every rank alike before building the model, or load the same "
-                "checkpoint on all"
+                f"rank {rank} and rank {group.rank} hold different weights: seed every rank alike before "
+                "building the model, or load the same checkpoint on all"
             )
 
 
@@ -142,29 +154,45 @@ class _Job:
     """One call of `parallelize`."""
 
     def __init__(
-        self, model: nn.Module, group: TensorGroup, sequence_parallel: bool, reduce_dtype: torch.dtype, styles: dict[str, str]
+        self,
+        model: nn.Module,
+        group: TensorGroup,
+        sequence_parallel: bool,
+        reduce_dtype: torch.dtype,
+        styles: dict[str, str],
     ) -> None:
         self.model = model
         self.group = group
         self.sequence_parallel = sequence_parallel
         self.styles = styles
-        self.options: dict[str, Any] = {"tensor_model_parallel_group": group, "reduce_dtype": reduce_dtype, "device": "meta"}
+        self.options: dict[str, Any] = {
+            "tensor_model_parallel_group": group,
+            "reduce_dtype": reduce_dtype,
+            "device": "meta",
+        }
         self.reduce_dtype = reduce_dtype
         self.stack = self._stack()
-        self.shared: dict[int, nn.Parameter] = {}  # a parameter that was cut, by the id of the whole one: tied weights stay tied
+        # a parameter that was cut, by the id of the whole one: tied weights stay tied
+        self.shared: dict[int, nn.Parameter] = {}
 
     def _stack(self) -> str:
         """Name of the list of layers."""
         lists = {
             name
             for name, module in self.model.named_modules()
-            if isinstance(module, nn.ModuleList) and any(styled.startswith(f"{name}.") for styled in self.styles)
+            if isinstance(module, nn.ModuleList)
+            and any(styled.startswith(f"{name}.") for styled in self.styles)
         }
-        outer = [name for name in lists if not any(name.startswith(f"{other}.") for other in lists if other != name)]
+        outer = [
+            name
+            for name in lists
+            if not any(name.startswith(f"{other}.") for other in lists if other != name)
+        ]
         if len(outer) != 1 and self.sequence_parallel:
             raise ParallelError(
-                f"sequence_parallel=True needs one list of layers to cut the sequence in front of, and the plan reaches into {len(outer)} "
-                f"({', '.join(sorted(outer)) or 'none'}): pass sequence_parallel=False, or a plan for one"
+                "sequence_parallel=True needs one list of layers to cut the sequence in front of, and the "
+                f"plan reaches into {len(outer)} ({', '.join(sorted(outer)) or 'none'}): pass "
+                "sequence_parallel=False, or a plan for one"
             )
         return outer[0] if len(outer) == 1 else ""
 
@@ -181,7 +209,11 @@ class _Job:
                 self._put(name, self._embedding(name, module, style))
             elif REPLICATED[style]:
                 self._mark(module)
-        regions = {name.rpartition(".")[0] for name, style in self.styles.items() if style in COLUMN and self._inside(name)}
+        regions = {
+            name.rpartition(".")[0]
+            for name, style in self.styles.items()
+            if style in COLUMN and self._inside(name)
+        }
         for name in regions:
             self._region(name)
         for name, style in self.styles.items():
@@ -197,7 +229,7 @@ class _Job:
         parent, _, child = name.rpartition(".")
         setattr(self.model.get_submodule(parent), child, module)
 
-    # ---- layers -----------------------------------------------------------------------------------------------------------------
+    # ---- layers ----------------------------------------------------------------------------------
 
     def _column(self, name: str, linear: nn.Linear, style: str) -> nn.Module:
         gather, stride = style in ("colwise_gather_output", "colwise_rep"), COLUMN[style]
@@ -209,7 +241,8 @@ class _Job:
             self._share_heads(name, heads)
         else:
             layer = RegionColumnLinear(
-                linear.in_features, linear.out_features, bias, gather, stride=stride, pad=gather and not width, **own
+                linear.in_features, linear.out_features, bias, gather, stride=stride,
+                pad=gather and not width, **own
             )  # fmt: skip
         return self._load(layer, linear)
 
@@ -231,18 +264,22 @@ class _Job:
             return 0, 0
         if found == queries and queries % self.group.size:
             raise ParallelError(
-                f"{name}: {queries} attention heads do not divide among {self.group.size} ranks: use a number of ranks that divides them"
+                f"{name}: {queries} attention heads do not divide among {self.group.size} ranks: use a "
+                "number of ranks that divides them"
             )
         assert found is not None
         return int(width), found
 
     def _share_heads(self, name: str, heads: int) -> None:
-        """Several ranks use the same key-value head: the attention repeats it for this rank's query heads only."""
+        """Several ranks use the same key-value head: the attention repeats it for this rank's query heads
+        only.
+        """
         parent: Any = self.model.get_submodule(name.rpartition(".")[0])
         queries = parent.config.num_attention_heads
         if not hasattr(parent, "num_key_value_groups"):
             raise ParallelError(
-                f"{name}: {heads} key-value heads on {self.group.size} ranks, and the module does not say how it repeats them"
+                f"{name}: {heads} key-value heads on {self.group.size} ranks, and the module does not say "
+                "how it repeats them"
             )
         parent.num_key_value_groups = queries // self.group.size
 
@@ -250,7 +287,10 @@ class _Job:
         parallel = ROW[style] or None
         sequence = self.sequence_parallel and self._inside(name)
         if sequence and not parallel:
-            raise ParallelError(f"{name}: the style {style!r} takes a whole input, which sequence_parallel=True does not have there")
+            raise ParallelError(
+                f"{name}: the style {style!r} takes a whole input, which sequence_parallel=True does not "
+                "have there"
+            )
         layer = RowParallelLinear(
             linear.in_features,
             linear.out_features,
@@ -265,10 +305,14 @@ class _Job:
 
     def _embedding(self, name: str, module: nn.Module, style: str) -> nn.Module:
         if not isinstance(module, nn.Embedding):
-            raise ParallelError(f"{name}: the style {style!r} is for an nn.Embedding, not for {type(module).__name__}")
+            raise ParallelError(
+                f"{name}: the style {style!r} is for an nn.Embedding, not for {type(module).__name__}"
+            )
         layer = ParallelEmbedding(
-            module.num_embeddings, module.embedding_dim, module.padding_idx, module.max_norm, module.norm_type, module.scale_grad_by_freq,
-            module.sparse, device="meta", dtype=module.weight.dtype, shard_across_embedding=EMBEDDING[style], pad=True,
+            module.num_embeddings, module.embedding_dim, module.padding_idx, module.max_norm,
+            module.norm_type, module.scale_grad_by_freq,
+            module.sparse, device="meta", dtype=module.weight.dtype, shard_across_embedding=EMBEDDING[style],
+            pad=True,
             tensor_model_parallel_group=self.group,
         )  # fmt: skip
         return self._load(layer, module)
@@ -289,8 +333,12 @@ class _Job:
         return layer
 
     def _tie_embeddings(self) -> None:
-        """An output layer that is cut along the vocabulary, and shares its weight with the embedding, takes the embedding with it."""
-        embeddings = {id(m.weight): name for name, m in self.model.named_modules() if isinstance(m, nn.Embedding)}
+        """An output layer that is cut along the vocabulary, and shares its weight with the embedding, takes
+        the embedding with it.
+        """
+        embeddings = {
+            id(m.weight): name for name, m in self.model.named_modules() if isinstance(m, nn.Embedding)
+        }
         for name, style in list(self.styles.items()):
             module = self.model.get_submodule(name)
             if style in COLUMN and isinstance(module, nn.Linear) and id(module.weight) in embeddings:
@@ -305,7 +353,7 @@ class _Job:
         if names:
             Marker(module, names, self.group)
 
-    # ---- regions ----------------------------------------------------------------------------------------------------------------
+    # ---- regions ---------------------------------------------------------------------------------
 
     def _region(self, name: str) -> None:
         module = self.model.get_submodule(name)
@@ -321,7 +369,9 @@ class _Job:
         inside = tuple(f"{name}." for name in regions)
         layers[0].register_forward_pre_hook(_Cut(self.group), with_kwargs=True)
         last = self._behind_layers()
-        (layers[-1] if last is None else self.model.get_submodule(last)).register_forward_hook(_Join(self.group))
+        (layers[-1] if last is None else self.model.get_submodule(last)).register_forward_hook(
+            _Join(self.group)
+        )
         own = [(f"{self.stack}.{name}", module) for name, module in layers.named_modules() if name]
         if last is not None:
             own += [(last, self.model.get_submodule(last))]
@@ -329,7 +379,9 @@ class _Job:
             if isinstance(module, ParallelModule) or f"{name}.".startswith(inside):
                 continue
             if isinstance(module, nn.Dropout) and module.p:
-                self._put(name, ParallelDropout(module.p, sharded=True, group=self.group).train(module.training))
+                self._put(
+                    name, ParallelDropout(module.p, sharded=True, group=self.group).train(module.training)
+                )
             self._mark_own(module)
 
     def _behind_layers(self) -> str | None:
@@ -344,18 +396,27 @@ class _Job:
 class Region:
     """A module's forward with its input gathered, and with random numbers that are this rank's own.
 
-    It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the module that they know.
+    It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the module that they
+    know.
     """
 
-    def __init__(self, module: nn.Module, group: TensorGroup, dimension: int | None, reduce_dtype: torch.dtype) -> None:
+    def __init__(
+        self, module: nn.Module, group: TensorGroup, dimension: int | None, reduce_dtype: torch.dtype
+    ) -> None:
         self.module = module
         self.group = group
         self.dimension = dimension
         self.reduce_dtype = reduce_dtype
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        args, kwargs, x = _with_first(args, kwargs, lambda x: enter_region(x, self.group, self.dimension, self.reduce_dtype))
-        random = RandomTracker(self.group, x.device).per_rank() if self.module.training and self._drops() else nullcontext()
+        args, kwargs, x = _with_first(
+            args, kwargs, lambda x: enter_region(x, self.group, self.dimension, self.reduce_dtype)
+        )
+        random = (
+            RandomTracker(self.group, x.device).per_rank()
+            if self.module.training and self._drops()
+            else nullcontext()
+        )
         with random:
             return type(self.module).forward(self.module, *args, **kwargs)
 
@@ -371,7 +432,9 @@ class _Cut:
         self.group = group
 
     def __call__(self, module: nn.Module, args: Any, kwargs: Any) -> Any:
-        args, kwargs, _ = _with_first(args, kwargs, lambda x: scatter_to_sequence_parallel_region(x, SEQUENCE, self.group))
+        args, kwargs, _ = _with_first(
+            args, kwargs, lambda x: scatter_to_sequence_parallel_region(x, SEQUENCE, self.group)
+        )
         return args, kwargs
 
 
@@ -383,7 +446,9 @@ class _Join:
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         first, *rest = output if isinstance(output, tuple) else (output,)
-        whole = gather_from_sequence_parallel_region(first, SEQUENCE, to_model_parallel=False, process_group=self.group).contiguous()
+        whole = gather_from_sequence_parallel_region(
+            first, SEQUENCE, to_model_parallel=False, process_group=self.group
+        ).contiguous()
         return (whole, *rest) if isinstance(output, tuple) else whole
 
 
@@ -394,7 +459,8 @@ def _with_first(args: Any, kwargs: Any, change: Any) -> tuple[Any, Any, Tensor]:
         return (x, *args[1:]), kwargs, x
     if "hidden_states" not in kwargs:
         raise ParallelError(
-            f"a shared module was called with {', '.join(kwargs) or 'nothing'}: its first argument must be the hidden states"
+            f"a shared module was called with {', '.join(kwargs) or 'nothing'}: its first argument must be "
+            "the hidden states"
         )
     x = change(kwargs["hidden_states"])
     return args, {**kwargs, "hidden_states": x}, x

@@ -1,7 +1,9 @@
-"""Pipeline parallelism on ``torch.distributed.pipelining``, in the memory of arXiv 2205.05198, appendices B and C.
+"""Pipeline parallelism on ``torch.distributed.pipelining``, in the memory of arXiv 2205.05198, appendices B
+and C.
 
-Each rank holds a stage, or several, and a step runs its micro-batches through them by a schedule. What was sent is not held
-(appendix B), and `lowtide.parallel.window` decides which micro-batches are kept whole (appendix C).
+Each rank holds a stage, or several, and a step runs its micro-batches through them by a schedule. What was
+sent is not held (appendix B), and `lowtide.parallel.window` decides which micro-batches are kept whole
+(appendix C).
 """
 
 from __future__ import annotations
@@ -30,7 +32,8 @@ class ScheduleKind:
         make: PyTorch's class.
         stages: per rank.
         sends_end: by when it has waited for a send, see `MemoryStage`.
-        v_shaped: the second half of the stages runs backwards through the ranks, so that the first rank holds the last stage.
+        v_shaped: the second half of the stages runs backwards through the ranks, so that the first rank holds
+            the last stage.
     """
 
     make: Any
@@ -63,8 +66,9 @@ class Pipeline:
     """This rank's stages and the schedule that runs them.
 
     Args:
-        modules: its stages, in the order of `stages_of`; each maps a tensor to a tensor, takes ``whole`` as an attribute (whether the next
-            forward keeps everything), and the last one has ``loss(output, targets)``.
+        modules: its stages, in the order of `stages_of`; each maps a tensor to a tensor, takes ``whole`` as
+            an attribute (whether the next forward keeps everything), and the last one has ``loss(output,
+            targets)``.
         schedule: one of `SCHEDULES`.
         micro_batches: in a step.
         example: a tensor on the meta device, of the shape that travels between stages.
@@ -89,7 +93,9 @@ class Pipeline:
         self.kind = schedule_kind(schedule)
         self.group: TensorGroup = tensor_group(group)
         ranks = self.group.size
-        if micro_batches < ranks * (2 if self.kind.v_shaped else 1) or (self.kind.stages > 1 and micro_batches % ranks):
+        if micro_batches < ranks * (2 if self.kind.v_shaped else 1) or (
+            self.kind.stages > 1 and micro_batches % ranks
+        ):
             raise ParallelError(
                 f"{micro_batches} micro-batches do not fill the schedule {schedule!r} on {ranks} ranks: use "
                 + (f"a multiple of {ranks}" if self.kind.stages > 1 else f"at least {ranks}")
@@ -101,9 +107,23 @@ class Pipeline:
         self.window = window or Window()
         self.stages = stages_of(self.group.rank, ranks, self.kind)
         self.count = ranks * self.kind.stages
-        stages = [self._stage(index, module, example) for index, module in zip(self.stages, self.modules, strict=True)]
-        last = next((module for index, module in zip(self.stages, self.modules, strict=True) if index == self.count - 1), None)
-        options: dict[str, Any] = {"n_microbatches": micro_batches, "scale_grads": False, "loss_fn": self._loss(last)}
+        stages = [
+            self._stage(index, module, example)
+            for index, module in zip(self.stages, self.modules, strict=True)
+        ]
+        last = next(
+            (
+                module
+                for index, module in zip(self.stages, self.modules, strict=True)
+                if index == self.count - 1
+            ),
+            None,
+        )
+        options: dict[str, Any] = {
+            "n_microbatches": micro_batches,
+            "scale_grads": False,
+            "loss_fn": self._loss(last),
+        }
         self.schedule = self.kind.make(stages if self.kind.stages > 1 else stages[0], **options)
         self.has_first, self.has_last = 0 in self.stages, last is not None
 
@@ -135,10 +155,12 @@ class Pipeline:
         return lambda output, targets: last.loss(output, targets) / self.micro_batches
 
     def step(self, tokens: Tensor, targets: Tensor) -> float:
-        """Forward and backward of all micro-batches, which lie one behind the other in ``tokens`` (micro-batches x batch, sequence).
+        """Forward and backward of all micro-batches, which lie one behind the other in ``tokens``
+        (micro-batches x batch, sequence).
 
         Returns:
-            The mean loss on the rank of the last stage, 0 on the others. Gradients are those of the mean loss.
+            The mean loss on the rank of the last stage, 0 on the others. Gradients are those of the mean
+            loss.
         """
         self.window.whole.clear()
         losses: list[Tensor] = []
@@ -159,12 +181,16 @@ class Pipeline:
                 module = self.modules[self.stages.index(index)]
                 if index and self._owner(index - 1) != owner:
                     x = torch.empty(example.shape, dtype=example.dtype, device=self.device)
-                    dist.recv(x, self.group.global_rank(self._owner(index - 1)), group=self.group.process_group)
+                    dist.recv(
+                        x, self.group.global_rank(self._owner(index - 1)), group=self.group.process_group
+                    )
                 x = module(x)
                 if index == self.count - 1:
                     result = float(module.loss(x, targets).item())  # type: ignore[operator]
                 elif self._owner(index + 1) != owner:
-                    dist.send(x, self.group.global_rank(self._owner(index + 1)), group=self.group.process_group)
+                    dist.send(
+                        x, self.group.global_rank(self._owner(index + 1)), group=self.group.process_group
+                    )
         return result
 
     def _owner(self, stage: int) -> int:

@@ -1,8 +1,9 @@
 """What lowtide leans on within `torch.distributed.pipelining` beyond its documented interface, in one place.
 
-`MemoryStage` is a ``PipelineStage`` that holds memory only for micro-batches in flight: buffers for what is received are made when it is
-awaited and dropped when backward has used it (PyTorch's own keeps one for every micro-batch of the step), and an output's bytes go with the
-send (arXiv 2205.05198, appendix B). `tests/parallel/test_pipelining_private.py` says by name which interface moved.
+`MemoryStage` is a ``PipelineStage`` that holds memory only for micro-batches in flight: buffers for what is
+received are made when it is awaited and dropped when backward has used it (PyTorch's own keeps one for every
+micro-batch of the step), and an output's bytes go with the send (arXiv 2205.05198, appendix B).
+`tests/parallel/test_pipelining_private.py` says by name which interface moved.
 """
 
 from __future__ import annotations
@@ -47,8 +48,9 @@ class MemoryStage(PipelineStage):
         device: where it computes.
         example_input, example_output: tensors on the meta device, of the shapes that travel.
         group: the process group of the pipeline.
-        sends_end: by when the schedule has waited for a send, after which an output's bytes are dropped whoever still looks at them: the
-            ``next`` send, any ``backward``, or (those that wait at the end of the step) when the ``gradient`` of that output has come back.
+        sends_end: by when the schedule has waited for a send, after which an output's bytes are dropped
+            whoever still looks at them: the ``next`` send, any ``backward``, or (those that wait at the end
+            of the step) when the ``gradient`` of that output has come back.
         before_forward, after_backward: told the number of each micro-batch.
     """
 
@@ -66,13 +68,15 @@ class MemoryStage(PipelineStage):
         before_forward: Callable[[int], None] = lambda chunk: None,
         after_backward: Callable[[int], None] = lambda chunk: None,
     ) -> None:
-        super().__init__(module, index, count, device, input_args=example_input, output_args=example_output, group=group)
+        super().__init__(
+            module, index, count, device, input_args=example_input, output_args=example_output, group=group
+        )
         self._sends_end = sends_end
         self._before_forward, self._after_backward = before_forward, after_backward
         self._sent: dict[int, list[Tensor]] = {}
         self._shapes: dict[int, tuple[torch.Size, torch.dtype]] = {}
 
-    # ---- buffers of what is received ---------------------------------------------------------------------------------------------
+    # ---- buffers of what is received -------------------------------------------------------------
 
     def _prepare_forward_infra(self, *args: Any, **kwargs: Any) -> Any:
         with _Device(self, "meta"):
@@ -109,10 +113,12 @@ class MemoryStage(PipelineStage):
             shape, dtype = self._shapes[id(info)]
             info.buffer = torch.empty(shape, dtype=dtype, device=self.device)
 
-    # ---- what was sent -----------------------------------------------------------------------------------------------------------
+    # ---- what was sent ---------------------------------------------------------------------------
 
     def get_fwd_send_ops(self, fwd_chunk_id: int) -> Any:
-        """As PyTorch's; the bytes then belong to the send, and the output keeps its shape and its history only."""
+        """As PyTorch's; the bytes then belong to the send, and the output keeps its shape and its history
+        only.
+        """
         if self._sends_end == "next":
             self._release(list(self._sent))
         operations = super().get_fwd_send_ops(fwd_chunk_id)
@@ -130,10 +136,11 @@ class MemoryStage(PipelineStage):
         for chunk in chunks:
             for tensor in self._sent.pop(chunk, ()):
                 storage = tensor.untyped_storage()
-                if storage_use_count(storage) <= _SENT_ONLY:  # else backward needs the bytes: an operation saved what it gave
+                # else backward needs the bytes: an operation saved what it gave
+                if storage_use_count(storage) <= _SENT_ONLY:
                     storage.resize_(0)
 
-    # ---- micro-batches -----------------------------------------------------------------------------------------------------------
+    # ---- micro-batches ---------------------------------------------------------------------------
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
         """Forward of one micro-batch."""
@@ -178,7 +185,11 @@ class _Device:
 
 def _received(infos: Any) -> list[Any]:
     """Of the inputs of a stage those that another stage sends."""
-    return [info for info in infos if not getattr(info, "is_root_arg", False) and getattr(info, "buffer", None) is not None]
+    return [
+        info
+        for info in infos
+        if not getattr(info, "is_root_arg", False) and getattr(info, "buffer", None) is not None
+    ]
 
 
 def _drop(infos: Any) -> None:

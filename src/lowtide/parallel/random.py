@@ -1,9 +1,11 @@
-"""Two streams of random numbers in a tensor-parallel group: one that all ranks share, and one of each rank's own.
+"""Two streams of random numbers in a tensor-parallel group: one that all ranks share, and one of each rank's
+own.
 
-What every rank holds (the residual stream without sequence parallelism) must be dropped alike on all of them; what they share out (a piece
-of the sequence, a rank's attention heads) must not be. The shared stream is PyTorch's own generator, seeded alike on every rank.
-`RandomTracker.per_rank` switches to a stream that is *derived* from the shared one and the rank: there is no second state to save, and
-whatever puts the generator back (a recomputation by lowtide or by ``torch.utils.checkpoint``, a resumed run) puts both streams back.
+What every rank holds (the residual stream without sequence parallelism) must be dropped alike on all of them;
+what they share out (a piece of the sequence, a rank's attention heads) must not be. The shared stream is
+PyTorch's own generator, seeded alike on every rank. `RandomTracker.per_rank` switches to a stream that is
+*derived* from the shared one and the rank: there is no second state to save, and whatever puts the generator
+back (a recomputation by lowtide or by ``torch.utils.checkpoint``, a resumed run) puts both streams back.
 """
 
 from __future__ import annotations
@@ -41,12 +43,15 @@ class RandomTracker:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """Random numbers in the block are the same on every rank, if the streams were the same before. This is what holds outside, too."""
+        """Random numbers in the block are the same on every rank, if the streams were the same before. This
+        is what holds outside, too.
+        """
         yield
 
     @contextmanager
     def per_rank(self) -> Iterator[None]:
-        """Random numbers in the block are this rank's own. The shared stream moves on by one step, alike on every rank.
+        """Random numbers in the block are this rank's own. The shared stream moves on by one step, alike on
+        every rank.
 
         In a group of one the block draws from the shared stream as if it were not there.
         """
@@ -63,7 +68,9 @@ class RandomTracker:
                 _seed(self.device, state, 0)
 
     def synchronize(self) -> None:
-        """Make every rank's shared stream that of the group's first rank. A collective: every rank calls it."""
+        """Make every rank's shared stream that of the group's first rank. A collective: every rank calls
+        it.
+        """
         if self.group.size == 1:
             return
         state = _get(self.device).clone()
@@ -73,12 +80,13 @@ class RandomTracker:
 
 
 class ParallelDropout(nn.Module):
-    """Dropout that is right on what the ranks hold alike and on what they share out; its mask takes one byte an element.
+    """Dropout that is right on what the ranks hold alike and on what they share out; its mask takes one byte
+    an element.
 
     Args:
         probability: of an element to be dropped.
-        sharded: the input is this rank's own part (a piece of the sequence, its heads), so each rank draws its own mask. Without it the
-            input is the same on every rank, and so is the mask.
+        sharded: the input is this rank's own part (a piece of the sequence, its heads), so each rank draws
+            its own mask. Without it the input is the same on every rank, and so is the mask.
         group: see `lowtide.parallel.tensor_group`.
 
     Raises:
@@ -91,7 +99,9 @@ class ParallelDropout(nn.Module):
     def __init__(self, probability: float, sharded: bool = False, group: Any = None) -> None:
         super().__init__()
         if not 0.0 <= probability < 1.0:
-            raise ParallelError(f"probability={probability}: a probability of at least 0 and below 1 is needed")
+            raise ParallelError(
+                f"probability={probability}: a probability of at least 0 and below 1 is needed"
+            )
         self.probability = probability
         self.sharded = sharded
         self.group = tensor_group(group)
@@ -126,7 +136,9 @@ def _set(device: torch.device, state: Tensor) -> None:
 
 def _seed(device: torch.device, state: Tensor, stream: int) -> None:
     """Seed the generator from a state and the number of a stream."""
-    digest = hashlib.blake2b(state.numpy().tobytes(), digest_size=8, salt=stream.to_bytes(8, "little")).digest()
+    digest = hashlib.blake2b(
+        state.numpy().tobytes(), digest_size=8, salt=stream.to_bytes(8, "little")
+    ).digest()
     seed = int.from_bytes(digest, "little") >> 1
     if device.type == "cpu":
         torch.default_generator.manual_seed(seed)

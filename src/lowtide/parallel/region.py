@@ -1,9 +1,11 @@
-"""Tensor-parallel regions in models that were written for one process: enter with one transfer, and let the layers inside share it.
+"""Tensor-parallel regions in models that were written for one process: enter with one transfer, and let the
+layers inside share it.
 
-In such a model q, k and v are three modules that are called with the same tensor, from code that also looks at that tensor's shape. So the
-tensor is gathered once in front of that code (`enter_region`), and remembers the shard it came from. A column-parallel layer called with it
-saves the shard, not the whole; in backward the first of the layers starts the gather again, beside its product for the input's gradient,
-and the others find it done.
+In such a model q, k and v are three modules that are called with the same tensor, from code that also looks
+at that tensor's shape. So the tensor is gathered once in front of that code (`enter_region`), and remembers
+the shard it came from. A column-parallel layer called with it saves the shard, not the whole; in backward the
+first of the layers starts the gather again, beside its product for the input's gradient, and the others find
+it done.
 """
 
 from __future__ import annotations
@@ -71,11 +73,14 @@ class _Enter(torch.autograd.Function):
         return reduce_scatter(grad, ctx.group, ctx.dimension, ctx.dtype).wait(), None, None, None
 
 
-def enter_region(x: Tensor, group: TensorGroup, sequence_dimension: int | None, reduce_dtype: torch.dtype = torch.float32) -> Tensor:
+def enter_region(
+    x: Tensor, group: TensorGroup, sequence_dimension: int | None, reduce_dtype: torch.dtype = torch.float32
+) -> Tensor:
     """The input of a tensor-parallel region, the same on every rank.
 
     Args:
-        x: this rank's piece of the sequence, or with ``sequence_dimension=None`` the same tensor on every rank.
+        x: this rank's piece of the sequence, or with ``sequence_dimension=None`` the same tensor on every
+            rank.
         group: the ranks.
         sequence_dimension: 0 or 1.
         reduce_dtype: sum the gradient in this dtype where it is wider.
@@ -83,7 +88,8 @@ def enter_region(x: Tensor, group: TensorGroup, sequence_dimension: int | None, 
     if group.size == 1:
         return x
     if torch.is_autocast_enabled(x.device.type):
-        x = x.to(torch.get_autocast_dtype(x.device.type))  # what the layers inside would do, at half the bytes that travel
+        # what the layers inside would do, at half the bytes that travel
+        x = x.to(torch.get_autocast_dtype(x.device.type))
     if sequence_dimension is None:
         return copy_to_tensor_model_parallel_region(x, group, reduce_dtype=reduce_dtype)
     whole: Any = _Enter.apply(x, group, sequence_dimension, reduce_dtype)
@@ -96,7 +102,9 @@ class _RegionLinear(torch.autograd.Function):
     """y = x w^T + b for a gathered x, of which only the shard is saved."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, source: Source) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, source: Source
+    ) -> Tensor:
         ctx.source = source
         ctx.whole_saved = is_given_up(x)
         trained = ctx.needs_input_grad[2]
@@ -128,16 +136,18 @@ class _RegionLinear(torch.autograd.Function):
 def region_linear(x: Tensor, weight: Tensor, bias: Tensor | None, sequence_dimension: int | None) -> Tensor:
     """The product inside a region: nothing travels in forward.
 
-    A tensor that the model made of the gathered one (``x * scale``, ``x.to(...)``, a view) has forgotten its shard, so all of it is saved for backward:
-    right, and t times the memory. That is said once for each place.
+    A tensor that the model made of the gathered one (``x * scale``, ``x.to(...)``, a view) has forgotten its
+    shard, so all of it is saved for backward: right, and t times the memory. That is said once for each
+    place.
     """
     source: Source | None = getattr(x, "lowtide_source", None)
     if source is None:
         if sequence_dimension is not None:
             warnings.warn(
-                f"a column-parallel layer inside a sequence-parallel region was called with a tensor of shape {tuple(x.shape)} that is not the "
-                "gathered input itself but made of it (by a dtype or layout change, say): the whole sequence is saved for backward instead of this "
-                "rank's piece. Apply such operations in front of the module that holds the layer",
+                "a column-parallel layer inside a sequence-parallel region was called with a tensor of "
+                f"shape {tuple(x.shape)} that is not the gathered input itself but made of it (by a dtype or "
+                "layout change, say): the whole sequence is saved for backward instead of this rank's "
+                "piece. Apply such operations in front of the module that holds the layer",
                 ParallelWarning,
                 stacklevel=2,
             )

@@ -1,8 +1,10 @@
-"""Parameters that ranks share: how a parameter knows that this rank holds a part of it, and gradients whose norm is the whole one's.
+"""Parameters that ranks share: how a parameter knows that this rank holds a part of it, and gradients whose
+norm is the whole one's.
 
-A cut parameter is a plain tensor, so whoever takes its norm would take this rank's part for the whole. `mark_shared` gives it neuronx-
-distributed's attributes (``tensor_model_parallel``, ``partition_dim``, ``partition_stride``), by which `lowtide.parallel.clip_grad_norm` counts
-it, and a hook behind backward that makes its gradient a `SharedGradient`: the functions that ``torch.nn.utils.clip_grad_norm_`` and
+A cut parameter is a plain tensor, so whoever takes its norm would take this rank's part for the whole.
+`mark_shared` gives it neuronx- distributed's attributes (``tensor_model_parallel``, ``partition_dim``,
+``partition_stride``), by which `lowtide.parallel.clip_grad_norm` counts it, and a hook behind backward that
+makes its gradient a `SharedGradient`: the functions that ``torch.nn.utils.clip_grad_norm_`` and
 ``get_total_norm`` call then give the norm over all ranks.
 """
 
@@ -51,7 +53,8 @@ def _no_share() -> None:
 
 
 def mark_shared(parameter: Tensor, where: Partition) -> None:
-    """Say that ``parameter`` is this rank's part of a whole one. Marking it again does nothing; in a group of one nothing is marked.
+    """Say that ``parameter`` is this rank's part of a whole one. Marking it again does nothing; in a group of
+    one nothing is marked.
 
     >>> from lowtide.parallel.groups import tensor_group
     >>> weight = torch.nn.Parameter(torch.ones(2, 2))
@@ -66,7 +69,11 @@ def mark_shared(parameter: Tensor, where: Partition) -> None:
         share = Share(where.group)
         marked: Any = parameter
         marked._lowtide_share = share
-        marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = True, where.dimension, where.stride
+        marked.tensor_model_parallel, marked.partition_dim, marked.partition_stride = (
+            True,
+            where.dimension,
+            where.stride,
+        )
     if not share.watched and parameter.requires_grad:
         share.watched = True
         parameter.register_post_accumulate_grad_hook(watch_gradient)
@@ -86,17 +93,19 @@ def refuse_partial(parameter: Tensor) -> None:
     mark = getattr(parameter, "_lowtide_partial", None)
     if mark is not None and (mark.partial or mark.mixed):
         raise ParallelError(
-            f"the gradient of a parameter of shape {tuple(parameter.shape)} is only this rank's part of a sum over {mark.group.size} ranks, so "
-            "its norm means nothing yet: call lowtide.parallel.allreduce_sequence_parallel_gradients(optimizer) first, then "
+            f"the gradient of a parameter of shape {tuple(parameter.shape)} is only this rank's part of a "
+            f"sum over {mark.group.size} ranks, so its norm means nothing yet: call "
+            "lowtide.parallel.allreduce_sequence_parallel_gradients(optimizer) first, then "
             "lowtide.parallel.clip_grad_norm(parameters, max_norm)"
         )
 
 
-# ---- gradients that know their norm --------------------------------------------------------------------------------------------------
+# ---- gradients that know their norm --------------------------------------------------------------
 
 
 class SharedGradient(Tensor):
-    """A gradient of a parameter that ranks share. A plain tensor in everything but its norm, which is the whole gradient's.
+    """A gradient of a parameter that ranks share. A plain tensor in everything but its norm, which is the
+    whole gradient's.
 
     The norm is a collective: every rank that shares the parameter has to ask for it.
     """
@@ -112,7 +121,9 @@ class SharedGradient(Tensor):
 
 @cache
 def _shared_dtensor() -> type[Tensor]:
-    """`SharedGradient` for gradients that FSDP2 shards as well; made when there is one, since importing DTensor takes long."""
+    """`SharedGradient` for gradients that FSDP2 shards as well; made when there is one, since importing
+    DTensor takes long.
+    """
     from torch.distributed.tensor import DTensor
 
     class SharedDTensorGradient(DTensor):
@@ -124,7 +135,9 @@ def _shared_dtensor() -> type[Tensor]:
 
 
 def watch_gradient(parameter: Tensor) -> None:
-    """Make the parameter's gradient one that knows its norm. Tensors of other kinds (fake ones, stand-ins) are let be."""
+    """Make the parameter's gradient one that knows its norm. Tensors of other kinds (fake ones, stand-ins)
+    are let be.
+    """
     gradient = parameter.grad
     tensors = sys.modules.get("torch.distributed.tensor")
     kind: Any = type(gradient)
@@ -154,7 +167,8 @@ def _norm(func: Any, gradient: Tensor, args: tuple[Any, ...], kwargs: dict[str, 
         return own
     if own.requires_grad:
         raise ParallelError(
-            "the norm of a shared parameter's gradient cannot be differentiated: take it within torch.no_grad(), or of gradient.detach()"
+            "the norm of a shared parameter's gradient cannot be differentiated: take it within "
+            "torch.no_grad(), or of gradient.detach()"
         )
     refuse_partial(parameter)
     share = share_of(parameter)
@@ -172,7 +186,9 @@ def _norm(func: Any, gradient: Tensor, args: tuple[Any, ...], kwargs: dict[str, 
 
 
 def over_ranks(norm: Tensor, order: float, groups: Sequence[Any]) -> Tensor:
-    """The norm of what the ranks of ``groups`` hold together, in float64, from the norm of what this rank holds."""
+    """The norm of what the ranks of ``groups`` hold together, in float64, from the norm of what this rank
+    holds.
+    """
     largest = math.isinf(order)
     power = norm.double() if largest else norm.double().pow(order)
     for group in groups:

@@ -1,4 +1,6 @@
-"""Tokens that no rank has: an error on every device, as for a model of one process, where each rank alone would take them for another's."""
+"""Tokens that no rank has: an error on every device, as for a model of one process, where each rank alone
+would take them for another's.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,8 @@ from lowtide.private import assert_on_device, is_fake, without_modes
 
 
 def check_tokens(tokens: Tensor, size: int, what: str, ignore_index: int | None = None) -> None:
-    """Refuse tokens outside a vocabulary: at once on the CPU, by a device-side assertion (no synchronisation) elsewhere.
+    """Refuse tokens outside a vocabulary: at once on the CPU, by a device-side assertion (no synchronisation)
+    elsewhere.
 
     Args:
         tokens: whole numbers of any shape.
@@ -18,7 +21,8 @@ def check_tokens(tokens: Tensor, size: int, what: str, ignore_index: int | None 
         ignore_index: a number that is let pass.
 
     Raises:
-        ParallelError: on the CPU, where looking is free. Elsewhere PyTorch's error for a failed assertion comes with a later operation.
+        ParallelError: on the CPU, where looking is free. Elsewhere PyTorch's error for a failed assertion
+            comes with a later operation.
 
     >>> import torch
     >>> check_tokens(torch.tensor([0, 9]), 10, "token")

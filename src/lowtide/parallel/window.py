@@ -1,8 +1,8 @@
 """How many micro-batches a pipeline stage keeps whole: arXiv 2205.05198, appendix C.
 
-A rank early in the pipeline holds many micro-batches at once, a late one few, so the early ones run out of memory first. Each rank spends
-what it has: as many of the micro-batches in flight as fit are kept whole, the rest keep each layer's input and are recomputed; as backward
-frees a place, the next micro-batch takes it.
+A rank early in the pipeline holds many micro-batches at once, a late one few, so the early ones run out of
+memory first. Each rank spends what it has: as many of the micro-batches in flight as fit are kept whole, the
+rest keep each layer's input and are recomputed; as backward frees a place, the next micro-batch takes it.
 """
 
 from __future__ import annotations
@@ -101,7 +101,9 @@ class StageMemory:
 
     @property
     def least_bytes(self) -> int:
-        """The least that they can take. Recomputing has a price in passing, too, so it need not be that of keeping none."""
+        """The least that they can take. Recomputing has a price in passing, too, so it need not be that of
+        keeping none.
+        """
         return min(self.peak_bytes(kept) for kept in range(self.in_flight + 1))
 
     def capacity(self, room_bytes: int) -> int | None:
@@ -113,7 +115,8 @@ class StageMemory:
 def measure_micro_batch(
     module: Any, make_input: Callable[[], Tensor], targets: Tensor | None, whole: bool, device: torch.device
 ) -> MicroBatch:
-    """Run one micro-batch through a stage and read what it takes. Gradients are there before and after; random state is put back.
+    """Run one micro-batch through a stage and read what it takes. Gradients are there before and after;
+    random state is put back.
 
     Args:
         module: the stage.
@@ -131,7 +134,8 @@ def measure_micro_batch(
             if targets is None:
                 gradient = torch.ones_like(output)
                 sent = output.untyped_storage().nbytes() + gradient.untyped_storage().nbytes()
-                held = seen.live_bytes - sent  # what is sent is not held, and the gradient comes with backward
+                # what is sent is not held, and the gradient comes with backward
+                held = seen.live_bytes - sent
                 output.backward(gradient)
                 del gradient
             else:

@@ -1,7 +1,7 @@
 """Decide: from a step graph and a budget to a plan.
 
-``lowtide.plan(graph, budget=...)`` makes one; `simulate` says exactly what any set of stored values does; `policies` has the ways to
-choose.
+``lowtide.plan(graph, budget=...)`` makes one; `simulate` says exactly what any set of stored values does;
+`policies` has the ways to choose.
 """
 
 from __future__ import annotations
@@ -66,29 +66,43 @@ def resolve(policy: str | Policy) -> Policy:
     if callable(policy):
         return policy
     if policy not in POLICIES:
-        raise PlanError(f"there is no policy {policy!r}: give one of {', '.join(sorted(POLICIES))}, or a function of (graph, budget)")
+        raise PlanError(
+            f"there is no policy {policy!r}: give one of {', '.join(sorted(POLICIES))}, or a function of "
+            "(graph, budget)"
+        )
     return getattr(policies, policy)()
 
 
-def make(graph: StepGraph, budget: str | int | None = None, policy: str | Policy = "optimal", progress: bool | None = None) -> Plan:
+def make(
+    graph: StepGraph,
+    budget: str | int | None = None,
+    policy: str | Policy = "optimal",
+    progress: bool | None = None,
+) -> Plan:
     """The plan that ``policy`` makes for ``graph`` within ``budget``.
 
     Args:
         graph: the step.
-        budget: bytes, ``"600MiB"``, ``"60%"`` of the plain step's peak, ``"min"`` for the smallest that the policy can meet, or ``"auto"``
-            for what is free on the graph's device, less a reserve (`lowtide.budget.resolve`).
+        budget: bytes, ``"600MiB"``, ``"60%"`` of the plain step's peak, ``"min"`` for the smallest that the
+            policy can meet, or ``"auto"`` for what is free on the graph's device, less a reserve
+            (`lowtide.budget.resolve`).
         policy: a policy or its name.
-        progress: whether a terminal is told what takes long; ``None`` goes by the environment (`lowtide.progress`).
+        progress: whether a terminal is told what takes long; ``None`` goes by the environment
+            (`lowtide.progress`).
 
     Raises:
         BudgetError: the policy cannot meet the budget; the error carries the smallest one that it can.
-        PlanError: ``graph`` is no step graph; the policy does not exist, does not apply to this graph, or returns no plan.
+        PlanError: ``graph`` is no step graph; the policy does not exist, does not apply to this graph, or
+            returns no plan.
     """
     from lowtide.errors import PlanError
     from lowtide.graph import StepGraph
 
     if not isinstance(graph, StepGraph):
-        raise PlanError(f"lowtide.plan takes a StepGraph, not {type(graph).__name__}: make one with lowtide.trace(step, *args)")
+        raise PlanError(
+            f"lowtide.plan takes a StepGraph, not {type(graph).__name__}: make one with lowtide.trace(step, "
+            "*args)"
+        )
     from lowtide.progress import working
 
     chosen = resolve(policy)
@@ -100,7 +114,8 @@ def make(graph: StepGraph, budget: str | int | None = None, policy: str | Policy
             work.done(in_one_line(made))
     if not isinstance(made, Plan):
         raise PlanError(
-            f"the policy {policy!r} returned {type(made).__name__}, not a Plan: end it in lowtide.policies.make_plan(graph, ...)"
+            f"the policy {policy!r} returned {type(made).__name__}, not a Plan: end it in "
+            "lowtide.policies.make_plan(graph, ...)"
         )
     return made
 
@@ -124,7 +139,11 @@ class _Room(ModuleType):
     """Lets ``lowtide.plan`` be the room and the verb: ``lowtide.plan(graph, budget=...)``."""
 
     def __call__(
-        self, graph: StepGraph, budget: str | int | None = None, policy: str | Policy = "optimal", progress: bool | None = None
+        self,
+        graph: StepGraph,
+        budget: str | int | None = None,
+        policy: str | Policy = "optimal",
+        progress: bool | None = None,
     ) -> Plan:
         return make(graph, budget, policy, progress)
 

@@ -25,11 +25,15 @@ def block_of(module: str) -> str:
 
 
 def default_blocks(graph: StepGraph) -> list[str]:
-    """Names of the blocks: the outermost numbered modules, or the top-level modules where nothing is numbered."""
+    """Names of the blocks: the outermost numbered modules, or the top-level modules where nothing is
+    numbered.
+    """
     names = dict.fromkeys(block_of(op.module) for op in graph.operations if op.phase == "forward")
     names.pop("", None)
     if not names:
-        names = dict.fromkeys(op.module.split(".")[0] for op in graph.operations if op.phase == "forward" and op.module)
+        names = dict.fromkeys(
+            op.module.split(".")[0] for op in graph.operations if op.phase == "forward" and op.module
+        )
     return list(names)
 
 
@@ -50,7 +54,14 @@ def regions_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
         if op.phase != "forward":
             continue
         if op.module not in cache:
-            cache[op.module] = next((k for k, n in enumerate(outermost) if n == "" or op.module == n or op.module.startswith(n + ".")), -1)
+            cache[op.module] = next(
+                (
+                    k
+                    for k, n in enumerate(outermost)
+                    if n == "" or op.module == n or op.module.startswith(n + ".")
+                ),
+                -1,
+            )
         if cache[op.module] >= 0:
             region[op.index] = cache[op.module]
             found.add(cache[op.module])
@@ -58,13 +69,15 @@ def regions_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
     if missing:
         known = sorted({op.module for op in graph.operations if op.phase == "forward" and op.module})
         raise PlanError(
-            f"no operation ran in module {missing[0]!r}; modules of this step: {', '.join(known[:12])}{' ...' if len(known) > 12 else ''}"
+            f"no operation ran in module {missing[0]!r}; modules of this step: "
+            f"{', '.join(known[:12])}{' ...' if len(known) > 12 else ''}"
         )
     return region
 
 
 def region_stored(sim: Simulator, region: dict[int, int]) -> frozenset[int]:
-    """What stays when in every region only what enters it is kept: everything that is not made and used within one region.
+    """What stays when in every region only what enters it is kept: everything that is not made and used
+    within one region.
 
     Values that leave their region stay because they enter another, or what follows.
     """
@@ -93,14 +106,18 @@ def full_stored(graph: StepGraph, sim: Simulator, blocks: Sequence[str] | None =
     """The values that `full` stores."""
     names = blocks if blocks is not None else default_blocks(graph)
     if not names:
-        raise PlanError("this step has no modules to take for blocks: name them with blocks=, or use the policy 'optimal'")
+        raise PlanError(
+            "this step has no modules to take for blocks: name them with blocks=, or use the policy 'optimal'"
+        )
     return region_stored(sim, regions_of(graph, names))
 
 
 def sqrt_stored(graph: StepGraph, sim: Simulator, segments: int | None = None) -> frozenset[int]:
     """The values that `sqrt` stores."""
     stages = find_stages(sim)
-    count = segments or max(1, round(math.sqrt(max(len(default_blocks(graph)), 1) if graph.operations else 1)))
+    count = segments or max(
+        1, round(math.sqrt(max(len(default_blocks(graph)), 1) if graph.operations else 1))
+    )
     saved = [0] * len(stages)
     for value in sim.droppable:
         if value in stages.stage_of:
@@ -121,5 +138,8 @@ def entering_blocks(sim: Simulator) -> frozenset[int]:
     return frozenset(
         v.id
         for v in sim.graph.values
-        if any(region.get(i, -1) >= 0 and region.get(sim.producer[v.id], -2) != region[i] for i in sim.readers[v.id])
+        if any(
+            region.get(i, -1) >= 0 and region.get(sim.producer[v.id], -2) != region[i]
+            for i in sim.readers[v.id]
+        )
     )

@@ -1,9 +1,10 @@
 """How little extra time, and how small a peak, any schedule can have: lower bounds by a linear relaxation.
 
-In: a `Simulator` and a budget. Out: a `Bound`. What the bound covers: every schedule that runs the step's operations in their recorded
-order, in which each value either stays from forward until everything that rests on it is done (stored) or goes when the program lets go of
-it, operations run again only in backward, each at most once, and every tensor that backward unpacks is there from its ``unpack`` to its
-``done``. That includes every plan of docs/design.md. The costs are the traced ones.
+In: a `Simulator` and a budget. Out: a `Bound`. What the bound covers: every schedule that runs the step's
+operations in their recorded order, in which each value either stays from forward until everything that rests
+on it is done (stored) or goes when the program lets go of it, operations run again only in backward, each at
+most once, and every tensor that backward unpacks is there from its ``unpack`` to its ``done``. That includes
+every plan of docs/design.md. The costs are the traced ones.
 
 The linear program has s_v in [0, 1] ("value v is stored") and r_i in [0, 1] ("operation i runs again"):
 
@@ -12,14 +13,16 @@ The linear program has s_v in [0, 1] ("value v is stored") and r_i in [0, 1] ("o
     s_u + r_prod(u) - r_i    >= 0      for every operation i and every value u that it reads
     natural(t) + sum of s_v * bytes_v + demanded(t) <= budget    at every moment t
 
-At moment t, ``natural`` is what the program itself holds, the sum is over values that are dead by themselves at t and are surely still
-held if they are stored, and ``demanded`` are the tensors that backward has unpacked and not yet dropped: they are there, stored or not.
-A stored value is surely held until its own last unpack, or, when autograd does not save it, until the last unpack of the first of the saved
-values that replays can make from it; for each operation i that reads it and rests on it longer, s_v + r_i - 1 of it is there longer.
+At moment t, ``natural`` is what the program itself holds, the sum is over values that are dead by themselves
+at t and are surely still held if they are stored, and ``demanded`` are the tensors that backward has unpacked
+and not yet dropped: they are there, stored or not. A stored value is surely held until its own last unpack,
+or, when autograd does not save it, until the last unpack of the first of the saved values that replays can
+make from it; for each operation i that reads it and rests on it longer, s_v + r_i - 1 of it is there longer.
 
-Where memory is tight, `lowtide.plan.windows` adds a stage's backward, one backward node at a time: there it also counts the replayed values
-that wait for later nodes. All other bytes that replays hold are left out, so the bound is below the true optimum (FIELD, "Planning"; with
-integers it is Checkmate's program, arXiv 1910.02653, equations 1 and 7). `Relaxation.solve_whole` asks for whole s and r, which is sharper.
+Where memory is tight, `lowtide.plan.windows` adds a stage's backward, one backward node at a time: there it
+also counts the replayed values that wait for later nodes. All other bytes that replays hold are left out, so
+the bound is below the true optimum (FIELD, "Planning"; with integers it is Checkmate's program, arXiv
+1910.02653, equations 1 and 7). `Relaxation.solve_whole` asks for whole s and r, which is sharper.
 """
 
 from __future__ import annotations
@@ -63,7 +66,9 @@ class Bound:
 
 
 class Program:
-    """A linear program that grows: minimise ``cost``, every row at most its right side, every column between 0 and its upper bound."""
+    """A linear program that grows: minimise ``cost``, every row at most its right side, every column between
+    0 and its upper bound.
+    """
 
     def __init__(self) -> None:
         self.cost: list[float] = []
@@ -109,8 +114,12 @@ class Program:
         """The status of a program in which nothing is to be decided."""
         return 2 if any(right < 0 for right in self.right) else 0
 
-    def solve_integral(self, integral: Sequence[int], nodes: int, gap: float) -> tuple[int, float, Floats | None]:
-        """As `solve` with the columns ``integral`` whole numbers: status, lower bound on the objective, and the best point found."""
+    def solve_integral(
+        self, integral: Sequence[int], nodes: int, gap: float
+    ) -> tuple[int, float, Floats | None]:
+        """As `solve` with the columns ``integral`` whole numbers: status, lower bound on the objective, and
+        the best point found.
+        """
         if not self.cost:
             status = self._without_columns()
             return (status, float("inf"), None) if status else (0, 0.0, np.zeros(0))
@@ -124,7 +133,11 @@ class Program:
         none: Any = -np.inf
         answer = milp(
             np.array(self.cost) / scale,
-            constraints=LinearConstraint(csr_array((self.data, (self.rows, self.columns)), shape=(len(self.right), count)), none, limits),
+            constraints=LinearConstraint(
+                csr_array((self.data, (self.rows, self.columns)), shape=(len(self.right), count)),
+                none,
+                limits,
+            ),
             bounds=Bounds(lower, upper),
             integrality=whole,
             options={"node_limit": nodes, "mip_rel_gap": gap},
@@ -170,13 +183,21 @@ class Relaxation:
         return self.op_column.get(self.sim.producer[value])
 
     def available(self, value: int) -> list[tuple[int, float]]:
-        """Entries that are -1 when an operation can read ``value``: it is stored, replayed, or waits elsewhere."""
+        """Entries that are -1 when an operation can read ``value``: it is stored, replayed, or waits
+        elsewhere.
+        """
         entries = [(self.column[value], -1.0)] if self.sim.graph.values[value].storable else []
         replay = self.replay_column(value)
-        return [*entries, *([] if replay is None else [(replay, -1.0)]), *self.moves_of(value, replayed_from=True)]
+        return [
+            *entries,
+            *([] if replay is None else [(replay, -1.0)]),
+            *self.moves_of(value, replayed_from=True),
+        ]
 
     def moves_of(self, value: int, replayed_from: bool = False) -> list[tuple[int, float]]:
-        """Entries that are -1 when ``value`` waits elsewhere (so that a replay may read it): none, nothing moves here."""
+        """Entries that are -1 when ``value`` waits elsewhere (so that a replay may read it): none, nothing
+        moves here.
+        """
         return []
 
     def whole_columns(self) -> Sequence[int]:
@@ -184,7 +205,9 @@ class Relaxation:
         return range(len(self.values) + len(self.operations))
 
     def _moments(self) -> None:
-        """Per value, the events between which a stored copy is surely extra; per event, what is there in any case."""
+        """Per value, the events between which a stored copy is surely extra; per event, what is there in any
+        case.
+        """
         sim = self.sim
         end = sim.end
         self.rests_until = self._surely_held()
@@ -199,7 +222,8 @@ class Relaxation:
                 spans = [(max(start, sim.natural_end[sid]), until) for start, until in sim.unpacks[tensor]]
                 by_storage.setdefault(sid, []).extend(s for s in spans if s[0] < s[1])
         for sid, spans in by_storage.items():
-            # Several versions of one storage may be handed out at once, and all of them be one block: it counts once.
+            # Several versions of one storage may be handed out at once, and all of them be one block: it
+            # counts once.
             by_storage[sid] = _merged(spans)
             for start, stop in by_storage[sid]:
                 fixed[start] += sim.graph.storages[sid].bytes
@@ -207,8 +231,12 @@ class Relaxation:
         for value in self.values:
             sid = sim.storage_of[value]
             dead = sim.natural_end[sid]
-            last = max((start for t in sim.saved_of.get(value, ()) for start, _ in sim.unpacks[t]), default=-1)
-            until = last if last >= 0 else min((self.rests_until[i] for i in self._readers(value)), default=-1)
+            last = max(
+                (start for t in sim.saved_of.get(value, ()) for start, _ in sim.unpacks[t]), default=-1
+            )
+            until = (
+                last if last >= 0 else min((self.rests_until[i] for i in self._readers(value)), default=-1)
+            )
             self.handed[value] = by_storage.get(sid, [])
             if sim.graph.values[value].storable and dead < until:
                 self.span[value] = (dead, until)
@@ -219,7 +247,9 @@ class Relaxation:
         return [i for i in self.sim.readers[value] if i in self.op_column]
 
     def _rests(self) -> None:
-        """Where a stored value is held longer when a certain operation is to run again: (value, pieces, such operations), a column each."""
+        """Where a stored value is held longer when a certain operation is to run again: (value, pieces, such
+        operations), a column each.
+        """
         self.extras: list[tuple[int, list[tuple[int, int]], list[int]]] = []
         least = (self.sim.plain_peak - self.sim.graph.resident_bytes) / 4000
         for value, (dead, until) in self.span.items():
@@ -236,8 +266,8 @@ class Relaxation:
     def _surely_held(self) -> dict[int, int]:
         """Operation -> the event until which what it reads is held at least, if it runs again.
 
-        An operation runs again because one of its outputs is not stored: a saved one, which then rests on what the operation reads until
-        its own last unpack, or one that another replay reads.
+        An operation runs again because one of its outputs is not stored: a saved one, which then rests on
+        what the operation reads until its own last unpack, or one that another replay reads.
         """
         sim = self.sim
         last = {v: max(start for t in sim.saved_of[v] for start, _ in sim.unpacks[t]) for v in self.demanded}
@@ -245,7 +275,10 @@ class Relaxation:
         until: dict[int, int] = {}
         for index in reversed(self.operations):
             op = sim.graph.operations[index]
-            here = min((last.get(w, by_reader.get(w, sim.end)) for w in op.writes if w in self.column), default=sim.end)
+            here = min(
+                (last.get(w, by_reader.get(w, sim.end)) for w in op.writes if w in self.column),
+                default=sim.end,
+            )
             until[index] = here
             for u in op.reads:
                 by_reader[u] = min(by_reader.get(u, here), here)
@@ -261,7 +294,10 @@ class Relaxation:
             program.column(self.seconds_of(i))
         for v in self.demanded:
             replay = self.replay_column(v)
-            program.row([(self.column[v], -1.0), *([] if replay is None else [(replay, -1.0)]), *self.moves_of(v)], -1.0)
+            program.row(
+                [(self.column[v], -1.0), *([] if replay is None else [(replay, -1.0)]), *self.moves_of(v)],
+                -1.0,
+            )
         for i in self.operations:
             for u in graph.operations[i].reads:
                 if not self.sim.base_flags[u]:
@@ -277,7 +313,11 @@ class Relaxation:
         change = np.zeros(self.sim.end + 1)
         first = len(self.values) + len(self.operations)
         held = [(value, pieces, point[self.column[value]]) for value, pieces in self.pieces.items()]
-        held += [(value, pieces, point[first + k]) for k, (value, pieces, _) in enumerate(self.extras) if first + k < len(point)]
+        held += [
+            (value, pieces, point[first + k])
+            for k, (value, pieces, _) in enumerate(self.extras)
+            if first + k < len(point)
+        ]
         for value, pieces, amount in held:
             if amount > 1e-9:
                 size = self.sim.value_bytes[value] * amount
@@ -289,14 +329,20 @@ class Relaxation:
     @cached_property
     def _spread(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
         """All pieces: whose they are, and the events between which they last."""
-        table = np.array([(value, a, b) for value, pieces in self.pieces.items() for a, b in pieces], dtype=np.int64).reshape(-1, 3)
+        table = np.array(
+            [(value, a, b) for value, pieces in self.pieces.items() for a, b in pieces], dtype=np.int64
+        ).reshape(-1, 3)
         return table[:, 0], table[:, 1], table[:, 2]
 
     def held_at(self, event: int, without: set[int] | None = None) -> list[tuple[int, float]]:
         """Entries of the stored values that take memory at ``event``."""
         whose, start, stop = self._spread
         there = dict.fromkeys(whose[(start <= event) & (event < stop)].tolist())
-        entries = [(self.column[v], float(self.sim.value_bytes[v])) for v in there if without is None or v not in without]
+        entries = [
+            (self.column[v], float(self.sim.value_bytes[v]))
+            for v in there
+            if without is None or v not in without
+        ]
         first = len(self.values) + len(self.operations)
         for k, (value, pieces, _) in enumerate(self.extras):
             own = without is not None and value in without and value not in self.sim.saved_of
@@ -319,10 +365,11 @@ class Relaxation:
         return int(np.ceil((self.fixed + self.occupancy(self.forced())).max() - 0.5))
 
     def solve(self, budget: int) -> tuple[float, Floats]:
-        """The least extra seconds of replays within ``budget`` (infinite when nothing fits), and the relaxed decisions.
+        """The least extra seconds of replays within ``budget`` (infinite when nothing fits), and the relaxed
+        decisions.
 
-        Memory rows are added as they are found violated, and windows where memory is tight. Stopping early leaves rows out, so the answer
-        stays a lower bound.
+        Memory rows are added as they are found violated, and windows where memory is tight. Stopping early
+        leaves rows out, so the answer stays a lower bound.
         """
         count = len(self.values)
         point = np.zeros(count + len(self.operations))
@@ -348,7 +395,9 @@ class Relaxation:
         return point[: len(self.values) + len(self.operations)]
 
     def solve_whole(self, budget: int, nodes: int, gap: float) -> tuple[float, Floats | None]:
-        """After `solve`: a sharper bound from decisions that are whole, and such decisions (they may exceed the budget a little)."""
+        """After `solve`: a sharper bound from decisions that are whole, and such decisions (they may exceed
+        the budget a little).
+        """
         best, point = 0.0, None
         for _ in range(3):
             status, bound, answer = self.program.solve_integral(self.whole_columns(), nodes, gap)
@@ -361,22 +410,30 @@ class Relaxation:
         return best, point
 
     def _tighten(self, point: Floats, budget: int) -> bool:
-        """Add the memory rows that ``point`` violates, or else the windows where it is tight; whether there was anything to add."""
+        """Add the memory rows that ``point`` violates, or else the windows where it is tight; whether there
+        was anything to add.
+        """
         scale = float(max(1, budget))
         load = (self.fixed + self.occupancy(point)) / scale
         fresh = [e for e in self._violated(load) if e not in self.chosen]
         for event in fresh:
             self.chosen.add(event)
-            self.program.row([(c, b / scale) for c, b in self.held_at(event)], (budget - float(self.fixed[event])) / scale)
+            self.program.row(
+                [(c, b / scale) for c, b in self.held_at(event)], (budget - float(self.fixed[event])) / scale
+            )
         return bool(fresh) or self._add_windows(self.program, self.windows, load, budget, scale)
 
-    def _add_windows(self, program: Program, windows: dict[int, Window], load: Floats, budget: int, scale: float) -> bool:
+    def _add_windows(
+        self, program: Program, windows: dict[int, Window], load: Floats, budget: int, scale: float
+    ) -> bool:
         """Add the stages whose backward is tightest; whether there was one."""
         tight: list[tuple[float, int]] = []
         for k, (a, b) in enumerate(self.stages.window_events):
             if a < b and k not in windows:
                 tight.append((-float(load[a:b].max()), k))
-        tight = [(x, k) for x, k in sorted(tight) if -x > 0.9][: min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))]
+        tight = [(x, k) for x, k in sorted(tight) if -x > 0.9][
+            : min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))
+        ]
         for _, k in tight:
             window = Window(self, k, _DEPTH)
             window.add(program, budget, scale, windows.values())
@@ -422,7 +479,9 @@ def _outside(handed: list[tuple[int, int]], start: int, until: int) -> list[tupl
 
 
 def lower_bound(sim: Simulator, budget: int, stages: Stages | None = None) -> Bound:
-    """The least extra seconds that any schedule within ``budget`` bytes adds, and the least peak any schedule has."""
+    """The least extra seconds that any schedule within ``budget`` bytes adds, and the least peak any schedule
+    has.
+    """
     relaxation = Relaxation(sim, stages)
     peak = relaxation.least_peak()
     if budget >= sim.plain_peak:

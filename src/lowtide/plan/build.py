@@ -39,19 +39,22 @@ def make_plan(
 
     Args:
         graph: the step.
-        stored: ids of the values that stay; every other droppable saved value is given up where that is possible.
+        stored: ids of the values that stay; every other droppable saved value is given up where that is
+            possible.
         policy: the name that the plan carries.
         budget: the most live bytes allowed, or ``None``.
-        bound: whether to compute the lower bounds (a linear program: seconds on large graphs), or bounds that are known already.
+        bound: whether to compute the lower bounds (a linear program: seconds on large graphs), or bounds that
+            are known already.
         notes: anything worth telling.
         simulator: one that already stands for ``graph``.
         moves: value id -> where it goes, for values that wait elsewhere or in another form.
-        window_bytes: the most bytes that wait for their copies out at one time, and the most that are fetched ahead; 0 for as much as the
-            largest moved value.
+        window_bytes: the most bytes that wait for their copies out at one time, and the most that are fetched
+            ahead; 0 for as much as the largest moved value.
         links: how fast the tiers are; without it transfers take no time.
         codecs: codecs of the user's own that ``moves`` name.
-        slab: whether moved values come back into a slab on the device that is allocated once (docs/stores.md); ``None`` for where the budget
-            has room for it, or without a budget where it costs nothing.
+        slab: whether moved values come back into a slab on the device that is allocated once
+            (docs/stores.md); ``None`` for where the budget has room for it, or without a budget where it
+            costs nothing.
 
     Raises:
         BudgetError: the plan's peak is above the budget.
@@ -68,8 +71,10 @@ def make_plan(
         whole = not_replayable_from(graph, program_of(graph, closed, tuple(moved)), wanted, codecs)
         if whole:
             return make_plan(
-                graph, stored={*stored, *whole}, policy=policy, budget=budget, bound=bound, notes=notes, simulator=sim, links=links,
-                moves={v: d for v, d in wanted.items() if v not in whole}, window_bytes=window_bytes, codecs=codecs, slab=slab,
+                graph, stored={*stored, *whole}, policy=policy, budget=budget, bound=bound, notes=notes,
+                simulator=sim, links=links,
+                moves={v: d for v, d in wanted.items() if v not in whole}, window_bytes=window_bytes,
+                codecs=codecs, slab=slab,
             )  # fmt: skip
     window = window_bytes or max((m.encoded_bytes for m in moved), default=0)
     loose = simulation = (sim.moving(moved, window) if moved else sim).simulate(closed, links)
@@ -83,7 +88,11 @@ def make_plan(
     limit = budget if budget is not None else simulation.peak_bytes
     if moved and bound is True:
         bound = False
-        notes = (*notes, "no lower bound is stated for a plan that moves values: the bound's program knows only recomputing")
+        notes = (
+            *notes,
+            "no lower bound is stated for a plan that moves values: the bound's program knows only "
+            "recomputing",
+        )
     floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None
     given = set(simulation.given_up)
     going = {m.value for m in moved}
@@ -92,7 +101,9 @@ def make_plan(
         graph=graph.fingerprint(),
         policy=policy,
         budget_bytes=budget,
-        decisions={v: wanted[v] if v in going else Recompute() if v in given else Keep() for v in sim.droppable},
+        decisions={
+            v: wanted[v] if v in going else Recompute() if v in given else Keep() for v in sim.droppable
+        },
         stored=closed,
         replayed=simulation.replayed,
         plain_peak_bytes=sim.plain_peak,

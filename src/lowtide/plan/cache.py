@@ -1,8 +1,8 @@
 """Timings, graphs and plans kept across runs, in files under the user's cache folder.
 
-``LOWTIDE_CACHE`` names another folder, or is ``off``. What is kept belongs to one machine and the installed versions of lowtide and PyTorch.
-Files hold JSON and nothing that is executed; each is written whole or not at all, one that cannot be read is ignored, and the least recently
-used go when there are too many bytes.
+``LOWTIDE_CACHE`` names another folder, or is ``off``. What is kept belongs to one machine and the installed
+versions of lowtide and PyTorch. Files hold JSON and nothing that is executed; each is written whole or not at
+all, one that cannot be read is ignored, and the least recently used go when there are too many bytes.
 """
 
 from __future__ import annotations
@@ -44,7 +44,9 @@ def stable_key(*parts: Hashable) -> str:
 
 
 def graph_digest(graph: StepGraph) -> str:
-    """A digest of everything in a step graph that decides what memory a plan takes; times are no part of it, so it is the same in every run."""
+    """A digest of everything in a step graph that decides what memory a plan takes; times are no part of it,
+    so it is the same in every run.
+    """
     text = json.dumps(
         [
             graph.structure(),
@@ -62,14 +64,25 @@ def graph_digest(graph: StepGraph) -> str:
 
 
 def machine_key(*more: Hashable) -> str:
-    """What costs and plans depend on beside the step: processor, cores, versions, and ``more`` (threads, the accelerator's name)."""
+    """What costs and plans depend on beside the step: processor, cores, versions, and ``more`` (threads, the
+    accelerator's name).
+    """
     names = []
     for package in ("lowtide", "torch"):
         try:
             names.append(version(package))
         except PackageNotFoundError:
             names.append("")
-    return stable_key(platform.machine(), _processor(), os.cpu_count(), platform.python_version(), *names, PLAN_FORMAT, GRAPH_FORMAT, *more)
+    return stable_key(
+        platform.machine(),
+        _processor(),
+        os.cpu_count(),
+        platform.python_version(),
+        *names,
+        PLAN_FORMAT,
+        GRAPH_FORMAT,
+        *more,
+    )
 
 
 def _processor() -> str:
@@ -77,7 +90,10 @@ def _processor() -> str:
         lines = Path("/proc/cpuinfo").read_text().splitlines()
     except OSError:
         return platform.processor()
-    return next((line.partition(":")[2].strip() for line in lines if line.startswith("model name")), platform.processor())
+    return next(
+        (line.partition(":")[2].strip() for line in lines if line.startswith("model name")),
+        platform.processor(),
+    )
 
 
 def folder() -> Path | None:
@@ -93,7 +109,8 @@ def folder() -> Path | None:
 
 @dataclass(frozen=True)
 class Cache:
-    """Costs, graphs and plans on disk. One that is turned off, or whose folder cannot be written, holds nothing and keeps nothing.
+    """Costs, graphs and plans on disk. One that is turned off, or whose folder cannot be written, holds
+    nothing and keeps nothing.
 
     Attributes:
         root: the folder, or ``None``.
@@ -127,7 +144,9 @@ class Cache:
 
     def keep_costs(self, key: str, costs: Mapping[str, Mapping[str, Any]]) -> None:
         """Keep costs under ``key``, beside those that are there."""
-        self._write("costs", key, {**(self.costs(key) or {}), **{name: dict(row) for name, row in costs.items()}})
+        self._write(
+            "costs", key, {**(self.costs(key) or {}), **{name: dict(row) for name, row in costs.items()}}
+        )
 
     def graph(self, key: str) -> StepGraph | None:
         """The graph that was kept under ``key``."""
@@ -146,7 +165,11 @@ class Cache:
         self._write("plan", stable_key(digest, budget, policy), plan.to_json())
 
     def _path(self, kind: str, key: str) -> Path | None:
-        return None if self.root is None else self.root / f"{kind}-{stable_key(_FORMAT, self.machine, kind, key)}.json.gz"
+        return (
+            None
+            if self.root is None
+            else self.root / f"{kind}-{stable_key(_FORMAT, self.machine, kind, key)}.json.gz"
+        )
 
     def _read(self, kind: str, key: str, build: Any = lambda data: data) -> Any:
         path = self._path(kind, key)
@@ -161,7 +184,16 @@ class Cache:
             return found
         except FileNotFoundError:
             return None
-        except (OSError, EOFError, ValueError, KeyError, TypeError, AttributeError, PlanError, zlib.error) as error:
+        except (
+            OSError,
+            EOFError,
+            ValueError,
+            KeyError,
+            TypeError,
+            AttributeError,
+            PlanError,
+            zlib.error,
+        ) as error:
             _LOG.warning("ignoring %s, which cannot be read (%s: %s)", path, type(error).__name__, error)
             return None
 
@@ -208,6 +240,10 @@ def _ours(root: Path) -> bool:
         _LOG.warning("nothing is kept in %s (%s: %s)", root, type(error).__name__, error)
         return False
     if hasattr(os, "getuid") and (facts.st_uid != os.getuid() or facts.st_mode & 0o022):
-        _LOG.warning("nothing is kept in %s, which others may write to: set LOWTIDE_CACHE to another folder, or to 'off'", root)
+        _LOG.warning(
+            "nothing is kept in %s, which others may write to: set LOWTIDE_CACHE to another folder, or to "
+            "'off'",
+            root,
+        )
         return False
     return os.access(root, os.W_OK | os.X_OK)

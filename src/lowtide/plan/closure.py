@@ -5,8 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 
 
-def replay_set(values: Iterable[int], producer: Sequence[int], reads: Sequence[Sequence[int]], there: Callable[[int], object]) -> set[int]:
-    """The operations that run again to bring ``values`` back; -1 is among them where that rests on something that nothing made.
+def replay_set(
+    values: Iterable[int],
+    producer: Sequence[int],
+    reads: Sequence[Sequence[int]],
+    there: Callable[[int], object],
+) -> set[int]:
+    """The operations that run again to bring ``values`` back; -1 is among them where that rests on something
+    that nothing made.
 
     Args:
         values: ids of the values.

@@ -39,7 +39,10 @@ class Offload:
         if self.tier not in ("host", "disk"):
             raise PlanError(f"Offload({self.tier!r}): there is no such tier, give 'host' or 'disk'")
         if self.path and self.tier == "host":
-            raise PlanError(f"Offload('host', path={self.path!r}): the host tier has no path; leave it out, or give 'disk'")
+            raise PlanError(
+                f"Offload('host', path={self.path!r}): the host tier has no path; leave it out, or give "
+                "'disk'"
+            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +59,8 @@ class Compress:
 
 @dataclass(frozen=True, slots=True)
 class Shard:
-    """Each rank of a group that holds the same value keeps its part, and the parts are gathered ahead of need: ZeRO-R's P_a.
+    """Each rank of a group that holds the same value keeps its part, and the parts are gathered ahead of
+    need: ZeRO-R's P_a.
 
     Attributes:
         group: the name under which the stores know the process group.
@@ -87,7 +91,13 @@ Decision = Keep | Recompute | Offload | Compress | Shard | Chain
 Moving = Offload | Compress | Shard | Chain
 
 
-_DECISIONS: dict[str, Any] = {"keep": Keep, "recompute": Recompute, "offload": Offload, "compress": Compress, "shard": Shard}
+_DECISIONS: dict[str, Any] = {
+    "keep": Keep,
+    "recompute": Recompute,
+    "offload": Offload,
+    "compress": Compress,
+    "shard": Shard,
+}
 
 
 def stages(decision: Moving) -> tuple[Shard | Compress | None, Offload | None]:

@@ -69,7 +69,11 @@ def parts_of(sim: Simulator, simulation: Simulation) -> dict[str, int]:
             found[_KINDS[storage.kind]] += storage.bytes
         elif storage.kind == "input":
             found[INPUTS] += storage.bytes if sim.natural_end[storage.id] >= peak else 0
-        elif storage.kind == "backward" and sim.op_event[storage.producer or 0] <= peak and sim.free_event[storage.id] == sim.end:
+        elif (
+            storage.kind == "backward"
+            and sim.op_event[storage.producer or 0] <= peak
+            and sim.free_event[storage.id] == sim.end
+        ):
             found[GRADIENTS] += storage.bytes  # backward lets go of all but these
     stood = sum(storage.bytes for storage in graph.storages if storage.kind in _KINDS)
     found[STANDING] = max(0, graph.resident_bytes - stood)
@@ -87,8 +91,16 @@ def _loss_storages(sim: Simulator, simulation: Simulation) -> set[int]:
     for op in graph.operations:
         if _OF_THE_LOSS.search(op.name):
             found.update(sim.storage_of[value] for value in (*op.reads, *op.writes))
-    made = {storage for storage in found if (producer := graph.storages[storage].producer) is not None and sim.op_event[producer] <= peak}
-    return {storage for storage in made if max(sim.natural_end[storage], simulation.held_until.get(storage, -1)) >= peak}
+    made = {
+        storage
+        for storage in found
+        if (producer := graph.storages[storage].producer) is not None and sim.op_event[producer] <= peak
+    }
+    return {
+        storage
+        for storage in made
+        if max(sim.natural_end[storage], simulation.held_until.get(storage, -1)) >= peak
+    }
 
 
 def at_peak(simulation: Simulation) -> str:
@@ -115,10 +127,14 @@ def fold(rows: tuple[ModuleRow, ...]) -> list[ModuleRow]:
         match = re.search(r"(?<![^.])\d+(?![^.])", row.module)
         number = int(match.group()) if match else -1
         pattern = row.module[: match.start()] + "#" + row.module[match.end() :] if match else row.module
-        groups.setdefault((pattern, row.saved_bytes, row.kept_bytes, row.replayed_operations), []).append((number, row))
+        groups.setdefault((pattern, row.saved_bytes, row.kept_bytes, row.replayed_operations), []).append(
+            (number, row)
+        )
     folded: list[ModuleRow] = []
     for (pattern, *_), members in groups.items():
-        name = pattern if members[0][0] < 0 else pattern.replace("#", _ranges(sorted(n for n, _ in members)), 1)
+        name = (
+            pattern if members[0][0] < 0 else pattern.replace("#", _ranges(sorted(n for n, _ in members)), 1)
+        )
         folded.append(
             ModuleRow(
                 name,
@@ -154,12 +170,20 @@ def render(plan: Plan) -> str:
     lines = [f"plan by policy {plan.policy!r} for step graph {plan.graph}"]
     budget = f", budget {format_bytes(plan.budget_bytes)}" if plan.budget_bytes is not None else ""
     share = 100 * plan.predicted_peak_bytes / plan.plain_peak_bytes if plan.plain_peak_bytes else 100.0
-    lines.append(f"peak   {format_bytes(plan.plain_peak_bytes)} plain -> {format_bytes(plan.predicted_peak_bytes)} ({share:.1f} %){budget}")
+    lines.append(
+        f"peak   {format_bytes(plan.plain_peak_bytes)} plain -> {format_bytes(plan.predicted_peak_bytes)} "
+        f"({share:.1f} %){budget}"
+    )
     if plan.bound_peak_bytes:
-        lines.append(f"       no schedule of these operations goes below {format_bytes(plan.bound_peak_bytes)}")
+        lines.append(
+            f"       no schedule of these operations goes below {format_bytes(plan.bound_peak_bytes)}"
+        )
     lines.append(f"time   {_times(plan.plain_seconds, plan.predicted_extra_seconds)}, forecast")
     if plan.calibrated_plain_seconds is not None and plan.calibrated_extra_seconds is not None:
-        lines.append(f"       {_times(plan.calibrated_plain_seconds, plan.calibrated_extra_seconds)}, calibrated by steps")
+        lines.append(
+            f"       {_times(plan.calibrated_plain_seconds, plan.calibrated_extra_seconds)}, calibrated by "
+            "steps"
+        )
     if plan.moves and not plan.bound_peak_bytes:
         lines.append("bound  none is stated for this policy's moves: policy 'mixed' states one")
     else:
@@ -167,10 +191,15 @@ def render(plan: Plan) -> str:
         lines.append(f"bound  + {format_seconds(plan.bound_extra_seconds)}: {won}")
     if plan.moves:
         lines.append(
-            f"moves  {len(plan.moves)} values, {format_bytes(sum(m.bytes for m in plan.moves))} -> {_places(plan)}; "
-            f"{format_seconds(plan.transfer_seconds)} of the time is waiting for them and encoding"
+            f"moves  {len(plan.moves)} values, {format_bytes(sum(m.bytes for m in plan.moves))} -> "
+            f"{_places(plan)}; {format_seconds(plan.transfer_seconds)} of the time is waiting for them and "
+            "encoding"
         )
-        where = f"into a slab of {format_bytes(plan.slab_bytes)}, allocated once" if plan.slab_bytes else "each into memory of its own"
+        where = (
+            f"into a slab of {format_bytes(plan.slab_bytes)}, allocated once"
+            if plan.slab_bytes
+            else "each into memory of its own"
+        )
         lines.append(f"       they come back {where}")
     if plan.peak_operation:
         lines.append(f"peak stands at {plan.peak_operation} in module {plan.peak_module or 'root'!r}")
@@ -189,7 +218,13 @@ def _places(plan: Plan) -> str:
     places: dict[str, int] = {}
     for move in plan.moves:
         first, then = stages(move.decision)
-        names = [f"codec {first.codec}"] if isinstance(first, Compress) else [f"1/{first.size} over {first.group}"] if first else []
+        names = (
+            [f"codec {first.codec}"]
+            if isinstance(first, Compress)
+            else [f"1/{first.size} over {first.group}"]
+            if first
+            else []
+        )
         name = ", then ".join([*names, *([then.tier] if then else [])])
         places[name] = places.get(name, 0) + move.encoded_bytes
     return ", ".join(f"{format_bytes(bytes_)} ({name})" for name, bytes_ in places.items())
@@ -216,6 +251,11 @@ def _table(plan: Plan) -> list[str]:
         for r in [*rows, total]
     ]
     widths = [max(len(row[k]) for row in cells) for k in range(5)]
-    lines = ["  ".join(c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))) for row in cells]
+    lines = [
+        "  ".join(
+            c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
     rule = "-" * len(lines[0])
     return [lines[0], rule, *lines[1:-1], rule, lines[-1]]

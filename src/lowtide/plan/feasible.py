@@ -1,4 +1,6 @@
-"""What can be given up at all: which operations may run again, and the smallest feasible set of stored values around a wish."""
+"""What can be given up at all: which operations may run again, and the smallest feasible set of stored values
+around a wish.
+"""
 
 from __future__ import annotations
 
@@ -35,16 +37,21 @@ def _must(sim: Simulator) -> bytearray:
 def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None = None) -> frozenset[int]:
     """The smallest feasible set of stored values that includes what ``stored`` keeps.
 
-    Values that replays would need but that cannot be brought back (their operation is not replayable, or they lie beyond a value that must
-    be stored) are added; values that neither backward nor a replay reads are left out. What a checkpointing scope asked to be given up is
-    not kept where it can come back.
+    Values that replays would need but that cannot be brought back (their operation is not replayable, or they
+    lie beyond a value that must be stored) are added; values that neither backward nor a replay reads are
+    left out. What a checkpointing scope asked to be given up is not kept where it can come back.
     """
     sim = simulator or Simulator(graph)
     producer, storable = sim.producer, sim.reach.storable
     must = _must(sim)
     kept = set(stored).difference(sim.reach.forced)
     kept.update(v for v in sim.droppable if must[v])
-    kept.update(earlier for v, companions in sim.companions.items() if v in kept and v in sim.saved_of for earlier in companions)
+    kept.update(
+        earlier
+        for v, companions in sim.companions.items()
+        if v in kept and v in sim.saved_of
+        for earlier in companions
+    )
     used = {v for v in kept if v in sim.saved_of}
     used = sim.reach.close(kept, used, [v for v in sim.droppable if v not in kept], must)
     return frozenset(v for v in used if producer[v] >= 0 and (storable[v] or v in sim.saved_of))

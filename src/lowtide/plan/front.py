@@ -1,5 +1,5 @@
-"""What searches of stages have found, kept for whoever plans the same stages again: for another budget, with other resident bytes or other
-outputs held, for one layer more, or at other prices of their operations."""
+"""What searches of stages have found, kept for whoever plans the same stages again: for another budget, with
+other resident bytes or other outputs held, for one layer more, or at other prices of their operations."""
 
 from __future__ import annotations
 
@@ -23,12 +23,14 @@ class Configuration:
 
     Attributes:
         kept: for every unit of the segment, whether its outputs are stored.
-        held_bytes: bytes that it adds to the step's memory from the end of its forward to the beginning of its window.
+        held_bytes: bytes that it adds to the step's memory from the end of its forward to the beginning of
+            its window.
         late_bytes: those of them that the program itself holds to the end of the step's forward.
         seconds: what its replays cost.
         replayed: positions, among the segment's operations, of those that run again.
         profile: bytes that it adds at every event of its forward and its window.
-        forward_most, window_most: most live bytes in its forward and its window when nothing else is kept, less those before its forward.
+        forward_most, window_most: most live bytes in its forward and its window when nothing else is kept,
+            less those before its forward.
     """
 
     kept: int
@@ -43,11 +45,13 @@ class Configuration:
 
 @dataclass(frozen=True, eq=False)
 class Front:
-    """The configurations of a stretch of stages that no other one beats, in places relative to it: alike stretches share them.
+    """The configurations of a stretch of stages that no other one beats, in places relative to it: alike
+    stretches share them.
 
     Attributes:
         operations: how many it has.
-        units: per unit, its operation's position, and the places of the outputs in question among what that writes.
+        units: per unit, its operation's position, and the places of the outputs in question among what that
+            writes.
         configurations: bits of ``kept`` are units.
     """
 
@@ -57,7 +61,9 @@ class Front:
 
 
 class Known:
-    """Memory of configurations by the content of their stretch, and fronts by content and prices; the oldest go."""
+    """Memory of configurations by the content of their stretch, and fronts by content and prices; the oldest
+    go.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -73,7 +79,9 @@ class Known:
             return sum(map(len, self._walked.values()))
 
     def walked(self, content: Hashable) -> dict[int, Configuration]:
-        """Configurations of a stretch by ``kept``, at whatever prices they were walked through; new ones are added."""
+        """Configurations of a stretch by ``kept``, at whatever prices they were walked through; new ones are
+        added.
+        """
         with self._lock:
             found = self._walked.setdefault(content, {})
             self._walked.move_to_end(content)

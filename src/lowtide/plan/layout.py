@@ -1,9 +1,11 @@
 """Static offsets for buffers with known lifetimes: dynamic storage allocation, planned once.
 
-In: when each buffer is born and dies, its size, perhaps a capacity. Out: an offset for each, such that no two that live at once overlap.
-No layout is smaller than the most bytes alive at one moment (the *bound*). A portfolio of greedy orders meets it on most training steps;
-where it does not, an exact search (`lowtide.plan.packing`) has a short try, the orders are repaired, a beam search in the order of time (`lowtide.plan.sweep`)
-and the exact search again, now with the time that is left, look for offsets at the bound, and then between it and the best known.
+In: when each buffer is born and dies, its size, perhaps a capacity. Out: an offset for each, such that no two
+that live at once overlap. No layout is smaller than the most bytes alive at one moment (the *bound*). A
+portfolio of greedy orders meets it on most training steps; where it does not, an exact search
+(`lowtide.plan.packing`) has a short try, the orders are repaired, a beam search in the order of time
+(`lowtide.plan.sweep`) and the exact search again, now with the time that is left, look for offsets at the
+bound, and then between it and the best known.
 """
 
 from __future__ import annotations
@@ -53,7 +55,13 @@ class Layout:
 
 
 def layout(
-    lower: ArrayLike, upper: ArrayLike, size: ArrayLike, capacity: int | None = None, *, align: int = 1, seconds: float = 60.0
+    lower: ArrayLike,
+    upper: ArrayLike,
+    size: ArrayLike,
+    capacity: int | None = None,
+    *,
+    align: int = 1,
+    seconds: float = 60.0,
 ) -> Numbers:
     """Offsets for buffers of ``size`` that live from ``lower`` up to, not including, ``upper``.
 
@@ -68,7 +76,8 @@ def layout(
         One offset for each buffer.
 
     Raises:
-        BudgetError: no layout within ``capacity`` exists or was found in time; the error carries the smallest height known.
+        BudgetError: no layout within ``capacity`` exists or was found in time; the error carries the smallest
+            height known.
         PlanError: the lifetimes or sizes are malformed.
 
     Example:
@@ -78,19 +87,31 @@ def layout(
     """
     found = find(lower, upper, size, capacity, align=align, seconds=seconds)
     if capacity is not None and found.height > capacity:
-        why = "no layout is lower than that bound" if found.bound > capacity else f"the search stopped after {found.seconds:.1f} s"
+        why = (
+            "no layout is lower than that bound"
+            if found.bound > capacity
+            else f"the search stopped after {found.seconds:.1f} s"
+        )
         raise BudgetError(
-            f"no layout within {capacity:,} bytes: the lower bound is {found.bound:,} and the best one found needs {found.height:,} ({why}). "
-            "Give a larger capacity, or more seconds=",
+            f"no layout within {capacity:,} bytes: the lower bound is {found.bound:,} and the best one found "
+            f"needs {found.height:,} ({why}). Give a larger capacity, or more seconds=",
             found.height,
         )
     return found.offsets
 
 
 def find(
-    lower: ArrayLike, upper: ArrayLike, size: ArrayLike, capacity: int | None = None, *, align: int = 1, seconds: float = 60.0
+    lower: ArrayLike,
+    upper: ArrayLike,
+    size: ArrayLike,
+    capacity: int | None = None,
+    *,
+    align: int = 1,
+    seconds: float = 60.0,
 ) -> Layout:
-    """The best layout found, with its bound; the arguments are `layout`'s, and one above ``capacity`` is returned, too."""
+    """The best layout found, with its bound; the arguments are `layout`'s, and one above ``capacity`` is
+    returned, too.
+    """
     current().say("placing")
     begin = time.monotonic()
     low, high, sizes = _checked(lower, upper, size, align)
@@ -127,7 +148,8 @@ def find(
             break
         swept = sweep(first, last, count, target, min(left(), (0.1 if k == 0 else 0.03) * seconds))
         if swept is not None:
-            swept = _first_fit(first, last, count, np.argsort(swept, kind="stable"))  # down to where each rests on something
+            # down to where each rests on something
+            swept = _first_fit(first, last, count, np.argsort(swept, kind="stable"))
             best, height, source = swept, int((swept + count).max()), "beam search"
             break
     proved = height == bound
@@ -160,18 +182,28 @@ def check(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, offsets: ArrayLik
         live = [j for j in live if high[j] > low[k]]
         for j in live:
             if at[j] < at[k] + sizes[k] and at[k] < at[j] + sizes[j]:
-                raise PlanError(f"buffers {j} and {k} overlap: [{at[j]}, {at[j] + sizes[j]}) and [{at[k]}, {at[k] + sizes[k]})")
+                raise PlanError(
+                    f"buffers {j} and {k} overlap: [{at[j]}, {at[j] + sizes[j]}) and [{at[k]}, "
+                    f"{at[k] + sizes[k]})"
+                )
         live.append(int(k))
     return int((at + sizes).max(initial=0))
 
 
-def _checked(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, align: int) -> tuple[Numbers, Numbers, Numbers]:
+def _checked(
+    lower: ArrayLike, upper: ArrayLike, size: ArrayLike, align: int
+) -> tuple[Numbers, Numbers, Numbers]:
     arrays = [np.asarray(a) for a in (lower, upper, size)]
     for name, array in zip(("lower", "upper", "size"), arrays, strict=True):
         if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
-            raise PlanError(f"{name} has to be a flat list of whole numbers, not {array.dtype} of shape {array.shape}")
+            raise PlanError(
+                f"{name} has to be a flat list of whole numbers, not {array.dtype} of shape {array.shape}"
+            )
     if len({len(a) for a in arrays}) != 1:
-        raise PlanError(f"lower, upper and size have {', '.join(str(len(a)) for a in arrays)} entries: give one of each for every buffer")
+        raise PlanError(
+            f"lower, upper and size have {', '.join(str(len(a)) for a in arrays)} entries: give one of each "
+            "for every buffer"
+        )
     low, high, sizes = (a.astype(np.int64) for a in arrays)
     if (high < low).any():
         k = int(np.argmax(high < low))
@@ -194,7 +226,11 @@ def _greedy(first: Numbers, last: Numbers, size: Numbers, enough: int) -> tuple[
     """The best of the greedy orders; the first that is at or below ``enough`` ends it."""
     width = last - first
     load = _load(first, last, size, int(last.max()))
-    busiest = np.array([load[a:b].max() for a, b in zip(first, last, strict=True)]) if len(first) <= _EXACT_BUFFERS else -first
+    busiest = (
+        np.array([load[a:b].max() for a, b in zip(first, last, strict=True)])
+        if len(first) <= _EXACT_BUFFERS
+        else -first
+    )
     orders: dict[str, Sequence[Numbers]] = {
         "by size": (first, -width, -size),
         "by area": (first, -size, -(size * width)),
@@ -215,8 +251,12 @@ def _greedy(first: Numbers, last: Numbers, size: Numbers, enough: int) -> tuple[
     return best
 
 
-def _repair(first: Numbers, last: Numbers, size: Numbers, start: Numbers, enough: int, deadline: float) -> tuple[Numbers, int]:
-    """First fit again and again: what stood highest is placed earlier the next time (squeaky-wheel optimization, Joslin and Clements 1999)."""
+def _repair(
+    first: Numbers, last: Numbers, size: Numbers, start: Numbers, enough: int, deadline: float
+) -> tuple[Numbers, int]:
+    """First fit again and again: what stood highest is placed earlier the next time (squeaky-wheel
+    optimization, Joslin and Clements 1999).
+    """
     source = np.random.default_rng(0)
     best, height = start, int((start + size).max())
     weight = size.astype(float) * (last - first) ** 0.25

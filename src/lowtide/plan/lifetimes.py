@@ -25,7 +25,8 @@ class Lifetimes(NamedTuple):
 
 
 def lifetimes(graph: StepGraph, stored: Collection[int] | None = None) -> Lifetimes:
-    """The lifetimes of what ``graph`` allocates when the values ``stored`` stay (``None``: all that autograd saves, the plain step).
+    """The lifetimes of what ``graph`` allocates when the values ``stored`` stay (``None``: all that autograd
+    saves, the plain step).
 
     What replays allocate is not among them: it comes and goes within an unpack.
     """

@@ -1,12 +1,15 @@
 """Which saved values backward uses linearly: there a rounding without bias leaves the gradients without bias.
 
-Rounding at random makes the expected *value* exact. The expected *gradient* is exact, too, where every gradient is an affine function of the value:
-where backward multiplies gradients with it, once, as a matrix product does for the weight's gradient (the argument of ActNN, arXiv 2104.14129, section
-3.1, Theorem 1, made per value). A value that goes through a function first (a layer norm's or an activation's input, a softmax's output, the logarithm
-of one in the loss) gives E[f(x + e)] = f(x) + f''(x) E[e^2] / 2 + ...: a bias that grows with the square of the error, so it asks for a small one.
+Rounding at random makes the expected *value* exact. The expected *gradient* is exact, too, where every
+gradient is an affine function of the value: where backward multiplies gradients with it, once, as a matrix
+product does for the weight's gradient (the argument of ActNN, arXiv 2104.14129, section 3.1, Theorem 1, made
+per value). A value that goes through a function first (a layer norm's or an activation's input, a softmax's
+output, the logarithm of one in the loss) gives E[f(x + e)] = f(x) + f''(x) E[e^2] / 2 + ...: a bias that
+grows with the square of the error, so it asks for a small one.
 
-In: a step graph. Out: the values in which it is affine, followed operation by operation through backward. Two facts carry this: a gradient is linear in the
-gradients above it, so that only the operation where the value meets a gradient has to be known; and what is not known counts as not linear.
+In: a step graph. Out: the values in which it is affine, followed operation by operation through backward. Two
+facts carry this: a gradient is linear in the gradients above it, so that only the operation where the value
+meets a gradient has to be known; and what is not known counts as not linear.
 """
 
 from __future__ import annotations
@@ -15,17 +18,22 @@ from lowtide.graph import Operation, StepGraph
 
 _ADDS = frozenset(
     {
-        "add", "add_", "sub", "sub_", "rsub", "neg", "neg_", "sum", "mean", "clone", "copy", "copy_", "_to_copy", "to", "contiguous", "cat",
-        "stack", "constant_pad_nd", "pad", "index_select", "index", "gather", "repeat", "roll", "flip", "tril", "triu", "masked_fill",
-        "masked_fill_", "slice_backward", "select_backward", "slice_scatter", "select_scatter", "zeros_like", "new_zeros",
-        "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor", "_allgather_base_", "_reduce_scatter_base_", "allreduce_",
+        "add", "add_", "sub", "sub_", "rsub", "neg", "neg_", "sum", "mean", "clone", "copy", "copy_",
+        "_to_copy", "to", "contiguous", "cat",
+        "stack", "constant_pad_nd", "pad", "index_select", "index", "gather", "repeat", "roll", "flip",
+        "tril", "triu", "masked_fill",
+        "masked_fill_", "slice_backward", "select_backward", "slice_scatter", "select_scatter", "zeros_like",
+        "new_zeros",
+        "all_gather_into_tensor", "reduce_scatter_tensor", "all_reduce", "wait_tensor", "_allgather_base_",
+        "_reduce_scatter_base_", "allreduce_",
     }
 )  # fmt: skip
 """Operations whose result is linear in their tensors taken together."""
 
 _MULTIPLIES = frozenset(
     {
-        "mm", "addmm", "addmm_", "bmm", "baddbmm", "addbmm", "matmul", "linear", "linear_backward", "mv", "addmv", "dot", "outer", "einsum", "mul", "mul_",
+        "mm", "addmm", "addmm_", "bmm", "baddbmm", "addbmm", "matmul", "linear", "linear_backward", "mv",
+        "addmv", "dot", "outer", "einsum", "mul", "mul_",
         "convolution", "convolution_backward", "_grouped_mm", "native_dropout_backward",
     }
 )  # fmt: skip
@@ -40,7 +48,7 @@ def linear_values(graph: StepGraph) -> frozenset[int]:
         >>> net = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
         >>> x = torch.randn(3, 8)
         >>> graph = lowtide.trace(lambda: net(x).square().sum(), model=net)
-        >>> sorted(graph.operations[graph.values[value].producer].name for value in linear_values(graph))  # a matrix product alone reads it
+        >>> sorted(graph.operations[graph.values[value].producer].name for value in linear_values(graph))
         ['aten.gelu.default']
     """
     saved = {s.value for s in graph.saved if s.droppable and graph.values[s.value].producer is not None}

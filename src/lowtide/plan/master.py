@@ -1,8 +1,8 @@
 """Choose a configuration for every stretch of the step: an exact walk over stages, under one budget.
 
-Because every segment adds a constant outside its own forward and window, the memory at any moment is what the earlier segments hold plus
-the segment's own peak. So the best choice is a shortest path: after each stage, the states that matter are (bytes held so far, seconds so
-far). Alike segments share their configurations.
+Because every segment adds a constant outside its own forward and window, the memory at any moment is what the
+earlier segments hold plus the segment's own peak. So the best choice is a shortest path: after each stage,
+the states that matter are (bytes held so far, seconds so far). Alike segments share their configurations.
 """
 
 from __future__ import annotations
@@ -30,7 +30,8 @@ class Option:
         front: what the search of an alike stretch found.
         events: event ranges of its forward and its window.
         held, late: per configuration, bytes held, and how many of them cost nothing in the forward.
-        forward_need, window_need, seconds: per configuration, the most live bytes in its own events, and seconds.
+        forward_need, window_need, seconds: per configuration, the most live bytes in its own events, and
+            seconds.
     """
 
     first: int
@@ -52,7 +53,9 @@ class Option:
 class Master:
     """All options of a step, and the best path through them for a budget."""
 
-    def __init__(self, sim: Simulator, stages: Stages, feasible: list[bool], effort: int, known: Known) -> None:
+    def __init__(
+        self, sim: Simulator, stages: Stages, feasible: list[bool], effort: int, known: Known
+    ) -> None:
         self.sim = sim
         self.known = known
         self.stages = stages
@@ -66,15 +69,19 @@ class Master:
         self._build(effort)
 
     def _late(self) -> list[tuple[int, int, int, int]]:
-        """Values that the program itself holds beyond their owner's forward: (owner, from event, to event, bytes).
+        """Values that the program itself holds beyond their owner's forward: (owner, from event, to event,
+        bytes).
 
-        A segment's held bytes count from the end of its forward, where the base counts such values a second time.
+        A segment's held bytes count from the end of its forward, where the base counts such values a second
+        time.
         """
         sim, stages = self.sim, self.stages
         late: list[tuple[int, int, int, int]] = []
         for v, k in stages.owner.items():
             start, stop = stages.forward_events[k][1], sim.natural_end[sim.storage_of[v]]
-            if v not in stages.everywhere and start < stop < min(sim.saved_hold.get(v, -1), stages.forward_end):
+            if v not in stages.everywhere and start < stop < min(
+                sim.saved_hold.get(v, -1), stages.forward_end
+            ):
                 late.append((k, start, stop, sim.value_bytes[v]))
         return late
 
@@ -114,14 +121,18 @@ class Master:
                 break
             for first in range(count - length + 1):
                 if length > 1 and len(self.stages.operations(first, first + length)) > LONGEST_SEGMENT:
-                    continue  # but a stage alone, however long where it cannot be cut: without it no path reaches the end
+                    # but a stage alone, however long where it cannot be cut: without it no path reaches the
+                    # end
+                    continue
                 self._add(first, first + length, max(24, min(share, 2500)))
 
     def _add(self, first: int, last: int, effort: int) -> None:
         key = self.stages.signature[first:last]
         if key not in self.classes:
             segment = Segment(self.sim, self.stages, first, last, self.feasible)
-            self.classes[key] = segment.found(self.known, effort, self._seeds(segment, first, last), 64 if last - first < 3 else 24)
+            self.classes[key] = segment.found(
+                self.known, effort, self._seeds(segment, first, last), 64 if last - first < 3 else 24
+            )
         self.options[first].append(self._option(first, last, self.classes[key]))
 
     def _seeds(self, segment: Segment, first: int, last: int) -> list[int]:
@@ -172,8 +183,12 @@ class Master:
             ((fa, fb), (wa, wb)),
             np.array([c.held_bytes for c in configurations], dtype=np.int64),
             np.array([c.late_bytes for c in configurations], dtype=np.int64),
-            np.array([int((natural + c.profile)[: fb - fa].max(initial=0)) for c in configurations], dtype=np.int64),
-            np.array([int((natural + c.profile)[fb - fa :].max(initial=0)) for c in configurations], dtype=np.int64),
+            np.array(
+                [int((natural + c.profile)[: fb - fa].max(initial=0)) for c in configurations], dtype=np.int64
+            ),
+            np.array(
+                [int((natural + c.profile)[fb - fa :].max(initial=0)) for c in configurations], dtype=np.int64
+            ),
             np.array([sum(cost[k] for k in c.replayed) for c in configurations]),
         )
 
@@ -184,13 +199,20 @@ class Master:
         for option, choice in path:
             operations = self.stages.operations(option.first, option.last)
             mask = option.configurations[choice].kept
-            inside = {w for i in operations for w in graph.operations[i].writes if self.stages.last_stage[w] < option.last}
+            inside = {
+                w
+                for i in operations
+                for w in graph.operations[i].writes
+                if self.stages.last_stage[w] < option.last
+            }
             for bit, (position, outputs) in enumerate(option.front.units):
                 if mask >> bit & 1:
                     writes = graph.operations[operations[position]].writes
                     kept.update(writes[k] for k in outputs)
             for i in operations:
-                kept.update(w for w in graph.operations[i].writes if w not in inside and graph.values[w].storable)
+                kept.update(
+                    w for w in graph.operations[i].writes if w not in inside and graph.values[w].storable
+                )
         return frozenset(kept)
 
     def best(self, budget: int) -> tuple[float, list[tuple[Option, int]]] | None:
@@ -254,7 +276,9 @@ class Master:
             if here is None:
                 continue
             for which, option in enumerate(self.options[k]):
-                fits = (option.window_need + here[0] <= budget) & (option.forward_need + here[0] - here[1] <= budget)
+                fits = (option.window_need + here[0] <= budget) & (
+                    option.forward_need + here[0] - here[1] <= budget
+                )
                 if not fits.any():
                     continue
                 held = np.where(fits, option.held, np.iinfo(np.int64).max)
@@ -277,7 +301,9 @@ class Master:
 
 @dataclass(frozen=True, eq=False)
 class _States:
-    """Non-dominated (bytes held, seconds), with where each came from: first stage, option, configuration, row."""
+    """Non-dominated (bytes held, seconds), with where each came from: first stage, option, configuration,
+    row.
+    """
 
     held: NDArray[np.int64]
     late: NDArray[np.int64]
@@ -286,7 +312,12 @@ class _States:
 
     @classmethod
     def start(cls) -> _States:
-        return cls(np.zeros(1, dtype=np.int64), np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros((1, 4), dtype=np.int64))
+        return cls(
+            np.zeros(1, dtype=np.int64),
+            np.zeros(1, dtype=np.int64),
+            np.zeros(1),
+            np.zeros((1, 4), dtype=np.int64),
+        )
 
     def extend(self, option: Option, budget: int, first: int, which: int) -> _States | None:
         fits = self.held[:, None] + option.window_need[None, :] <= budget
@@ -312,7 +343,8 @@ class _States:
         better[1:] = seconds[order][1:] < lowest[:-1] - 1e-15
         order = order[better]
         if len(order) > most:
-            # Within one bucket of bytes, the cheapest (the last one in the order) and the lightest (the first) stay.
+            # Within one bucket of bytes, the cheapest (the last one in the order) and the lightest (the
+            # first) stay.
             bucket = held[order] // quantum
             edge = np.flatnonzero(np.diff(bucket))
             order = order[np.unique(np.concatenate([[0], edge, edge + 1, [len(order) - 1]]))]

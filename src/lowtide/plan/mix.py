@@ -1,9 +1,12 @@
-"""Recompute and move together: the least extra time within a budget when values may also be offloaded, compressed or sharded.
+"""Recompute and move together: the least extra time within a budget when values may also be offloaded,
+compressed or sharded.
 
-The linear program of `lowtide.plan.moving` says which values to keep, recompute or move at best, and how little extra time any such schedule can
-have. Its decisions are made whole and simulated exactly, transfers with a clock; what exceeds the budget is asked of the program once more. Beside
-these stand, for a range of larger budgets, what the recomputing planner keeps with as few values of it moved as will do; recomputing alone and moving
-alone are among them, so the mix is never worse than either. In the best of all, single decisions are exchanged at the end.
+The linear program of `lowtide.plan.moving` says which values to keep, recompute or move at best, and how
+little extra time any such schedule can have. Its decisions are made whole and simulated exactly, transfers
+with a clock; what exceeds the budget is asked of the program once more. Beside these stand, for a range of
+larger budgets, what the recomputing planner keeps with as few values of it moved as will do; recomputing
+alone and moving alone are among them, so the mix is never worse than either. In the best of all, single
+decisions are exchanged at the end.
 """
 
 from __future__ import annotations
@@ -33,7 +36,9 @@ _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
 
 _ROUNDS = 6
-"""Times that the program is asked: for less by what its decisions exceeded the budget, then for something between what fits and what does not."""
+"""Times that the program is asked: for less by what its decisions exceeded the budget, then for something
+between what fits and what does not.
+"""
 
 _CLOSE = 0.01
 """How close to each other these two get, as a share of the budget."""
@@ -80,7 +85,9 @@ class Mix:
 
 @dataclass(frozen=True)
 class Exchange:
-    """One decision made otherwise: values to store, values that come back from where they moved, values to move."""
+    """One decision made otherwise: values to store, values that come back from where they moved, values to
+    move.
+    """
 
     stored: tuple[int, ...]
     back: tuple[int, ...]
@@ -98,7 +105,14 @@ class Mixer:
         codecs: codecs of the user's own.
     """
 
-    def __init__(self, planner: Planner, ways: Ways, links: Links, window_bytes: int | None, codecs: Sequence[Codec] = ()) -> None:
+    def __init__(
+        self,
+        planner: Planner,
+        ways: Ways,
+        links: Links,
+        window_bytes: int | None,
+        codecs: Sequence[Codec] = (),
+    ) -> None:
         self.planner = planner
         self.graph: StepGraph = planner.graph
         self.sim: Simulator = planner.sim
@@ -109,7 +123,8 @@ class Mixer:
         largest = max((self.sim.value_bytes[v] for v in travelling), default=1)
         some = default_window(self.sim, travelling)
         sharded = any(isinstance(stages(m.decision)[0], Shard) for rows in ways.values() for m in rows)
-        nothing = {1} if sharded else set[int]()  # is gathered ahead: a gather takes the whole value, where the peak may stand
+        # is gathered ahead: a gather takes the whole value, where the peak may stand
+        nothing = {1} if sharded else set[int]()
         self.windows = [window_bytes] if window_bytes else sorted({largest, some} | nothing)
         self.relaxation = MovingRelaxation(self.sim, ways, links, planner.stages, self._whole)
         self.best_way = {v: min(rows, key=self._costs) for v, rows in ways.items()}
@@ -120,27 +135,40 @@ class Mixer:
     def _costs(self, m: Moved) -> float:
         """Seconds that moving takes, as if nothing hid the transfer."""
         link = self.links.get(m.tier) if m.tier else None
-        both = m.encoded_bytes * (1 / link.write_bytes_per_second + 1 / link.read_bytes_per_second) if link else 0.0
+        both = (
+            m.encoded_bytes * (1 / link.write_bytes_per_second + 1 / link.read_bytes_per_second)
+            if link
+            else 0.0
+        )
         return self.relaxation.seconds_to_move(m) + both
 
     def _whole(self, codec: str) -> bool:
         return supply().codec_facts(codec, self.codecs).replayable_from
 
     def candidate(self, stored: frozenset[int], moves: Mapping[int, Moved], window: int) -> Mix:
-        """``stored`` and ``moves``, closed and simulated; what a replay reads stays where its codec does not bring all of it back."""
+        """``stored`` and ``moves``, closed and simulated; what a replay reads stays where its codec does not
+        bring all of it back.
+        """
         kept = close(self.graph, stored | moves.keys(), self.sim)
         going = {v: m for v, m in moves.items() if v in kept}
         kept -= going.keys()
         sim = self.sim.moving(list(going.values()), window) if going else self.sim
         simulation = sim.simulate(kept, self.links)
-        partial = {v for v, m in going.items() if isinstance(first := stages(m.decision)[0], Compress) and not self._whole(first.codec)}
+        partial = {
+            v
+            for v, m in going.items()
+            if isinstance(first := stages(m.decision)[0], Compress) and not self._whole(first.codec)
+        }
         read = {u for i in simulation.replayed for u in self.graph.operations[i].reads} if partial else set()
         if partial & read:
-            return self.candidate(stored | (partial & read), {v: m for v, m in going.items() if v not in read & partial}, window)
+            return self.candidate(
+                stored | (partial & read), {v: m for v, m in going.items() if v not in read & partial}, window
+            )
         return Mix(kept, going, window, simulation)
 
     def solve(self, budget: int) -> tuple[Mix, dict[str, float]]:
-        """The best mix found within ``budget``, and the extra seconds of recomputing alone and of moving alone where they fit.
+        """The best mix found within ``budget``, and the extra seconds of recomputing alone and of moving
+        alone where they fit.
 
         Raises:
             BudgetError: none fits; the error carries the smallest budget that a mix can meet.
@@ -153,7 +181,9 @@ class Mixer:
                 continue
             found.append(mix)
             if not mix.moves:
-                alone["recomputing alone"] = min(alone.get("recomputing alone", np.inf), mix.simulation.extra_seconds)
+                alone["recomputing alone"] = min(
+                    alone.get("recomputing alone", np.inf), mix.simulation.extra_seconds
+                )
             elif top and not mix.simulation.replayed:
                 alone["moving alone"] = mix.simulation.extra_seconds
         starts = [min(rows, key=lambda mix: mix.key) for rows in (found, self._from_program(budget)) if rows]
@@ -168,7 +198,9 @@ class Mixer:
         return best, alone
 
     def bound(self, budget: int) -> Bound:
-        """Lower bounds for ``budget`` on any schedule that moves values only in the ways that were offered."""
+        """Lower bounds for ``budget`` on any schedule that moves values only in the ways that were
+        offered.
+        """
         if budget >= self.sim.plain_peak:
             return Bound(0.0, self.relaxation.least_peak())
         return Bound(self._floor(budget), self.relaxation.least_peak())
@@ -180,20 +212,29 @@ class Mixer:
         return self.bounds[budget] + self.graph.overhead_seconds
 
     def least(self) -> Mix:
-        """The mix with the smallest peak that is found: all that may move does, and the rest is what the recomputing planner finds least with."""
+        """The mix with the smallest peak that is found: all that may move does, and the rest is what the
+        recomputing planner finds least with.
+        """
         family = self.planner.family()
         sets = {c.stored for c in [*family, self.planner.leanest]}
-        smallest = {v: min(rows, key=lambda m: (0 if m.tier else m.encoded_bytes, self._costs(m))) for v, rows in self.ways.items()}
+        smallest = {
+            v: min(rows, key=lambda m: (0 if m.tier else m.encoded_bytes, self._costs(m)))
+            for v, rows in self.ways.items()
+        }
         found = []
         for stored in sets:
             going = {v: m for v, m in smallest.items() if v in stored}
-            found += [self.candidate(stored, moves, window) for moves in ({}, going) for window in self.windows]
+            found += [
+                self.candidate(stored, moves, window) for moves in ({}, going) for window in self.windows
+            ]
         return min(found, key=lambda mix: (mix.simulation.peak_bytes, mix.simulation.extra_seconds))
 
-    # ---- candidates --------------------------------------------------------------------------------------------------
+    # ---- candidates ------------------------------------------------------------------------------
 
     def _recomputing(self, limit: int) -> Iterator[tuple[frozenset[int], bool]]:
-        """What the cheapest recomputation stores, from the real budget up to the plain step; and whether it is that."""
+        """What the cheapest recomputation stores, from the real budget up to the plain step; and whether it
+        is that.
+        """
         top = self.sim.plain_peak
         for k in range(_POINTS):
             try:
@@ -203,7 +244,9 @@ class Mixer:
         yield close(self.graph, self.sim.droppable, self.sim), True
 
     def _fewest(self, stored: frozenset[int], budget: int) -> Mix | None:
-        """As few of ``stored`` as will do, the earliest of the forward first, moved; ``None`` where all of them do not do."""
+        """As few of ``stored`` as will do, the earliest of the forward first, moved; ``None`` where all of
+        them do not do.
+        """
         mine = [v for v in self.ways if v in stored]
         found: list[Mix] = []
         for window in self.windows:
@@ -211,7 +254,9 @@ class Mixer:
             def moved(count: int, window: int = window) -> Mix:
                 return self.candidate(stored, {v: self.best_way[v] for v in mine[:count]}, window)
 
-            count = least_count(len(mine), lambda count, moved=moved: moved(count).simulation.peak_bytes <= budget)
+            count = least_count(
+                len(mine), lambda count, moved=moved: moved(count).simulation.peak_bytes <= budget
+            )
             if count is not None:
                 found.append(moved(count))
             if count == 0:
@@ -236,7 +281,11 @@ class Mixer:
                     _, whole = relaxation.solve_whole(target, _NODES, 0.2 * good / max(bound, good))
                     if whole is not None:
                         points.append((whole, relaxation.moved))
-                trials = [self.candidate(*self._rounded(*decisions, least), window) for decisions in points for least in _ROUNDINGS]
+                trials = [
+                    self.candidate(*self._rounded(*decisions, least), window)
+                    for decisions in points
+                    for least in _ROUNDINGS
+                ]
                 fitting = [mix for mix in trials if mix.simulation.peak_bytes <= budget]
                 found += fitting
                 if fitting:
@@ -250,7 +299,9 @@ class Mixer:
         return found
 
     def _rounded(self, point: Floats, moved: Floats, least: float) -> tuple[frozenset[int], dict[int, Moved]]:
-        """What is stored and what moves when each value does what most of it does, and moves if that is at least ``least`` of it."""
+        """What is stored and what moves when each value does what most of it does, and moves if that is at
+        least ``least`` of it.
+        """
         relaxation = self.relaxation
         stored = set[int]()
         moves: dict[int, Moved] = {}
@@ -278,14 +329,20 @@ class Mixer:
             found += [(rate, Exchange((v,), (v,), {})), (rate, Exchange((), (v,), {}))]
         for index in mix.simulation.replayed:
             op = graph.operations[index]
-            outputs = tuple(w for w in op.writes if graph.values[w].storable and w not in mix.stored and w not in mix.moves)
+            outputs = tuple(
+                w
+                for w in op.writes
+                if graph.values[w].storable and w not in mix.stored and w not in mix.moves
+            )
             if not outputs:
                 continue
             gain = op.seconds + graph.replay_overhead_seconds
             rate = gain / max(1, sum(sim.value_bytes[w] for w in outputs))
             found.append((rate, Exchange(outputs, (), {})))
             going = {w: self.best_way[w] for w in outputs if w in self.best_way}
-            if len(going) == len(outputs) and gain > sum(map(self.relaxation.seconds_to_move, going.values())):
+            if len(going) == len(outputs) and gain > sum(
+                map(self.relaxation.seconds_to_move, going.values())
+            ):
                 found.append((rate, Exchange((), (), going)))
         return [exchange for _, exchange in sorted(found, key=lambda row: -row[0])]
 
@@ -322,14 +379,24 @@ def mixed_policy(
         with planner.lock:
             peak = planner.sim.plain_peak if budget is None else max(budget, planner.relaxation.least_peak())
             speeds = missing_links(offered, links, codecs, graph.device, max(0, peak - graph.resident_bytes))
-            mixer = Mixer(planner, ways_of(planner.sim, offered, speeds, min_bytes, codecs, everywhere), speeds, window_bytes, codecs)
+            mixer = Mixer(
+                planner,
+                ways_of(planner.sim, offered, speeds, min_bytes, codecs, everywhere),
+                speeds,
+                window_bytes,
+                codecs,
+            )
             limit = budget if budget is not None else mixer.least().simulation.peak_bytes
             best, alone = mixer.solve(limit)
             floor = mixer.bound(limit)
         told = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in alone.items())
-        notes = (f"of the mixes this adds least: {1000 * best.simulation.extra_seconds:.1f} ms" + (f" ({told})" if told else ""),)
+        notes = (
+            f"of the mixes this adds least: {1000 * best.simulation.extra_seconds:.1f} ms"
+            + (f" ({told})" if told else ""),
+        )
         return make_plan(
-            graph, stored=best.stored, policy="mixed", budget=budget, simulator=planner.sim, moves=best.decisions, window_bytes=best.window,
+            graph, stored=best.stored, policy="mixed", budget=budget, simulator=planner.sim,
+            moves=best.decisions, window_bytes=best.window,
             links=speeds, notes=notes, codecs=codecs, bound=floor,
         )  # fmt: skip
 

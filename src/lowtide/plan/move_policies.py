@@ -10,15 +10,27 @@ from lowtide.plan.blocks import entering_blocks, full_stored
 from lowtide.plan.build import make_plan
 from lowtide.plan.decisions import Chain, Compress, Moving, Offload, Shard
 from lowtide.plan.feasible import close
-from lowtide.plan.moves import default_window, dtypes_of, fitting_codec, least_count, lossless_codec, movable, moved_of
+from lowtide.plan.moves import (
+    default_window,
+    dtypes_of,
+    fitting_codec,
+    least_count,
+    lossless_codec,
+    movable,
+    moved_of,
+)
 from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.supply import Codec, supply
 from lowtide.plan.traffic import Links, ahead_bytes
 
 
-def fewest(sim: Simulator, stored: frozenset[int], order: Sequence[int], decision: Moving, budget: int, window: int) -> int | None:
-    """How many of ``order``, from its beginning, have to move so that the peak is within ``budget``; ``None`` when all of them do not do."""
+def fewest(
+    sim: Simulator, stored: frozenset[int], order: Sequence[int], decision: Moving, budget: int, window: int
+) -> int | None:
+    """How many of ``order``, from its beginning, have to move so that the peak is within ``budget``; ``None``
+    when all of them do not do.
+    """
 
     def fits(count: int) -> bool:
         chosen = dict.fromkeys(order[:count], decision)
@@ -63,7 +75,9 @@ def offload_policy(
     return offload
 
 
-def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None, everywhere: bool) -> Callable[..., Plan]:
+def compress_policy(
+    codec: str | Codec, min_bytes: int, then: Offload | None, everywhere: bool
+) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.compress`."""
     own = () if isinstance(codec, str) else (codec,)
     name = codec if isinstance(codec, str) else codec.name
@@ -84,12 +98,16 @@ def compress_policy(codec: str | Codec, min_bytes: int, then: Offload | None, ev
             if seen.encoded_bytes < 0.95 * seen.bytes:
                 moves[value] = Chain(first, then) if then is not None else first
         stored = close(graph, sim.droppable, sim)
-        return make_plan(graph, stored=stored, policy="compress", budget=budget, simulator=sim, moves=moves, codecs=own)
+        return make_plan(
+            graph, stored=stored, policy="compress", budget=budget, simulator=sim, moves=moves, codecs=own
+        )
 
     return compress
 
 
-def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload | None, slab: bool | None) -> Callable[..., Plan]:
+def partition_policy(
+    decision: Shard, values: str, min_bytes: int, then: Offload | None, slab: bool | None
+) -> Callable[..., Plan]:
     """See `lowtide.plan.policies.partition`."""
     if values not in ("checkpoints", "all"):
         raise PlanError(f"partition(values={values!r}): give 'checkpoints' or 'all'")
@@ -98,16 +116,29 @@ def partition_policy(decision: Shard, values: str, min_bytes: int, then: Offload
         sim = Simulator(graph)
         stored = close(graph, full_stored(graph, sim) if values == "checkpoints" else sim.droppable, sim)
         may = entering_blocks(sim) if values == "checkpoints" else set(movable(sim))
-        chosen = [v for v in sorted(stored & may) if sim.value_bytes[v] >= min_bytes and graph.values[v].storable]
-        moves: dict[int, Moving] = {v: Chain(decision, then) if then is not None else decision for v in chosen}
+        chosen = [
+            v for v in sorted(stored & may) if sim.value_bytes[v] >= min_bytes and graph.values[v].storable
+        ]
+        moves: dict[int, Moving] = {
+            v: Chain(decision, then) if then is not None else decision for v in chosen
+        }
         if not moves:
             raise BudgetError(
-                f"partition finds nothing of {min_bytes:,} bytes or more to shard: lower min_bytes=, or use the policy 'full'"
+                f"partition finds nothing of {min_bytes:,} bytes or more to shard: lower min_bytes=, or use "
+                "the policy 'full'"
             )
-        window = max(2 * ahead_bytes(m.decision, m.bytes, m.encoded_bytes) for m in moved_of(sim, moves))  # the next while one is in use
+        # the next while one is in use
+        window = max(2 * ahead_bytes(m.decision, m.bytes, m.encoded_bytes) for m in moved_of(sim, moves))
         wanted = True if slab is None and budget is None else slab
         return make_plan(
-            graph, stored=stored, policy="partition", budget=budget, simulator=sim, moves=moves, window_bytes=window, slab=wanted
+            graph,
+            stored=stored,
+            policy="partition",
+            budget=budget,
+            simulator=sim,
+            moves=moves,
+            window_bytes=window,
+            slab=wanted,
         )
 
     return partition

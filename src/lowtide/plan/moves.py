@@ -17,7 +17,8 @@ if TYPE_CHECKING:
     pass
 
 _ITEM_BYTES = {
-    "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2, "bfloat16": 2, "int16": 2,
+    "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2,
+    "bfloat16": 2, "int16": 2,
     "bool": 1, "uint8": 1, "int8": 1,
 }  # fmt: skip
 
@@ -34,15 +35,19 @@ def dtypes_of(sim: Simulator) -> dict[int, str]:
 
 
 def movable(sim: Simulator, min_bytes: int = 1) -> list[int]:
-    """The saved values that may move, in the order of the forward: made in the forward, by an operation that is over when it returns or can be
-    waited for, not overwritten later, not below ``min_bytes``."""
+    """The saved values that may move, in the order of the forward: made in the forward, by an operation that
+    is over when it returns or can be waited for, not overwritten later, not below ``min_bytes``."""
     graph, found = sim.graph, []
     for value in sim.droppable:
         v = graph.values[value]
         if v.producer is None or not v.storable or v.must_store or sim.value_bytes[value] < max(1, min_bytes):
             continue
         op = graph.operations[v.producer]
-        if op.phase == "forward" and not op.name.startswith(_UNDER_WAY) and not any(graph.saved[t].forced for t in sim.saved_of[value]):
+        if (
+            op.phase == "forward"
+            and not op.name.startswith(_UNDER_WAY)
+            and not any(graph.saved[t].forced for t in sim.saved_of[value])
+        ):
             found.append(value)
     return sorted(found, key=lambda v: graph.values[v].producer or 0)
 
@@ -58,17 +63,26 @@ def refuse_moves(sim: Simulator, moves: Iterable[int]) -> None:
             raise PlanError(f"there is no value {value} to move: this step has {len(sim.graph.values)}")
         v = sim.graph.values[value]
         if v.producer is None:
-            raise PlanError(f"value {value} ({sim.describe(value)}) stood before the step: parameters, buffers and inputs never move")
+            raise PlanError(
+                f"value {value} ({sim.describe(value)}) stood before the step: parameters, buffers and "
+                "inputs never move"
+            )
         if v.must_store or not v.storable or sim.graph.operations[v.producer].phase != "forward":
-            raise PlanError(f"value {value} cannot move: {sim.describe(value)} is overwritten later in the step, or made in backward")
+            raise PlanError(
+                f"value {value} cannot move: {sim.describe(value)} is overwritten later in the step, or made "
+                "in backward"
+            )
         if sim.graph.operations[v.producer].name.startswith(_UNDER_WAY):
             raise PlanError(
-                f"value {value} cannot move: {sim.graph.operations[v.producer].name} may still be writing it when it returns. Use a functional "
-                "collective (torch.distributed._functional_collectives), which lowtide can wait for"
+                f"value {value} cannot move: {sim.graph.operations[v.producer].name} may still be writing it "
+                "when it returns. Use a functional collective (torch.distributed._functional_collectives), "
+                "which lowtide can wait for"
             )
 
 
-def moved_of(sim: Simulator, moves: Mapping[int, Moving], links: Links | None = None, codecs: Sequence[Codec] = ()) -> list[Moved]:
+def moved_of(
+    sim: Simulator, moves: Mapping[int, Moving], links: Links | None = None, codecs: Sequence[Codec] = ()
+) -> list[Moved]:
     """The moved values as the simulator wants them."""
     dtypes = dtypes_of(sim)
     found = []
@@ -81,7 +95,8 @@ def moved_of(sim: Simulator, moves: Mapping[int, Moving], links: Links | None = 
         if isinstance(first, Shard):
             encoded = -(-(bytes_ // item) // first.size) * item
             gather = gather_bytes(decision, encoded)
-            speed = (links or {}).get(first.group) if then is not None else None  # overlapped where the parts are on the device
+            # overlapped where the parts are on the device
+            speed = (links or {}).get(first.group) if then is not None else None
             decode = bytes_ / speed.read_bytes_per_second + speed.latency_seconds if speed else 0.0
         elif isinstance(first, Compress):
             codec, elements = supply().codec_facts(first.codec, codecs), bytes_ // item
@@ -94,7 +109,9 @@ def moved_of(sim: Simulator, moves: Mapping[int, Moving], links: Links | None = 
     return found
 
 
-def not_replayable_from(graph: StepGraph, program: Sequence[ProgramStep], moves: Mapping[int, Moving], codecs: Sequence[Codec]) -> set[int]:
+def not_replayable_from(
+    graph: StepGraph, program: Sequence[ProgramStep], moves: Mapping[int, Moving], codecs: Sequence[Codec]
+) -> set[int]:
     """Moved values that a replay would read although their codec keeps too little for that."""
     read = {
         u
@@ -105,13 +122,21 @@ def not_replayable_from(graph: StepGraph, program: Sequence[ProgramStep], moves:
     found = set()
     for value, decision in moves.items():
         first, _ = stages(decision)
-        if value in read and isinstance(first, Compress) and not supply().codec_facts(first.codec, codecs).replayable_from:
+        if (
+            value in read
+            and isinstance(first, Compress)
+            and not supply().codec_facts(first.codec, codecs).replayable_from
+        ):
             found.add(value)
     return found
 
 
-def move_rows(moved: Sequence[Moved], simulation: Simulation, places: Mapping[tuple[int, bool], int]) -> tuple[Move, ...]:
-    """The plan's moves, in the order of the forward; ``places`` are offsets in its slab (`lowtide.plan.slab.lay_out`)."""
+def move_rows(
+    moved: Sequence[Moved], simulation: Simulation, places: Mapping[tuple[int, bool], int]
+) -> tuple[Move, ...]:
+    """The plan's moves, in the order of the forward; ``places`` are offsets in its slab
+    (`lowtide.plan.slab.lay_out`).
+    """
     traffic = simulation.traffic
     if traffic is None:
         return ()
@@ -121,7 +146,9 @@ def move_rows(moved: Sequence[Moved], simulation: Simulation, places: Mapping[tu
     for value, (born, gone) in traffic.lifetimes.items():
         m = by_value[value]
         inside = (places.get((value, False), -1), places.get((value, True), -1))
-        rows.append(Move(value, m.decision, m.bytes, m.encoded_bytes, place.get(value, -1), born, gone, *inside))
+        rows.append(
+            Move(value, m.decision, m.bytes, m.encoded_bytes, place.get(value, -1), born, gone, *inside)
+        )
     return tuple(rows)
 
 
@@ -144,7 +171,9 @@ def default_window(sim: Simulator, values: Sequence[int]) -> int:
 
 
 def least_count(most: int, fits: Callable[[int], bool]) -> int | None:
-    """The least count up to ``most`` that fits, where more fits sooner; ``None`` when ``most`` does not, either."""
+    """The least count up to ``most`` that fits, where more fits sooner; ``None`` when ``most`` does not,
+    either.
+    """
     if fits(0):
         return 0
     if not fits(most):
@@ -157,14 +186,17 @@ def least_count(most: int, fits: Callable[[int], bool]) -> int | None:
 
 
 def lossless_codec(sim: Simulator, value: int, dtype: str) -> str:
-    """The codec that loses nothing and is known to fit, or empty: masks of comparisons and dropout, ReLU's output."""
+    """The codec that loses nothing and is known to fit, or empty: masks of comparisons and dropout, ReLU's
+    output.
+    """
     op = sim.graph.operations[sim.producer[value]]
     if dtype == "bool":
         return "mask"
     name = op.name.split(".")[1] if "." in op.name else op.name
     if name in ("bernoulli", "bernoulli_") and dtype not in ("uint8",):
         return "mask"
-    if name in ("div_", "div") and len(op.reads) == 1:  # a dropout mask that was scaled: two distinct numbers still
+    # a dropout mask that was scaled: two distinct numbers still
+    if name in ("div_", "div") and len(op.reads) == 1:
         above = sim.producer[op.reads[0]]
         if above >= 0 and sim.graph.operations[above].name.split(".")[1] in ("bernoulli", "bernoulli_"):
             return "mask"
@@ -185,8 +217,11 @@ def _only_relu_backward(sim: Simulator, value: int) -> bool:
     )
 
 
-def fitting_codec(sim: Simulator, name: str, codecs: Sequence[Codec] = (), everywhere: bool = False) -> Callable[[int], str]:
-    """For each value the codec that stands for ``name`` there: its gentler form where backward is not linear in the value.
+def fitting_codec(
+    sim: Simulator, name: str, codecs: Sequence[Codec] = (), everywhere: bool = False
+) -> Callable[[int], str]:
+    """For each value the codec that stands for ``name`` there: its gentler form where backward is not linear
+    in the value.
 
     Args:
         sim: of the step.

@@ -1,20 +1,25 @@
 """The bound's linear program for steps in which values may also move.
 
-To the program of `lowtide.plan.bound` come, for every value v and every way k in which it may move (`lowtide.plan.ways`), m_vk in [0, 1], and two
-columns for waiting. A value that moves may be unpacked and, where its codec allows, replayed from:
+To the program of `lowtide.plan.bound` come, for every value v and every way k in which it may move
+(`lowtide.plan.ways`), m_vk in [0, 1], and two columns for waiting. A value that moves may be unpacked and,
+where its codec allows, replayed from:
 
     s_v + r_prod(v) + sum over k of m_vk          >= 1        for every saved value v that backward unpacks
-    s_u + r_prod(u) + sum over k of m_uk - r_i    >= 0        for every operation i and every value u that it reads
+    s_u + r_prod(u) + sum over k of m_uk - r_i    >= 0        for every operation i and every value u that it
+    reads
 
-What waits encoded or cut on the device takes its bytes from the operation that made it to its last unpack; copies under way are left out.
-Moving costs encoding, decoding, the executor's own time, and the share of a transfer that it takes from the operations beside it. The rest
-of a transfer hides behind what runs meanwhile, as far as there is time. For every tier, writes may begin when their values are there and have
-to end before backward asks for anything; reads begin then and have to end before their values are asked for:
+What waits encoded or cut on the device takes its bytes from the operation that made it to its last unpack;
+copies under way are left out. Moving costs encoding, decoding, the executor's own time, and the share of a
+transfer that it takes from the operations beside it. The rest of a transfer hides behind what runs meanwhile,
+as far as there is time. For every tier, writes may begin when their values are there and have to end before
+backward asks for anything; reads begin then and have to end before their values are asked for:
 
-    sum of writes of values born at event e or later  <=  seconds from e to backward's first unpack + encoding + wait_out
-    sum of reads of values asked for by event e       <=  seconds from there to e + replays that can be asked for by e + wait_in
+    sum of writes of values born at event e or later  <=  seconds from e to backward's first unpack + encoding
+    + wait_out sum of reads of values asked for by event e       <=  seconds from there to e + replays that
+    can be asked for by e + wait_in
 
-In whatever order an executor transfers, it obeys these, so the bound covers all that moves in the ways that were offered.
+In whatever order an executor transfers, it obeys these, so the bound covers all that moves in the ways that
+were offered.
 """
 
 from __future__ import annotations
@@ -63,14 +68,20 @@ class MovingRelaxation(Relaxation):
             first, _ = stages(m.decision)
             whole = not isinstance(first, Compress) or replayable_from(first.codec)
             self.move_columns.setdefault(m.value, []).append((start + k, whole))
-        self.asked = {v: min(start for t in sim.saved_of[v] for start, _ in sim.unpacks[t]) for v in self.demanded}
-        self.last = {v: max(start for t in sim.saved_of[v] for start, _ in sim.unpacks[t]) for v in self.demanded}
+        self.asked = {
+            v: min(start for t in sim.saved_of[v] for start, _ in sim.unpacks[t]) for v in self.demanded
+        }
+        self.last = {
+            v: max(start for t in sim.saved_of[v] for start, _ in sim.unpacks[t]) for v in self.demanded
+        }
         self.moved: Floats = np.zeros(len(self.rows))
         """the latest answer's decisions to move, a number for each of `rows`"""
 
     def moves_of(self, value: int, replayed_from: bool = False) -> list[tuple[int, float]]:
         """Entries that are -1 when ``value`` waits elsewhere (so that a replay may read it)."""
-        return [(column, -1.0) for column, whole in self.move_columns.get(value, ()) if whole or not replayed_from]
+        return [
+            (column, -1.0) for column, whole in self.move_columns.get(value, ()) if whole or not replayed_from
+        ]
 
     def whole_columns(self) -> Sequence[int]:
         """The columns that are decisions."""
@@ -86,7 +97,11 @@ class MovingRelaxation(Relaxation):
     def seconds_to_move(self, m: Moved) -> float:
         """What moving takes from the device, whatever it hides behind."""
         link = self.links.get(m.tier) if m.tier else None
-        busy = link.busy * m.encoded_bytes * (1 / link.write_bytes_per_second + 1 / link.read_bytes_per_second) if link else 0.0
+        busy = (
+            link.busy * m.encoded_bytes * (1 / link.write_bytes_per_second + 1 / link.read_bytes_per_second)
+            if link
+            else 0.0
+        )
         return m.encode_seconds + m.decode_seconds + self.sim.graph.replay_overhead_seconds + busy
 
     def base_program(self) -> Program:
@@ -101,7 +116,9 @@ class MovingRelaxation(Relaxation):
     def _clock(self) -> Floats:
         """Seconds of the plain step after every event."""
         graph = self.sim.graph
-        return np.cumsum([graph.operations[index].seconds if kind == "op" else 0.0 for kind, index in graph.events])
+        return np.cumsum(
+            [graph.operations[index].seconds if kind == "op" else 0.0 for kind, index in graph.events]
+        )
 
     def _add_transfers(self, program: Program) -> None:
         sim, graph = self.sim, self.sim.graph
@@ -109,15 +126,31 @@ class MovingRelaxation(Relaxation):
         turn = min(sim.first_unpack, sim.end - 1)
         unit = max(graph.plain_seconds, 1e-9, *(self._longest_transfer(m) for m in self.rows))
         wait_out, wait_in = program.column(unit, np.inf), program.column(unit, np.inf)
-        encoding = [(self.first_move + k, -m.encode_seconds / unit) for k, m in enumerate(self.rows) if m.encode_seconds]
-        decoding = [(self.first_move + k, -m.decode_seconds / unit) for k, m in enumerate(self.rows) if m.decode_seconds]
+        encoding = [
+            (self.first_move + k, -m.encode_seconds / unit)
+            for k, m in enumerate(self.rows)
+            if m.encode_seconds
+        ]
+        decoding = [
+            (self.first_move + k, -m.decode_seconds / unit)
+            for k, m in enumerate(self.rows)
+            if m.decode_seconds
+        ]
         replays = self._replays_by()
-        for name in dict.fromkeys(n for m in self.rows for n in (m.tier, _way_in(m)) if n and n in self.links):
+        for name in dict.fromkeys(
+            n for m in self.rows for n in (m.tier, _way_in(m)) if n and n in self.links
+        ):
             link = self.links[name]
-            out = [(sim.op_event[sim.producer[m.value]], k) for k, m in enumerate(self.rows) if m.tier == name]
+            out = [
+                (sim.op_event[sim.producer[m.value]], k) for k, m in enumerate(self.rows) if m.tier == name
+            ]
             for event in _some({e for e, _ in out}):
                 entries = [
-                    (self.first_move + k, (link.latency_seconds + self.rows[k].encoded_bytes / link.write_bytes_per_second) / unit)
+                    (
+                        self.first_move + k,
+                        (link.latency_seconds + self.rows[k].encoded_bytes / link.write_bytes_per_second)
+                        / unit,
+                    )
                     for e, k in out
                     if e >= event
                 ]
@@ -125,12 +158,22 @@ class MovingRelaxation(Relaxation):
             back = [(self.asked[m.value], k) for k, m in enumerate(self.rows) if _way_in(m) == name]
             for event in _some({e for e, _ in back}):
                 entries = [
-                    (self.first_move + k, (link.latency_seconds + _bytes_in(self.rows[k]) / link.read_bytes_per_second) / unit)
+                    (
+                        self.first_move + k,
+                        (link.latency_seconds + _bytes_in(self.rows[k]) / link.read_bytes_per_second) / unit,
+                    )
                     for e, k in back
                     if e <= event
                 ]
-                meanwhile = [(self.op_column[i], -graph.operations[i].seconds / unit) for i, e in replays.items() if e <= event]
-                program.row([*entries, *meanwhile, *decoding, (wait_in, -1.0)], float(clock[event] - clock[turn]) / unit)
+                meanwhile = [
+                    (self.op_column[i], -graph.operations[i].seconds / unit)
+                    for i, e in replays.items()
+                    if e <= event
+                ]
+                program.row(
+                    [*entries, *meanwhile, *decoding, (wait_in, -1.0)],
+                    float(clock[event] - clock[turn]) / unit,
+                )
 
     def _longest_transfer(self, m: Moved) -> float:
         """Seconds of moving a value out or in, whichever takes longer."""

@@ -1,8 +1,9 @@
 """The planner: the least extra seconds within a budget.
 
-In: a step graph and a budget in bytes. Out: a `Plan` whose exactly simulated peak is within the budget. The forward is cut into stages
-(`lowtide.plan.stages`), every distinct stage is solved on its own (`lowtide.plan.segment`), a shortest path combines them
-(`lowtide.plan.master`), the exact simulator corrects what the cut could not see, and single values are exchanged at the end.
+In: a step graph and a budget in bytes. Out: a `Plan` whose exactly simulated peak is within the budget. The
+forward is cut into stages (`lowtide.plan.stages`), every distinct stage is solved on its own
+(`lowtide.plan.segment`), a shortest path combines them (`lowtide.plan.master`), the exact simulator corrects
+what the cut could not see, and single values are exchanged at the end.
 """
 
 from __future__ import annotations
@@ -33,29 +34,37 @@ _GOOD_GAP = 0.005
 """Distance to the bound, as a share of the step, at which the search stops."""
 
 _WIDE_GAP = 0.01
-"""The distance at which a search for the least memory, which takes the longest, is worth its while near the smallest budget."""
+"""The distance at which a search for the least memory, which takes the longest, is worth its while near the
+smallest budget.
+"""
 
 _NEAR = 1.05
 """Budgets up to this many times the least memory that measured seconds lead to are near the smallest."""
 
 _LOWER = (0.25, 0.5, 0.75)
-"""Where that leaves a gap near the smallest budget, paths for budgets in between are starts as well: with all windows tight, a path that has
-more room may waste it."""
+"""Where that leaves a gap near the smallest budget, paths for budgets in between are starts as well: with all
+windows tight, a path that has more room may waste it."""
 
 _MORE = (1.0, 1.0005)
-"""Near the smallest budget, paths for so many times as much, or as what paths need at least, are starts as well, once single decisions have made them fit."""
+"""Near the smallest budget, paths for so many times as much, or as what paths need at least, are starts as
+well, once single decisions have made them fit.
+"""
 
 _STARTS = 4
 """Plans that are polished near the smallest budget."""
 
 _OVER = 0.25
-"""How far beyond the budget, as a share of it, a plan from the bound's own program may be for single decisions to bring it back."""
+"""How far beyond the budget, as a share of it, a plan from the bound's own program may be for single
+decisions to bring it back.
+"""
 
 _WHOLE_COLUMNS = 6000
 """Largest program that is solved in whole numbers."""
 
 _ALIKE = 2.5
-"""Stages for each distinct one from which that takes long and finds little, for alike ones can be exchanged; the search over stages sees to these."""
+"""Stages for each distinct one from which that takes long and finds little, for alike ones can be exchanged;
+the search over stages sees to these.
+"""
 
 _ALIKE_COLUMNS = 2500
 """Largest program of such a step that is solved in whole numbers while the gap is not wide."""
@@ -65,7 +74,8 @@ _NODES = 20
 
 
 class Planner:
-    """Plans one step graph; the search over its stages is done once and serves every budget, and other steps with equal stages.
+    """Plans one step graph; the search over its stages is done once and serves every budget, and other steps
+    with equal stages.
 
     Args:
         graph: the step.
@@ -94,7 +104,9 @@ class Planner:
 
     @cached_property
     def leanest(self) -> Candidate:
-        """The plan with the smallest peak that is found, whatever the measured seconds are: what a refusal names can be met in every process."""
+        """The plan with the smallest peak that is found, whatever the measured seconds are: what a refusal
+        names can be met in every process.
+        """
         current().say("searching for the least memory")
         stored = leanest(self.sim, self.stages, _EFFORT, self.family, self.known)
         return Candidate(stored, self.sim.simulate(stored))
@@ -142,20 +154,29 @@ class Planner:
         if best is None:
             raise self._refusal(budget)
         best = best if everything else self.improve(best, budget)
-        fits = [c for c in self._found_before if c.simulation.peak_bytes <= budget]  # a larger budget is never slower
+        # a larger budget is never slower
+        fits = [c for c in self._found_before if c.simulation.peak_bytes <= budget]
         best = min([best, *fits], key=lambda c: c.key)
         self._found_before.append(best)
         return best
 
     def _polished(self, pool: list[Candidate], budget: int, starts: int) -> Candidate | None:
-        """The best plan after the ``starts`` best ones of the pool were polished; ``None`` where it is empty."""
+        """The best plan after the ``starts`` best ones of the pool were polished; ``None`` where it is
+        empty.
+        """
         ordered = sorted({c.stored: c for c in pool}.values(), key=lambda c: c.key)
         if self.search.everything():
             return ordered[0] if ordered else None
-        return min((self.search.polish(start, budget) for start in ordered[:starts]), key=lambda c: c.key, default=None)
+        return min(
+            (self.search.polish(start, budget) for start in ordered[:starts]),
+            key=lambda c: c.key,
+            default=None,
+        )
 
     def _squeezed(self, budget: int, least: int) -> list[Candidate]:
-        """Plans that paths for a little more than ``budget`` come to, after single decisions at their peaks were turned round until they fit."""
+        """Plans that paths for a little more than ``budget`` come to, after single decisions at their peaks
+        were turned round until they fit.
+        """
         found: list[Candidate] = []
         starts = {c.stored: c for more in _MORE for c in self._walked(int(more * max(budget, least)))}
         for start in sorted(starts.values(), key=lambda c: c.key):
@@ -177,10 +198,14 @@ class Planner:
 
     def _between(self, low: int, budget: int) -> list[Candidate]:
         """What paths for budgets between ``low``, which can be met, and ``budget`` come to."""
-        return [c for share in _LOWER if low < budget for c in self._walked(low + int(share * (budget - low)))]
+        return [
+            c for share in _LOWER if low < budget for c in self._walked(low + int(share * (budget - low)))
+        ]
 
     def _walked(self, budget: int) -> list[Candidate]:
-        """What paths through the stages come to that fit in ``budget``, as exact simulations correct what the stages say."""
+        """What paths through the stages come to that fit in ``budget``, as exact simulations correct what the
+        stages say.
+        """
         found: list[Candidate] = []
         self.master.restore()
         target = budget
@@ -210,8 +235,8 @@ class Planner:
         return Bound(self.bounds[budget] + self.graph.overhead_seconds, self.relaxation.least_peak())
 
     def improve(self, best: Candidate, budget: int) -> Candidate:
-        """Where the gap to the bound is wide, take decisions from the bound's own program: rounded, then in whole numbers; those that exceed the budget
-        are turned round at the peak until they fit."""
+        """Where the gap to the bound is wide, take decisions from the bound's own program: rounded, then in
+        whole numbers; those that exceed the budget are turned round at the peak until they fit."""
         current().say("comparing with the best possible")
         relaxation = self.relaxation
         values, column = relaxation.values, relaxation.column
@@ -222,10 +247,15 @@ class Planner:
             bound, point = self._solved(target)
             if not attempt:
                 self.bounds[budget] = bound
-            if best.simulation.extra_seconds - self.graph.overhead_seconds - self.bounds[budget] <= good or bound == float("inf"):
+            if best.simulation.extra_seconds - self.graph.overhead_seconds - self.bounds[
+                budget
+            ] <= good or bound == float("inf"):
                 break
             points = [point]
-            wide = best.simulation.extra_seconds - self.graph.overhead_seconds - self.bounds[budget] > _WIDE_GAP * self.graph.plain_seconds
+            wide = (
+                best.simulation.extra_seconds - self.graph.overhead_seconds - self.bounds[budget]
+                > _WIDE_GAP * self.graph.plain_seconds
+            )
             if len(relaxation.program.cost) <= (_WHOLE_COLUMNS if wide or not alike else _ALIKE_COLUMNS):
                 sharper, whole = relaxation.solve_whole(target, _NODES, 0.2 * good / max(bound, good))
                 if not attempt and sharper < float("inf"):
@@ -263,7 +293,8 @@ def hopeless(graph: StepGraph, budget: int) -> bool:
 
 
 def optimal(graph: StepGraph, budget: int | None = None) -> Plan:
-    """The plan with the least extra seconds whose peak is within ``budget`` bytes (``None``: the smallest peak that can be met).
+    """The plan with the least extra seconds whose peak is within ``budget`` bytes (``None``: the smallest
+    peak that can be met).
 
     Raises:
         BudgetError: no plan fits; the error carries the smallest budget that can be met.
@@ -272,4 +303,11 @@ def optimal(graph: StepGraph, budget: int | None = None) -> Plan:
     with planner.lock:
         limit = planner.leanest.simulation.peak_bytes if budget is None else budget
         best = planner.solve(limit)
-        return make_plan(graph, stored=best.stored, policy="optimal", budget=budget, simulator=planner.sim, bound=planner.bound(limit))
+        return make_plan(
+            graph,
+            stored=best.stored,
+            policy="optimal",
+            budget=budget,
+            simulator=planner.sim,
+            bound=planner.bound(limit),
+        )

@@ -1,17 +1,20 @@
 """Exact search for offsets below a capacity, for buffers with fixed lifetimes.
 
-In: for each buffer its first and its past-the-last section (lifetimes cut at every begin and end), its size, and a capacity. Out: offsets,
-proof that there are none, or neither when the time is up.
+In: for each buffer its first and its past-the-last section (lifetimes cut at every begin and end), its size,
+and a capacity. Out: offsets, proof that there are none, or neither when the time is up.
 
-Every packing can be pushed down until each buffer stands on the floor or on another one, so it can be built from below, one corner at a
-time: in a *valley* of the skyline (a run of sections whose neighbours stand higher) the lower left corner belongs to a buffer that begins
-there and ends within the valley, or it stays empty, which wastes bytes that its sections have to be able to spare. Either corner of any
-valley may be decided first; the one with the fewest choices is, and one without any ends the branch. Buffers whose tops meet a wall's height
-exactly, or that fill the valley's width, are tried first, every other time: sizes seldom agree by chance. Between a valley's walls only those can lie
-that live wholly within it; where they are too few to reach the lower wall, the branch ends. Parts of time that no unplaced buffer joins are
-solved one by one, states that failed are remembered, and the search starts over with other orders, after few states mostly (Luby, Sinclair and Zuckerman
-1993): what an order does not solve soon, it seldom solves late. The canonical form is
-that of MiniMalloc (Moffitt, ASPLOS 2023, section 4); the corners are those of perfect rectangle packing.
+Every packing can be pushed down until each buffer stands on the floor or on another one, so it can be built
+from below, one corner at a
+time: in a *valley* of the skyline (a run of sections whose neighbours stand higher) the lower left corner
+belongs to a buffer that begins there and ends within the valley, or it stays empty, which wastes bytes that
+its sections have to be able to spare. Either corner of any valley may be decided first; the one with the
+fewest choices is, and one without any ends the branch. Buffers whose tops meet a wall's height exactly, or
+that fill the valley's width, are tried first, every other time: sizes seldom agree by chance. Between a
+valley's walls only those can lie that live wholly within it; where they are too few to reach the lower wall,
+the branch ends. Parts of time that no unplaced buffer joins are solved one by one, states that failed are
+remembered, and the search starts over with other orders, after few states mostly (Luby, Sinclair and
+Zuckerman 1993): what an order does not solve soon, it seldom solves late. The canonical form is that of
+MiniMalloc (Moffitt, ASPLOS 2023, section 4); the corners are those of perfect rectangle packing.
 
 `packing.cpp` is the same search compiled; this module falls back to Python where there is no compiler.
 """
@@ -42,7 +45,8 @@ class Packing(NamedTuple):
     """What a search ended with.
 
     Attributes:
-        outcome: ``found``, ``impossible`` (no offsets exist below the capacity) or ``stopped`` (the time was up).
+        outcome: ``found``, ``impossible`` (no offsets exist below the capacity) or ``stopped`` (the time was
+            up).
         offsets: one for each buffer, where found.
         nodes: how many states it looked at.
     """
@@ -52,8 +56,12 @@ class Packing(NamedTuple):
     nodes: int
 
 
-def pack(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float, *, compiled: bool = True) -> Packing:
-    """Offsets below ``capacity`` for buffers that live in sections ``first`` to ``last`` (half open), or the proof that there are none."""
+def pack(
+    first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float, *, compiled: bool = True
+) -> Packing:
+    """Offsets below ``capacity`` for buffers that live in sections ``first`` to ``last`` (half open), or the
+    proof that there are none.
+    """
     library = _library() if compiled else None
     if library is None:
         return _Search(first.tolist(), last.tolist(), size.tolist(), capacity).run(seconds)
@@ -63,7 +71,9 @@ def pack(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: f
     return Packing(_OUTCOMES[outcome], offsets if outcome == 1 else None, nodes.value)
 
 
-def arguments(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float) -> tuple[list[Any], Numbers]:
+def arguments(
+    first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float
+) -> tuple[list[Any], Numbers]:
     """What the compiled searches are called with, the place of the offsets last, and the offsets."""
     begin, end = np.ascontiguousarray(first, np.int32), np.ascontiguousarray(last, np.int32)
     sizes, offsets = np.ascontiguousarray(size, np.int64), np.zeros(len(size), np.int64)
@@ -151,7 +161,9 @@ class _Search:
             lambda b: (self.last[b] - self.first[b]) * self.size[b],
             lambda b: 1 / (self.last[b] - self.first[b]),
         )
-        rank = [measures[order](b) * (1 + _NOISE * source.random() * (seed > 0)) for b in range(len(self.size))]
+        rank = [
+            measures[order](b) * (1 + _NOISE * source.random() * (seed > 0)) for b in range(len(self.size))
+        ]
         for lists in (self.starts, self.ends):
             for entries in lists:
                 entries.sort(key=lambda b: (-rank[b], b))
@@ -182,14 +194,24 @@ class _Search:
             s = stop
         if len(parts) == 1:
             return self._part(*parts[0])
-        saved = [self.floor[begin:end], self.remaining[begin:end], self.crossing[begin:end], list(self.placed)]
+        saved = [
+            self.floor[begin:end],
+            self.remaining[begin:end],
+            self.crossing[begin:end],
+            list(self.placed),
+        ]
         for part in sorted(parts, key=lambda p: p[1] - p[0]):
             solved = False
             try:
                 solved = self._part(*part)
             finally:
                 if not solved:
-                    self.floor[begin:end], self.remaining[begin:end], self.crossing[begin:end], self.placed[:] = saved
+                    (
+                        self.floor[begin:end],
+                        self.remaining[begin:end],
+                        self.crossing[begin:end],
+                        self.placed[:],
+                    ) = saved
             if not solved:
                 return False
         return True
@@ -254,25 +276,41 @@ class _Search:
         return best or []
 
     def _supplied(self, begin: int, end: int, wall: int) -> bool:
-        """Only what lives wholly within the valley's time can lie between its walls: the rest of each section has to fit above the lower one."""
+        """Only what lives wholly within the valley's time can lie between its walls: the rest of each section
+        has to fit above the lower one.
+        """
         if wall >= _WALL:
             return True
-        inside = [b for s in range(begin, end) for b in self.starts[s] if not self.placed[b] and self.last[b] <= end]
+        inside = [
+            b for s in range(begin, end) for b in self.starts[s] if not self.placed[b] and self.last[b] <= end
+        ]
         own = [0] * (end - begin)
         for b in inside:
             for s in range(self.first[b], self.last[b]):
                 own[s - begin] += self.size[b]
         return all(wall + self.remaining[s] - own[s - begin] <= self.capacity for s in range(begin, end))
 
-    def _choices(self, begin: int, end: int, height: int, left: int, right: int, from_left: bool) -> list[tuple[int, int, int, int]]:
+    def _choices(
+        self, begin: int, end: int, height: int, left: int, right: int, from_left: bool
+    ) -> list[tuple[int, int, int, int]]:
         first, last, size = self.first, self.last, self.size
-        inside = [b for s in range(begin, end) for b in self.starts[s] if not self.placed[b] and last[b] <= end]
+        inside = [
+            b for s in range(begin, end) for b in self.starts[s] if not self.placed[b] and last[b] <= end
+        ]
         corner = [b for b in (self.starts[begin] if from_left else self.ends[end]) if not self.placed[b]]
         corner = [b for b in corner if first[b] >= begin and last[b] <= end]
         kinds = {(first[b], last[b], size[b]): b for b in reversed(corner)}
         found = [b for b in corner if kinds[first[b], last[b], size[b]] == b]
         if self.by_fit:
-            found.sort(key=lambda b: -((height + size[b] == left) + (height + size[b] == right) + (first[b] == begin and last[b] == end)))
+            found.sort(
+                key=lambda b: (
+                    -(
+                        (height + size[b] == left)
+                        + (height + size[b] == right)
+                        + (first[b] == begin and last[b] == end)
+                    )
+                )
+            )
         choices = [(b, 0, 0, height) for b in found]
         start, stop = begin, end
         if from_left:

@@ -1,7 +1,7 @@
 """Policies: functions from a step graph (and a budget) to a plan.
 
-A policy is called as ``policy(graph, budget=None)``. The functions here make policies; a user's own is any function with that signature,
-usually one that picks the values to store and ends in `lowtide.plan.make_plan`.
+A policy is called as ``policy(graph, budget=None)``. The functions here make policies; a user's own is any
+function with that signature, usually one that picks the values to store and ends in `lowtide.plan.make_plan`.
 
 >>> from lowtide.plan import policies
 >>> policy = policies.selective(recompute_ops=["aten.gelu"])
@@ -48,8 +48,8 @@ def full(blocks: Sequence[str] | None = None) -> Policy:
     """Per block, keep only what enters it, like ``torch.utils.checkpoint`` on every block.
 
     Args:
-        blocks: qualified names of the blocks; by default the outermost numbered children (``transformer.h.0``, ``layer1.2``), or the
-            top-level modules where nothing is numbered.
+        blocks: qualified names of the blocks; by default the outermost numbered children
+            (``transformer.h.0``, ``layer1.2``), or the top-level modules where nothing is numbered.
     """
     return _policy("full", lambda graph, sim: full_stored(graph, sim, blocks))
 
@@ -58,13 +58,15 @@ def scope(modules: Sequence[str]) -> Policy:
     """Keep only what enters the marked regions; everything outside them stays.
 
     Args:
-        modules: qualified names of modules; each is a region of its own, nested names belong to the outermost.
+        modules: qualified names of modules; each is a region of its own, nested names belong to the
+            outermost.
     """
     return _policy("scope", lambda graph, sim: full_stored(graph, sim, modules))
 
 
 def sqrt(segments: int | None = None) -> Policy:
-    """Chen et al. (arXiv 1604.06174, section 4.1): keep only the borders of about sqrt(n) segments of equal saved bytes.
+    """Chen et al. (arXiv 1604.06174, section 4.1): keep only the borders of about sqrt(n) segments of equal
+    saved bytes.
 
     Args:
         segments: how many segments; by default the square root of the number of blocks.
@@ -77,12 +79,15 @@ def sqrt(segments: int | None = None) -> Policy:
 def selective(*, recompute_ops: Sequence[str] | None = None, save_ops: Sequence[str] | None = None) -> Policy:
     """Recompute what is large and cheap.
 
-    Without arguments: Megatron's core attention (arXiv 2205.05198, section 5): all between q, k, v and the output projection, softmax and
-    dropout included. Where attention is one fused operation, its output is given up and the operation replayed.
+    Without arguments: Megatron's core attention (arXiv 2205.05198, section 5): all between q, k, v and the
+    output projection, softmax and dropout included. Where attention is one fused operation, its output is
+    given up and the operation replayed.
 
     Args:
-        recompute_ops: give up what these operations make (``aten.gelu``, ``aten._softmax.default``, ``gelu``), keep the rest.
-        save_ops: per block, keep only what these operations make and what enters the block, recompute the rest.
+        recompute_ops: give up what these operations make (``aten.gelu``, ``aten._softmax.default``,
+            ``gelu``), keep the rest.
+        save_ops: per block, keep only what these operations make and what enters the block, recompute the
+            rest.
     """
     if recompute_ops is not None and save_ops is not None:
         raise PlanError("selective takes recompute_ops= or save_ops=, not both")
@@ -109,37 +114,49 @@ def offload(
     links: Links | None = None,
     slab: bool | None = None,
 ) -> Policy:
-    """Let saved values wait in another tier, the earliest of the forward first: they have the most time for it, and those nearest the loss
-    stay.
+    """Let saved values wait in another tier, the earliest of the forward first: they have the most time for
+    it, and those nearest the loss stay.
 
-    Within a budget as few as will do; without one all but the last ``window_bytes``. Parameters and buffers never travel.
+    Within a budget as few as will do; without one all but the last ``window_bytes``. Parameters and buffers
+    never travel.
 
     Args:
         tier: ``host`` or ``disk``.
         path: the folder for the disk tier's file.
         min_bytes: smaller values stay.
-        window_bytes: the most that is under way at one time in each direction; by default a sixteenth of what autograd saves.
+        window_bytes: the most that is under way at one time in each direction; by default a sixteenth of what
+            autograd saves.
         links: speeds of the tiers, for the predicted time.
-        slab: whether what comes back lies in a slab on the device that is allocated once and stands for the whole step; ``None`` for where the
-            budget has room for it, or without a budget where it costs nothing.
+        slab: whether what comes back lies in a slab on the device that is allocated once and stands for the
+            whole step; ``None`` for where the budget has room for it, or without a budget where it costs
+            nothing.
     """
     from lowtide.plan.move_policies import offload_policy
 
     return offload_policy(Offload(tier, path), min_bytes, window_bytes, links, slab)
 
 
-def compress(codec: str | Codec = "auto", *, min_bytes: int = 1 << 12, then: Offload | None = None, everywhere: bool = False) -> Policy:
+def compress(
+    codec: str | Codec = "auto",
+    *,
+    min_bytes: int = 1 << 12,
+    then: Offload | None = None,
+    everywhere: bool = False,
+) -> Policy:
     """Let saved values wait in fewer bytes.
 
-    A codec whose error is too large for some values names a gentler one (`int4` names `int8`): it is used where backward is linear in the value, so that
-    the gradients keep their expected values (see `lowtide.plan.linear`), and the gentler one elsewhere.
+    A codec whose error is too large for some values names a gentler one (`int4` names `int8`): it is used
+    where backward is linear in the value, so that the gradients keep their expected values (see
+    `lowtide.plan.linear`), and the gentler one elsewhere.
 
     Args:
-        codec: ``auto`` for what is lossless (masks as bits, ReLU's output as bits where only its own backward reads it), a codec's name
-            (``bfloat16``, ``int8``, ``int4``, ``mask``, ``sparse0.6``) or one of your own, which `limit_memory` gets in ``stores=``, too.
+        codec: ``auto`` for what is lossless (masks as bits, ReLU's output as bits where only its own backward
+            reads it), a codec's name (``bfloat16``, ``int8``, ``int4``, ``mask``, ``sparse0.6``) or one of
+            your own, which `limit_memory` gets in ``stores=``, too.
         min_bytes: smaller values stay.
         then: a tier that the compressed values go to.
-        everywhere: use the codec for all values, at the price of biased gradients (docs/stores.md says what that does to a loss).
+        everywhere: use the codec for all values, at the price of biased gradients (docs/stores.md says what
+            that does to a loss).
     """
     from lowtide.plan.move_policies import compress_policy
 
@@ -155,16 +172,19 @@ def partition(
     then: Offload | None = None,
     slab: bool | None = None,
 ) -> Policy:
-    """ZeRO-R's P_a (arXiv 1910.02054, section 6.1): recompute per block, and keep what enters a block in ``size`` parts over the ranks of a group.
+    """ZeRO-R's P_a (arXiv 1910.02054, section 6.1): recompute per block, and keep what enters a block in
+    ``size`` parts over the ranks of a group.
 
     Args:
-        group: the name that the stores know the process group by; what enters a block has to be the same on all its ranks.
+        group: the name that the stores know the process group by; what enters a block has to be the same on
+            all its ranks.
         size: how many ranks it has.
-        values: ``checkpoints`` for what the policy ``full`` keeps, ``all`` to recompute nothing and shard everything that autograd saves.
+        values: ``checkpoints`` for what the policy ``full`` keeps, ``all`` to recompute nothing and shard
+            everything that autograd saves.
         min_bytes: smaller values stay whole.
         then: a tier that the parts go to (P_a+cpu).
-        slab: whether the parts are gathered into a slab on the device that is allocated once and stands for the whole step (ZeRO-R's M_D); ``None``
-            for unless a budget has no room for it.
+        slab: whether the parts are gathered into a slab on the device that is allocated once and stands for
+            the whole step (ZeRO-R's M_D); ``None`` for unless a budget has no room for it.
     """
     from lowtide.plan.move_policies import partition_policy
 
@@ -179,18 +199,21 @@ def mixed(
     codecs: Sequence[Codec] = (),
     everywhere: bool = False,
 ) -> Policy:
-    """Keep, recompute, offload, compress and shard chosen together within a budget: the least extra time found, and how far it is from the least
-    that any schedule with these ways can have. Without a budget: the least memory that is found. See `lowtide.plan.mix`.
+    """Keep, recompute, offload, compress and shard chosen together within a budget: the least extra time
+    found, and how far it is from the least that any schedule with these ways can have. Without a budget: the
+    least memory that is found. See `lowtide.plan.mix`.
 
     Args:
-        ways: how values may move: ``"host"``, ``"disk"``, a codec's name, ``"auto"`` for codecs that lose nothing, or decisions (`Offload` with a path,
-            `Compress`, `Shard` for what enters blocks, `Chain`). By default the next tier down (the disk on a CPU, the host on a GPU) and ``"auto"``.
-        links: speeds of tiers, codecs and groups by name; tiers and codecs are measured where they are not given, a group's speed has to be
-            (`lowtide.measure_links`).
+        ways: how values may move: ``"host"``, ``"disk"``, a codec's name, ``"auto"`` for codecs that lose
+            nothing, or decisions (`Offload` with a path, `Compress`, `Shard` for what enters blocks,
+            `Chain`). By default the next tier down (the disk on a CPU, the host on a GPU) and ``"auto"``.
+        links: speeds of tiers, codecs and groups by name; tiers and codecs are measured where they are not
+            given, a group's speed has to be (`lowtide.measure_links`).
         min_bytes: smaller values do not move.
         window_bytes: the most that is under way at one time in each direction; chosen where it is not given.
         codecs: codecs of your own that ``ways`` name.
-        everywhere: offer codecs for all values, also where they would be replaced by a gentler one (see `compress`).
+        everywhere: offer codecs for all values, also where they would be replaced by a gentler one (see
+            `compress`).
 
     Example:
         >>> from lowtide.plan import policies
@@ -210,11 +233,13 @@ def _policy(name: str, choose: Callable[[StepGraph, Simulator], frozenset[int]])
     return policy
 
 
-# ---- by operation ----------------------------------------------------------------------------------------------------
+# ---- by operation --------------------------------------------------------------------------------
 
 
 def names_match(op: Operation, names: Sequence[str]) -> bool:
-    """Whether an operation goes by one of ``names``: its full name, without overload, or without namespace too."""
+    """Whether an operation goes by one of ``names``: its full name, without overload, or without namespace
+    too.
+    """
     packet = op.name.rsplit(".", 1)[0] if op.name.count(".") > 1 else op.name
     bare = packet.split(".", 1)[-1]
     return any(n in (op.name, packet, bare) for n in (name.replace("::", ".") for name in names))
@@ -226,14 +251,19 @@ def _matching(graph: StepGraph, names: Sequence[str], option: str) -> set[int]:
         if not any(names_match(graph.operations[i], [name]) for i in found):
             known = sorted({op.name for op in graph.operations if op.phase == "forward"})
             raise PlanError(
-                f"{option}: this step runs no operation {name!r}; it runs {', '.join(known[:20])}{' ...' if len(known) > 20 else ''}"
+                f"{option}: this step runs no operation {name!r}; it runs "
+                f"{', '.join(known[:20])}{' ...' if len(known) > 20 else ''}"
             )
     return found
 
 
 def give_up_outputs(sim: Simulator, operations: set[int]) -> frozenset[int]:
     """What stays when the outputs of ``operations`` are given up and replayed from everything else."""
-    return frozenset(v.id for v in sim.graph.values if v.storable and v.producer is not None and v.producer not in operations)
+    return frozenset(
+        v.id
+        for v in sim.graph.values
+        if v.storable and v.producer is not None and v.producer not in operations
+    )
 
 
 def recompute_stored(graph: StepGraph, sim: Simulator, names: Sequence[str]) -> frozenset[int]:
@@ -244,7 +274,9 @@ def recompute_stored(graph: StepGraph, sim: Simulator, names: Sequence[str]) -> 
 def save_stored(graph: StepGraph, sim: Simulator, names: Sequence[str]) -> frozenset[int]:
     """The values that ``selective(save_ops=...)`` stores."""
     chosen = _matching(graph, names, "save_ops")
-    return full_stored(graph, sim) | {w for i in chosen for w in graph.operations[i].writes if graph.values[w].storable}
+    return full_stored(graph, sim) | {
+        w for i in chosen for w in graph.operations[i].writes if graph.values[w].storable
+    }
 
 
 def attention_stored(graph: StepGraph, sim: Simulator) -> frozenset[int]:
@@ -266,8 +298,8 @@ def attention_stored(graph: StepGraph, sim: Simulator) -> frozenset[int]:
                 given |= {op.index} | above | below | _beside(sim, op, below)
     if not given:
         raise PlanError(
-            "selective found no attention (a softmax between two batched products, or a fused attention operation): "
-            "name the operations with recompute_ops= or save_ops="
+            "selective found no attention (a softmax between two batched products, or a fused attention "
+            "operation): name the operations with recompute_ops= or save_ops="
         )
     return give_up_outputs(sim, given)
 
@@ -277,7 +309,9 @@ def _same_place(a: Operation, b: Operation) -> bool:
 
 
 def _upstream(sim: Simulator, op: Operation) -> tuple[set[int], bool]:
-    """Operations between the batched product above ``op`` and ``op``, that product included; whether there is one."""
+    """Operations between the batched product above ``op`` and ``op``, that product included; whether there is
+    one.
+    """
     graph = sim.graph
     found: set[int] = set()
     product = False
@@ -298,7 +332,9 @@ def _upstream(sim: Simulator, op: Operation) -> tuple[set[int], bool]:
 
 
 def _beside(sim: Simulator, op: Operation, region: set[int]) -> set[int]:
-    """What else the operations of ``region`` read that is made near ``op`` without a product: dropout masks."""
+    """What else the operations of ``region`` read that is made near ``op`` without a product: dropout
+    masks.
+    """
     graph = sim.graph
     found: set[int] = set()
     stack = [u for i in region for u in graph.operations[i].reads]
@@ -314,7 +350,9 @@ def _beside(sim: Simulator, op: Operation, region: set[int]) -> set[int]:
 
 
 def _downstream(sim: Simulator, op: Operation, stop: re.Pattern[str]) -> tuple[set[int], bool]:
-    """Operations between ``op`` and the next product, that one not included (its output is what leaves); whether there is one."""
+    """Operations between ``op`` and the next product, that one not included (its output is what leaves);
+    whether there is one.
+    """
     graph = sim.graph
     found: set[int] = set()
     product = False
@@ -324,7 +362,12 @@ def _downstream(sim: Simulator, op: Operation, stop: re.Pattern[str]) -> tuple[s
             below = graph.operations[index]
             if stop.search(below.name):
                 product = True
-            elif index not in found and _same_place(below, op) and len(found) < 16 and not _PRODUCT.search(below.name):
+            elif (
+                index not in found
+                and _same_place(below, op)
+                and len(found) < 16
+                and not _PRODUCT.search(below.name)
+            ):
                 found.add(index)
                 stack.extend(below.writes)
     if not product:

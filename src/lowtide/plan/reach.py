@@ -1,7 +1,9 @@
-"""What brings given-up values back, and what that rests on: the part of a simulation that grows with the number of operations.
+"""What brings given-up values back, and what that rests on: the part of a simulation that grows with the
+number of operations.
 
-A `Reach` has what one step's operations read in the form in which a planner asks for it thousands of times: without parameters and the like, which are
-always there, and without a look at the graph's own objects. `reach.cpp` is the same compiled, for long lists; without a C++ compiler all is done here.
+A `Reach` has what one step's operations read in the form in which a planner asks for it thousands of times:
+without parameters and the like, which are always there, and without a look at the graph's own objects.
+`reach.cpp` is the same compiled, for long lists; without a C++ compiler all is done here.
 """
 
 from __future__ import annotations
@@ -25,7 +27,9 @@ if TYPE_CHECKING:
 
 
 _WORTH_A_CALL = 96
-"""How long a list has to be for a compiled sweep over all operations to take less time than one in Python over those that matter."""
+"""How long a list has to be for a compiled sweep over all operations to take less time than one in Python
+over those that matter.
+"""
 
 
 class Reach:
@@ -51,7 +55,9 @@ class Reach:
             reads = op.reads
             self.reads.append(reads if not any(base[u] for u in reads) else [u for u in reads if not base[u]])
             self.lasting.append(
-                [u for u in reads if not base[u] or end[storage_of[u]] < never] if len(self.reads[-1]) < len(reads) else reads
+                [u for u in reads if not base[u] or end[storage_of[u]] < never]
+                if len(self.reads[-1]) < len(reads)
+                else reads
             )
         self.refused = bytearray(not op.replayable for op in operations)
         self.must_store = bytearray(v.must_store for v in sim.graph.values)
@@ -80,7 +86,9 @@ class Reach:
         return self._compiled if length >= _WORTH_A_CALL else None
 
     def closure(self, given: list[int], flags: bytearray) -> list[int] | None:
-        """The operations that bring ``given`` back from what ``flags`` says is stored, in their order; ``None`` where that is not possible."""
+        """The operations that bring ``given`` back from what ``flags`` says is stored, in their order;
+        ``None`` where that is not possible.
+        """
         sweeps = self._sweeps(len(given))
         if sweeps is not None:
             return sweeps.closure(given, flags)
@@ -94,8 +102,9 @@ class Reach:
         return sorted(needed)
 
     def rests(self, order: list[int], until: dict[int, int], flags: bytearray) -> dict[int, int]:
-        """Rule 3: stored value -> the last release of a given-up saved tensor whose replay reads it, as far as that matters. ``until`` says it for
-        the operations that make these, and in the end for all those in ``order``, which is that of the forward."""
+        """Rule 3: stored value -> the last release of a given-up saved tensor whose replay reads it, as far
+        as that matters. ``until`` says it for the operations that make these, and in the end for all those in
+        ``order``, which is that of the forward."""
         sweeps = self._sweeps(len(order))
         if sweeps is not None:
             return sweeps.rests(order, until, flags)
@@ -115,15 +124,22 @@ class Reach:
         return hold
 
     def close(self, kept: set[int], used: set[int], given: list[int], must: bytearray) -> set[int]:
-        """``used``, some of ``kept``, and what else the operations need that bring ``given`` back: what of ``kept`` they read, and what is a ``must``."""
+        """``used``, some of ``kept``, and what else the operations need that bring ``given`` back: what of
+        ``kept`` they read, and what is a ``must``.
+        """
         sweeps = self._sweeps(len(given))
         if sweeps is not None:
             return sweeps.close(kept, used, given, must)
         storable = self.storable
-        needed = replay_set(given, self.producer, self.reads, lambda u: storable[u] and (u in kept or must[u]))
+        needed = replay_set(
+            given, self.producer, self.reads, lambda u: storable[u] and (u in kept or must[u])
+        )
         read = {u for index in needed if index >= 0 for u in self.reads[index]}
-        # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be replayed, too.
-        return {u for u in used if storable[u] or u not in read} | {u for u in read if storable[u] and (u in kept or must[u])}
+        # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be
+        # replayed, too.
+        return {u for u in used if storable[u] or u not in read} | {
+            u for u in read if storable[u] and (u in kept or must[u])
+        }
 
 
 class _Compiled:
@@ -142,9 +158,17 @@ class _Compiled:
     def closure(self, given: list[int], flags: bytearray) -> list[int] | None:
         """As `Reach.closure`."""
         order = np.empty(self.count, dtype=np.int32)
-        arrays = [*self.reads, self.producer, self.refused, self.must_store, np.frombuffer(flags, dtype=np.uint8)]
+        arrays = [
+            *self.reads,
+            self.producer,
+            self.refused,
+            self.must_store,
+            np.frombuffer(flags, dtype=np.uint8),
+        ]
         asked = np.array(given, dtype=np.int32)
-        found = _call("closure", self.count, *map(_address, arrays), len(asked), _address(asked), _address(order))
+        found = _call(
+            "closure", self.count, *map(_address, arrays), len(asked), _address(asked), _address(order)
+        )
         return None if found < 0 else order[:found].tolist()
 
     def rests(self, order: list[int], until: dict[int, int], flags: bytearray) -> dict[int, int]:
@@ -154,7 +178,9 @@ class _Compiled:
         last[list(until)] = list(until.values())
         hold = np.full(self.values, -1, dtype=np.int64)
         arrays = [*self.lasting, self.producer, np.frombuffer(flags, dtype=np.uint8)]
-        _call("rests", *map(_address, arrays), len(ordered), _address(ordered), _address(last), _address(hold))
+        _call(
+            "rests", *map(_address, arrays), len(ordered), _address(ordered), _address(last), _address(hold)
+        )
         until.update(zip(order, last[ordered].tolist(), strict=True))
         held = np.flatnonzero(hold >= 0)
         return dict(zip(held.tolist(), hold[held].tolist(), strict=True))
@@ -206,12 +232,22 @@ def refuse(sim: Simulator, given: Iterable[int], flags: bytearray) -> NoReturn:
         index = sim.producer[value]
         if index >= 0 and not sim.operations[index].replayable:
             reason = sim.operations[index].reason or "unknown reason"
-            raise PlanError(f"value {value} must be stored: {sim.describe(value)} is not replayable ({reason})")
+            raise PlanError(
+                f"value {value} must be stored: {sim.describe(value)} is not replayable ({reason})"
+            )
     for value in read:
         if not flags[value] and sim.graph.values[value].must_store:
-            raise PlanError(f"value {value} must be stored: {sim.describe(value)} is read by a replay that may not reach further back")
-    _refuse_overwritten(sim, next(u for u in (*read, *given) if flags[u] == 2 or (sim.producer[u] < 0 and not flags[u])))
+            raise PlanError(
+                f"value {value} must be stored: {sim.describe(value)} is read by a replay that may not reach "
+                "further back"
+            )
+    _refuse_overwritten(
+        sim, next(u for u in (*read, *given) if flags[u] == 2 or (sim.producer[u] < 0 and not flags[u]))
+    )
 
 
 def _refuse_overwritten(sim: Simulator, value: int) -> NoReturn:
-    raise PlanError(f"a replay rests on value {value} ({sim.describe(value)}), which the step overwrites: store what is made from it")
+    raise PlanError(
+        f"a replay rests on value {value} ({sim.describe(value)}), which the step overwrites: store what is "
+        "made from it"
+    )

@@ -24,7 +24,8 @@ class Replay:
         tops: (event, bytes of replayed copies at their most within the event, operation that runs then).
         until: operation -> the last release of what rests on it.
         fetched: moved values in the order in which they are fetched.
-        work: (event, operations that run then, moved values that are asked to be fetched ahead after it), in order.
+        work: (event, operations that run then, moved values that are asked to be fetched ahead after it), in
+            order.
         spans, turns: see `lowtide.plan.simulate.Simulation`.
     """
 
@@ -48,12 +49,19 @@ class Walk:
         simulator: of the step.
         flags: as of `Simulator.flags`.
         running: the operations that run again.
-        idle: those that could and never do, for what rests on them is never unpacked -> when the last of that is released.
-        ahead: moved values in the order in which they are fetched ahead of need; without it they are fetched when they are needed.
+        idle: those that could and never do, for what rests on them is never unpacked -> when the last of that
+            is released.
+        ahead: moved values in the order in which they are fetched ahead of need; without it they are fetched
+            when they are needed.
     """
 
     def __init__(
-        self, simulator: Simulator, flags: bytearray, running: list[int], idle: dict[int, int], ahead: list[int] | None = None
+        self,
+        simulator: Simulator,
+        flags: bytearray,
+        running: list[int],
+        idle: dict[int, int],
+        ahead: list[int] | None = None,
     ) -> None:
         self.sim = simulator
         self.flags = flags
@@ -120,7 +128,9 @@ class Walk:
             self.died[lies, False] = self.turn + 1
 
     def run(self, given: list[int], unasked: list[int]) -> None:
-        """Walk the unpack and done events of ``given``, and the releases of the saved tensors ``unasked``, which wait for nothing."""
+        """Walk the unpack and done events of ``given``, and the releases of the saved tensors ``unasked``,
+        which wait for nothing.
+        """
         sim = self.sim
         events: list[tuple[int, int, int]] = []
         for value in given:
@@ -200,9 +210,11 @@ class Walk:
         if asked:
             self.work.append((event, [], asked))
 
-    def _bring(self, value: int, event: int, left: dict[int, int], cached: set[int], again: bool = False) -> None:
-        """Run what ``value`` needs, in forward order, counting readers in ``left`` and caching in ``cached``. What comes ``again`` has memory of
-        its own."""
+    def _bring(
+        self, value: int, event: int, left: dict[int, int], cached: set[int], again: bool = False
+    ) -> None:
+        """Run what ``value`` needs, in forward order, counting readers in ``left`` and caching in ``cached``.
+        What comes ``again`` has memory of its own."""
         sim, flags = self.sim, self.flags
         sizes, previous = sim.value_bytes if again else self.sizes, sim.previous
         slab = sim.slab and not again
@@ -230,7 +242,13 @@ class Walk:
                     scratch += sim.moved[brought].arriving_bytes
             for w in op.writes:
                 old = previous[w]
-                if old >= 0 and old in op.reads and old in cached and left[old] == 1 and not self.handed.get(old, 0):
+                if (
+                    old >= 0
+                    and old in op.reads
+                    and old in cached
+                    and left[old] == 1
+                    and not self.handed.get(old, 0)
+                ):
                     moved.add(old)
                     if slab and old in self.lies:
                         self.lies[w], self.sizes[w] = self.lies.pop(old), 0
@@ -266,7 +284,9 @@ class Walk:
             self._ends(value)
 
     def _again(self, value: int, event: int) -> None:
-        """Rule 7: a later unpack of the same saved tensor runs an uncached replay, or takes the copy that is still cached."""
+        """Rule 7: a later unpack of the same saved tensor runs an uncached replay, or takes the copy that is
+        still cached.
+        """
         before = self.live
         if value in self.cached:
             return

@@ -1,4 +1,6 @@
-"""Search with the exact simulator alone: all plans of a small step, and single exchanges in a good plan of a large one."""
+"""Search with the exact simulator alone: all plans of a small step, and single exchanges in a good plan of a
+large one.
+"""
 
 from __future__ import annotations
 
@@ -42,8 +44,15 @@ class Search:
         """The values that are worth storing: saved, or read by operations that bring saved values back."""
         sim = self.sim
         graph = sim.graph
-        needed = replay_set(sim.droppable, sim.producer, [op.reads for op in graph.operations], lambda u: False) - {-1}
-        read = {u for index in needed for u in graph.operations[index].reads if sim.producer[u] >= 0 and graph.values[u].storable}
+        needed = replay_set(
+            sim.droppable, sim.producer, [op.reads for op in graph.operations], lambda u: False
+        ) - {-1}
+        read = {
+            u
+            for index in needed
+            for u in graph.operations[index].reads
+            if sim.producer[u] >= 0 and graph.values[u].storable
+        }
         return sorted(read | set(sim.droppable))
 
     def everything(self) -> list[Candidate]:
@@ -61,7 +70,9 @@ class Search:
         return self._everything
 
     def polish(self, start: Candidate, budget: int, tries: int = 300) -> Candidate:
-        """Store more where the budget has room, the most seconds a byte first; the exact simulation decides each step."""
+        """Store more where the budget has room, the most seconds a byte first; the exact simulation decides
+        each step.
+        """
         graph, sim = self.sim.graph, self.sim
         best = start
         failures = 0
@@ -73,7 +84,9 @@ class Search:
                 outputs += [earlier for w in outputs for earlier in sim.companions.get(w, ())]
                 size = sum(sim.value_bytes[w] for w in outputs if graph.values[w].storable)
                 if outputs:
-                    moves.append((-(op.seconds + graph.replay_overhead_seconds) / max(size, 1), index, outputs))
+                    moves.append(
+                        (-(op.seconds + graph.replay_overhead_seconds) / max(size, 1), index, outputs)
+                    )
             improved = False
             for _, index, outputs in sorted(moves):
                 if tries <= 0 or failures >= 80:

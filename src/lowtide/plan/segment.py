@@ -1,8 +1,10 @@
-"""What one stretch of stages can do: configurations of stored values, each with its bytes, seconds and memory profile.
+"""What one stretch of stages can do: configurations of stored values, each with its bytes, seconds and memory
+profile.
 
-In: a `Simulator`, its `Stages`, and a range of them whose borders are stored. Out: a list of `Configuration`: the Pareto front that a local
-search finds. A configuration's effect on memory is exact: it comes from the simulator's own replay walk. Decisions are made per operation,
-because an operation that runs again brings all its outputs back.
+In: a `Simulator`, its `Stages`, and a range of them whose borders are stored. Out: a list of `Configuration`:
+the Pareto front that a local search finds. A configuration's effect on memory is exact: it comes from the
+simulator's own replay walk. Decisions are made per operation, because an operation that runs again brings all
+its outputs back.
 """
 
 from __future__ import annotations
@@ -26,13 +28,36 @@ _PRICES = (1.0, 0.3, 3.0, 0.1, 10.0, 0.03, 0.55, 1.7, 100.0, 0.003)
 """Prices of a stored byte at which configurations are sought, in units of the segment's own average."""
 
 LONGEST_SEGMENT = 160
-"""Most operations of several stages that are searched together; a single stage that cannot be cut may be longer, and is searched less."""
+"""Most operations of several stages that are searched together; a single stage that cannot be cut may be
+longer, and is searched less.
+"""
 
-_LP_PRICES = (0.003, 0.01, 0.03, 0.07, 0.13, 0.22, 0.35, 0.5, 0.7, 1.0, 1.4, 2.0, 3.0, 5.0, 9.0, 20.0, 60.0, 300.0)
+_LP_PRICES = (
+    0.003,
+    0.01,
+    0.03,
+    0.07,
+    0.13,
+    0.22,
+    0.35,
+    0.5,
+    0.7,
+    1.0,
+    1.4,
+    2.0,
+    3.0,
+    5.0,
+    9.0,
+    20.0,
+    60.0,
+    300.0,
+)
 
 
 class Segment:
-    """Stages ``first`` to ``last`` (exclusive) of a step, with everything that crosses their borders stored."""
+    """Stages ``first`` to ``last`` (exclusive) of a step, with everything that crosses their borders
+    stored.
+    """
 
     def __init__(self, sim: Simulator, stages: Stages, first: int, last: int, feasible: list[bool]) -> None:
         self.sim = sim
@@ -48,7 +73,11 @@ class Segment:
         made = [w for index in self.operations for w in graph.operations[index].writes]
         self.local = [v for v in made if stages.last_stage[v] < last and v not in stages.everywhere]
         inside = set(self.local)
-        self.owned = [v for v, k in stages.owner.items() if first <= k < last and v not in inside and v not in stages.everywhere]
+        self.owned = [
+            v
+            for v, k in stages.owner.items()
+            if first <= k < last and v not in inside and v not in stages.everywhere
+        ]
         self.given = [v for v in self.local if v in sim.saved_of]
         self.fixed_hold = {v: sim.saved_hold[v] for v in self.owned if v in sim.saved_of}
         self._find_units(inside, feasible)
@@ -58,7 +87,9 @@ class Segment:
         top = stages.base
         before = int(top[fa]) if fa < fb else 0
         self.natural: Bytes = np.concatenate([top[fa:fb], top[wa:wb]]) - before
-        """bytes at its events when nothing is kept, less those before it: what stands beside the step makes no difference"""
+        """bytes at its events when nothing is kept, less those before it: what stands beside the step makes
+        no difference
+        """
         self.flags = bytearray(b"\x01" * len(graph.values))
         self.owned_set = {*self.owned, *self.local}
         """Values whose bytes this segment accounts for."""
@@ -67,7 +98,9 @@ class Segment:
         """configurations at whatever prices they were walked through"""
 
     def content(self) -> Hashable:
-        """All that configurations' memory comes from, in places relative to the segment: equal for the same stages of another step."""
+        """All that configurations' memory comes from, in places relative to the segment: equal for the same
+        stages of another step.
+        """
         sim, graph = self.sim, self.sim.graph
         (fa, fb), (wa, wb) = self.ranges
 
@@ -76,9 +109,15 @@ class Segment:
                 return "end", 0
             if event >= wa:
                 return "window", event - wa
-            return ("forward", max(-1, event - fa)) if event < fb else ("between", int(event >= self.forward_end))
+            return (
+                ("forward", max(-1, event - fa))
+                if event < fb
+                else ("between", int(event >= self.forward_end))
+            )
 
-        names = {w: k for k, w in enumerate(w for index in self.operations for w in graph.operations[index].writes)}
+        names = {
+            w: k for k, w in enumerate(w for index in self.operations for w in graph.operations[index].writes)
+        }
         for v in self.owned:
             names.setdefault(v, len(names))
         storages: dict[int, int] = {}
@@ -103,7 +142,11 @@ class Segment:
                 v in inside,
                 v in owned,
                 place(sim.natural_end[sim.storage_of[v]]),
-                *((place(sim.saved_hold[v]), place(sim.saved_release[v]), sim.unpacked[v]) if v in sim.saved_of else ()),
+                *(
+                    (place(sim.saved_hold[v]), place(sim.saved_release[v]), sim.unpacked[v])
+                    if v in sim.saved_of
+                    else ()
+                ),
                 tuple((place(event), kind) for event, kind, _ in sim.value_events.get(v, ())),
                 tuple(place(sim.release_event[t]) for t in sim.unasked.get(v, ())),
                 tuple(names.get(u, -1) for u in sim.companions.get(v, ())),
@@ -138,12 +181,16 @@ class Segment:
     def places(self) -> tuple[tuple[int, tuple[int, ...]], ...]:
         """Per unit, its position and the places of its outputs among what it writes."""
         writes = {index: self.sim.graph.operations[index].writes for index in self.units}
-        return tuple((self.position[i], tuple(writes[i].index(w) for w in self.outputs[i])) for i in self.units)
+        return tuple(
+            (self.position[i], tuple(writes[i].index(w) for w in self.outputs[i])) for i in self.units
+        )
 
     def _find_units(self, inside: set[int], feasible: list[bool]) -> None:
         """The operations whose outputs may be stored or not, and those without a choice."""
         graph, sim = self.sim.graph, self.sim
-        needed = replay_set(self.given, sim.producer, [op.reads for op in graph.operations], lambda u: u not in inside)
+        needed = replay_set(
+            self.given, sim.producer, [op.reads for op in graph.operations], lambda u: u not in inside
+        )
         self.units: list[int] = []
         self.outputs: dict[int, list[int]] = {}
         self.always: list[int] = []
@@ -171,7 +218,9 @@ class Segment:
 
     def stored_values(self, kept: int) -> list[int]:
         """The values that a configuration stores, borders aside."""
-        return [v for k, index in enumerate(self.units) if kept >> k & 1 for v in self.outputs[index]] + self.always
+        return [
+            v for k, index in enumerate(self.units) if kept >> k & 1 for v in self.outputs[index]
+        ] + self.always
 
     def evaluate(self, kept: int) -> Configuration:
         """The configuration that stores the outputs of the units in ``kept`` (a bit each)."""
@@ -182,7 +231,9 @@ class Segment:
         if walked is None:
             self.known[kept] = self.walked[kept] = walked = self._walk(kept)
         else:
-            self.known[kept] = walked = replace(walked, seconds=self._seconds(self.operations[k] for k in walked.replayed))
+            self.known[kept] = walked = replace(
+                walked, seconds=self._seconds(self.operations[k] for k in walked.replayed)
+            )
         return walked
 
     def _seconds(self, running: Iterable[int]) -> float:
@@ -238,7 +289,9 @@ class Segment:
         if until > hold.get(sid, -1):
             hold[sid] = until
 
-    def _profile(self, hold: dict[int, int], level: list[tuple[int, int]], tops: list[tuple[int, int, int]]) -> tuple[int, int, Bytes]:
+    def _profile(
+        self, hold: dict[int, int], level: list[tuple[int, int]], tops: list[tuple[int, int, int]]
+    ) -> tuple[int, int, Bytes]:
         sim = self.sim
         (fa, fb), (wa, wb) = self.ranges
         split = self.size_forward
@@ -270,7 +323,9 @@ class Segment:
         return held, late, profile
 
     def search(self, effort: int, seeds: list[int], most: int) -> list[Configuration]:
-        """Look for good configurations with at most about ``effort`` evaluations: the Pareto front of what was seen, at most ``most``."""
+        """Look for good configurations with at most about ``effort`` evaluations: the Pareto front of what
+        was seen, at most ``most``.
+        """
         count = len(self.units)
         everything = (1 << count) - 1
         first = self.evaluate(everything)
@@ -292,10 +347,14 @@ class Segment:
         return self.front(most)
 
     def _relaxed(self, prices: list[float]) -> list[int]:
-        """The best configurations when each stored byte costs a price and the window's peak is free: a linear program each."""
+        """The best configurations when each stored byte costs a price and the window's peak is free: a linear
+        program each.
+        """
         graph, sim = self.sim.graph, self.sim
         inside = set(self.local)
-        operations = sorted({*self.units, *(sim.producer[v] for v in self.never if sim.producer[v] in self.position)})
+        operations = sorted(
+            {*self.units, *(sim.producer[v] for v in self.never if sim.producer[v] in self.position)}
+        )
         column = {i: k for k, i in enumerate(operations)}
         unit = {i: len(operations) + k for k, i in enumerate(self.units)}
         rows: list[tuple[list[int], list[float], float]] = []
@@ -322,7 +381,9 @@ class Segment:
         total = len(operations) + len(self.units)
         down = [k for k, (columns, _, _) in enumerate(rows) for _ in columns]
         across = [c for columns, _, _ in rows for c in columns]
-        matrix = csc_array(([x for _, signs, _ in rows for x in signs], (down, across)), shape=(len(rows), total))
+        matrix = csc_array(
+            ([x for _, signs, _ in rows for x in signs], (down, across)), shape=(len(rows), total)
+        )
         right: Any = np.array([r for _, _, r in rows])
         none: Any = -np.inf
         zero: Any = 0
@@ -337,7 +398,9 @@ class Segment:
         scale = 1.0 / max(cost.max(), 1e-12)
 
         def solved(price: float) -> int | None:
-            answer = milp((cost + price * size) * scale, constraints=limits, bounds=between, options={"presolve": False})
+            answer = milp(
+                (cost + price * size) * scale, constraints=limits, bounds=between, options={"presolve": False}
+            )
             if answer.status != 0 or answer.x is None:
                 return None
             return sum(1 << k for k, i in enumerate(self.units) if answer.x[unit[i]] > 0.5)
@@ -345,7 +408,9 @@ class Segment:
         return distinct_answers(solved, prices)
 
     def _descend(self, price: float, transient: float, pairs: bool, most_known: int) -> int:
-        """First-improvement descent by flips, then by pairs of flips, from the best of what is known, until ``most_known`` are known."""
+        """First-improvement descent by flips, then by pairs of flips, from the best of what is known, until
+        ``most_known`` are known.
+        """
         count = len(self.units)
         known, evaluate = self.known, self.evaluate
         kept, best = self._best(price, transient)
@@ -366,7 +431,9 @@ class Segment:
 
     def _best(self, price: float, transient: float) -> tuple[int, float]:
         """The best of what is known, at prices of a held byte and of a byte at the peak, and its score."""
-        rows = np.array([(c.seconds, c.held_bytes, max(c.window_most, c.forward_most)) for c in self.known.values()])
+        rows = np.array(
+            [(c.seconds, c.held_bytes, max(c.window_most, c.forward_most)) for c in self.known.values()]
+        )
         scores = rows[:, 0] + price * rows[:, 1] + transient * rows[:, 2]
         best = float(scores.min())
         alike = np.flatnonzero(scores == best).tolist()
@@ -374,8 +441,13 @@ class Segment:
         return min(kept[k] for k in alike), best
 
     def front(self, most: int) -> list[Configuration]:
-        """The configurations that no other one beats in held bytes, seconds and both peaks, thinned to about ``most``."""
-        everyone = sorted(self.known.values(), key=lambda c: (c.seconds, c.held_bytes, c.window_most, c.forward_most, c.kept))
+        """The configurations that no other one beats in held bytes, seconds and both peaks, thinned to about
+        ``most``.
+        """
+        everyone = sorted(
+            self.known.values(),
+            key=lambda c: (c.seconds, c.held_bytes, c.window_most, c.forward_most, c.kept),
+        )
         table = np.array([(c.held_bytes, c.window_most, c.forward_most) for c in everyone], dtype=np.int64)
         chosen: list[int] = []
         for k in range(len(everyone)):
@@ -388,7 +460,9 @@ class Segment:
 
 
 def distinct_answers(solved: Callable[[float], int | None], prices: list[float]) -> list[int]:
-    """The different answers at ``prices``, which rise. What is best at two prices is best at every price in between: both costs are linear."""
+    """The different answers at ``prices``, which rise. What is best at two prices is best at every price in
+    between: both costs are linear.
+    """
     answers = {at: solved(prices[at]) for at in (0, len(prices) - 1)}
     open_ = [(0, len(prices) - 1)]
     while open_:
@@ -406,9 +480,17 @@ def _thin(everyone: list[Configuration], chosen: list[int], most: int) -> list[i
     held = np.array([everyone[k].held_bytes for k in chosen], dtype=float)
     peak = np.array([max(everyone[k].window_most, everyone[k].forward_most) for k in chosen], dtype=float)
     price = max(float(np.ptp(seconds)), 1e-12) / max(1.0, float(np.ptp(held)))
-    keep: dict[int, None] = dict.fromkeys([0, int(np.argmin(held)), int(np.argmin(peak)), int(np.argmin(held + peak))])
+    keep: dict[int, None] = dict.fromkeys(
+        [0, int(np.argmin(held)), int(np.argmin(peak)), int(np.argmin(held + peak))]
+    )
     for transient in (0.0, 1.0, 0.3, 3.0, 10.0, 0.1, 100.0):
         for factor in [0.0, *np.geomspace(0.003, 300, 24).tolist()]:
             if len(keep) < most:
-                keep[int(np.argmin(seconds + price * factor * held + price * max(factor, 0.1) * transient * peak))] = None
+                keep[
+                    int(
+                        np.argmin(
+                            seconds + price * factor * held + price * max(factor, 0.1) * transient * peak
+                        )
+                    )
+                ] = None
     return sorted(chosen[k] for k in keep)

@@ -1,8 +1,9 @@
 """The exact memory and time of a step under a set of stored values, by walking the step graph's events.
 
-In: a `StepGraph` and the ids of the values that are stored. Out: a `Simulation`: live bytes at every event, their peak and where it stands,
-the operations that run again, and their seconds. The rules are those of docs/design.md ("What the executor does with a plan"), so what is
-predicted here is what the meter reads there. A `Simulator` holds the graph's indices, because a planner asks thousands of times.
+In: a `StepGraph` and the ids of the values that are stored. Out: a `Simulation`: live bytes at every event,
+their peak and where it stands, the operations that run again, and their seconds. The rules are those of
+docs/design.md ("What the executor does with a plan"), so what is predicted here is what the meter reads
+there. A `Simulator` holds the graph's indices, because a planner asks thousands of times.
 """
 
 from __future__ import annotations
@@ -29,18 +30,22 @@ class Simulation:
 
     Attributes:
         stored: the stored values that were asked for.
-        replayed: indices of the operations that run again in backward (the set N of docs/design.md), in forward order.
+        replayed: indices of the operations that run again in backward (the set N of docs/design.md), in
+            forward order.
         given_up: ids of the saved values that are given up.
         peak_bytes: the most live bytes at any moment, within operations and replays too.
         peak_event: index of the event at which the peak stands.
-        peak_operation: the operation that runs then (a replayed one when ``peak_in_replay``), or ``None`` in a step without operations.
+        peak_operation: the operation that runs then (a replayed one when ``peak_in_replay``), or ``None`` in
+            a step without operations.
         peak_in_replay: whether the peak stands within a replay.
         extra_seconds: what the plan adds to the step.
         live_bytes: live bytes after every event.
         top_bytes: the most live bytes at any moment of every event.
-        held_until: storage id -> event after which a plan lets a storage go that would naturally have died earlier.
+        held_until: storage id -> event after which a plan lets a storage go that would naturally have died
+            earlier.
         traffic: what transfers do, where values move.
-        spans: (moved value, whether it is the encoded form on its way in) -> half-open lifetime in turns of the backward, where a slab holds them.
+        spans: (moved value, whether it is the encoded form on its way in) -> half-open lifetime in turns of
+            the backward, where a slab holds them.
         turns: turn -> the event that it is part of.
     """
 
@@ -85,7 +90,8 @@ class Simulator:
         self.plain_live, self.plain_peak = self._plain()
 
     def moving(self, moved: Sequence[Moved], window_bytes: int, slab: bool = False) -> Simulator:
-        """This simulator when some values move: to everything that rests on such a value, an operation that reads nothing brings it back.
+        """This simulator when some values move: to everything that rests on such a value, an operation that
+        reads nothing brings it back.
 
         With ``slab`` what comes back takes no memory of its own, and `Simulation.spans` says when it would.
         """
@@ -163,15 +169,28 @@ class Simulator:
                         self.unpacks[index][k] = (start, at)
                         break
         last = max((self.pack_event[s.id] for s in graph.saved if s.droppable), default=-1)
-        inside = [self.unpacks[s.id][0][0] for s in graph.saved if self.unpacks[s.id] and self.pack_event[s.id] <= last]
+        inside = [
+            self.unpacks[s.id][0][0]
+            for s in graph.saved
+            if self.unpacks[s.id] and self.pack_event[s.id] <= last
+        ]
         self.first_unpack = min(inside, default=end)
         """the event at which backward asks for the first tensor that an executor has packed"""
         self.unasked: dict[int, list[int]] = {}
-        """value -> its droppable saved tensors that are released while backward runs, or later, and that nobody unpacks."""
+        """value -> its droppable saved tensors that are released while backward runs, or later, and that
+        nobody unpacks.
+        """
         for saved in graph.saved:
-            if saved.droppable and not self.unpacks[saved.id] and self.release_event[saved.id] > self.first_unpack:
+            if (
+                saved.droppable
+                and not self.unpacks[saved.id]
+                and self.release_event[saved.id] > self.first_unpack
+            ):
                 self.unasked.setdefault(saved.value, []).append(saved.id)
-        self.own_hold = [max([self.release_event[t], *(until for _, until in self.unpacks[t])]) for t in range(len(graph.saved))]
+        self.own_hold = [
+            max([self.release_event[t], *(until for _, until in self.unpacks[t])])
+            for t in range(len(graph.saved))
+        ]
         self.saved_release: dict[int, int] = {}
         """value -> the last release of its droppable saved tensors."""
         self.saved_hold: dict[int, int] = {}
@@ -182,7 +201,9 @@ class Simulator:
         self.asking: dict[int, int] = {}
         """value -> how many of its droppable saved tensors somebody unpacks."""
         self.value_events: dict[int, list[tuple[int, int, int]]] = {}
-        """value -> (event, kind, saved tensor): kind 0 for done, 1 for the first unpack, 2 for a later one."""
+        """value -> (event, kind, saved tensor): kind 0 for done, 1 for the first unpack, 2 for a later
+        one.
+        """
         for value, tensors in self.saved_of.items():
             self.saved_release[value] = max(self.release_event[t] for t in tensors)
             self.saved_hold[value] = max(self.own_hold[t] for t in tensors)
@@ -197,7 +218,9 @@ class Simulator:
             self.value_events[value] = events
 
     def _natural_timeline(self) -> None:
-        """Live bytes when every droppable saved tensor is given up and nothing is replayed; saved tensors that stay are counted."""
+        """Live bytes when every droppable saved tensor is given up and nothing is replayed; saved tensors
+        that stay are counted.
+        """
         graph, end = self.graph, self.end
         self.natural_end = list(self.free_event)
         for storage in graph.storages:
@@ -211,7 +234,9 @@ class Simulator:
         for storage in graph.storages:
             if storage.producer is not None:
                 change[self.op_event[storage.producer]] += storage.bytes
-            if self.natural_end[storage.id] < end and (storage.producer is not None or storage.kind == "input"):
+            if self.natural_end[storage.id] < end and (
+                storage.producer is not None or storage.kind == "input"
+            ):
                 change[self.natural_end[storage.id]] -= storage.bytes
         self.natural_change = change
         self.scratch = np.zeros(end, dtype=np.int64)
@@ -246,8 +271,8 @@ class Simulator:
         return self.graph.resident_bytes + np.cumsum(change[: self.end])
 
     def flags(self, stored: Iterable[int]) -> bytearray:
-        """One byte a value: 1 where it is stored or stood before the step, 2 where it is kept for backward as PyTorch would keep it but
-        no replay may start from it.
+        """One byte a value: 1 where it is stored or stood before the step, 2 where it is kept for backward as
+        PyTorch would keep it but no replay may start from it.
 
         Raises:
             PlanError: a value cannot be stored.
@@ -260,7 +285,10 @@ class Simulator:
             elif value in self.saved_of:
                 flags[value] = 2
             else:
-                raise PlanError(f"value {value} cannot be stored: {self.describe(value)} is overwritten or resized later in the step")
+                raise PlanError(
+                    f"value {value} cannot be stored: {self.describe(value)} is overwritten or resized later "
+                    "in the step"
+                )
         return flags
 
     def describe(self, value: int) -> str:
@@ -281,7 +309,8 @@ class Simulator:
         return refuse(self, given, flags) if needed is None else needed
 
     def simulate(self, stored: Collection[int], links: Links | None = None) -> Simulation:
-        """The step under ``stored`` (rules 1 to 7 of docs/design.md; for values that move, see docs/stores.md).
+        """The step under ``stored`` (rules 1 to 7 of docs/design.md; for values that move, see
+        docs/stores.md).
 
         Raises:
             PlanError: a value in ``stored`` cannot be stored, or what is given up cannot be brought back.
@@ -325,7 +354,10 @@ class Simulator:
             if top[at] >= peak:
                 event, peak = at, int(top[at])
         operation, in_replay = self._standing(event, peak - int(live[event]) if event >= 0 else 0, replay)
-        extra = sum(self.operations[i].seconds + graph.replay_overhead_seconds for i in [*replay.running, *replay.repeats])
+        extra = sum(
+            self.operations[i].seconds + graph.replay_overhead_seconds
+            for i in [*replay.running, *replay.repeats]
+        )
         traffic = outgoing.traffic(replay, links) if outgoing is not None else None
         if traffic is not None:
             extra += traffic.seconds
@@ -349,7 +381,9 @@ class Simulator:
         )
 
     def least_at(self, stored: Collection[int], event: int) -> int:
-        """No more than `simulate` finds at its most within ``event``: what replays bring back is left out, so there is nothing to walk through."""
+        """No more than `simulate` finds at its most within ``event``: what replays bring back is left out, so
+        there is nothing to walk through.
+        """
         flags = self.flags(stored)
         given = [v for v in self.droppable if not flags[v]]
         hold: dict[int, int] = {}
@@ -387,7 +421,11 @@ class Simulator:
         running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
         order = sorted(every, key=self.place) if self.moved else every
         hold, until = self._rests(order, given, flags)
-        idle = {i: until[i] for i in set(every).difference(running) if until[i] > self.first_unpack} if running is not every else {}
+        idle = (
+            {i: until[i] for i in set(every).difference(running) if until[i] > self.first_unpack}
+            if running is not every
+            else {}
+        )
         unasked = [t for v in given for t in self.unasked.get(v, ())] if self.unasked else []
         walk = Walk(self, flags, running, idle)
         walk.run(unpacked, unasked)
@@ -409,8 +447,12 @@ class Simulator:
             walk.turns,
         )
 
-    def _rests(self, order: list[int], given: list[int], flags: bytearray) -> tuple[dict[int, int], dict[int, int]]:
-        """Rule 3: stored value -> the last release of a given-up saved tensor whose replay reads it; the same for replayed operations."""
+    def _rests(
+        self, order: list[int], given: list[int], flags: bytearray
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Rule 3: stored value -> the last release of a given-up saved tensor whose replay reads it; the same
+        for replayed operations.
+        """
         producer, release = self.producer, self.saved_release
         until: dict[int, int] = {}
         for value in given:
@@ -421,7 +463,8 @@ class Simulator:
 
 
 def simulate(graph: StepGraph, stored: Collection[int]) -> Simulation:
-    """The step of ``graph`` when the values ``stored`` stay and every other droppable saved value is given up.
+    """The step of ``graph`` when the values ``stored`` stay and every other droppable saved value is given
+    up.
 
     Raises:
         PlanError: a value in ``stored`` cannot be stored, or what is given up cannot be brought back.

@@ -1,7 +1,9 @@
-"""Where backward's fetched and gathered values lie: static offsets in one slab on the device, from the lifetimes that the simulator sees.
+"""Where backward's fetched and gathered values lie: static offsets in one slab on the device, from the
+lifetimes that the simulator sees.
 
-ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: the slab is allocated once and stands for the
-whole step, so it is part of the predicted peak. Where it would take the step above its budget the plan goes without.
+ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: the slab is allocated once and
+stands for the whole step, so it is part of the predicted peak. Where it would take the step above its budget
+the plan goes without.
 """
 
 from __future__ import annotations
@@ -18,7 +20,9 @@ from lowtide.plan.simulate import Simulation
 from lowtide.plan.traffic import Moved
 
 ALIGN = 512
-"""Places begin at multiples of this, as what PyTorch's allocators give does: kernels choose their way by it."""
+"""Places begin at multiples of this, as what PyTorch's allocators give does: kernels choose their way by
+it.
+"""
 
 _SECONDS = 0.5
 """The most time that a layout is looked for where greedy orders do not meet the bound."""
@@ -51,9 +55,14 @@ def lay_out(moved: Iterable[Moved], simulation: Simulation) -> SlabLayout:
     """
     by_value = {m.value: m for m in moved}
     keys = list(simulation.spans)
-    sizes = [by_value[value].encoded_bytes + ALIGN if arriving else place_bytes(by_value[value]) for value, arriving in keys]
+    sizes = [
+        by_value[value].encoded_bytes + ALIGN if arriving else place_bytes(by_value[value])
+        for value, arriving in keys
+    ]
     spans = [simulation.spans[key] for key in keys]
-    found = find([first for first, _ in spans], [until for _, until in spans], sizes, align=ALIGN, seconds=_SECONDS)
+    found = find(
+        [first for first, _ in spans], [until for _, until in spans], sizes, align=ALIGN, seconds=_SECONDS
+    )
     return SlabLayout(dict(zip(keys, map(int, found.offsets), strict=True)), found.height)
 
 
@@ -69,7 +78,9 @@ def checked(slab: bool | None) -> bool | None:
 
 
 def with_slab(simulation: Simulation, slab_bytes: int) -> Simulation:
-    """What a step takes that was simulated without its fetched values, when the slab that holds them stands throughout."""
+    """What a step takes that was simulated without its fetched values, when the slab that holds them stands
+    throughout.
+    """
     return replace(
         simulation,
         peak_bytes=simulation.peak_bytes + slab_bytes,
@@ -83,4 +94,6 @@ def without_slab(plan: Plan) -> Plan:
     if not plan.slab_bytes:
         return plan
     moves = tuple(replace(move, place=-1, arrival=-1) for move in plan.moves)
-    return replace(plan, moves=moves, slab_bytes=0, predicted_peak_bytes=plan.loose_peak_bytes, loose_peak_bytes=0)
+    return replace(
+        plan, moves=moves, slab_bytes=0, predicted_peak_bytes=plan.loose_peak_bytes, loose_peak_bytes=0
+    )

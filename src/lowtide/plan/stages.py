@@ -1,8 +1,9 @@
 """Cut the forward of a step into stages that touch each other in few values, and tell which stages are alike.
 
-In: a `Simulator`. Out: `Stages`: ranges of forward operations, the events that belong to each, and who owns the values that cross the cuts.
-A stage's saved tensors are unpacked in one stretch of backward (its window), so what one stage keeps adds to every other stage's memory as
-a constant, and each distinct stage can be solved on its own.
+In: a `Simulator`. Out: `Stages`: ranges of forward operations, the events that belong to each, and who owns
+the values that cross the cuts. A stage's saved tensors are unpacked in one stretch of backward (its window),
+so what one stage keeps adds to every other stage's memory as a constant, and each distinct stage can be
+solved on its own.
 """
 
 from __future__ import annotations
@@ -21,7 +22,8 @@ class Stages:
     """The cut forward.
 
     Attributes:
-        starts: position, in the list of forward operations, of each stage's first one, and the number of forward operations at the end.
+        starts: position, in the list of forward operations, of each stage's first one, and the number of
+            forward operations at the end.
         forward: indices of the forward operations.
         stage_of: value id -> stage that makes it (forward values only).
         last_stage: value id -> last stage that reads or saves it.
@@ -74,7 +76,9 @@ def find_stages(sim: Simulator) -> Stages:
         value = graph.saved[tensor].value
         if value in born:
             last[value] = max(last[value], at)
-    everywhere = frozenset(v for v in born if graph.values[v].storable and last[v] - born[v] > max(2 * LONGEST_STAGE, count // 5))
+    everywhere = frozenset(
+        v for v in born if graph.values[v].storable and last[v] - born[v] > max(2 * LONGEST_STAGE, count // 5)
+    )
     crossing, heavy, blocked = _crossings(sim, born, last, everywhere, count)
     starts = _cut(count, crossing, heavy, blocked)
     of_position = [0] * count
@@ -86,17 +90,34 @@ def find_stages(sim: Simulator) -> Stages:
     owner = _owners(sim, stage_of, last_stage, packs, of_position, position)
     forward_events, window_events = _event_ranges(sim, starts, forward, packs, of_position)
     signature = _signatures(sim, starts, forward, forward_events, window_events)
-    taken = {i: graph.operations[i].scratch_bytes + sum(sim.value_bytes[w] for w in graph.operations[i].writes) for i in forward}
+    taken = {
+        i: graph.operations[i].scratch_bytes + sum(sim.value_bytes[w] for w in graph.operations[i].writes)
+        for i in forward
+    }
     sizable = max(taken.values(), default=0) // 50
     forward_end = max((sim.op_event[i] for i in forward if taken[i] >= sizable), default=0)
     base = _base(sim, everywhere, window_events, of_position, position)
     return Stages(
-        tuple(starts), tuple(forward), stage_of, last_stage, owner, everywhere, forward_events, window_events, signature, base, forward_end
+        tuple(starts),
+        tuple(forward),
+        stage_of,
+        last_stage,
+        owner,
+        everywhere,
+        forward_events,
+        window_events,
+        signature,
+        base,
+        forward_end,
     )
 
 
 def _base(
-    sim: Simulator, everywhere: frozenset[int], windows: tuple[tuple[int, int], ...], of_position: list[int], position: dict[int, int]
+    sim: Simulator,
+    everywhere: frozenset[int],
+    windows: tuple[tuple[int, int], ...],
+    of_position: list[int],
+    position: dict[int, int],
 ) -> Bytes:
     base = sim.natural_live + sim.scratch
     for v in sorted(everywhere):
@@ -123,7 +144,9 @@ def _pack_positions(sim: Simulator, position: dict[int, int]) -> dict[int, int]:
 def _crossings(
     sim: Simulator, born: dict[int, int], last: dict[int, int], everywhere: frozenset[int], count: int
 ) -> tuple[list[int], list[int], list[bool]]:
-    """Per gap after a position: how many values cross, their bytes, and whether one of them cannot be stored."""
+    """Per gap after a position: how many values cross, their bytes, and whether one of them cannot be
+    stored.
+    """
     crossing = [0] * (count + 1)
     heavy = [0] * (count + 1)
     bad = [0] * (count + 1)
@@ -131,7 +154,11 @@ def _crossings(
         stop = last[v]
         if stop <= start or v in everywhere:
             continue
-        for table, amount in ((crossing, 1), (heavy, sim.value_bytes[v]), (bad, 0 if sim.graph.values[v].storable else 1)):
+        for table, amount in (
+            (crossing, 1),
+            (heavy, sim.value_bytes[v]),
+            (bad, 0 if sim.graph.values[v].storable else 1),
+        ):
             table[start] += amount
             table[stop] -= amount
     for table in (crossing, heavy, bad):
@@ -146,7 +173,8 @@ def _cut(count: int, crossing: list[int], heavy: list[int], blocked: list[bool])
     starts.append(count)
     merged = [0]
     for k in range(1, len(starts)):
-        # Stages of one or two operations tell the search nothing: join them with what follows while they stay small.
+        # Stages of one or two operations tell the search nothing: join them with what follows while they stay
+        # small.
         if starts[k] == count or starts[k] - merged[-1] >= 6:
             merged.append(starts[k])
     result = [0]
@@ -156,7 +184,9 @@ def _cut(count: int, crossing: list[int], heavy: list[int], blocked: list[bool])
 
 
 def _split(a: int, b: int, heavy: list[int], blocked: list[bool]) -> list[int]:
-    """End positions of the parts of ``a`` to ``b``, none longer than `LONGEST_STAGE` where that is possible."""
+    """End positions of the parts of ``a`` to ``b``, none longer than `LONGEST_STAGE` where that is
+    possible.
+    """
     if b - a <= LONGEST_STAGE:
         return [b]
     quarter = (b - a) // 4
@@ -232,7 +262,12 @@ def _signatures(
                     parts.append(
                         (-2, sim.value_bytes[v])
                         if old
-                        else (local("value", v), local("storage", value.storage), value.storable, value.must_store)
+                        else (
+                            local("value", v),
+                            local("storage", value.storage),
+                            value.storable,
+                            value.must_store,
+                        )
                     )
                     parts.append(0 if old else sim.value_bytes[v])
         for a, b in (forward_events[k], window_events[k]):
@@ -246,6 +281,8 @@ def _signatures(
                     parts.append(("free", graph.storages[index].bytes))
                 else:
                     value = graph.saved[index].value
-                    parts.append((kind, local("saved", index), local("value", value), graph.saved[index].droppable))
+                    parts.append(
+                        (kind, local("saved", index), local("value", value), graph.saved[index].droppable)
+                    )
         result.append(known.setdefault(tuple(parts), len(known)))
     return tuple(result)

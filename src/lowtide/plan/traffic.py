@@ -2,13 +2,15 @@
 
 The rules, which the executor (`lowtide.run.moved`) follows to the letter:
 
-1. A moved value is encoded (or cut into shards) and its copy out is started right after the operation that wrote it.
-2. Copies out finish in order. When more than the window's bytes wait for theirs, the executor waits for the oldest until they fit, and lets go of
-   what it held for them; whatever is left is waited for when backward asks for its first saved tensor.
-3. In backward a moved value is an operation without inputs: it runs when somebody needs the value, and the result is shared and freed like any
-   replayed value (rules 4 to 7 of docs/design.md).
-4. After backward's first unpack, and after each replay, the moved values that will be asked for next are fetched ahead, in the predicted order, while
-   what was fetched and is not in use yet fits the window.
+1. A moved value is encoded (or cut into shards) and its copy out is started right after the operation that
+  wrote it.
+2. Copies out finish in order. When more than the window's bytes wait for theirs, the executor waits for the
+   oldest until they fit, and lets go of what it held for them; whatever is left is waited for when backward
+   asks for its first saved tensor.
+3. In backward a moved value is an operation without inputs: it runs when somebody needs the value, and the
+   result is shared and freed like any replayed value (rules 4 to 7 of docs/design.md).
+4. After backward's first unpack, and after each replay, the moved values that will be asked for next are
+   fetched ahead, in the predicted order, while what was fetched and is not in use yet fits the window.
 5. What is stored of a value is kept until the last saved tensor that rests on it is released.
 """
 
@@ -82,7 +84,9 @@ class Moved:
 
     @property
     def tier(self) -> str:
-        """The tier that it goes to, or the group that it is sharded over; empty when it stays on the device."""
+        """The tier that it goes to, or the group that it is sharded over; empty when it stays on the
+        device.
+        """
         then = stages(self.decision)[1]
         return then.tier if then is not None else ""
 
@@ -98,19 +102,23 @@ class Moved:
 
     @property
     def beside_slab_bytes(self) -> int:
-        """Bytes that fetching it ahead takes where it comes into a slab: what a gather allocates on the way."""
+        """Bytes that fetching it ahead takes where it comes into a slab: what a gather allocates on the
+        way.
+        """
         return 0 if self.tier else self.gather_bytes
 
 
 def gather_bytes(decision: Moving, encoded_bytes: int) -> int:
-    """What gathering the parts of a sharded value may allocate on the way: Gloo copies its input and its output."""
+    """What gathering the parts of a sharded value may allocate on the way: Gloo copies its input and its
+    output.
+    """
     first, _ = stages(decision)
     return encoded_bytes * (first.size + 1) if isinstance(first, Shard) else 0
 
 
 def ahead_bytes(decision: Moving, bytes_: int, encoded_bytes: int) -> int:
-    """Bytes that fetching a value ahead takes: what a tier stores of it, or the gathered value; nothing can be done ahead for what waits encoded on
-    the device."""
+    """Bytes that fetching a value ahead takes: what a tier stores of it, or the gathered value; nothing can
+    be done ahead for what waits encoded on the device."""
     first, then = stages(decision)
     if then is not None:
         return encoded_bytes
@@ -118,8 +126,8 @@ def ahead_bytes(decision: Moving, bytes_: int, encoded_bytes: int) -> int:
 
 
 def fetch_operations(graph: StepGraph, moved: Sequence[Moved], slab: bool = False) -> list[Operation]:
-    """One operation for each moved value that writes it and reads nothing; they stand behind the graph's own. With a slab encoded forms arrive
-    there."""
+    """One operation for each moved value that writes it and reads nothing; they stand behind the graph's own.
+    With a slab encoded forms arrive there."""
     return [
         Operation(
             index=len(graph.operations) + k,
@@ -156,7 +164,9 @@ class Traffic:
 
 
 class Outgoing:
-    """Rules 1, 2 and 5: what is held for copies that are under way, and what encoded forms take on the device."""
+    """Rules 1, 2 and 5: what is held for copies that are under way, and what encoded forms take on the
+    device.
+    """
 
     def __init__(self, sim: Simulator, until: dict[int, int]) -> None:
         self.sim = sim
@@ -171,7 +181,11 @@ class Outgoing:
         waiting: deque[int] = deque()
         bytes_ = 0
         order = sorted(
-            self.gone, key=lambda v: (graph.values[v].producer or 0, graph.operations[graph.values[v].producer or 0].writes.index(v))
+            self.gone,
+            key=lambda v: (
+                graph.values[v].producer or 0,
+                graph.operations[graph.values[v].producer or 0].writes.index(v),
+            ),
         )
         self.order = order
         for value in order:
@@ -207,11 +221,15 @@ class Outgoing:
         return np.cumsum(change[:end])
 
     def scratch(self, plain: Bytes) -> Bytes:
-        """The most that is allocated beyond what is live after each event: an operation's scratch is gone when its outputs are encoded."""
+        """The most that is allocated beyond what is live after each event: an operation's scratch is gone
+        when its outputs are encoded.
+        """
         found = plain.copy()
         by_event: dict[int, list[int]] = {}
         for value in self.order:
-            by_event.setdefault(self.sim.op_event[self.sim.graph.values[value].producer or 0], []).append(value)
+            by_event.setdefault(self.sim.op_event[self.sim.graph.values[value].producer or 0], []).append(
+                value
+            )
         for event, values in by_event.items():
             encoded = sum(self.sim.moved[v].encoded_bytes for v in values if self.sim.moved[v].encoded)
             most = max(self.sim.moved[v].codec_scratch_bytes for v in values)
@@ -242,7 +260,11 @@ class Outgoing:
                 counted = written if way == "out" else read
                 counted[name] = counted.get(name, 0) + bytes_
             begin = max(free.get((name, way), 0.0), clock)
-            speed = (link.write_bytes_per_second if way == "out" else link.read_bytes_per_second) if link else float("inf")
+            speed = (
+                (link.write_bytes_per_second if way == "out" else link.read_bytes_per_second)
+                if link
+                else float("inf")
+            )
             ready[value] = free[name, way] = begin + (link.latency_seconds if link else 0.0) + bytes_ / speed
 
         outs: dict[int, list[int]] = {}
@@ -280,6 +302,11 @@ class Outgoing:
                     start(value, "in")
                     early.add(value)
         for name, link in speeds.items():
-            busy += link.busy * (written.get(name, 0) / link.write_bytes_per_second + read.get(name, 0) / link.read_bytes_per_second)
+            busy += link.busy * (
+                written.get(name, 0) / link.write_bytes_per_second
+                + read.get(name, 0) / link.read_bytes_per_second
+            )
         lifetimes = {v: (sim.op_event[graph.values[v].producer or 0], self.gone[v] + 1) for v in self.order}
-        return Traffic(clock - plain + busy, busy, written, read, list(dict.fromkeys(replay.fetched)), lifetimes)
+        return Traffic(
+            clock - plain + busy, busy, written, read, list(dict.fromkeys(replay.fetched)), lifetimes
+        )

@@ -1,7 +1,8 @@
 """Plans and graphs for other sizes of a step: the same operations on other lengths or batches.
 
-`transfer` carries a plan's decisions over to such a step and simulates them exactly there. `dominates` says that whatever holds a larger step
-within a budget holds a smaller one. `interpolate` makes the graph of a length between those that were traced.
+`transfer` carries a plan's decisions over to such a step and simulates them exactly there. `dominates` says
+that whatever holds a larger step within a budget holds a smaller one. `interpolate` makes the graph of a
+length between those that were traced.
 """
 
 from __future__ import annotations
@@ -24,7 +25,9 @@ CARRIED = "decisions carried over from a step of another size; no lower bound wa
 
 
 def same_program(a: StepGraph, b: StepGraph) -> bool:
-    """Whether two steps run the same operations on the same values, whatever their sizes, times and order of events."""
+    """Whether two steps run the same operations on the same values, whatever their sizes, times and order of
+    events.
+    """
     return (
         len(a.operations) == len(b.operations)
         and len(a.values) == len(b.values)
@@ -39,7 +42,8 @@ def same_program(a: StepGraph, b: StepGraph) -> bool:
         )
         and a.values == b.values
         and [(s.kind, s.producer) for s in a.storages] == [(s.kind, s.producer) for s in b.storages]
-        and [(s.value, s.droppable, s.forced) for s in a.saved] == [(s.value, s.droppable, s.forced) for s in b.saved]
+        and [(s.value, s.droppable, s.forced) for s in a.saved]
+        == [(s.value, s.droppable, s.forced) for s in b.saved]
     )
 
 
@@ -53,7 +57,8 @@ def transfer(
     codecs: Sequence[Codec] = (),
     simulator: Simulator | None = None,
 ) -> Plan | None:
-    """The decisions of ``plan`` for another step of the same operations, with the exact peak and the times that they have there.
+    """The decisions of ``plan`` for another step of the same operations, with the exact peak and the times
+    that they have there.
 
     Args:
         plan: the plan.
@@ -89,22 +94,27 @@ def transfer(
 
 
 def dominates(larger: StepGraph, smaller: StepGraph) -> bool:
-    """Whether every plan in which nothing moves has at most the peak in ``smaller`` that it has in ``larger``: the same events, and nothing larger."""
+    """Whether every plan in which nothing moves has at most the peak in ``smaller`` that it has in
+    ``larger``: the same events, and nothing larger.
+    """
     return (
         same_program(larger, smaller)
         and larger.events == smaller.events
         and larger.resident_bytes >= smaller.resident_bytes
         and all(x.bytes >= y.bytes for x, y in zip(larger.storages, smaller.storages, strict=True))
-        and all(x.scratch_bytes >= y.scratch_bytes for x, y in zip(larger.operations, smaller.operations, strict=True))
+        and all(
+            x.scratch_bytes >= y.scratch_bytes
+            for x, y in zip(larger.operations, smaller.operations, strict=True)
+        )
     )
 
 
 def interpolate(traced: Mapping[int, StepGraph], length: int) -> StepGraph | None:
     """The step at a length between those that were traced, three at least.
 
-    Every size is taken for a straight line, or for a multiple of the square, in the length, and all traced steps have to agree on which; with
-    four of them any quadratic will do. Times follow the power law between the neighbours. Whether the program takes the same operations at
-    that length is for the executor to see.
+    Every size is taken for a straight line, or for a multiple of the square, in the length, and all traced
+    steps have to agree on which; with four of them any quadratic will do. Times follow the power law between
+    the neighbours. Whether the program takes the same operations at that length is for the executor to see.
 
     Args:
         traced: length -> the step's graph.
@@ -120,7 +130,10 @@ def interpolate(traced: Mapping[int, StepGraph], length: int) -> StepGraph | Non
         return None
     graphs = [traced[n] for n in known]
     first = graphs[0]
-    if not all(same_program(first, g) and g.events == first.events and len(g.withheld) == len(first.withheld) for g in graphs[1:]):
+    if not all(
+        same_program(first, g) and g.events == first.events and len(g.withheld) == len(first.withheld)
+        for g in graphs[1:]
+    ):
         return None
     below = max(k for k, n in enumerate(known) if n < length)
     share = math.log(length / known[below]) / math.log(known[below + 1] / known[below])
@@ -142,7 +155,8 @@ def interpolate(traced: Mapping[int, StepGraph], length: int) -> StepGraph | Non
             for like in zip(*(g.operations for g in graphs), strict=True)
         )
         storages = tuple(
-            replace(like[0], bytes=sizes.of(s.bytes for s in like)) for like in zip(*(g.storages for g in graphs), strict=True)
+            replace(like[0], bytes=sizes.of(s.bytes for s in like))
+            for like in zip(*(g.storages for g in graphs), strict=True)
         )
         saved = tuple(
             replace(like[0], shape=tuple(map(sizes.of, zip(*(s.shape for s in like), strict=True))))
@@ -184,7 +198,9 @@ class _Sizes:
         return size
 
     def scratch(self, sizes: Iterable[int]) -> int:
-        """As `of`; but what an operation takes for its threads and blocks changes in steps, and is known where both neighbours agree."""
+        """As `of`; but what an operation takes for its threads and blocks changes in steps, and is known
+        where both neighbours agree.
+        """
         several = tuple(sizes)
         between = several[self.below : self.below + 2]
         return between[0] if between[0] == between[1] else self.of(several)

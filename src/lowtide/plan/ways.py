@@ -1,7 +1,7 @@
 """The ways in which each saved value of a step may move, and what each of them costs.
 
-In: the decisions that a user offers (`Offload`, `Compress`, `Shard`, `Chain`), and speeds. Out: for each value that may move, one `Moved` for
-each decision that fits it.
+In: the decisions that a user offers (`Offload`, `Compress`, `Shard`, `Chain`), and speeds. Out: for each
+value that may move, one `Moved` for each decision that fits it.
 """
 
 from __future__ import annotations
@@ -37,7 +37,10 @@ def decision_of(way: str | Moving) -> Moving:
         return Offload(way) if way in ("host", "disk") else Compress(way)
     if isinstance(way, Offload | Compress | Shard | Chain):
         return way
-    raise PlanError(f"{way!r} is no way to move a value: give 'host', 'disk', a codec's name, or an Offload, Compress, Shard or Chain")
+    raise PlanError(
+        f"{way!r} is no way to move a value: give 'host', 'disk', a codec's name, or an Offload, Compress, "
+        "Shard or Chain"
+    )
 
 
 def default_ways(device: str) -> tuple[Moving, ...]:
@@ -46,13 +49,19 @@ def default_ways(device: str) -> tuple[Moving, ...]:
 
 
 def ways_of(
-    sim: Simulator, decisions: Sequence[Moving], links: Links, min_bytes: int, codecs: Sequence[Codec] = (), everywhere: bool = False
+    sim: Simulator,
+    decisions: Sequence[Moving],
+    links: Links,
+    min_bytes: int,
+    codecs: Sequence[Codec] = (),
+    everywhere: bool = False,
 ) -> Ways:
     """For each value that may move, the ways that fit it.
 
-    ``Compress("auto")`` is a codec that loses nothing, where one is known to fit; other codecs are offered where they save something, and as their
-    gentler forms where backward is not linear in the value (unless ``everywhere``). Only what enters a block is offered to a `Shard`: what lies
-    within one differs between the ranks of a tensor-parallel group.
+    ``Compress("auto")`` is a codec that loses nothing, where one is known to fit; other codecs are offered
+    where they save something, and as their gentler forms where backward is not linear in the value (unless
+    ``everywhere``). Only what enters a block is offered to a `Shard`: what lies within one differs between
+    the ranks of a tensor-parallel group.
     """
     dtypes = dtypes_of(sim)
     sharded = any(isinstance(stages(d)[0], Shard) for d in decisions)
@@ -66,7 +75,11 @@ def ways_of(
             if isinstance(first, Shard) and value not in entering:
                 continue
             if isinstance(first, Compress):
-                name = lossless_codec(sim, value, dtypes[value]) if first.codec == "auto" else fitting[first.codec](value)
+                name = (
+                    lossless_codec(sim, value, dtypes[value])
+                    if first.codec == "auto"
+                    else fitting[first.codec](value)
+                )
                 if not name:
                     continue
                 first = Compress(name)
@@ -80,9 +93,14 @@ def ways_of(
 
 
 def missing_links(
-    decisions: Sequence[Moving], links: Links | None, codecs: Sequence[Codec], device: str, room_bytes: int | None = None
+    decisions: Sequence[Moving],
+    links: Links | None,
+    codecs: Sequence[Codec],
+    device: str,
+    room_bytes: int | None = None,
 ) -> dict[str, Link]:
-    """The links that were given, and those that were not: measured in at most ``room_bytes``, once in a process.
+    """The links that were given, and those that were not: measured in at most ``room_bytes``, once in a
+    process.
 
     Raises:
         PlanError: a group's is missing, which one rank cannot measure.
@@ -93,8 +111,9 @@ def missing_links(
         first, then = stages(decision)
         if isinstance(first, Shard) and first.group not in given:
             raise PlanError(
-                f"how fast is the group {first.group!r}? Planning happens on one rank, so it is measured before, by all: "
-                f"links=lowtide.measure_links(Shard({first.group!r}, {first.size}), stores=...)"
+                f"how fast is the group {first.group!r}? Planning happens on one rank, so it is measured "
+                f"before, by all: links=lowtide.measure_links(Shard({first.group!r}, {first.size}), "
+                "stores=...)"
             )
         missing: list[Moving] = []
         if isinstance(first, Compress) and not set(codecs_behind(first.codec, codecs)) <= given.keys():
@@ -103,7 +122,8 @@ def missing_links(
             missing.append(then)
         for part in missing:
             known = _measured(device, part, tuple((type(codec), codec.name) for codec in codecs))
-            if not known:  # later plans are made beside the tensors of a step, where there is no room to measure
+            # later plans are made beside the tensors of a step, where there is no room to measure
+            if not known:
                 known.update(supply().link_speeds([part], codecs, device, room_bytes))
             found.update(known)
     return {**found, **given}

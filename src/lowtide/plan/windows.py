@@ -1,16 +1,18 @@
 """One stage's backward in the bound's linear program, a backward node at a time.
 
-The window of a stage is split into granules: a batch of unpacks and what runs until the next. Because an operation runs again at most once,
-it has run again by granule g (a_i,g = 1) or not, and what it brought back waits for whoever still wants it:
+The window of a stage is split into granules: a batch of unpacks and what runs until the next. Because an
+operation runs again at most once, it has run again by granule g (a_i,g = 1) or not, and what it brought back
+waits for whoever still wants it:
 
     a_i,g-1 <= a_i,g <= r_i                  g = 0 stands for before the window
-    a_i,g <= s_u + a_prod(u),g               for what operation i reads (values of other stages: s_u + r_prod(u))
-    s_v + a_prod(v),g >= 1                   for what granule g unpacks
-    there_v,g >= s_v + a_prod(v),g           until the last unpack of v (s_v or a, where the operation has several outputs)
-    there_u,g >= s_u + a_prod(u),g + r_i - a_i,g - 1      for a reader i that has yet to run
+    a_i,g <= s_u + a_prod(u),g               for what operation i reads (values of other stages: s_u +
+    r_prod(u)) s_v + a_prod(v),g >= 1                   for what granule g unpacks
+    there_v,g >= s_v + a_prod(v),g           until the last unpack of v (s_v or a, where the operation has
+    several outputs) there_u,g >= s_u + a_prod(u),g + r_i - a_i,g - 1      for a reader i that has yet to run
 
-and the memory row of the granule's worst moment counts what is there in place of what is stored. A value that is replayed for one granule
-and wanted by a later one takes memory at the moments between: that is what the plain relaxation does not see.
+and the memory row of the granule's worst moment counts what is there in place of what is stored. A value that
+is replayed for one granule and wanted by a later one takes memory at the moments between: that is what the
+plain relaxation does not see.
 """
 
 from __future__ import annotations
@@ -31,12 +33,18 @@ class Window:
         self.again: dict[int, list[int]] = {}
         sim = relaxation.sim
         start, end = relaxation.stages.window_events[stage]
-        self.operations = [i for i in relaxation.stages.operations(max(0, stage - depth), stage + 1) if i in relaxation.op_column]
+        self.operations = [
+            i
+            for i in relaxation.stages.operations(max(0, stage - depth), stage + 1)
+            if i in relaxation.op_column
+        ]
         inside = set(self.operations)
         self.values = [
             v
             for v in relaxation.values
-            if sim.producer[v] in inside and sim.natural_end[sim.storage_of[v]] <= start and relaxation.replay_column(v) is not None
+            if sim.producer[v] in inside
+            and sim.natural_end[sim.storage_of[v]] <= start
+            and relaxation.replay_column(v) is not None
         ]
         self.granules = self._granules(start, end)
 
@@ -79,7 +87,8 @@ class Window:
         self.again = again
         mine = set(self.values)
         for other in others:
-            # Backward comes to the later stage first: what has run again by the end of one window has before the other.
+            # Backward comes to the later stage first: what has run again by the end of one window has before
+            # the other.
             sooner, later = (self, other) if self.stage > other.stage else (other, self)
             for i in sooner.again.keys() & later.again.keys():
                 program.row([(sooner.again[i][-1], 1.0), (later.again[i][0], -1.0)], 0.0)
@@ -96,7 +105,9 @@ class Window:
                         program.row([(again[i][g], 1.0), *there, (again[sim.producer[u]][g], -1.0)], 0.0)
                 else:
                     program.row([(again[i][count], 1.0), *rel.available(u)], 0.0)
-        memory: list[list[tuple[int, float]]] = [[(c, b / scale) for c, b in rel.held_at(moment, mine)] for moment, _ in self.granules]
+        memory: list[list[tuple[int, float]]] = [
+            [(c, b / scale) for c, b in rel.held_at(moment, mine)] for moment, _ in self.granules
+        ]
         for v in self.values:
             self._add_value(program, v, again, memory, scale)
         for (moment, _), entries in zip(self.granules, memory, strict=True):
@@ -104,10 +115,19 @@ class Window:
 
     def _stored(self, value: int, factor: float) -> list[tuple[int, float]]:
         """Entry of s_v where ``value`` can be stored for replays."""
-        return [(self.relaxation.column[value], factor)] if self.relaxation.sim.graph.values[value].storable else []
+        return (
+            [(self.relaxation.column[value], factor)]
+            if self.relaxation.sim.graph.values[value].storable
+            else []
+        )
 
     def _add_value(
-        self, program: Program, v: int, again: dict[int, list[int]], memory: list[list[tuple[int, float]]], scale: float
+        self,
+        program: Program,
+        v: int,
+        again: dict[int, list[int]],
+        memory: list[list[tuple[int, float]]],
+        scale: float,
     ) -> None:
         """Where ``v`` is demanded and where it waits."""
         rel = self.relaxation
@@ -142,5 +162,14 @@ class Window:
                 if v in rel.span and moment < rel.span[v][1]:
                     program.row([*self._stored(v, 1.0), (there, -1.0)], 0.0)
                 for i in readers:
-                    program.row([*stored, (again[p][g], 1.0), (rel.op_column[i], 1.0), (again[i][g], -1.0), (there, -1.0)], 1.0)
+                    program.row(
+                        [
+                            *stored,
+                            (again[p][g], 1.0),
+                            (rel.op_column[i], 1.0),
+                            (again[i][g], -1.0),
+                            (there, -1.0),
+                        ],
+                        1.0,
+                    )
                 memory[g - 1].append((there, size))

@@ -1,4 +1,6 @@
-"""Live memory over one step, before and after: drawn with braille dots in a terminal, with matplotlib in a file."""
+"""Live memory over one step, before and after: drawn with braille dots in a terminal, with matplotlib in a
+file.
+"""
 
 from __future__ import annotations
 
@@ -58,7 +60,9 @@ class Curve:
         return result
 
 
-def terminal_picture(curves: Sequence[Curve], budget_bytes: int | None = None, width: int = 80, height: int = 12) -> Text:
+def terminal_picture(
+    curves: Sequence[Curve], budget_bytes: int | None = None, width: int = 80, height: int = 12
+) -> Text:
     """The curves over one time axis, with the budget as a line.
 
     Args:
@@ -90,14 +94,18 @@ def terminal_picture(curves: Sequence[Curve], budget_bytes: int | None = None, w
             if live is None:
                 break
             y = level(live)
-            for between in range(min(y, y if before is None else before), max(y, y if before is None else before) + 1):
+            for between in range(
+                min(y, y if before is None else before), max(y, y if before is None else before) + 1
+            ):
                 dot(x, between, style)
             before = y
 
     picture = Text()
     for row in range(down):
         label = format_bytes(top) if row == 0 else "0 B" if row == down - 1 else ""
-        picture.append(f"{label:>{margin}} │" if row not in (0, down - 1) else f"{label:>{margin}} ┤", style="dim")
+        picture.append(
+            f"{label:>{margin}} │" if row not in (0, down - 1) else f"{label:>{margin}} ┤", style="dim"
+        )
         for code, style in zip(bits[row], styles[row], strict=True):
             picture.append(chr(0x2800 + code), style=style)
         picture.append("\n")
@@ -113,7 +121,9 @@ def terminal_picture(curves: Sequence[Curve], budget_bytes: int | None = None, w
     return picture
 
 
-def save_picture(path: Path, curves: Sequence[Curve], budget_bytes: int | None = None, title: str = "") -> None:
+def save_picture(
+    path: Path, curves: Sequence[Curve], budget_bytes: int | None = None, title: str = ""
+) -> None:
     """Draw the curves into a file; its name's ending says which format.
 
     Raises:
@@ -130,9 +140,17 @@ def save_picture(path: Path, curves: Sequence[Curve], budget_bytes: int | None =
         when = [0.0, *(second for second, _ in curve.moments)]
         live = [curve.moments[0][1] if curve.moments else 0, *(count for _, count in curve.moments)]
         label = f"{curve.label}: peak {format_bytes(curve.peak_bytes)}, {seconds_text(curve.seconds)}"
-        axes.step(when, [count / 2**20 for count in live], where="post", color=colour, linewidth=1, label=label)
+        axes.step(
+            when, [count / 2**20 for count in live], where="post", color=colour, linewidth=1, label=label
+        )
     if budget_bytes is not None:
-        axes.axhline(budget_bytes / 2**20, color="tab:orange", linestyle="--", linewidth=1, label=f"budget {format_bytes(budget_bytes)}")
+        axes.axhline(
+            budget_bytes / 2**20,
+            color="tab:orange",
+            linestyle="--",
+            linewidth=1,
+            label=f"budget {format_bytes(budget_bytes)}",
+        )
     axes.set(xlabel="seconds since the step began", ylabel="live memory (MiB)", title=title, ylim=(0, None))
     axes.legend(loc="lower right", fontsize="small")
     axes.grid(alpha=0.3)

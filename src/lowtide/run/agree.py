@@ -1,10 +1,12 @@
-"""Ranks that share collectives share a plan, so that a recomputed collective is issued by all of them or by none.
+"""Ranks that share collectives share a plan, so that a recomputed collective is issued by all of them or by
+none.
 
-The ranks of one tensor-parallel group tell each other what they know before a plan is made: the room that their budgets leave, and what was
-learned from the last step. The first of them solves for the tightest and sends the plan to the others. So do the ranks of a group that `Stores` was
-given to shard over: each keeps a part of the same values. Collectives are recomputed only
-where all ranks trace the same program; else each plans alone and keeps what collectives return. Data-parallel ranks and pipeline stages
-share no layer, and never wait for one another here.
+The ranks of one tensor-parallel group tell each other what they know before a plan is made: the room that
+their budgets leave, and what was learned from the last step. The first of them solves for the tightest and
+sends the plan to the others. So do the ranks of a group that `Stores` was given to shard over: each keeps a
+part of the same values. Collectives are recomputed only where all ranks trace the same program; else each
+plans alone and keeps what collectives return. Data-parallel ranks and pipeline stages share no layer, and
+never wait for one another here.
 """
 
 from __future__ import annotations
@@ -54,7 +56,9 @@ class Agreement:
         return found[0]
 
     def same_program(self, graph: StepGraph) -> bool:
-        """Whether every rank runs these operations; when each lets go of what differs by its backend's threads. A collective."""
+        """Whether every rank runs these operations; when each lets go of what differs by its backend's
+        threads. A collective.
+        """
         return len(set(self.share(replace(graph, resident_bytes=0, events=()).fingerprint()))) == 1
 
     def refusal(self, error: BudgetError | None) -> BudgetError | None:
@@ -62,7 +66,8 @@ class Agreement:
         return next((found for found in self.share(error) if found is not None), None)
 
     def solve(self, solve: Callable[[int | None], Plan], graph: StepGraph, limit: int | None) -> Plan:
-        """One plan for all: solved by the first rank, for the least room that any budget leaves. A collective.
+        """One plan for all: solved by the first rank, for the least room that any budget leaves. A
+        collective.
 
         Args:
             solve: from a budget in bytes on this rank to a plan.
@@ -77,9 +82,15 @@ class Agreement:
         answer: tuple[str | None, str, int | None] = (None, "", None)
         if self.rank == 0:
             try:
-                answer = solve(None if tightest is None else tightest + graph.resident_bytes).to_json(), "", None
+                answer = (
+                    solve(None if tightest is None else tightest + graph.resident_bytes).to_json(),
+                    "",
+                    None,
+                )
             except BudgetError as error:
-                smallest = None if error.smallest_bytes is None else error.smallest_bytes - graph.resident_bytes
+                smallest = (
+                    None if error.smallest_bytes is None else error.smallest_bytes - graph.resident_bytes
+                )
                 answer = None, str(error), smallest
         text, message, smallest = self.from_first(answer)
         if text is None:
@@ -88,7 +99,9 @@ class Agreement:
 
 
 def agreement_of(model: torch.nn.Module) -> Agreement | None:
-    """The ranks that share layers of ``model``; ``None`` where there are none, or several different groups."""
+    """The ranks that share layers of ``model``; ``None`` where there are none, or several different
+    groups.
+    """
     groups = {module.group for module in model.modules() if _is_group(getattr(module, "group", None))}
     if len(groups) != 1:
         return None
@@ -98,7 +111,9 @@ def agreement_of(model: torch.nn.Module) -> Agreement | None:
 
 
 def agreement_over(groups: Mapping[str, Any]) -> Agreement | None:
-    """The ranks that hold the same values, over whose group a plan may shard them: where there is one such group, of more than one rank."""
+    """The ranks that hold the same values, over whose group a plan may shard them: where there is one such
+    group, of more than one rank.
+    """
     if len(groups) != 1:
         return None
     (group,) = groups.values()
@@ -108,7 +123,9 @@ def agreement_over(groups: Mapping[str, Any]) -> Agreement | None:
 
 
 def _is_group(group: Any) -> bool:
-    return getattr(group, "process_group", None) is not None and hasattr(group, "global_rank") and group.size > 1
+    return (
+        getattr(group, "process_group", None) is not None and hasattr(group, "global_rank") and group.size > 1
+    )
 
 
 def with_collectives(graph: StepGraph) -> StepGraph:
@@ -117,7 +134,9 @@ def with_collectives(graph: StepGraph) -> StepGraph:
         return graph  # someone else's, which a trace shows as an operation and a run does not
     operations = tuple(
         replace(operation, replayable=True, reason="")
-        if operation.name in FUNCTIONAL_COLLECTIVES and operation.phase == "forward" and operation.reason == "it is a collective"
+        if operation.name in FUNCTIONAL_COLLECTIVES
+        and operation.phase == "forward"
+        and operation.reason == "it is a collective"
         else operation
         for operation in graph.operations
     )

@@ -23,9 +23,10 @@ class apply:
 
     Args:
         plan: made for the very step that runs in the block.
-        verify: ``first`` runs each recorded operation of the first step twice and compares, ``always`` also compares every replayed tensor's
-            digest in every step, ``never`` trusts.
-        stores: groups, codecs of your own and open tiers for a plan that moves values; by default the tiers that it names.
+        verify: ``first`` runs each recorded operation of the first step twice and compares, ``always`` also
+            compares every replayed tensor's digest in every step, ``never`` trusts.
+        stores: groups, codecs of your own and open tiers for a plan that moves values; by default the tiers
+            that it names.
 
     Attributes:
         findings: what the latest step found out.
@@ -47,9 +48,14 @@ class apply:
         if verify not in ("first", "always", "never"):
             raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
         if not isinstance(plan, Plan):
-            raise PlanError(f"apply takes a Plan, not {type(plan).__name__}: make one with lowtide.plan(lowtide.trace(step, *args))")
+            raise PlanError(
+                f"apply takes a Plan, not {type(plan).__name__}: make one with "
+                "lowtide.plan(lowtide.trace(step, *args))"
+            )
         if not plan.program:
-            raise PlanError("this plan has no program to follow: make it with lowtide.plan or lowtide.policies.make_plan")
+            raise PlanError(
+                "this plan has no program to follow: make it with lowtide.plan or lowtide.policies.make_plan"
+            )
         self.plan = plan
         self.stores = stores if stores is not None else Stores()
         self.verify: Verify = verify
@@ -77,7 +83,9 @@ class apply:
         self.findings = recorder.findings
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         assert self._stack is not None and self._director is not None
         self.departed = self._director.departed
         stack, self._stack, self._director = self._stack, None, None

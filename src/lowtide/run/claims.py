@@ -1,9 +1,12 @@
-"""Gathers that a plan runs again: the layers that make them save the gathered tensor, so that it is not gathered a second time in backward.
+"""Gathers that a plan runs again: the layers that make them save the gathered tensor, so that it is not
+gathered a second time in backward.
 
-A sequence-parallel layer saves its shard and gathers it again for its weight's gradient. A plan may run the very same gather for the products
-behind it. So where a first plan does, the step is traced once more with the layers told to save what is gathered: it comes back with the
-replay, serves the products and the weight, and costs nothing in forward. What that is worth (one gather less) and what it takes (the gathered
-tensor stays until the weight's gradient is made) the planner sees, since the second trace shows it; the better plan of the two is taken.
+A sequence-parallel layer saves its shard and gathers it again for its weight's gradient. A plan may run the
+very same gather for the products behind it. So where a first plan does, the step is traced once more with the
+layers told to save what is gathered: it comes back with the replay, serves the products and the weight, and
+costs nothing in forward. What that is worth (one gather less) and what it takes (the gathered tensor stays
+until the weight's gradient is made) the planner sees, since the second trace shows it; the better plan of the
+two is taken.
 """
 
 from __future__ import annotations
@@ -24,12 +27,16 @@ def replayed_gathers(graph: StepGraph, plan: Plan) -> frozenset[int]:
 
 def same_forward(a: StepGraph, b: StepGraph) -> bool:
     """Whether two traces ran the same forward, so that a value of one is a value of the other."""
-    first, second = ([(o.name, o.reads, o.writes) for o in graph.operations if o.phase == "forward"] for graph in (a, b))
+    first, second = (
+        [(o.name, o.reads, o.writes) for o in graph.operations if o.phase == "forward"] for graph in (a, b)
+    )
     return first == second
 
 
 def beside(plan: Plan, plain: Plan) -> Plan:
-    """A plan with claims, told as what it adds to the step without any: the step that ``plain`` is a plan for."""
+    """A plan with claims, told as what it adds to the step without any: the step that ``plain`` is a plan
+    for.
+    """
     less = plain.plain_seconds - plan.plain_seconds
     return replace(
         plan,
@@ -42,12 +49,18 @@ def beside(plan: Plan, plain: Plan) -> Plan:
 
 
 def with_seconds_of(graph: StepGraph, other: StepGraph) -> StepGraph:
-    """The graph with the seconds that another look at such a step saw, operation by operation of one name: two looks never time alike."""
+    """The graph with the seconds that another look at such a step saw, operation by operation of one name:
+    two looks never time alike.
+    """
     waiting: dict[tuple[str, str], deque[float]] = {}
     for operation in other.operations:
         waiting.setdefault((operation.phase, operation.name), deque()).append(operation.seconds)
     operations = tuple(
-        replace(operation, seconds=times.popleft()) if (times := waiting.get((operation.phase, operation.name))) else operation
+        replace(operation, seconds=times.popleft())
+        if (times := waiting.get((operation.phase, operation.name)))
+        else operation
         for operation in graph.operations
     )
-    return replace(graph, operations=operations, plain_seconds=sum(operation.seconds for operation in operations))
+    return replace(
+        graph, operations=operations, plain_seconds=sum(operation.seconds for operation in operations)
+    )

@@ -1,4 +1,6 @@
-"""Leave the recorder around calls of compiled submodules: their operations are one, which nobody looks into."""
+"""Leave the recorder around calls of compiled submodules: their operations are one, which nobody looks
+into.
+"""
 
 from __future__ import annotations
 

@@ -15,7 +15,9 @@ class Director(Protocol):
     """Decides, operation by operation, what the recorder does."""
 
     def passes(self, info: OpInfo) -> bool:
-        """Whether the next operation, if it is ``info``, certainly is not recorded, so that it may pass with the least ado."""
+        """Whether the next operation, if it is ``info``, certainly is not recorded, so that it may pass with
+        the least ado.
+        """
         ...
 
     def skip(self, count: int) -> None:
@@ -23,11 +25,15 @@ class Director(Protocol):
         ...
 
     def wants(self, info: OpInfo) -> bool:
-        """Whether the next operation, if it is ``info``, is to be recorded: asked before it runs, so that nothing is prepared in vain."""
+        """Whether the next operation, if it is ``info``, is to be recorded: asked before it runs, so that
+        nothing is prepared in vain.
+        """
         ...
 
     def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
-        """The operation has run: whether to record it, and which of the ``writes`` values that it wrote stay (missing ones do not)."""
+        """The operation has run: whether to record it, and which of the ``writes`` values that it wrote stay
+        (missing ones do not).
+        """
         ...
 
 
@@ -41,7 +47,9 @@ class Asks(Protocol):
 
 
 class RegionDirector:
-    """Records everything and gives everything up: the rule inside a checkpointing scope, which knows no graph."""
+    """Records everything and gives everything up: the rule inside a checkpointing scope, which knows no
+    graph.
+    """
 
     def passes(self, info: OpInfo) -> bool:
         """Never."""
@@ -81,8 +89,9 @@ class IdleDirector:
 class PlanDirector:
     """Follows a plan's program, operation by operation.
 
-    Where the running step departs from the program (data-dependent routing), it looks ahead for where the two meet again; an operation that
-    the plan does not know is recorded and given up, which is always safe; but not a collective, which other ranks may know.
+    Where the running step departs from the program (data-dependent routing), it looks ahead for where the two
+    meet again; an operation that the plan does not know is recorded and given up, which is always safe; but
+    not a collective, which other ranks may know.
 
     Attributes:
         at: the place in the program.
@@ -111,7 +120,9 @@ class PlanDirector:
         return None
 
     def passes(self, info: OpInfo) -> bool:
-        """Whether the operation is the one that the program has next, does not run again, and moves nothing."""
+        """Whether the operation is the one that the program has next, does not run again, and moves
+        nothing.
+        """
         program, at = self._program, self.at
         if at < len(program):
             step = program[at]
@@ -128,17 +139,24 @@ class PlanDirector:
         return not info.collective if at is None else self._program[at].replayed
 
     def moves_of(self, sizes: list[int]) -> tuple[int, ...]:
-        """For each value that the latest operation wrote, of these bytes, its place among the plan's moves, or -1.
+        """For each value that the latest operation wrote, of these bytes, its place among the plan's moves,
+        or -1.
 
-        Where the step has departed from the program, an operation of one name may be another one: only what comes back as it was may move then.
+        Where the step has departed from the program, an operation of one name may be another one: only what
+        comes back as it was may move then.
         """
         departed = self.departed > 0 or self.missed > 0
 
         def fits(number: int, size: int) -> bool:
             move = self._moves[number]
-            return move.bytes == size and not (departed and isinstance(stages(move.decision)[0], (Compress, Shard)))
+            return move.bytes == size and not (
+                departed and isinstance(stages(move.decision)[0], (Compress, Shard))
+            )
 
-        return tuple(number if number >= 0 and fits(number, size) else -1 for number, size in zip(self.moves, sizes, strict=True))
+        return tuple(
+            number if number >= 0 and fits(number, size) else -1
+            for number, size in zip(self.moves, sizes, strict=True)
+        )
 
     def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
         """What the plan says of it."""

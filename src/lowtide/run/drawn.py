@@ -1,10 +1,12 @@
 """Random operations that a replay can draw again, whoever else draws from the same generator.
 
-All threads of a process share PyTorch's default generator. Whoever reads its state, draws, and later sets that state to draw again is disturbed by
-another thread (one that loads data, say) that draws in between, and disturbs it. So on the CPU an operation that may run again draws from a
-generator of its thread's own, which begins where the shared one stands; then the shared one goes on from where the own one ends, so that the
-numbers are those of the plain step. Where another thread has drawn meanwhile, nothing says whose turn it was: the shared one stays as it is, and
-an operation that only fills a tensor draws anew, from where a number of the shared one says. A replay draws from the own generator alone.
+All threads of a process share PyTorch's default generator. Whoever reads its state, draws, and later sets
+that state to draw again is disturbed by another thread (one that loads data, say) that draws in between, and
+disturbs it. So on the CPU an operation that may run again draws from a generator of its thread's own, which
+begins where the shared one stands; then the shared one goes on from where the own one ends, so that the
+numbers are those of the plain step. Where another thread has drawn meanwhile, nothing says whose turn it was:
+the shared one stays as it is, and an operation that only fills a tensor draws anew, from where a number of
+the shared one says. A replay draws from the own generator alone.
 """
 
 from __future__ import annotations
@@ -33,7 +35,9 @@ _OWN = _Own()
 
 
 def generator_state(device: torch.device, generator: torch.Generator | None) -> bytes:
-    """The random state that an operation on ``device`` is about to use. It lies outside the memory that the budget is about."""
+    """The random state that an operation on ``device`` is about to use. It lies outside the memory that the
+    budget is about.
+    """
     if generator is not None:
         state = generator.get_state()
     elif device.type == "cpu":
@@ -56,7 +60,9 @@ def set_generator_state(device: torch.device, generator: torch.Generator | None,
 
 @functools.cache
 def taking_generator(func: Any) -> tuple[Any, int]:
-    """The overload of a random operation that takes a generator besides (``None`` if there is none), and at which position."""
+    """The overload of a random operation that takes a generator besides (``None`` if there is none), and at
+    which position.
+    """
     if not isinstance(func, torch._ops.OpOverload):
         return None, 0
     wanted = [(a.name, str(a.type)) for a in func._schema.arguments if a.name != "generator"]
@@ -82,8 +88,9 @@ _STATE, _NUMPY, _BYTES = methodcaller("get_state"), methodcaller("numpy"), metho
 def _went_on(generator: torch.Generator, before: bytes, after: torch.Tensor) -> bool:
     """Set a generator's state to ``after`` if it is ``before``; whether it was.
 
-    All of it runs within iterators that Python brings along, between which no other thread gets its turn: one that did would have thousands of
-    its numbers drawn again. The state that is compared is held until all is done, since letting go of a tensor gives others their turn, too.
+    All of it runs within iterators that Python brings along, between which no other thread gets its turn: one
+    that did would have thousands of its numbers drawn again. The state that is compared is held until all is
+    done, since letting go of a tensor gives others their turn, too.
     """
     states, _held = tee(map(_STATE, (generator,)))
     arrays, _held_too = tee(map(_NUMPY, states))
@@ -118,7 +125,9 @@ def drawn(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def drawn_again(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a random operation from the state that was taken down; where that takes the shared generator, it is left as it was."""
+    """Run a random operation from the state that was taken down; where that takes the shared generator, it is
+    left as it was.
+    """
     assert node.random_state is not None
     func, position = taking_generator(node.func)
     if func is not None and node.device.type == "cpu":

@@ -8,7 +8,9 @@ import torch
 
 
 class _Runs:
-    """Notes that a part of the model ran. In a copy of the model it notes nothing: the copy has a limit of its own."""
+    """Notes that a part of the model ran. In a copy of the model it notes nothing: the copy has a limit of
+    its own.
+    """
 
     def __init__(self, name: str = "", ran: dict[str, None] | None = None) -> None:
         self.name, self.ran = name, ran if ran is not None else {}
@@ -37,7 +39,11 @@ class Engagement:
             for name, child in model.named_children()
             if not isinstance(child, torch.jit.ScriptModule)
         ]
-        trained = [p for p in model.parameters() if not torch.nn.parameter.is_lazy(p) and p.is_leaf and p.requires_grad]
+        trained = [
+            p
+            for p in model.parameters()
+            if not torch.nn.parameter.is_lazy(p) and p.is_leaf and p.requires_grad
+        ]
         self._hooks += [p.register_post_accumulate_grad_hook(self._has_gradient) for p in trained]
 
     def _has_gradient(self, _: torch.Tensor) -> None:
@@ -46,8 +52,8 @@ class Engagement:
         called = ", ".join(self._ran)
         self.end()
         warnings.warn(
-            f"the limit on this {self._kind} has not engaged: its parameters got gradients, but its own forward never ran ({called} did). Put the "
-            "limit on what is called, or call the model itself",
+            f"the limit on this {self._kind} has not engaged: its parameters got gradients, but its own "
+            f"forward never ran ({called} did). Put the limit on what is called, or call the model itself",
             self._category,
             stacklevel=2,
         )

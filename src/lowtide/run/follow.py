@@ -1,4 +1,6 @@
-"""The recorder of a step under a plan: it follows the script of an earlier step, or is listened to for one."""
+"""The recorder of a step under a plan: it follows the script of an earlier step, or is listened to for
+one.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +33,14 @@ class Follower(Recorder):
         options: as of `lowtide.run.record.Recorder`.
     """
 
-    def __init__(self, director: Director, *, script: Script | None = None, listener: Listener | None = None, **options: Any) -> None:
+    def __init__(
+        self,
+        director: Director,
+        *,
+        script: Script | None = None,
+        listener: Listener | None = None,
+        **options: Any,
+    ) -> None:
         super().__init__(director, **options)
         self.listener = listener
         self._script = script.entries if script is not None else ()
@@ -86,12 +95,18 @@ class Follower(Recorder):
             pass  # what it runs hangs on who holds the gradients
         elif self.director.passes(info) and not hidden_statistics(info, args):
             kind = WRITE if info.written else PASS
-            keys = {private.storage_key(t) for t in written_tensors(info, args, kwargs) if has_plain_storage(t)}
+            keys = {
+                private.storage_key(t) for t in written_tensors(info, args, kwargs) if has_plain_storage(t)
+            }
             untouched = not any(keys & known.keys() for known in (self._given, self._held))
         director = self.director
         at, departed = (director.at, director.departed) if isinstance(director, PlanDirector) else (0, 0)
         result = super().operation(func, args, kwargs)
-        if isinstance(director, PlanDirector) and self._newest is not newest and (director.at, director.departed) == (at + 1, departed):
+        if (
+            isinstance(director, PlanDirector)
+            and self._newest is not newest
+            and (director.at, director.departed) == (at + 1, departed)
+        ):
             node = self._newest() if self._newest is not None else None
             if node is not None and not any(move >= 0 for move in director.moves):
                 kind = Recipe.of(node, info, result) or ASK

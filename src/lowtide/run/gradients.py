@@ -8,11 +8,16 @@ from lowtide.graph import Event, StepGraph
 
 
 def with_standing_gradients(graph: StepGraph) -> StepGraph:
-    """The step that ``graph`` shows, when the gradients that it made stood before it: what it makes now is added to them and ends at once.
+    """The step that ``graph`` shows, when the gradients that it made stood before it: what it makes now is
+    added to them and ends at once.
 
     Gradients are the storages of the step's own that have a parameter's name.
     """
-    made = {storage.id: storage.bytes for storage in graph.storages if storage.name and storage.producer is not None}
+    made = {
+        storage.id: storage.bytes
+        for storage in graph.storages
+        if storage.name and storage.producer is not None
+    }
     ended = {event.index for event in graph.events if event.kind == "free"}
     last: dict[int, int] = {}
     for place, event in enumerate(graph.events):

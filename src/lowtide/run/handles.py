@@ -23,11 +23,15 @@ class Kept:
 
     __slots__ = ("mover", "tensor", "version", "watch")
 
-    def __init__(self, tensor: torch.Tensor, watch: StepWatch | None = None, mover: Mover | None = None) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, watch: StepWatch | None = None, mover: Mover | None = None
+    ) -> None:
         self.mover = mover
-        # what a node made itself, it must not hold: autograd would never let go of either; nor may a mask that the model returns, too, look as
-        # if its caller held it
-        self.tensor = tensor if tensor.is_leaf or not has_plain_storage(tensor) else private.unseen_alias(tensor)
+        # what a node made itself, it must not hold: autograd would never let go of either; nor may a mask
+        # that the model returns, too, look as if its caller held it
+        self.tensor = (
+            tensor if tensor.is_leaf or not has_plain_storage(tensor) else private.unseen_alias(tensor)
+        )
         if self.tensor is not tensor and tensor.__dict__:
             vars(self.tensor).update(vars(tensor))  # pyright: ignore
         self.version = self.tensor._version
@@ -93,8 +97,9 @@ class Evicted:
         if self.digest is not None and digest(base, value.extent) != self.digest:
             node = value.node
             raise ReplayError(
-                f"{node.func if node is not None else 'an operation'} gave other bytes in its replay than in the forward pass, so this step's "
-                "gradients would be wrong: mark its module with lowtide.policies.keep_all, or run with verify='first' from the start"
+                f"{node.func if node is not None else 'an operation'} gave other bytes in its replay than in "
+                "the forward pass, so this step's gradients would be wrong: mark its module with "
+                "lowtide.policies.keep_all, or run with verify='first' from the start"
             )
         if not self.asked:
             self.asked = True
@@ -121,12 +126,18 @@ class Wrapped:
 
 
 def _is_content(part: Any) -> bool:
-    """Whether a part is a tensor of numbers: offsets and lengths are integers, and a nested tensor is of another shape with others in their place."""
-    return isinstance(part, torch.Tensor) and (part.is_floating_point() or part.is_complex() or is_wrapper(part))
+    """Whether a part is a tensor of numbers: offsets and lengths are integers, and a nested tensor is of
+    another shape with others in their place.
+    """
+    return isinstance(part, torch.Tensor) and (
+        part.is_floating_point() or part.is_complex() or is_wrapper(part)
+    )
 
 
 class _Part:
-    """What a subclass names that is not its content, such as a DTensor's mesh or a nested tensor's offsets."""
+    """What a subclass names that is not its content, such as a DTensor's mesh or a nested tensor's
+    offsets.
+    """
 
     __slots__ = ("part",)
 
@@ -140,7 +151,8 @@ class _Part:
 
 def unpack(packed: Any) -> torch.Tensor:
     """What autograd gets back for what `Recorder.pack` returned."""
-    if type(packed) is Kept and packed.watch is None and packed.mover is None:  # most are: the fewest calls between two kernels
+    # most are: the fewest calls between two kernels
+    if type(packed) is Kept and packed.watch is None and packed.mover is None:
         tensor = packed.tensor
         if tensor._version == packed.version:
             return tensor
@@ -151,8 +163,8 @@ def _check_version(tensor: torch.Tensor, expected: int, shape: torch.Size) -> No
     if tensor._version != expected:
         kind = tensor.type().removeprefix("torch.")
         raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace operation: "
-            f"[torch.{kind} {list(shape)}] is at version {tensor._version}; expected version {expected} instead. "
-            "Hint: enable anomaly detection to find the operation that failed to compute its gradient, with "
-            "torch.autograd.set_detect_anomaly(True)."
+            "one of the variables needed for gradient computation has been modified by an inplace "
+            f"operation: [torch.{kind} {list(shape)}] is at version {tensor._version}; expected version "
+            f"{expected} instead. Hint: enable anomaly detection to find the operation that failed to "
+            "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
         )

@@ -12,7 +12,8 @@ from torch.utils import _pytree as pytree
 class StepKey(NamedTuple):
     """Shapes and dtypes of the inputs, and the modes that change what a step does or what it allocates.
 
-    Numbers among the arguments (a time step, the number of items in a batch) are no part of it: they change from step to step.
+    Numbers among the arguments (a time step, the number of items in a batch) are no part of it: they change
+    from step to step.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -57,7 +58,11 @@ class StepKey(NamedTuple):
 
 def _leaf(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
-        order = tuple(sorted(range(item.dim()), key=lambda at: -item.stride(at))) if item.layout is torch.strided else None
+        order = (
+            tuple(sorted(range(item.dim()), key=lambda at: -item.stride(at)))
+            if item.layout is torch.strided
+            else None
+        )
         return (item.dim(), item.dtype, item.device.type, item.requires_grad, item.layout, order)
     if isinstance(item, (str, bool, type(None))):
         return item
@@ -69,11 +74,20 @@ def step_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
     leaves, structure = pytree.tree_flatten((args, kwargs))
     parameters = list(model.parameters())
     device = parameters[0].device.type if parameters else "cpu"
-    autocast = (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device)) if torch.is_autocast_enabled(device) else (False,)
+    autocast = (
+        (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
+        if torch.is_autocast_enabled(device)
+        else (False,)
+    )
     standing = tuple(parameter.grad is not None for parameter in parameters)
     return StepKey(
-        shapes=tuple(tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested),
-        inputs=tuple(_leaf(leaf) if not (isinstance(leaf, torch.Tensor) and leaf.is_nested) else "nested" for leaf in leaves),
+        shapes=tuple(
+            tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested
+        ),
+        inputs=tuple(
+            _leaf(leaf) if not (isinstance(leaf, torch.Tensor) and leaf.is_nested) else "nested"
+            for leaf in leaves
+        ),
         structure=str(structure),
         training=hash(tuple(module.training for module in model.modules())),
         autocast=autocast,

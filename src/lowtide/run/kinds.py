@@ -22,7 +22,8 @@ _PACE_EVERY = 4  # a settled plan times every so many steps: a machine does not 
 _PACE_STEPS_AT_LEAST = 2  # before their pace says anything
 _LOOKS = 8  # at a kind whose steps differ from one to the next, before the plan for the longest stays
 _LONGER = 0.1  # so much more than its graph a step has to do to be looked at
-_WORTH_ITS_PLAN = 0.4  # a step with a smaller share of the elements of the step that a plan is for gets one of its own
+# a step with a smaller share of the elements of the step that a plan is for gets one of its own
+_WORTH_ITS_PLAN = 0.4
 MOST_KINDS = 24  # are remembered
 
 
@@ -38,13 +39,15 @@ class Kind:
         look_again: why the next step is to be looked at, or empty.
         solve_again: why the plan is to be made again before the next step, or empty.
         margin_bytes: by how much a step was seen to exceed its prediction.
-        unseen_backward: backward runs on a thread whose operations are not seen: the next look runs one of its own.
+        unseen_backward: backward runs on a thread whose operations are not seen: the next look runs one of
+            its own.
         claims: gathers whose results layers save, in the next look.
         without_claims: the graph and plan of a step without claims, to compare with.
         steps: how many steps have run under the plan.
         script: what a step under the plan taught of the next ones.
         timed: watches the time of the latest step.
-        seconds: of the latest steps that were timed under the plan, and of recording and replaying in them where the host knows.
+        seconds: of the latest steps that were timed under the plan, and of recording and replaying in them
+            where the host knows.
     """
 
     key: StepKey
@@ -87,7 +90,7 @@ class Kind:
         self.script = self.timed = None
         self.seconds.clear()
 
-    # ---- pace -------------------------------------------------------------------------------------------------------------------
+    # ---- pace ------------------------------------------------------------------------------------
 
     @property
     def settled(self) -> bool:
@@ -99,7 +102,9 @@ class Kind:
         return self.timed is None and (not self.settled or self.steps % _PACE_EVERY == 0)
 
     def calibrated(self) -> Plan:
-        """The plan with the times of the steps that were timed beside its forecast: of whole steps, and of recording and replaying in them."""
+        """The plan with the times of the steps that were timed beside its forecast: of whole steps, and of
+        recording and replaying in them.
+        """
         assert self.plan is not None
         plan = self.plan
         predicted = plan.plain_seconds + plan.predicted_extra_seconds
@@ -108,7 +113,8 @@ class Kind:
         whole = statistics.median(seconds for seconds, _ in self.seconds)
         replays = [again for _, again in self.seconds if again is not None]
         if replays:
-            extra = min(whole, statistics.median(replays) + plan.crowding_seconds)  # which no clock of the executor sees
+            # which no clock of the executor sees
+            extra = min(whole, statistics.median(replays) + plan.crowding_seconds)
         else:
             extra = plan.predicted_extra_seconds * whole / predicted
         return plan.calibrated(whole - extra, extra)
@@ -128,10 +134,11 @@ class Kind:
 
 
 def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
-    """The kind of the smallest planned step that is at least as large in every dimension as one with ``key``, else the same.
+    """The kind of the smallest planned step that is at least as large in every dimension as one with ``key``,
+    else the same.
 
-    What a step takes grows with its sizes, operation by operation, so its plan holds for the smaller step, too. Where it evicts much for a step that
-    is far smaller, the smaller one deserves a plan of its own.
+    What a step takes grows with its sizes, operation by operation, so its plan holds for the smaller step,
+    too. Where it evicts much for a step that is far smaller, the smaller one deserves a plan of its own.
     """
     best: tuple[int, Kind] | None = None
     for kind in kinds:
@@ -146,4 +153,11 @@ def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
 
 def same_but_gradients(kinds: dict[Any, Kind], key: StepKey) -> Kind | None:
     """The planned kind that differs from ``key`` in nothing but that no gradients stood before the step."""
-    return next((k for k in kinds.values() if k.graph is not None and k.key.without_gradients() == key.without_gradients()), None)
+    return next(
+        (
+            k
+            for k in kinds.values()
+            if k.graph is not None and k.key.without_gradients() == key.without_gradients()
+        ),
+        None,
+    )

@@ -40,8 +40,9 @@ class Handle:
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the latest step, or ``None`` before the first has ended. Its `Plan.predicted_extra_seconds` stay the
-        forecast that chose it; its `Plan.calibrated_extra_seconds` follow the steps that are timed: the first ones, and every fourth of the others."""
+        """The plan of the latest step, or ``None`` before the first has ended. Its
+        `Plan.predicted_extra_seconds` stay the forecast that chose it; its `Plan.calibrated_extra_seconds`
+        follow the steps that are timed: the first ones, and every fourth of the others."""
         latest = self._limiter.latest
         return latest.calibrated() if latest is not None and latest.plan is not None else None
 
@@ -53,7 +54,9 @@ class Handle:
 
     @property
     def plans(self) -> dict[StepKey, Plan]:
-        """Every plan so far, by what the step looked like. A plan serves smaller steps of the same kind, too."""
+        """Every plan so far, by what the step looked like. A plan serves smaller steps of the same kind,
+        too.
+        """
         return {key: kind.calibrated() for key, kind in self._limiter.kinds.items() if kind.plan is not None}
 
     @property
@@ -67,7 +70,8 @@ class Handle:
         return dict(self._limiter.planner.kept)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
-        """Plan for a step with these arguments now: one runs, and gradients, buffers and random states are put back.
+        """Plan for a step with these arguments now: one runs, and gradients, buffers and random states are
+        put back.
 
         Raises:
             BudgetError: no plan fits.
@@ -78,13 +82,16 @@ class Handle:
         """Plan for steps of several shapes, the largest first: a plan serves smaller steps, too.
 
         Args:
-            steps: of each step, its keyword arguments (a mapping), its arguments (a tuple or list), or its only argument.
+            steps: of each step, its keyword arguments (a mapping), its arguments (a tuple or list), or its
+                only argument.
 
         Raises:
             BudgetError: no plan fits.
         """
         calls = [
-            ((), dict(step)) if isinstance(step, Mapping) else (tuple(step) if isinstance(step, (tuple, list)) else (step,), {})
+            ((), dict(step))
+            if isinstance(step, Mapping)
+            else (tuple(step) if isinstance(step, (tuple, list)) else (step,), {})
             for step in steps
         ]
         calls.sort(key=lambda call: -sum(t.numel() for t in tensors_inside(call)))
@@ -123,26 +130,34 @@ def limit_memory(
     stores: Stores | None = None,
     progress: bool | None = None,
 ) -> Handle:
-    """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same gradients.
+    """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same
+    gradients.
 
-    The first step with inputs of a new kind is looked at while it runs: in about the memory that checkpointing every block takes, with every
-    operation run twice, to see that it reproduces and how long it takes. When its backward has ended a plan is made, and later steps run under
-    it. A plan for a larger step serves smaller ones; other kinds (evaluation, autocast, other parameters that train) get plans of their own.
-    Called again for a limited model, it replaces the limit.
+    The first step with inputs of a new kind is looked at while it runs: in about the memory that
+    checkpointing every block takes, with every operation run twice, to see that it reproduces and how long it
+    takes. When its backward has ended a plan is made, and later steps run under it. A plan for a larger step
+    serves smaller ones; other kinds (evaluation, autocast, other parameters that train) get plans of their
+    own. Called again for a limited model, it replaces the limit.
 
     Args:
         model: any module; its forward is replaced on the instance until ``handle.remove()``.
-        budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak (of the largest step planned so far), ``"min"`` for the
-            smallest that works, or ``"auto"`` for what the device has, less a reserve. ``None`` needs a policy that does without.
-        progress: whether a terminal is told what takes long; ``None`` goes by the environment (`lowtide.progress`).
+        budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak (of the largest step
+            planned so far), ``"min"`` for the smallest that works, or ``"auto"`` for what the device has,
+            less a reserve. ``None`` needs a policy that does without.
+        progress: whether a terminal is told what takes long; ``None`` goes by the environment
+            (`lowtide.progress`).
         policy: a policy or its name; ``None`` is ``optimal``.
-        loss_fn: from the model's output to the loss, for `Handle.prepare` of a model that does not return its loss. It is not used to train.
+        loss_fn: from the model's output to the loss, for `Handle.prepare` of a model that does not return its
+            loss. It is not used to train.
         optimizer: its state and its step count against the budget, too.
-        stores: process groups to shard over and codecs of your own, for plans that move values; tiers open by themselves.
-        verify: ``first`` compares every replay of the first step, ``always`` also checks digests in every step, ``never`` trusts.
+        stores: process groups to shard over and codecs of your own, for plans that move values; tiers open by
+            themselves.
+        verify: ``first`` compares every replay of the first step, ``always`` also checks digests in every
+            step, ``never`` trusts.
 
     Raises:
-        BudgetError: the budget is malformed; at the end of the first backward, when no plan fits, with the smallest budget that does.
+        BudgetError: the budget is malformed; at the end of the first backward, when no plan fits, with the
+            smallest budget that does.
         PlanError: an argument that cannot be.
 
     Example:
@@ -159,7 +174,10 @@ def limit_memory(
     if verify not in ("first", "always", "never"):
         raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
     if budget is None and policy is None:
-        raise BudgetError("limit_memory needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, such as 'full'")
+        raise BudgetError(
+            "limit_memory needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, "
+            "such as 'full'"
+        )
     if budget is not None:
         _check(budget)
     refuse_other_kinds(model, policy, loss_fn, optimizer, stores)
@@ -167,15 +185,22 @@ def limit_memory(
         model = model.module
     if private.is_compiled(model):
         raise PlanError(
-            "this model is compiled as a whole, which lowtide cannot look into: limit the model itself and compile its submodules instead "
-            "(they stay compiled)"
+            "this model is compiled as a whole, which lowtide cannot look into: limit the model itself and "
+            "compile its submodules instead (they stay compiled)"
         )
     if isinstance(model.__dict__.get("forward"), Limiter):
         Handle(model.__dict__["forward"]).remove()
     refuse_sharded(model)
     optimizer = None if optimizer is None else innermost(optimizer)
     limiter = Limiter(
-        model, budget=budget, policy=policy, loss_fn=loss_fn, optimizer=optimizer, verify=verify, stores=stores, progress=progress
+        model,
+        budget=budget,
+        policy=policy,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        verify=verify,
+        stores=stores,
+        progress=progress,
     )
     model.__dict__["forward"] = limiter
     limiter.engagement = Engagement(model, LowtideWarning)

@@ -1,8 +1,9 @@
 """What stands in for the forward of a model whose training step stays within a budget.
 
-A kind of step goes through three states. *Unknown*: its next step is looked at (`lowtide.run.look`). *Looked at*: the planner makes a plan, when backward
-has ended and before anything else runs. *Planned*: steps run under the plan, and each is watched. What one of them shows (it took more than the
-budget, it ran other operations) is noted with the kind, and acted upon before the next step.
+A kind of step goes through three states. *Unknown*: its next step is looked at (`lowtide.run.look`). *Looked
+at*: the planner makes a plan, when backward has ended and before anything else runs. *Planned*: steps run
+under the plan, and each is watched. What one of them shows (it took more than the budget, it ran other
+operations) is noted with the kind, and acted upon before the next step.
 """
 
 from __future__ import annotations
@@ -65,10 +66,11 @@ class _Local(threading.local):
 
 
 class Limiter:
-    """Stands in for ``model.forward``: looks at the first step of each kind, and runs every later one under its plan.
+    """Stands in for ``model.forward``: looks at the first step of each kind, and runs every later one under
+    its plan.
 
-    It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the model that they know. It can be copied and
-    pickled with the model; plans are not copied, the copy plans for itself.
+    It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the model that they
+    know. It can be copied and pickled with the model; plans are not copied, the copy plans for itself.
     """
 
     def __init__(
@@ -95,7 +97,9 @@ class Limiter:
         self._fresh(optimizer)
 
     def _fresh(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self.planner = Planner(self.model, self.budget, self.policy, optimizer, lambda: self.stores.groups, self.progress)
+        self.planner = Planner(
+            self.model, self.budget, self.policy, optimizer, lambda: self.stores.groups, self.progress
+        )
         self.kinds: dict[StepKey, Kind] = {}
         self.latest: Kind | None = None
         self.lock = threading.RLock()
@@ -105,7 +109,10 @@ class Limiter:
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("model", "budget", "policy", "loss_fn", "verify", "original", "progress")
-        return {**{name: self.__dict__[name] for name in names}, "counted": self.planner.optimizer is not None}
+        return {
+            **{name: self.__dict__[name] for name in names},
+            "counted": self.planner.optimizer is not None,
+        }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         counted = state.pop("counted")
@@ -115,13 +122,17 @@ class Limiter:
         self._fresh(None)
         if counted:
             warn(
-                "the copy of a limited model does not count an optimizer: remove() its limit and call limit_memory with the copy's optimizer"
+                "the copy of a limited model does not count an optimizer: remove() its limit and call "
+                "limit_memory with the copy's optimizer"
             )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Limiter:
         twin = Limiter.__new__(Limiter)
         memo[id(self)] = twin
-        state = {name: copy.deepcopy(item, memo) if name in ("model", "original") else item for name, item in self.__getstate__().items()}
+        state = {
+            name: copy.deepcopy(item, memo) if name in ("model", "original") else item
+            for name, item in self.__getstate__().items()
+        }
         twin.__setstate__(state)
         twin.stores = self.stores.fresh()
         return twin
@@ -140,7 +151,7 @@ class Limiter:
         """Where the model's parameters lie."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
-    # ---- a step -----------------------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     @private.skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
@@ -149,7 +160,9 @@ class Limiter:
         with private.out_of_dynamo() as compiled:
             if compiled:
                 self._tell(
-                    "compiled", "torch.compile around a limited model does not reach into it: compile its submodules, which stay compiled"
+                    "compiled",
+                    "torch.compile around a limited model does not reach into it: compile its submodules, "
+                    "which stay compiled",
                 )
             return self._call(args, kwargs)
 
@@ -159,23 +172,29 @@ class Limiter:
         if private.transformed():
             self._tell(
                 "transformed",
-                "this limited model runs inside a function transform (torch.func.vmap, grad, jvp or the like, torch.cond): such steps run as they "
-                "are, without a limit. Put the limit on a module whose forward holds the transform, or use torch.autograd.grad",
+                "this limited model runs inside a function transform (torch.func.vmap, grad, jvp or the "
+                "like, torch.cond): such steps run as they are, without a limit. Put the limit on a module "
+                "whose forward holds the transform, or use torch.autograd.grad",
             )
             return self._plainly(args, kwargs)
-        if any(torch.nn.parameter.is_lazy(parameter) for parameter in (*self.model.parameters(), *self.model.buffers())):
+        if any(
+            torch.nn.parameter.is_lazy(parameter)
+            for parameter in (*self.model.parameters(), *self.model.buffers())
+        ):
             self._tell(
                 "lazy",
-                "some parameters of this limited model are not initialized yet (lazy modules): this step runs as it is, without a limit, and later "
-                "ones within the budget. To limit it, too, run the model once under torch.no_grad() before",
+                "some parameters of this limited model are not initialized yet (lazy modules): this step "
+                "runs as it is, without a limit, and later ones within the budget. To limit it, too, run "
+                "the model once under torch.no_grad() before",
             )
             return self._plainly(args, kwargs)
         if not any(parameter.requires_grad for parameter in self.model.parameters()):
             if any(tensor.requires_grad for tensor in tensors_inside((args, kwargs))):
                 self._tell(
                     "untrained",
-                    "no parameter of this limited model requires grad, so its steps are not planned: what autograd keeps for the gradients of "
-                    "its inputs is not limited. Put the limit on a module around it that has parameters to train",
+                    "no parameter of this limited model requires grad, so its steps are not planned: what "
+                    "autograd keeps for the gradients of its inputs is not limited. Put the limit on a "
+                    "module around it that has parameters to train",
                 )
             return self._plainly(args, kwargs)
         begin = time.perf_counter()
@@ -213,7 +232,9 @@ class Limiter:
             warn(text)
 
     def _settle(self) -> None:
-        """A step is about to begin: an earlier one of this thread that was looked at, and whose graph its caller kept, is over now."""
+        """A step is about to begin: an earlier one of this thread that was looked at, and whose graph its
+        caller kept, is over now.
+        """
         if self.local.look is not None:
             look, kind = self.local.look
             if look.backwards:
@@ -232,9 +253,10 @@ class Limiter:
     def _tell_together(self) -> None:
         self._tell(
             "pending",
-            "a forward of this limited model begins while what an earlier one saved is still needed (its backward is to come, or kept its graph): the "
-            "budget holds for each of them, and together they take more than the budget. Run backward after each forward (gradients add up), or "
-            "put the limit on a module that runs them both",
+            "a forward of this limited model begins while what an earlier one saved is still needed (its "
+            "backward is to come, or kept its graph): the budget holds for each of them, and together they "
+            "take more than the budget. Run backward after each forward (gradients add up), or put the "
+            "limit on a module that runs them both",
         )
 
     def kind_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
@@ -266,7 +288,9 @@ class Limiter:
             return kind
 
     def _solve_again(self, kind: Kind) -> None:
-        """Make the plan again; where none fits that leaves what one step took besides, the one that is there stays."""
+        """Make the plan again; where none fits that leaves what one step took besides, the one that is there
+        stays.
+        """
         try:
             self.planner.solve_again(kind)
         except BudgetError as error:
@@ -291,7 +315,7 @@ class Limiter:
             for kind in self.kinds.values():
                 kind.solve_again = BUDGET_CHANGED
 
-    # ---- looking ----------------------------------------------------------------------------------------------------------------
+    # ---- looking ---------------------------------------------------------------------------------
 
     def _look(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         executor_overhead(self.device.type)  # now, and not when backward has ended
@@ -336,8 +360,8 @@ class Limiter:
                 if taken > plan.budget_bytes and not plan.changes_nothing:
                     self._tell(
                         "first",
-                        f"the first step, from which lowtide plans, took {budgets.format_bytes(taken)} of the "
-                        f"{budgets.format_bytes(plan.budget_bytes)} of the budget; later ones keep to it",
+                        f"the first step, from which lowtide plans, took {budgets.format_bytes(taken)} of "
+                        f"the {budgets.format_bytes(plan.budget_bytes)} of the budget; later ones keep to it",
                     )
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
@@ -355,7 +379,13 @@ class Limiter:
             return kind
         graphs: list[Look] = []
         with untouched([self.model]), torch.enable_grad(), self._inside():
-            look = Look(self.model, self.device, verify=self.verify != "never", on_end=graphs.append, claims=kind.claims)
+            look = Look(
+                self.model,
+                self.device,
+                verify=self.verify != "never",
+                on_end=graphs.append,
+                claims=kind.claims,
+            )
             given, named = apart((args, kwargs))
             result = look.run(self.forward, given, named)
             try:
@@ -378,13 +408,15 @@ class Limiter:
             self.planner.plan(kind, graph)
 
     def _keep(self, kept: dict[str, str]) -> None:
-        """Operations were found that do not reproduce: say so once, and keep what they write in every plan from now on."""
+        """Operations were found that do not reproduce: say so once, and keep what they write in every plan
+        from now on.
+        """
         for name, reason in kept.items():
             if name not in self.planner.kept:
                 warn(f"lowtide keeps the results of {name}: {reason}")
         self.planner.kept.update(kept)
 
-    # ---- under a plan -------------------------------------------------------------------------------------------------------------
+    # ---- under a plan ----------------------------------------------------------------------------
 
     def _step(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float) -> Any:
         plan = kind.plan
@@ -422,7 +454,9 @@ class Limiter:
                 stack.enter_context(quiet(script, recorder))
             elif listener is not None:
                 listener.stay = kind.varies or any(
-                    isinstance(m.__dict__.get("forward"), Limiter) for m in self.model.modules() if m is not self.model
+                    isinstance(m.__dict__.get("forward"), Limiter)
+                    for m in self.model.modules()
+                    if m is not self.model
                 )
                 stack.enter_context(listener.listening(self.model))
             inside = time.perf_counter()
@@ -432,13 +466,18 @@ class Limiter:
             kind.script = listener.script()
         kind.steps += 1
         if mover is not None and mover.notes and kind.steps == 1:
-            warn(f"{len(mover.notes)} values do not fit their codec and stay as they are, on top of the predicted peak ({mover.notes[0]})")
+            warn(
+                f"{len(mover.notes)} values do not fit their codec and stay as they are, on top of the "
+                f"predicted peak ({mover.notes[0]})"
+            )
         watch.recording_seconds += inside - begin + time.perf_counter() - outside
         watch.forward_ends(tensors_inside(result))
         return result
 
     def _compare(self, kind: Kind, watch: StepWatch, plan: Plan, director: PlanDirector) -> None:
-        """A backward of a step under ``plan`` has ended: hold what the step took against the budget, and note what to do about it."""
+        """A backward of a step under ``plan`` has ended: hold what the step took against the budget, and note
+        what to do about it.
+        """
         kind.ran(director.departed - director.missed)
         limit, peak = plan.budget_bytes, watch.peak_bytes
         if peak is None or limit is None or kind.graph is None or kind.plan is not plan:
@@ -447,20 +486,27 @@ class Limiter:
         if measured <= limit + budgets.slack_bytes(limit):
             return
         if (director.departed or plan.changes_nothing) and kind.may_look_again:
-            remedy = "it ran other operations than the step that was planned for, and lowtide looks at the next one"
+            remedy = (
+                "it ran other operations than the step that was planned for, and lowtide looks at the next "
+                "one"
+            )
             kind.look_again, kind.varies = "a step ran other operations", True
         elif watch.backwards > 1:
             remedy = (
-                "backward runs more than once through what one forward saved (retain_graph=True), where a plan is for one backward. "
-                "Of several losses, add them up and run one backward; else give a smaller budget"
+                "backward runs more than once through what one forward saved (retain_graph=True), where a "
+                "plan is for one backward. Of several losses, add them up and run one backward; else give a "
+                "smaller budget"
             )
         else:
             remedy = "lowtide plans again with that much less"
-            kind.margin_bytes += max(0, measured - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
+            kind.margin_bytes += max(
+                0, measured - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit))
+            )
             kind.solve_again = "a step took more than predicted"
         warn(
-            f"a planned step took {budgets.format_bytes(measured)} where {budgets.format_bytes(plan.predicted_peak_bytes)} was "
-            f"predicted, above the budget of {budgets.format_bytes(limit)}: {remedy}"
+            f"a planned step took {budgets.format_bytes(measured)} where "
+            f"{budgets.format_bytes(plan.predicted_peak_bytes)} was predicted, above the budget of "
+            f"{budgets.format_bytes(limit)}: {remedy}"
         )
 
 

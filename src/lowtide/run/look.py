@@ -1,9 +1,10 @@
 """Look at one step: run it for real, in little memory, and write it down.
 
-Comes in: a model's forward and its arguments; its caller computes the loss and calls backward, as in any step. Goes out, when backward has ended:
-the `StepGraph`. Every block keeps a copy of what enters it, everything else is evicted as autograd packs it and replayed in backward. So nothing but
-the program itself holds what the step made, and the storages' ends are the program's own. Each forward operation runs twice at once: that verifies
-that it can be replayed, and times it warm.
+Comes in: a model's forward and its arguments; its caller computes the loss and calls backward, as in any
+step. Goes out, when backward has ended: the `StepGraph`. Every block keeps a copy of what enters it,
+everything else is evicted as autograd packs it and replayed in backward. So nothing but the program itself
+holds what the step made, and the storages' ends are the program's own. Each forward operation runs twice at
+once: that verifies that it can be replayed, and times it warm.
 """
 
 from __future__ import annotations
@@ -43,7 +44,8 @@ class Look:
 
     Attributes:
         kept: operations that did not reproduce, with the reason; what they wrote stayed.
-        peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be measured, or the step is not over.
+        peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
+            measured, or the step is not over.
         backwards: how many backwards through the step have ended.
         blind: backward ran on a thread whose operations are not seen.
         over: whether nothing more is taken down.
@@ -76,7 +78,9 @@ class Look:
         return self.recorder.findings.kept
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward, looked at. What its caller does from here on, until backward has ended, belongs to the step, too."""
+        """The forward, looked at. What its caller does from here on, until backward has ended, belongs to the
+        step, too.
+        """
         try:
             with self.forward(tensors_inside((args, kwargs))):
                 result = forward(*args, **kwargs)
@@ -85,14 +89,16 @@ class Look:
             self.close()
             if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
                 raise TraceError(
-                    "the model's forward takes gradients with torch.func (grad, vjp, jacrev, hessian), under which PyTorch lets nobody stand "
-                    "between autograd and what it saves: use torch.autograd.grad(..., create_graph=True) there, or put the limit on the "
-                    "modules around it"
+                    "the model's forward takes gradients with torch.func (grad, vjp, jacrev, hessian), "
+                    "under which PyTorch lets nobody stand between autograd and what it saves: use "
+                    "torch.autograd.grad(..., create_graph=True) there, or put the limit on the modules "
+                    "around it"
                 ) from error
             if "HigherOrderOp" in type(error).__name__:
                 raise TraceError(
-                    "the model's forward calls torch.cond or another higher-order operator on its submodules, which PyTorch compiles, and not "
-                    "with hooks on them: put the limit on the modules around it"
+                    "the model's forward calls torch.cond or another higher-order operator on its "
+                    "submodules, which PyTorch compiles, and not with hooks on them: put the limit on the "
+                    "modules around it"
                 ) from error
             raise
         return result
@@ -106,8 +112,12 @@ class Look:
             for tensor in inputs:
                 tracer.given(tensor)
             hooks = torch.nn.modules.module
-            stack.callback(hooks.register_module_forward_pre_hook(lambda module, _: tracer.enter_module(module)).remove)
-            stack.callback(hooks.register_module_forward_hook(lambda *_: tracer.exit_module(), always_call=True).remove)
+            stack.callback(
+                hooks.register_module_forward_pre_hook(lambda module, _: tracer.enter_module(module)).remove
+            )
+            stack.callback(
+                hooks.register_module_forward_hook(lambda *_: tracer.exit_module(), always_call=True).remove
+            )
             if self._model is not None:
                 for block in blocks_of(self._model):
                     stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
@@ -129,7 +139,9 @@ class Look:
                 tensor.grad_fn.metadata["lowtide", id(self)] = graph  # pyright: ignore
 
     def beside(self, result: Any) -> None:
-        """Another forward ran beside the step and returned ``result``: a backward through that one alone means that nobody waits for this step."""
+        """Another forward ran beside the step and returned ``result``: a backward through that one alone
+        means that nobody waits for this step.
+        """
 
         def ends() -> None:
             if not self.over and not self.backwards:
@@ -155,7 +167,9 @@ class Look:
 
     @property
     def failed(self) -> bool:
-        """Whether a backward has begun and, to go by who asks, ended with an error: nobody calls back then."""
+        """Whether a backward has begun and, to go by who asks, ended with an error: nobody calls back
+        then.
+        """
         return self._in_backward and not private.in_backward()
 
     def released(self, number: int) -> None:
@@ -184,7 +198,7 @@ class Look:
             self.tracer.name_gradients(model)
         return self.tracer.graph()
 
-    # ---- saved tensors ----------------------------------------------------------------------------------------------------------
+    # ---- saved tensors ---------------------------------------------------------------------------
 
     def _pack(self, tensor: torch.Tensor) -> Any:
         if private.transformed():
@@ -275,7 +289,9 @@ class _LittleMemory(Recorder):
         entry = self._given.get(key)
         if entry is None and not (droppable and self._tracer.made(tensor)):
             return Kept(tensor)
-        if key in self._blank:  # the operation that saves it is about to write it, as rrelu does its noise: there is nothing to copy yet
+        # the operation that saves it is about to write it, as rrelu does its noise: there is nothing to copy
+        # yet
+        if key in self._blank:
             return Kept(tensor)
         value = entry[0] if entry is not None else self._value_of(tensor)
         return self._give_up(value, tensor)
@@ -284,14 +300,18 @@ class _LittleMemory(Recorder):
         """Layers save what they would in a plain step; which claims there are the tracer says."""
         return False
 
-    def _second_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Callable[[], Any]], Any]:
+    def _second_run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Callable[[], Any]], Any]:
         return self._tracer.second_run
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return apart(func, args, kwargs, self._tracer.first_run)
 
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:
-        """As the recorder's, but what stays of the step's own is copied, so that the original ends when the program lets go of it."""
+        """As the recorder's, but what stays of the step's own is copied, so that the original ends when the
+        program lets go of it.
+        """
         key = private.storage_key(tensor)
         if key in self._given or not self._tracer.made(tensor):
             return super()._value_of(tensor)

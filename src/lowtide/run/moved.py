@@ -1,7 +1,8 @@
-"""Carry out a plan's moves: copies out while forward goes on, copies in ahead of backward's need. The rules are those of `lowtide.plan.traffic`.
+"""Carry out a plan's moves: copies out while forward goes on, copies in ahead of backward's need. The rules
+are those of `lowtide.plan.traffic`.
 
-A moved value comes back like a replayed one: its node (`Fetch`) is an operation without inputs. The node holds what is stored, and goes when
-autograd lets go of the last saved tensor that rests on it.
+A moved value comes back like a replayed one: its node (`Fetch`) is an operation without inputs. The node
+holds what is stored, and goes when autograd lets go of the last saved tensor that rests on it.
 """
 
 from __future__ import annotations
@@ -34,7 +35,8 @@ class Parcel:
     """
 
     __slots__ = (
-        "__weakref__", "_arriving", "_codec", "_device", "_dtype", "_elements", "_gathering", "_group", "_kept", "_parts", "_places", "_reads", "_slab",
+        "__weakref__", "_arriving", "_codec", "_device", "_dtype", "_elements", "_gathering", "_group",
+        "_kept", "_parts", "_places", "_reads", "_slab",
         "_slot", "_stores", "_writes", "exact", "move", "note", "replayable_from",
     )  # fmt: skip
 
@@ -44,7 +46,8 @@ class Parcel:
         self.exact = self.replayable_from = True
         self._device, self._dtype = tensor.device, tensor.dtype
         self._stores = stores
-        self._slab = stores.slab  # for the first time that the value comes back; what asks again has memory of its own
+        # for the first time that the value comes back; what asks again has memory of its own
+        self._slab = stores.slab
         nbytes = tensor.untyped_storage().nbytes()
         if nbytes % tensor.element_size():
             self._dtype = torch.uint8
@@ -57,7 +60,9 @@ class Parcel:
         if isinstance(first, Shard):
             self._group = stores.group(first.group, first.size)
             if verify:
-                self._group.check(digest(tensor, nbytes), f"a saved value of {nbytes:,} bytes (shape {tuple(tensor.shape)})")
+                self._group.check(
+                    digest(tensor, nbytes), f"a saved value of {nbytes:,} bytes (shape {tuple(tensor.shape)})"
+                )
             parts = (self._group.cut(flat),)
         elif isinstance(first, Compress):
             self._codec = stores.codec(first.codec)
@@ -77,7 +82,9 @@ class Parcel:
         self._arriving: _Room | None = None
         if then is not None and self._kept is None:
             tier = stores.tier(then.tier, then.path, self._device)
-            self._slot = tier.take(_slot_bytes([p.numel() * p.element_size() for p in parts], tier.align), number)
+            self._slot = tier.take(
+                _slot_bytes([p.numel() * p.element_size() for p in parts], tier.align), number
+            )
             at = 0
             for part in parts:
                 self._places.append((at, part.numel(), part.dtype))
@@ -118,7 +125,9 @@ class Parcel:
         room.pending(self._reads)
 
     def _room(self, sizes: list[int], at: int) -> _Room:
-        """Where bytes of these sizes come to: at their place in the slab, if it is free, or in memory of their own."""
+        """Where bytes of these sizes come to: at their place in the slab, if it is free, or in memory of
+        their own.
+        """
         starts = [sum(-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes[:k]) for k in range(len(sizes))]
         taken = self._slab.take(at, starts[-1] + sizes[-1]) if self._slab is not None and at >= 0 else None
         if taken is None:
@@ -149,7 +158,9 @@ class Parcel:
             assert room is not None
             room.wait()
             arrived = room  # it lies there until the value has been put together
-            parts = tuple(part.view(dtype) for part, (_, _, dtype) in zip(arrived.targets, self._places, strict=True))
+            parts = tuple(
+                part.view(dtype) for part, (_, _, dtype) in zip(arrived.targets, self._places, strict=True)
+            )
         if self._group is not None:
             gathering, self._gathering = self._gathering, None
             room = gathering if gathering is not None else self._gather(parts[0])
@@ -157,7 +168,11 @@ class Parcel:
             room.wait()
             return room.tensors[0].view(self._dtype)
         if self._codec is not None:
-            out = self._room([self._elements * self._dtype.itemsize], self.move.place).tensors[0].view(self._dtype)
+            out = (
+                self._room([self._elements * self._dtype.itemsize], self.move.place)
+                .tensors[0]
+                .view(self._dtype)
+            )
             self._codec.decode(parts, out)
             return out
         assert arrived is not None
@@ -173,12 +188,19 @@ class _Room:
 
     Attributes:
         tensors: flat bytes for each part.
-        targets: the same for those who write them, or read what arrived to put a value together: their threads let go of it when they get to it.
+        targets: the same for those who write them, or read what arrived to put a value together: their
+            threads let go of it when they get to it.
     """
 
     __slots__ = ("_pending", "_place", "targets", "tensors")
 
-    def __init__(self, starts: list[int], sizes: list[int], device: torch.device, taken: tuple[Place, torch.Tensor] | None) -> None:
+    def __init__(
+        self,
+        starts: list[int],
+        sizes: list[int],
+        device: torch.device,
+        taken: tuple[Place, torch.Tensor] | None,
+    ) -> None:
         self._pending: list[Any] = []
         self._place: Place | None = None
         if taken is None:
@@ -186,7 +208,11 @@ class _Room:
             self.targets = self.tensors
             return
         self._place, whole = taken
-        self.tensors = [whole] if len(sizes) == 1 else [whole[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+        self.tensors = (
+            [whole]
+            if len(sizes) == 1
+            else [whole[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+        )
         self.targets = [self._place.target[at : at + size] for at, size in zip(starts, sizes, strict=True)]
 
     def pending(self, work: list[Any]) -> None:
@@ -206,7 +232,11 @@ class _Room:
 
 def _slot_bytes(sizes: list[int], align: int) -> int:
     """Bytes of parts that each begin at a multiple of ``align``."""
-    return sum(-(-size // align) * align for size in sizes[:-1]) + sizes[-1] if len(sizes) > 1 else -(-sizes[0] // align) * align
+    return (
+        sum(-(-size // align) * align for size in sizes[:-1]) + sizes[-1]
+        if len(sizes) > 1
+        else -(-sizes[0] // align) * align
+    )
 
 
 def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -265,7 +295,9 @@ class Mover:
         self.notes: list[str] = []
         self._waiting: deque[Parcel] = deque()
         self._waiting_bytes = 0
-        self._order: list[weakref.ref[Parcel] | None] = [None] * sum(1 for move in plan.moves if move.fetched >= 0)
+        self._order: list[weakref.ref[Parcel] | None] = [None] * sum(
+            1 for move in plan.moves if move.fetched >= 0
+        )
         self._next = 0
         self._early: dict[int, int] = {}
         self._began = False
@@ -325,7 +357,8 @@ class Mover:
 
 
 def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
-    """Lay out what every step under ``plan`` stores or places, and reserve it, if the stores are not laid out for it already.
+    """Lay out what every step under ``plan`` stores or places, and reserve it, if the stores are not laid out
+    for it already.
 
     Raises:
         StoreError: there is no room for it.

@@ -1,7 +1,9 @@
-"""What the eager executor adds to a step: measured on a tiny model, where there is little else, with cold caches.
+"""What the eager executor adds to a step: measured on a tiny model, where there is little else, with cold
+caches.
 
-Between the kernels of a real step, which stream through megabytes, Python finds nothing of its own in the caches and takes several times as long as
-it does alone. So something as large is written between the operations here, with and without the executor.
+Between the kernels of a real step, which stream through megabytes, Python finds nothing of its own in the
+caches and takes several times as long as it does alone. So something as large is written between the
+operations here, with and without the executor.
 """
 
 from __future__ import annotations
@@ -37,8 +39,8 @@ class Overhead:
     Attributes:
         passing_seconds: for each operation of the forward, its views and saved tensors included.
         replayed_seconds: beyond that, for each operation that is recorded and runs again.
-        unseen_seconds: for each time that the recorder or a saved tensor's hook is called, what `lowtide.run.timed` does not see: the way
-            into Python and back.
+        unseen_seconds: for each time that the recorder or a saved tensor's hook is called, what
+            `lowtide.run.timed` does not see: the way into Python and back.
     """
 
     passing_seconds: float
@@ -48,9 +50,11 @@ class Overhead:
 
 @lru_cache(maxsize=8)
 def executor_overhead(device: str = "cpu") -> Overhead:
-    """Measured once per process and device (some tenths of a second), on the forward and backward of a model of 8 features.
+    """Measured once per process and device (some tenths of a second), on the forward and backward of a model
+    of 8 features.
 
-    On a GPU the host runs ahead of the device; what it adds there is hidden unless the step is bound by the host, and 0 is returned.
+    On a GPU the host runs ahead of the device; what it adds there is hidden unless the step is bound by the
+    host, and 0 is returned.
     """
     if torch.device(device).type != "cpu":
         return Overhead(0.0, 0.0)
@@ -71,7 +75,11 @@ def executor_overhead(device: str = "cpu") -> Overhead:
         def forward() -> torch.Tensor:
             h = cold(x)
             for weight in weights:
-                heads = cold(functional.linear(cold(functional.layer_norm(h, (8,))), weight)).view(2, 2, 2, 4).transpose(1, 2)
+                heads = (
+                    cold(functional.linear(cold(functional.layer_norm(h, (8,))), weight))
+                    .view(2, 2, 2, 4)
+                    .transpose(1, 2)
+                )
                 h = cold(h + cold(cold(functional.gelu(cold(heads * 0.5))).transpose(1, 2).reshape(2, 2, 8)))
             return h.sum()
 
@@ -85,7 +93,9 @@ def executor_overhead(device: str = "cpu") -> Overhead:
         def kernels_alone() -> float:
             begin = time.perf_counter()
             for weight in weights:
-                heads = functional.linear(functional.layer_norm(x, (8,)), weight).view(2, 2, 2, 4).transpose(1, 2)
+                heads = (
+                    functional.linear(functional.layer_norm(x, (8,)), weight).view(2, 2, 2, 4).transpose(1, 2)
+                )
                 functional.gelu(heads * 0.5).transpose(1, 2).reshape(2, 2, 8).add(x)
             return time.perf_counter() - begin
 
@@ -102,5 +112,7 @@ def executor_overhead(device: str = "cpu") -> Overhead:
     count = _LAYERS * _OPERATIONS_OF_A_LAYER
     base, idle = statistics.median(plain), statistics.median(passing)
     again = statistics.median(replaying) - idle - statistics.median(kernels)
-    unnoticed = max(0.0, idle - base - statistics.median(seconds for seconds, _ in noticed)) / max(1, noticed[0][1])
+    unnoticed = max(0.0, idle - base - statistics.median(seconds for seconds, _ in noticed)) / max(
+        1, noticed[0][1]
+    )
     return Overhead(max(0.0, idle - base) / count, max(0.0, again) / count, unnoticed)

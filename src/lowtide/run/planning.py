@@ -45,7 +45,8 @@ class Planner:
     Attributes:
         kept: operations that do not reproduce, with the reason: every plan keeps what they write.
         moved_bytes: of the optimizer's state, to the host.
-        solved: how many plans have been searched for; where the step fits as it is, there is nothing to search.
+        solved: how many plans have been searched for; where the step fits as it is, there is nothing to
+            search.
     """
 
     def __init__(
@@ -67,8 +68,10 @@ class Planner:
         self.moved_bytes = 0
         self.solved = 0
         self.agreement: Agreement | None = None
-        self._neighbours: Agreement | None = None  # ranks that share layers and run other programs: each plans alone
-        self._asked = False  # whether other ranks share the model: a copy of a model is not whole yet when this is made
+        # ranks that share layers and run other programs: each plans alone
+        self._neighbours: Agreement | None = None
+        # whether other ranks share the model: a copy of a model is not whole yet when this is made
+        self._asked = False
         self._need = KnownNeed()
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
 
@@ -91,7 +94,8 @@ class Planner:
                 self._solve(kind, graph)
             except BudgetError as error:
                 refusal = error
-            if self._neighbours is not None:  # a rank that refuses alone would leave the others waiting in a collective
+            # a rank that refuses alone would leave the others waiting in a collective
+            if self._neighbours is not None:
                 refusal = self._neighbours.refusal(refusal)
             if refusal is not None:
                 raise refusal
@@ -123,7 +127,9 @@ class Planner:
             work.done(in_one_line(_known(kind)))
 
     def confer(self, kind: Kind) -> None:
-        """Hear what the other ranks learned from the latest step; what one of them wants again, all do again."""
+        """Hear what the other ranks learned from the latest step; what one of them wants again, all do
+        again.
+        """
         if self.agreement is None or kind.steps > LEARNING_STEPS:
             return
         mine = (kind.look_again, kind.solve_again, kind.margin_bytes, self.kept)
@@ -134,7 +140,9 @@ class Planner:
             self.kept.update(kept)
 
     def note_pace(self, kind: Kind) -> None:
-        """Take down how long the latest step that was timed took, once that is known without waiting for the device."""
+        """Take down how long the latest step that was timed took, once that is known without waiting for the
+        device.
+        """
         if kind.timed is not None and not kind.timed.over():
             return
         watch, kind.timed = kind.timed, None
@@ -165,7 +173,7 @@ class Planner:
                 raise
             return error.smallest_bytes
 
-    # ---- one plan ---------------------------------------------------------------------------------------------------------------
+    # ---- one plan --------------------------------------------------------------------------------
 
     def _solve(self, kind: Kind, graph: StepGraph) -> None:
         graph = self._without_kept(graph)
@@ -178,14 +186,20 @@ class Planner:
             raise refusal if self.agreement is not None else self._larger(refusal, kind, graph, limit)
         moved = replace(graph, resident_bytes=graph.resident_bytes - self.moved_bytes)
         plan = self._make(moved, lambda budget: self._plan_within(moved, budget, kind.margin_bytes), limit)
-        if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes) is not None:
+        if (
+            plan.slab_bytes
+            and limit is not None
+            and self._optimizer_refuses(limit - plan.slab_bytes) is not None
+        ):
             plan = without_slab(plan)  # it would stand beside optimizer.step(), too
         self._greatest_plain = self._plain_peak(graph)
         self.solved += not plan.changes_nothing
         kind.takes(graph, replace(plan, budget_bytes=limit))
 
     def _larger(self, refusal: BudgetError, kind: Kind, graph: StepGraph, limit: int | None) -> BudgetError:
-        """The optimizer's refusal, or the plan's where that needs more still: the smallest budget that is named has to do for both."""
+        """The optimizer's refusal, or the plan's where that needs more still: the smallest budget that is
+        named has to do for both.
+        """
         try:
             self._plan_within(graph, limit, kind.margin_bytes)
         except BudgetError as error:
@@ -216,18 +230,24 @@ class Planner:
         return make(graph, budget=least, policy=self.policy)
 
     def _balance(self, kind: Kind, graph: StepGraph, limit: int | None) -> None:
-        """Where the optimizer leaves its share of the host open: move as much of its state as takes less time than recomputing would."""
+        """Where the optimizer leaves its share of the host open: move as much of its state as takes less time
+        than recomputing would.
+        """
         optimizer: Any = self.optimizer
         if limit is None or getattr(optimizer, "host_fraction", None) != "auto":
             return
         if self.agreement is not None:
             raise PlanError(
-                'host_fraction="auto" is chosen by each rank for itself, but these ranks share one plan: give the share as a number'
+                'host_fraction="auto" is chosen by each rank for itself, but these ranks share one '
+                "plan: give the share as a number"
             )
         everything = optimizer.device_state_bytes(0.0)
 
         def extra_seconds(share: float) -> float:
-            moved = replace(graph, resident_bytes=graph.resident_bytes - (everything - optimizer.device_state_bytes(share)))
+            moved = replace(
+                graph,
+                resident_bytes=graph.resident_bytes - (everything - optimizer.device_state_bytes(share)),
+            )
             try:
                 return self._plan_within(moved, limit, kind.margin_bytes).predicted_extra_seconds
             except BudgetError:
@@ -236,7 +256,7 @@ class Planner:
         share = optimizer.choose_host_fraction(extra_seconds)
         self.moved_bytes = everything - optimizer.device_state_bytes(share)
 
-    # ---- ranks ------------------------------------------------------------------------------------------------------------------
+    # ---- ranks -----------------------------------------------------------------------------------
 
     def _agreed(self, graph: StepGraph) -> StepGraph:
         """The step, with collectives that may run again where the ranks that share the model agree on it."""
@@ -249,7 +269,9 @@ class Planner:
         return graph
 
     def _compare_claims(self, kind: Kind) -> None:
-        """Of the plans with and without layers that save what is gathered again, take the better; where that is not known yet, look once more."""
+        """Of the plans with and without layers that save what is gathered again, take the better; where that
+        is not known yet, look once more.
+        """
         graph, plan = kind.graph, kind.plan
         assert graph is not None and plan is not None
         if self.agreement is None:
@@ -261,7 +283,8 @@ class Planner:
                 kind.look_again = "layers may save what the plan gathers again"
             return
         before, plan_before = kind.without_claims
-        again = bool(graph.claims) and set(graph.claims) <= set(plan.replayed)  # a layer saves only what comes back by running again
+        # a layer saves only what comes back by running again
+        again = bool(graph.claims) and set(graph.claims) <= set(plan.replayed)
         usable = again and same_forward(graph, before)
         if all(self.agreement.share(usable)):
             plan = beside(plan, plan_before)
@@ -269,10 +292,12 @@ class Planner:
             graph, plan = before, plan_before
         kind.takes(graph, plan)
 
-    # ---- what a step needs beside what it was seen to take ------------------------------------------------------------------------
+    # ---- what a step needs beside what it was seen to take ---------------------------------------
 
     def _plain_peak(self, graph: StepGraph) -> int:
-        """What percentages are of: a smaller step, as the last of an epoch, has as much memory as those before it."""
+        """What percentages are of: a smaller step, as the last of an epoch, has as much memory as those
+        before it.
+        """
         return max(plain(graph).peak_bytes, self._greatest_plain)
 
     def _without_kept(self, graph: StepGraph) -> StepGraph:
@@ -280,17 +305,22 @@ class Planner:
         if not self.kept:
             return graph
         operations = tuple(
-            replace(operation, replayable=False, reason=self.kept[operation.name]) if operation.name in self.kept else operation
+            replace(operation, replayable=False, reason=self.kept[operation.name])
+            if operation.name in self.kept
+            else operation
             for operation in graph.operations
         )
         return replace(graph, operations=operations)
 
     def _whole(self, graph: StepGraph) -> StepGraph:
-        """Count everything of the model's and the optimizer's that stood before the step, used by it or not."""
+        """Count everything of the model's and the optimizer's that stood before the step, used by it or
+        not.
+        """
         own = resident_bytes(self.model)
         seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
         there = {name for name, parameter in self.model.named_parameters() if parameter.grad is not None}
-        made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)  # gradients that the step made
+        # gradients that the step made
+        made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
         state = self._optimizer_need().state_bytes + self.moved_bytes if self.optimizer is not None else 0
         return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - made - seen) + state)
 

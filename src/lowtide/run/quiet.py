@@ -1,4 +1,6 @@
-"""Leave the recorder where its script says that nothing is recorded: no dispatch goes through Python there."""
+"""Leave the recorder where its script says that nothing is recorded: no dispatch goes through Python
+there.
+"""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
 """Record a running forward on the tape, and stand between autograd and what it saves.
 
-`Recorder` is the interceptor and the pair of saved-tensor hooks of one forward. What is recorded and what is held is asked of a `Director`:
-one that follows a plan (`lowtide.run.apply`) or one that knows only its region (`lowtide.run.scope`).
+`Recorder` is the interceptor and the pair of saved-tensor hooks of one forward. What is recorded and what is
+held is asked of a `Director`: one that follows a plan (`lowtide.run.apply`) or one that knows only its region
+(`lowtide.run.scope`).
 """
 
 from __future__ import annotations
@@ -67,12 +68,12 @@ class Recorder(Interceptor):
 
     Args:
         director: decides what is recorded and what stays.
-        verify: run every recorded operation a second time at once and compare, and check what is given up for writes that the dispatcher did
-            not see.
+        verify: run every recorded operation a second time at once and compare, and check what is given up for
+            writes that the dispatcher did not see.
         check: compare every replayed tensor with the digest of the original.
         watch: is told when backward asks for the first saved tensor.
-        room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its position in the forward; what
-            does not fit is not run twice but checked by digest in backward.
+        room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its
+            position in the forward; what does not fit is not run twice but checked by digest in backward.
         mover: carries out the plan's moves.
     """
 
@@ -103,7 +104,9 @@ class Recorder(Interceptor):
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
-        """Intercept operations and saved tensors together; afterwards nothing but autograd's graph holds what was recorded."""
+        """Intercept operations and saved tensors together; afterwards nothing but autograd's graph holds what
+        was recorded.
+        """
         with ExitStack() as stack:
             stack.callback(self.close)
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
@@ -111,7 +114,9 @@ class Recorder(Interceptor):
             yield self
 
     def boundary(self) -> None:
-        """From here on, what was written so far counts as having entered: it stays where something rests on it."""
+        """From here on, what was written so far counts as having entered: it stays where something rests on
+        it.
+        """
         self._given.clear()
         self._held.clear()
 
@@ -119,7 +124,8 @@ class Recorder(Interceptor):
     def region(self, director: Director) -> Iterator[None]:
         """A scope inside what this recorder records.
 
-        A plan has its own decisions for the scope's operations, made when the step was traced; a scope's own recorder starts a region.
+        A plan has its own decisions for the scope's operations, made when the step was traced; a scope's own
+        recorder starts a region.
         """
         if isinstance(self.director, PlanDirector):
             yield
@@ -133,7 +139,9 @@ class Recorder(Interceptor):
             self.director = before
 
     def gives_up(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` comes back for whoever saves it: all that a scope wrote does, and what a plan says that layers save."""
+        """Whether ``tensor`` comes back for whoever saves it: all that a scope wrote does, and what a plan
+        says that layers save.
+        """
         entry = self._given.get(private.storage_key(tensor))
         if entry is None or not isinstance(self.director, PlanDirector):
             return entry is not None
@@ -145,10 +153,12 @@ class Recorder(Interceptor):
         self._held.clear()
         self._blank.clear()
 
-    # ---- operations -------------------------------------------------------------------------------------------------------------
+    # ---- operations ------------------------------------------------------------------------------
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation and record it where the director wants that; a backward inside the forward only runs."""
+        """Run one operation and record it where the director wants that; a backward inside the forward only
+        runs.
+        """
         info = op_info(func)
         if info.is_view or info.waits or private.in_backward():
             return self._call(func, args, kwargs)
@@ -166,7 +176,9 @@ class Recorder(Interceptor):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return proceed(func, args, kwargs)
 
-    def _second_run(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Callable[[Callable[[], Any]], Any]:
+    def _second_run(
+        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> Callable[[Callable[[], Any]], Any]:
         """What makes the call that runs an operation a second time."""
         return lambda call: call()
 
@@ -182,7 +194,8 @@ class Recorder(Interceptor):
         else:
             keys = _plain_keys(args, kwargs)
             fresh = any(
-                isinstance(t, torch.Tensor) and has_plain_storage(t) and private.storage_key(t) not in keys for t in flat_results(result)
+                isinstance(t, torch.Tensor) and has_plain_storage(t) and private.storage_key(t) not in keys
+                for t in flat_results(result)
             )
         if fresh:
             self.skip(1)
@@ -208,7 +221,10 @@ class Recorder(Interceptor):
         prepared = self._prepare(func, info, args, kwargs, inputs, written, before) if plain else None
         if prepared is not None:
             node, writes = prepared
-        touched = [*written, *(args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor))]
+        touched = [
+            *written,
+            *(args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor)),
+        ]
         if touched:
             self._copy_on_write(touched)
         if node is not None and info.random and draws(info, args, kwargs):
@@ -237,19 +253,31 @@ class Recorder(Interceptor):
             for position in fresh.values():
                 self._mark_blank(flat[position])
         self._forget(touched, info)
-        planned = self.director if self.mover is not None and isinstance(self.director, PlanDirector) else None
+        planned = (
+            self.director if self.mover is not None and isinstance(self.director, PlanDirector) else None
+        )
         if planned is not None and planned.moves:
             with unseen():
                 wrote = [*(flat[at] for at in fresh.values()), *written]
-                moves = planned.moves_of([t.untyped_storage().nbytes() if has_plain_storage(t) else -1 for t in wrote])
+                moves = planned.moves_of(
+                    [t.untyped_storage().nbytes() if has_plain_storage(t) else -1 for t in wrote]
+                )
                 if info.collective and any(number >= 0 for number in moves):  # what is copied has to be there
                     wrote = [private.wait_for_collective(tensor) for tensor in wrote]
                 self._move(moves, wrote, info, fresh)
         if not record or node is None:
             return result
         if self.verify and not info.collective:
-            fits = len(before) == len(written) and self._fits(sum(flat[at].untyped_storage().nbytes() for at in fresh.values()), ran=1)
-            reason = why_not_reproduced(node, info, args, kwargs, flat, before, self._second_run(func, args, kwargs)) if fits else ""
+            fits = len(before) == len(written) and self._fits(
+                sum(flat[at].untyped_storage().nbytes() for at in fresh.values()), ran=1
+            )
+            reason = (
+                why_not_reproduced(
+                    node, info, args, kwargs, flat, before, self._second_run(func, args, kwargs)
+                )
+                if fits
+                else ""
+            )
             if reason:
                 self._not_reproduced(info.name, reason)
                 return result
@@ -284,7 +312,9 @@ class Recorder(Interceptor):
         overwritten = {id(t) for t in written} - {id(args[p]) for p in statistics}
         try:
             node.args = [self._reference(item, fills, overwritten, writes) for item in args]
-            node.kwargs = {name: self._reference(item, fills, overwritten, writes) for name, item in kwargs.items()}
+            node.kwargs = {
+                name: self._reference(item, fills, overwritten, writes) for name, item in kwargs.items()
+            }
         except Unrecordable:
             return None
         if self.verify and self._fits(2 * sum(t.untyped_storage().nbytes() for t in written)):
@@ -292,7 +322,9 @@ class Recorder(Interceptor):
         return node, writes
 
     def _reference(self, item: Any, fills: set[int], overwritten: set[int], writes: list[Ref]) -> Any:
-        """An argument with references in place of tensors; those that the call overwrites are added to ``writes``."""
+        """An argument with references in place of tensors; those that the call overwrites are added to
+        ``writes``.
+        """
         if isinstance(item, torch.Tensor):
             filled = id(item) in fills
             value = LiveValue(None, item.untyped_storage().nbytes()) if filled else self._value_of(item)
@@ -320,7 +352,9 @@ class Recorder(Interceptor):
         loose = op_info(node.func).loose
         for position in fresh.values():
             if not (place < len(stays) and stays[place]):
-                made.append(self._give(node, flat[position], 0 if position in loose else reach(flat[position])))
+                made.append(
+                    self._give(node, flat[position], 0 if position in loose else reach(flat[position]))
+                )
                 node.outputs.append((position, weakref.ref(made[-1])))
             place += 1
         matter = {id(ref): ref.value.held is not None or ref.value.node is not None for ref in writes}
@@ -335,7 +369,9 @@ class Recorder(Interceptor):
         node.reads(node.inputs())
         self._newest = weakref.ref(node)
 
-    def _move(self, moves: tuple[int, ...], wrote: list[torch.Tensor], info: OpInfo, fresh: dict[int, int]) -> None:
+    def _move(
+        self, moves: tuple[int, ...], wrote: list[torch.Tensor], info: OpInfo, fresh: dict[int, int]
+    ) -> None:
         """What was just written and moves: store it, and let readers find its way back."""
         assert self.mover is not None
         loose = [position in info.loose for position in fresh.values()] + [False] * (len(wrote) - len(fresh))
@@ -381,7 +417,11 @@ class Recorder(Interceptor):
             value = entry[0]
             if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
                 value = self._written_behind(value, tensor)
-            if value.node is not None and not isinstance(value.node, Node) and not value.node.parcel.replayable_from:
+            if (
+                value.node is not None
+                and not isinstance(value.node, Node)
+                and not value.node.parcel.replayable_from
+            ):
                 raise Unrecordable  # too little of it comes back
             return value
         reference = self._held.get(key)
@@ -393,7 +433,8 @@ class Recorder(Interceptor):
         return value
 
     def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
-        """Code that the dispatcher does not see has overwritten ``tensor``: the value that it shows now, which stays.
+        """Code that the dispatcher does not see has overwritten ``tensor``: the value that it shows now,
+        which stays.
 
         What had read the old one cannot be replayed: nobody has a copy of it.
         """
@@ -401,7 +442,10 @@ class Recorder(Interceptor):
         self._not_reproduced(name, "its result was written by code that the dispatcher does not see")
         for reader, _ in self._given.values():
             if isinstance(reader.node, Node) and any(read is value for read in reader.node.inputs()):
-                self._not_reproduced(str(reader.node.func), "what it had read was overwritten by code that the dispatcher does not see")
+                self._not_reproduced(
+                    str(reader.node.func),
+                    "what it had read was overwritten by code that the dispatcher does not see",
+                )
         new = LiveValue.stored(tensor)
         value.node, value.digest = None, None
         value.held, value.version = new.held, (-1 if value.readers else new.version)
@@ -433,7 +477,7 @@ class Recorder(Interceptor):
     def _not_reproduced(self, name: str, reason: str) -> None:
         self.findings.kept.setdefault(name, reason)
 
-    # ---- saved tensors ----------------------------------------------------------------------------------------------------------
+    # ---- saved tensors ---------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``: keep it, or hold what brings it back."""

@@ -18,11 +18,14 @@ class CallError(PlanError, TypeError):
     """A function that cannot be called as it will be."""
 
 
-def refuse_other_kinds(model: torch.nn.Module, policy: Any, loss_fn: Any, optimizer: Any, stores: Any) -> None:
+def refuse_other_kinds(
+    model: torch.nn.Module, policy: Any, loss_fn: Any, optimizer: Any, stores: Any
+) -> None:
     """Whether every argument of `limit_memory` is of its kind, and goes with the model.
 
     Raises:
-        PlanError: one does not; as a `TypeError`, too, where ``loss_fn`` takes other arguments than it will be given.
+        PlanError: one does not; as a `TypeError`, too, where ``loss_fn`` takes other arguments than it will
+            be given.
     """
     if policy is not None:
         resolve(policy)
@@ -30,16 +33,18 @@ def refuse_other_kinds(model: torch.nn.Module, policy: Any, loss_fn: Any, optimi
         raise PlanError(f"loss_fn={loss_fn!r}: give a function from the model's output to the loss")
     if loss_fn is not None and not _takes_one(loss_fn):
         raise CallError(
-            f"loss_fn={_name(loss_fn)} cannot be called with one argument: it is given the model's output alone. Put the rest into a function "
-            "of the output, as in loss_fn=lambda output: criterion(output, target)"
+            f"loss_fn={_name(loss_fn)} cannot be called with one argument: it is given the model's output "
+            "alone. Put the rest into a function of the output, as in loss_fn=lambda output: "
+            "criterion(output, target)"
         )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         given = optimizer.__name__ + ", a class" if isinstance(optimizer, type) else type(optimizer).__name__
         raise PlanError(f"optimizer= takes a torch.optim.Optimizer of the model's parameters, not {given}")
     if optimizer is not None and _strange(model, optimizer):
         raise PlanError(
-            f"optimizer= was given {type(optimizer).__name__} that holds none of this model's parameters: give the one that trains the model, "
-            "or leave optimizer= out and subtract what it takes from the budget"
+            f"optimizer= was given {type(optimizer).__name__} that holds none of this model's parameters: "
+            "give the one that trains the model, or leave optimizer= out and subtract what it takes from "
+            "the budget"
         )
     if stores is not None and not isinstance(stores, Stores):
         raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
@@ -67,10 +72,14 @@ def _name(function: Any) -> str:
 
 
 def _strange(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has to do with other models only. One beside a frozen model, which is not limited, is let be."""
+    """Whether an optimizer has to do with other models only. One beside a frozen model, which is not limited,
+    is let be.
+    """
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     own = list(model.parameters())
-    return any(parameter.requires_grad for parameter in own) and not any(id(parameter) in held for parameter in own)
+    return any(parameter.requires_grad for parameter in own) and not any(
+        id(parameter) in held for parameter in own
+    )
 
 
 def refuse_sharded(model: torch.nn.Module) -> None:
@@ -86,6 +95,7 @@ def refuse_sharded(model: torch.nn.Module) -> None:
     units = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
     if units:
         raise PlanError(
-            f"this model holds modules that FSDP shards on their own ({', '.join(units[:3])}{' ...' if len(units) > 3 else ''}): put the "
-            "limit on these one by one, for example `for block in model.blocks: lowtide.limit_memory(block, ...)`"
+            "this model holds modules that FSDP shards on their own "
+            f"({', '.join(units[:3])}{' ...' if len(units) > 3 else ''}): put the limit on these one by one, "
+            "for example `for block in model.blocks: lowtide.limit_memory(block, ...)`"
         )

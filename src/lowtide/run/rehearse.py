@@ -1,10 +1,12 @@
-"""Learn from one step under a plan what its dispatches come to, so that the steps after it need not ask again.
+"""Learn from one step under a plan what its dispatches come to, so that the steps after it need not ask
+again.
 
-Between the kernels of a real step the interpreter finds the processor's caches full of other things, and a dispatch that goes through Python
-takes 60 microseconds where it takes 10 in a loop. But a plan's steps dispatch the same operations in the same order. So one of them is
-listened to. Its `Script` says where, between one module's beginning or end and another's, nothing is recorded: there the later steps run
-outside the recorder (`lowtide.run.quiet`). For the dispatches that are left it says what there is to do. Where a step departs from its
-script, the recorder asks again from there on.
+Between the kernels of a real step the interpreter finds the processor's caches full of other things, and a
+dispatch that goes through Python takes 60 microseconds where it takes 10 in a loop. But a plan's steps
+dispatch the same operations in the same order. So one of them is listened to. Its `Script` says where,
+between one module's beginning or end and another's, nothing is recorded: there the later steps run outside
+the recorder (`lowtide.run.quiet`). For the dispatches that are left it says what there is to do. Where a step
+departs from its script, the recorder asks again from there on.
 """
 
 from __future__ import annotations
@@ -35,7 +37,8 @@ _WORTHWHILE = 4
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How an operation is recorded that overwrites nothing and moves nothing: what a look at its results and the plan would find again.
+    """How an operation is recorded that overwrites nothing and moves nothing: what a look at its results and
+    the plan would find again.
 
     Attributes:
         info: facts about it.
@@ -54,8 +57,14 @@ class Recipe:
     @classmethod
     def of(cls, node: Node, info: OpInfo, result: Any) -> Recipe | None:
         """The recipe by which ``node`` was recorded, or ``None`` where it takes a closer look every time."""
-        closer = info.written or info.running_statistics or info.collective or info.loose or info.uninitialized
-        if closer or node.written or any(isinstance(part, list) for item in node.args if isinstance(item, list) for part in item):
+        closer = (
+            info.written or info.running_statistics or info.collective or info.loose or info.uninitialized
+        )
+        if (
+            closer
+            or node.written
+            or any(isinstance(part, list) for item in node.args if isinstance(item, list) for part in item)
+        ):
             return None
         outputs = tuple(position for position, _ in node.outputs)
         return cls(info, node.device, outputs, isinstance(result, torch.Tensor), node.claimed)
@@ -65,7 +74,9 @@ Entry = tuple[Any, "int | Recipe", int]
 """An operation, what is left to do for it, and by how many operations the plan's program goes on."""
 
 Mark = tuple[torch.nn.Module, bool, bool, int]
-"""A module, whether it ends (or begins), whether the recorder is on from there, and how far the program went on while it was off."""
+"""A module, whether it ends (or begins), whether the recorder is on from there, and how far the program went
+on while it was off.
+"""
 
 
 @dataclass(frozen=True)
@@ -90,17 +101,21 @@ class Listener:
         plan: what the step runs under.
 
     Attributes:
-        stay: something in the step looks for the recorder (a scope, a limited model inside), so no script may leave it.
+        stay: something in the step looks for the recorder (a scope, a limited model inside), so no script may
+            leave it.
     """
 
     def __init__(self, plan: Plan) -> None:
         self.plan = plan
         self.stay = False
-        self._stretches: list[list[tuple[Entry, bool]]] = [[]]  # dispatches between marks, and whether each can do without the recorder
+        # dispatches between marks, and whether each can do without the recorder
+        self._stretches: list[list[tuple[Entry, bool]]] = [[]]
         self._asked: set[int] = set()  # stretches in which a layer asked the recorder for something
         self._marks: list[tuple[torch.nn.Module, bool]] = []
 
-    def heard(self, func: Any, kind: int | Recipe, advance: int, untouched: bool, tensors: list[torch.Tensor]) -> None:
+    def heard(
+        self, func: Any, kind: int | Recipe, advance: int, untouched: bool, tensors: list[torch.Tensor]
+    ) -> None:
         """A dispatch is over.
 
         Args:
@@ -134,7 +149,10 @@ class Listener:
 
     def script(self) -> Script:
         """What was heard."""
-        on = [at in self._asked or not all(quiet for _, quiet in stretch) for at, stretch in enumerate(self._stretches)]
+        on = [
+            at in self._asked or not all(quiet for _, quiet in stretch)
+            for at, stretch in enumerate(self._stretches)
+        ]
         on[0] = True
         if self.stay:
             on = [True] * len(on)
@@ -188,9 +206,12 @@ class Staged:
 
 @contextmanager
 def wrapped(
-    modules: list[torch.nn.Module], around: Callable[[torch.nn.Module], Callable[[Callable[..., Any]], Callable[..., Any]]]
+    modules: list[torch.nn.Module],
+    around: Callable[[torch.nn.Module], Callable[[Callable[..., Any]], Callable[..., Any]]],
 ) -> Iterator[bool]:
-    """For the length of the block, the modules' forwards are wrapped; says whether all could be (another thread's step may run in them)."""
+    """For the length of the block, the modules' forwards are wrapped; says whether all could be (another
+    thread's step may run in them).
+    """
     free = [m for m in modules if "forward" not in m.__dict__ and not private.is_compiled(m)]
     for module in free:
         module.__dict__["forward"] = around(module)(module.forward)

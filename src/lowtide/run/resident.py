@@ -30,8 +30,8 @@ class OptimizerNeed:
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
-    """Run one step of a twin of ``optimizer`` on fake tensors and watch what it allocates. Of sharded parameters (FSDP2) this process's share
-    counts.
+    """Run one step of a twin of ``optimizer`` on fake tensors and watch what it allocates. Of sharded
+    parameters (FSDP2) this process's share counts.
 
     Raises:
         PlanError: this optimizer cannot be run so.
@@ -44,7 +44,9 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
         return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes(), missing)  # type: ignore[attr-defined]
     try:
         with ExitStack() as stack, faker.mode:
-            fakes = {id(p): faker.tensor(own_share(p).detach()).requires_grad_(p.requires_grad) for p in parameters}
+            fakes = {
+                id(p): faker.tensor(own_share(p).detach()).requires_grad_(p.requires_grad) for p in parameters
+            }
             groups: list[dict[str, Any]] = []
             for group in optimizer.param_groups:
                 options = {name: item for name, item in group.items() if name != "params"}
@@ -59,7 +61,9 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
                     twin.__dict__[name] = item
             for parameter, state in optimizer.state.items():
                 if id(parameter) in fakes:
-                    twin.state[fakes[id(parameter)]] = faker.tree({key: own_share(item) for key, item in state.items()})
+                    twin.state[fakes[id(parameter)]] = faker.tree(
+                        {key: own_share(item) for key, item in state.items()}
+                    )
             stack.enter_context(_AnyNumber())
             peaks = [_step_peak(twin, type(optimizer)) for _ in range(2)]  # the first makes the state
             total = _bytes(item for state in twin.state.values() for item in state.values())
@@ -67,16 +71,19 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
         if present:
             return OptimizerNeed(present, 0, missing)
         raise PlanError(
-            f"the memory of {type(optimizer).__name__} cannot be worked out before its first step ({type(error).__name__}: {error}): run one "
-            "step first, or leave optimizer= out and subtract its state from the budget"
+            f"the memory of {type(optimizer).__name__} cannot be worked out before its first step "
+            f"({type(error).__name__}: {error}): run one step first, or leave optimizer= out and subtract "
+            "its state from the budget"
         ) from error
     return OptimizerNeed(total, max(0, peaks[0] - (total - present), peaks[1]), missing)
 
 
 class KnownNeed:
-    """An optimizer's need, worked out again only where its parameters, options or state are others than before.
+    """An optimizer's need, worked out again only where its parameters, options or state are others than
+    before.
 
-    A step of a twin takes as long as a small model's plan, and each kind of step and each new plan asks for it.
+    A step of a twin takes as long as a small model's plan, and each kind of step and each new plan asks for
+    it.
     """
 
     def __init__(self) -> None:
@@ -99,15 +106,34 @@ def _rests_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
         if not isinstance(item, torch.Tensor):
             return repr(item)
         item = own_share(item)
-        return id(item), tuple(item.shape), item.stride(), item.dtype, item.device, item.untyped_storage().nbytes(), item._version
+        return (
+            id(item),
+            tuple(item.shape),
+            item.stride(),
+            item.dtype,
+            item.device,
+            item.untyped_storage().nbytes(),
+            item._version,
+        )
 
     def described(parameter: torch.Tensor) -> tuple[Any, ...]:
         own = own_share(parameter)
         state = tuple((key, plain(item)) for key, item in optimizer.state.get(parameter, {}).items())
-        return id(parameter), tuple(own.shape), own.stride(), own.dtype, own.device, parameter.requires_grad, state
+        return (
+            id(parameter),
+            tuple(own.shape),
+            own.stride(),
+            own.dtype,
+            own.device,
+            parameter.requires_grad,
+            state,
+        )
 
     groups = tuple(
-        (tuple((name, plain(item)) for name, item in group.items() if name != "params"), tuple(map(described, group["params"])))
+        (
+            tuple((name, plain(item)) for name, item in group.items() if name != "params"),
+            tuple(map(described, group["params"])),
+        )
         for group in optimizer.param_groups
     )
     return optimizer, type(optimizer), groups
@@ -119,7 +145,9 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 def _missing_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(
-        own_share(p).nbytes for p in _parameters(optimizer) if p.requires_grad and p.grad is None and not hasattr(p, "gradient_slab")
+        own_share(p).nbytes
+        for p in _parameters(optimizer)
+        if p.requires_grad and p.grad is None and not hasattr(p, "gradient_slab")
     )
 
 
@@ -138,9 +166,13 @@ def _step_peak(twin: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -
 
 
 class _AnyNumber(TorchDispatchMode):
-    """Lets a fake number be read: what an optimizer allocates does not depend on how many steps it has counted."""
+    """Lets a fake number be read: what an optimizer allocates does not depend on how many steps it has
+    counted.
+    """
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         if func is torch.ops.aten._local_scalar_dense.default:
             return 7.5 if args[0].is_floating_point() else 7
         return func(*args, **(kwargs or {}))

@@ -11,7 +11,9 @@ def within(limit: int) -> int:
     return int(limit - min(limit * SLACK_SHARE, SLACK_BYTES))
 
 
-def beyond(error: BudgetError, limit: int, margin_bytes: int, enough: int, whole: int | None, state_bytes: int = 0) -> BudgetError:
+def beyond(
+    error: BudgetError, limit: int, margin_bytes: int, enough: int, whole: int | None, state_bytes: int = 0
+) -> BudgetError:
     """The refusal of a budget of `limit` bytes, with a smallest budget that will be accepted.
 
     Args:

@@ -1,4 +1,6 @@
-"""`trace`: a callable that ends in a loss -> the StepGraph of one step of it, run for real in little memory, or on fake tensors."""
+"""`trace`: a callable that ends in a loss -> the StepGraph of one step of it, run for real in little memory,
+or on fake tensors.
+"""
 
 from __future__ import annotations
 
@@ -28,27 +30,36 @@ def trace(
 ) -> StepGraph:
     """Record one step of a callable that ends in a loss.
 
-    The step runs once for real, in about the memory that checkpointing every block takes. Gradients, buffers, module attributes and random state
-    stay as they are. Backward is run for the callable unless it runs it itself.
+    The step runs once for real, in about the memory that checkpointing every block takes. Gradients, buffers,
+    module attributes and random state stay as they are. Backward is run for the callable unless it runs it
+    itself.
 
     Args:
-        step: called as ``step(*args, **kwargs)``; returns a scalar loss, an output with ``.loss``, or ``None`` after its own backward.
-        model: the module whose parameters the step uses, when it cannot be found from the callable's own variables.
-        fake: run it on fake tensors instead, for a model or a device that is not here. Models that go by what is in their tensors cannot be
-            followed so.
-        costs: have each operation's seconds in the graph. Without it every operation takes 0 seconds, and two traces are equal.
+        step: called as ``step(*args, **kwargs)``; returns a scalar loss, an output with ``.loss``, or
+            ``None`` after its own backward.
+        model: the module whose parameters the step uses, when it cannot be found from the callable's own
+            variables.
+        fake: run it on fake tensors instead, for a model or a device that is not here. Models that go by what
+            is in their tensors cannot be followed so.
+        costs: have each operation's seconds in the graph. Without it every operation takes 0 seconds, and two
+            traces are equal.
 
     Raises:
-        TraceError: the step cannot be called, has no loss, or (with ``fake=True``) uses values that fake tensors do not have.
+        TraceError: the step cannot be called, has no loss, or (with ``fake=True``) uses values that fake
+            tensors do not have.
 
     Example:
         >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
         >>> graph = trace(lambda x: model(x).sum(), torch.randn(4, 8), costs=False)
         >>> [operation.name for operation in graph.operations if operation.phase == "forward"]
-        ['aten.addmm.default', 'aten.gelu.default', 'aten.addmm.default', 'aten.sum.default', 'aten.ones_like.default']
+        ['aten.addmm.default', 'aten.gelu.default', 'aten.addmm.default', 'aten.sum.default',
+         'aten.ones_like.default']
     """
     if not callable(step):
-        raise TraceError(f"trace takes a function that runs one step, not {type(step).__name__}: lowtide.trace(step, *args)")
+        raise TraceError(
+            f"trace takes a function that runs one step, not {type(step).__name__}: lowtide.trace(step, "
+            "*args)"
+        )
     modules = [model] if model is not None else find_modules(step, args, kwargs)
     if fake:
         return trace_fake(step, args, kwargs, modules, costs=costs)
@@ -56,7 +67,9 @@ def trace(
     return with_overhead(graph) if costs else without_costs(graph)
 
 
-def _trace_real(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], modules: list[torch.nn.Module]) -> StepGraph:
+def _trace_real(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], modules: list[torch.nn.Module]
+) -> StepGraph:
     root = modules[0] if modules else None
     look = Look(root, torch.device(device_of(modules, args)))
     with untouched(modules), torch.enable_grad():
@@ -69,8 +82,8 @@ def _trace_real(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
                 loss = loss_of(result)
                 if loss is None:
                     raise TraceError(
-                        f"the step returned {_described(result)}, in which there is no loss: return a scalar tensor that requires grad, or "
-                        "an output with .loss, or run backward in the step"
+                        f"the step returned {_described(result)}, in which there is no loss: return a scalar "
+                        "tensor that requires grad, or an output with .loss, or run backward in the step"
                     )
                 del result
                 (loss.sum() if loss.dim() else loss).backward()
@@ -82,7 +95,10 @@ def _trace_real(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[st
 def _described(result: Any) -> str:
     if not isinstance(result, torch.Tensor):
         return type(result).__name__
-    return f"a tensor of shape {tuple(result.shape)} that {'requires' if result.requires_grad else 'does not require'} grad"
+    return (
+        f"a tensor of shape {tuple(result.shape)} that "
+        f"{'requires' if result.requires_grad else 'does not require'} grad"
+    )
 
 
 def without_costs(graph: StepGraph) -> StepGraph:

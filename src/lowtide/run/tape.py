@@ -1,7 +1,8 @@
 """The tape: recorded operations, the values they wrote, and how a value that was given up comes back.
 
-Everything is linked by references and nothing is registered anywhere: autograd's graph holds handles, a handle holds a value, a value holds
-the node that wrote it, a node holds the values that it read. When autograd lets its graph go, all of it goes.
+Everything is linked by references and nothing is registered anywhere: autograd's graph holds handles, a
+handle holds a value, a value holds the node that wrote it, a node holds the values that it read. When
+autograd lets its graph go, all of it goes.
 """
 
 from __future__ import annotations
@@ -73,14 +74,16 @@ class LiveValue:
             return self.cached
         if self.held._version != self.version:
             raise ReplayError(
-                "a tensor that a recomputation starts from was modified by an in-place operation after the forward pass (version "
-                f"{self.held._version}, expected {self.version}, shape {tuple(self.held.shape)}): write to a copy, or keep that region with "
+                "a tensor that a recomputation starts from was modified by an in-place operation after the "
+                f"forward pass (version {self.held._version}, expected {self.version}, shape "
+                f"{tuple(self.held.shape)}): write to a copy, or keep that region with "
                 "lowtide.policies.keep_all"
             )
         if self.held.untyped_storage().nbytes() < self.nbytes:
             raise ReplayError(
-                f"a tensor of {self.nbytes} bytes that a recomputation starts from has been freed since the forward pass (a sharded module "
-                "frees its weights after use): put the limit on the sharded modules one by one"
+                f"a tensor of {self.nbytes} bytes that a recomputation starts from has been freed since the "
+                "forward pass (a sharded module frees its weights after use): put the limit on the sharded "
+                "modules one by one"
             )
         return self.held
 
@@ -104,7 +107,9 @@ class Ref:
         if base.dtype is not self.dtype:
             empty = torch.empty(0, dtype=self.dtype, device=base.device)
             base = empty.set_(base.untyped_storage(), self.offset, self.shape, self.strides)  # type: ignore[call-overload]
-        elif base.shape != self.shape or base.stride() != self.strides or base.storage_offset() != self.offset:
+        elif (
+            base.shape != self.shape or base.stride() != self.strides or base.storage_offset() != self.offset
+        ):
             base = base.as_strided(self.shape, self.strides, self.offset)
         if base.is_conj() is not self.conjugate:
             base = torch._conj(base)  # pyright: ignore
@@ -119,8 +124,10 @@ class Node:
     Attributes:
         func, args, kwargs: the call, with `Ref` in place of tensors.
         order: position in the forward.
-        written: for each argument that it writes: its Ref's old value, whether the old content matters, and a weak reference to the new value.
-        outputs: for each new storage: position in the flat list of result tensors, and a weak reference to its value.
+        written: for each argument that it writes: its Ref's old value, whether the old content matters, and a
+            weak reference to the new value.
+        outputs: for each new storage: position in the flat list of result tensors, and a weak reference to
+            its value.
         statistics: positions of running statistics, which get clones in a replay.
         random_state: the generator's state before the call, for random operations.
         generator: the generator argument, if one was given.
@@ -132,7 +139,8 @@ class Node:
     """
 
     __slots__ = (
-        "__weakref__", "_inputs", "args", "claimed", "device", "exact", "func", "generator", "grad", "kwargs", "order", "outputs", "random_state",
+        "__weakref__", "_inputs", "args", "claimed", "device", "exact", "func", "generator", "grad",
+        "kwargs", "order", "outputs", "random_state",
         "statistics", "waits", "written",
     )  # fmt: skip
 
@@ -196,9 +204,9 @@ def flat_results(result: Any) -> list[Any]:
 def bring_back(value: LiveValue) -> torch.Tensor:
     """A tensor on the bytes of ``value``, replaying what it takes.
 
-    Operations run in forward order, each once; an output that others wait for is cached with its value, and a cached value that nobody
-    waits for any more is dropped. When the counts are used up (a second backward over a retained graph), everything replayed here is
-    private to this call.
+    Operations run in forward order, each once; an output that others wait for is cached with its value, and a
+    cached value that nobody waits for any more is dropped. When the counts are used up (a second backward
+    over a retained graph), everything replayed here is private to this call.
 
     Raises:
         ReplayError: the replay starts from a tensor that was overwritten or freed.
@@ -208,7 +216,8 @@ def bring_back(value: LiveValue) -> torch.Tensor:
         return base
     order: list[Node | Fetch] = []
     seen: set[int] = set()
-    # Values that this call makes; those whose count says that somebody will come for them stay cached afterwards.
+    # Values that this call makes; those whose count says that somebody will come for them stay cached
+    # afterwards.
     transient: dict[int, torch.Tensor] = {}
     stack = [value]
     while stack:
@@ -239,12 +248,16 @@ def bring_back(value: LiveValue) -> torch.Tensor:
     if found is None:
         found = value.cached
     if found is None:
-        raise ReplayError(f"replaying {order[-1].func} did not produce the value asked for: please report this")
+        raise ReplayError(
+            f"replaying {order[-1].func} did not produce the value asked for: please report this"
+        )
     return found
 
 
 def _run(node: Node | Fetch, transient: dict[int, torch.Tensor], uses: dict[int, int]) -> None:
-    """Run one recorded operation again, or fetch what was moved, and put its outputs where they are waited for."""
+    """Run one recorded operation again, or fetch what was moved, and put its outputs where they are waited
+    for.
+    """
     if not isinstance(node, Node):
         assert node.output is not None
         _place(node.output(), node.fetch(), transient, uses)
@@ -288,7 +301,9 @@ def _run(node: Node | Fetch, transient: dict[int, torch.Tensor], uses: dict[int,
             transient.pop(id(source), None)
 
 
-def _argument(node: Node, item: Any, substitutes: dict[int, torch.Tensor], transient: dict[int, torch.Tensor]) -> Any:
+def _argument(
+    node: Node, item: Any, substitutes: dict[int, torch.Tensor], transient: dict[int, torch.Tensor]
+) -> Any:
     """A recorded argument with tensors in place of references."""
     if isinstance(item, Ref):
         base = substitutes.get(id(item))
@@ -304,7 +319,9 @@ def _argument(node: Node, item: Any, substitutes: dict[int, torch.Tensor], trans
     return item
 
 
-def _place(value: LiveValue | None, tensor: torch.Tensor, transient: dict[int, torch.Tensor], uses: dict[int, int]) -> None:
+def _place(
+    value: LiveValue | None, tensor: torch.Tensor, transient: dict[int, torch.Tensor], uses: dict[int, int]
+) -> None:
     if value is None:
         return
     if value.readers > 0 and value.cached is None:
@@ -322,7 +339,9 @@ def _clone_storage(base: torch.Tensor, ref: Ref) -> torch.Tensor:
 
 
 def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """One call with the recorded random state, leaving the generator as it was; a collective is waited for."""
+    """One call with the recorded random state, leaving the generator as it was; a collective is waited
+    for.
+    """
     if node.random_state is None:
         result = node.func(*args, **kwargs)
         return private.wait_for_collective(result) if op_info(node.func).collective else result
@@ -342,13 +361,17 @@ def reach(tensor: torch.Tensor) -> int:
 
 
 def _words(tensor: torch.Tensor, dtype: torch.dtype, extent: int) -> torch.Tensor:
-    """The first ``extent`` bytes of the tensor's storage as numbers of ``dtype``, without what is left over at their end."""
+    """The first ``extent`` bytes of the tensor's storage as numbers of ``dtype``, without what is left over
+    at their end.
+    """
     words = torch.empty(0, dtype=dtype, device=tensor.device)
     return words.set_(tensor.untyped_storage(), 0, (extent // dtype.itemsize,), (1,))  # type: ignore[call-overload]
 
 
 def digest(tensor: torch.Tensor, extent: int) -> tuple[int, int]:
-    """Two sums over the first ``extent`` bytes of the tensor's storage; equal bytes give equal digests. Nothing of their size is allocated."""
+    """Two sums over the first ``extent`` bytes of the tensor's storage; equal bytes give equal digests.
+    Nothing of their size is allocated.
+    """
     words = _words(tensor, torch.int64, extent)
     tail = _words(tensor, torch.uint8, extent)[words.numel() * 8 :]
     return int(words.sum()) + int(tail.sum()), int(words[::3].sum())

@@ -13,8 +13,8 @@ from lowtide.run.follow import Follower
 class TimedRecorder(Follower):
     """Adds what recording takes, the operations themselves apart, to its watch's ``recording_seconds``.
 
-    Between the operations of a real step the interpreter finds the processor's caches full of other things, so this is more than what a tiny
-    model shows.
+    Between the operations of a real step the interpreter finds the processor's caches full of other things,
+    so this is more than what a tiny model shows.
     """
 
     def __init__(self, *args: Any, **kwargs: Any) -> None:

@@ -12,7 +12,8 @@ from lowtide.run.overhead import executor_overhead
 
 
 def overlapped_bytes(graph: StepGraph) -> int:
-    """What collectives under way may hold beside the operations that they overlap: a gather and a reduce-scatter at a time.
+    """What collectives under way may hold beside the operations that they overlap: a gather and a
+    reduce-scatter at a time.
 
     A trace shows it where they start; how long it stays is up to the other ranks.
     """
@@ -27,4 +28,8 @@ def with_overhead(graph: StepGraph) -> StepGraph:
     """The graph with what this executor adds to its operations here."""
     overhead = executor_overhead(torch.device(graph.device).type)
     forward = sum(1 for operation in graph.operations if operation.phase == "forward")
-    return replace(graph, overhead_seconds=overhead.passing_seconds * forward, replay_overhead_seconds=overhead.replayed_seconds)
+    return replace(
+        graph,
+        overhead_seconds=overhead.passing_seconds * forward,
+        replay_overhead_seconds=overhead.replayed_seconds,
+    )

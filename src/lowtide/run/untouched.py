@@ -14,7 +14,9 @@ from lowtide.trace.random_state import gpus_of, same_random
 
 @contextmanager
 def untouched(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
-    """Afterwards gradients, buffers, parameters' data, module attributes and random states are what they were."""
+    """Afterwards gradients, buffers, parameters' data, module attributes and random states are what they
+    were.
+    """
     everyone = list(dict.fromkeys(module for root in modules for module in root.modules()))
     parameters = list(dict.fromkeys(p for root in modules for p in root.parameters()))
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]

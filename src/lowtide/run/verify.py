@@ -13,8 +13,12 @@ from lowtide.run.tape import Node, flat_results, run_again, same_bytes
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the same layout: through another one a kernel goes in other steps, and the last bits may differ."""
-    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(tensor)
+    """A copy in the same layout: through another one a kernel goes in other steps, and the last bits may
+    differ.
+    """
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
+        tensor
+    )
 
 
 def why_not_reproduced(
@@ -48,7 +52,9 @@ def why_not_reproduced(
     except RuntimeError as error:
         return f"its second run raised {type(error).__name__}: {error}"
     both = enumerate(zip(flat, again, strict=True))
-    pairs = [(a, b) for position, (a, b) in both if isinstance(a, torch.Tensor) and position not in info.loose]
+    pairs = [
+        (a, b) for position, (a, b) in both if isinstance(a, torch.Tensor) and position not in info.loose
+    ]
     pairs += [(tensor, copy) for tensor, copy in before]
     for first, second in pairs:
         if has_plain_storage(first) and not same_bytes(first, second):

@@ -18,7 +18,8 @@ class _Mark:
 
 
 class StepWatch:
-    """Follows one step of a limited model, from before its forward to the end of its backward, or of each of its backwards.
+    """Follows one step of a limited model, from before its forward to the end of its backward, or of each of
+    its backwards.
 
     Args:
         on_end: called each time that a backward through the step has ended.
@@ -26,7 +27,8 @@ class StepWatch:
 
     Attributes:
         backwards: how many backwards through the step have ended.
-        replay_seconds, recording_seconds: time that bringing values back and recording took; they say nothing on a GPU, where the host runs ahead.
+        replay_seconds, recording_seconds: time that bringing values back and recording took; they say nothing
+            on a GPU, where the host runs ahead.
         entries: how often an operation or a saved tensor's hook went into Python.
     """
 
@@ -44,7 +46,9 @@ class StepWatch:
 
     @property
     def peak_bytes(self) -> int | None:
-        """Most live bytes of the step so far, above those at its start; ``None`` where it cannot be measured."""
+        """Most live bytes of the step so far, above those at its start; ``None`` where it cannot be
+        measured.
+        """
         return self._peak.peak_bytes if self._peak is not None else None
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
@@ -94,16 +98,21 @@ class StepWatch:
         self._let_go()
 
     def _let_go(self, *_: object) -> None:
-        """Nobody can run backward through the step any more: stop measuring, or the meter would stand after the last step."""
+        """Nobody can run backward through the step any more: stop measuring, or the meter would stand after
+        the last step.
+        """
         if not self._began and self._awaited and all(mark() is None for mark in self._awaited):
             self.close()
 
     def over(self) -> bool:
-        """Whether the time is known without waiting; of a step whose backward never ended it never will be, which is known, too."""
+        """Whether the time is known without waiting; of a step whose backward never ended it never will be,
+        which is known, too.
+        """
         return isinstance(self._marks[-1], float) or self._marks[-1].query()
 
     def seconds(self) -> float | None:
-        """Time of forward and backward, without what the caller does between them; ``None`` before backward has ended.
+        """Time of forward and backward, without what the caller does between them; ``None`` before backward
+        has ended.
 
         On a GPU this waits for the backward's end: ask when it is `over`.
         """

@@ -1,8 +1,9 @@
-"""Offsets within one slab, so that no step allocates: a static layout for what is expected, exact-size reuse for what is not.
+"""Offsets within one slab, so that no step allocates: a static layout for what is expected, exact-size reuse
+for what is not.
 
-ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: what a step stores is the same in every step, so where it lies
-is worked out once, by `lowtide.plan.layout`. A second forward before the first one's backward finds its places taken and gets others, which
-are reused by size.
+ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: what a step stores is the same
+in every step, so where it lies is worked out once, by `lowtide.plan.layout`. A second forward before the
+first one's backward finds its places taken and gets others, which are reused by size.
 """
 
 from __future__ import annotations
@@ -52,19 +53,24 @@ class Arena:
         self._extra: set[Region] = set()
 
     def expect(self, lower: list[int], upper: list[int], size: list[int]) -> None:
-        """Lay out what every step takes from now on: half-open lifetimes in any unit, bytes. What was expected before is laid out as it was
-        then, so that kinds of steps may take turns."""
+        """Lay out what every step takes from now on: half-open lifetimes in any unit, bytes. What was
+        expected before is laid out as it was then, so that kinds of steps may take turns."""
         key = (tuple(lower), tuple(upper), tuple(size))
         if key not in self._layouts:
             found = find(lower, upper, size, align=self.align, seconds=2.0)
-            places = [Region(int(at), int(at) + self._whole(bytes_)) for at, bytes_ in zip(found.offsets, size, strict=True)]
+            places = [
+                Region(int(at), int(at) + self._whole(bytes_))
+                for at, bytes_ in zip(found.offsets, size, strict=True)
+            ]
             self._layouts[key] = places, found.height
         self._static, height = self._layouts[key]
         self.static_bytes = max(self.static_bytes, height)
         self._top = max(self._top, self.static_bytes)
 
     def take(self, bytes_: int, number: int = -1) -> Region:
-        """A region of at least ``bytes_``: the ``number``-th of the layout when it is free, else a spare one, else one above all others."""
+        """A region of at least ``bytes_``: the ``number``-th of the layout when it is free, else a spare one,
+        else one above all others.
+        """
         whole = self._whole(bytes_)
         if 0 <= number < len(self._static):
             region = self._static[number]

@@ -1,10 +1,12 @@
 """Codecs: a saved value in fewer bytes, exactly or within a stated error.
 
-A codec has three methods: `Codec.encoded_bytes` says how many bytes it takes at most, `Codec.encode` turns a flat tensor into a few smaller
-ones, `Codec.decode` writes it back. All of them work in chunks of `CHUNK` elements, so that what they allocate on the way does not grow with
-the tensor (`scratch_bytes`), and draw random numbers from generators of their own.
+A codec has three methods: `Codec.encoded_bytes` says how many bytes it takes at most, `Codec.encode` turns a
+flat tensor into a few smaller ones, `Codec.decode` writes it back. All of them work in chunks of `CHUNK`
+elements, so that what they allocate on the way does not grow with the tensor (`scratch_bytes`), and draw
+random numbers from generators of their own.
 
-A user's own codec is a class with those three methods; give an instance to `lowtide.Compress` or to the policy ``compress``.
+A user's own codec is a class with those three methods; give an instance to `lowtide.Compress` or to the
+policy ``compress``.
 """
 
 from __future__ import annotations
@@ -52,8 +54,8 @@ class Codec(ABC):
         lossless: whether `decode` gives back every bit, or at least what leaves gradients bitwise the same.
         replayable_from: whether an operation may be replayed from what `decode` gives back.
         error: the bound on the error in words, empty for a lossless one.
-        gentler: the name of the codec that policies use instead where backward is not linear in the value (`lowtide.plan.linear`), so that this one's
-            error would bias the gradients; empty for none.
+        gentler: the name of the codec that policies use instead where backward is not linear in the value
+            (`lowtide.plan.linear`), so that this one's error would bias the gradients; empty for none.
         scratch_bytes: the most it allocates beyond what it returns.
 
     Example:
@@ -128,7 +130,8 @@ def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
         codes = torch.cat([codes, codes.new_zeros(short)])
     whole = codes.view(_WORDS[each])
     packed = whole.clone()
-    for k in range(1, each):  # the k-th byte's bits move down next to those before it; what is above the lowest byte is dropped
+    # the k-th byte's bits move down next to those before it; what is above the lowest byte is dropped
+    for k in range(1, each):
         packed |= whole >> (k * (8 - bits))
     return packed.to(torch.uint8)
 
@@ -149,7 +152,8 @@ def words(flat: torch.Tensor) -> torch.Tensor:
 
 
 class Dictionary(Codec):
-    """Lossless, for values of few distinct numbers: dropout masks (one bit an element), comparisons, small integers.
+    """Lossless, for values of few distinct numbers: dropout masks (one bit an element), comparisons, small
+    integers.
 
     Args:
         bits: of each code: 1, 2, 4 or 8, for at most 2, 4, 16 or 256 distinct numbers.
@@ -207,11 +211,14 @@ class Dictionary(Codec):
         target = words(out)
         for part in chunks(target.numel()):
             packed = codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)]
-            torch.index_select(known, 0, unpack_bits(packed, self.bits, part.stop - part.start).int(), out=target[part])
+            torch.index_select(
+                known, 0, unpack_bits(packed, self.bits, part.stop - part.start).int(), out=target[part]
+            )
 
 
 class Sparse(Codec):
-    """Lossless, for values with many zeros (ReLU's output, what dropout leaves): a bit an element and what is not zero.
+    """Lossless, for values with many zeros (ReLU's output, what dropout leaves): a bit an element and what is
+    not zero.
 
     Args:
         most: the largest share of elements that may differ from zero.
@@ -263,8 +270,8 @@ class Sparse(Codec):
 
 
 class Positive(Codec):
-    """One bit an element: whether it is above zero. Lossless for ReLU's backward, which asks for nothing else; the policy checks that nobody
-    else reads the value."""
+    """One bit an element: whether it is above zero. Lossless for ReLU's backward, which asks for nothing
+    else; the policy checks that nobody else reads the value."""
 
     name = "positive"
     lossless = True
@@ -287,7 +294,9 @@ class Positive(Codec):
     def decode(self, parts: Parts, out: torch.Tensor) -> None:
         """Ones and zeros."""
         for part in chunks(out.numel()):
-            out[part] = unpack_bits(parts[0][part.start // 8 : _ceil(part.stop, 8)], 1, part.stop - part.start)
+            out[part] = unpack_bits(
+                parts[0][part.start // 8 : _ceil(part.stop, 8)], 1, part.stop - part.start
+            )
 
 
 class Raw(Codec):
@@ -333,17 +342,20 @@ class BFloat16(Codec):
 
 
 class Blockwise(Codec):
-    """Whole numbers of 8 or 4 bits, spread over the range of each block and rounded at random so that the expected value is exact.
+    """Whole numbers of 8 or 4 bits, spread over the range of each block and rounded at random so that the
+    expected value is exact.
 
-    Dettmers et al. (arXiv 2110.02861, section 2.1) for the blocks, ActNN (arXiv 2104.14129, section 3) for the range (an activation's output lies to one
-    side of zero) and the unbiased rounding. A block's least number and step are bfloat16, rounded so that the range is covered.
+    Dettmers et al. (arXiv 2110.02861, section 2.1) for the blocks, ActNN (arXiv 2104.14129, section 3) for
+    the range (an activation's output lies to one side of zero) and the unbiased rounding. A block's least
+    number and step are bfloat16, rounded so that the range is covered.
 
-    The error of 4 bits is large enough to bias what goes through a function first, so policies use them where backward is linear in the value
-    (`lowtide.plan.linear`), 8 bits elsewhere, and replay nothing from them.
+    The error of 4 bits is large enough to bias what goes through a function first, so policies use them where
+    backward is linear in the value (`lowtide.plan.linear`), 8 bits elsewhere, and replay nothing from them.
 
     Args:
         bits: 8 or 4.
-        block: elements that share a range, a multiple of 8 that divides `CHUNK`; by default 256 for 8 bits, 64 for 4.
+        block: elements that share a range, a multiple of 8 that divides `CHUNK`; by default 256 for 8 bits,
+            64 for 4.
         seed: of the generator that rounds.
     """
 
@@ -358,7 +370,10 @@ class Blockwise(Codec):
         self.name = f"int{bits}"
         self.gentler = "int8" if bits == 4 else ""
         self.replayable_from = bits == 8
-        self.error = f"absolute, 1/{self.levels} of the range of each block of {block} (and 1/128 of its largest number), unbiased"
+        self.error = (
+            f"absolute, 1/{self.levels} of the range of each block of {block} (and 1/128 of its largest "
+            "number), unbiased"
+        )
         self.scratch_bytes = 24 * CHUNK
         self._generators: dict[torch.device, torch.Generator] = {}
 
@@ -392,7 +407,9 @@ class Blockwise(Codec):
             ranges[0, blocks], ranges[1, blocks] = low, step
             # a step below the normal numbers would make quotients that are off the scale
             here.sub_(low.unsqueeze(1)).div_(step.clamp_min_(1e-38).unsqueeze(1))
-            here.view(-1).add_(_noise(here.numel(), source, flat.device), alpha=2**-16).add_(0.5 + 2**-17).floor_().clamp_(0, self.levels)
+            here.view(-1).add_(_noise(here.numel(), source, flat.device), alpha=2**-16).add_(
+                0.5 + 2**-17
+            ).floor_().clamp_(0, self.levels)
             code = here.view(-1)[: part.stop - part.start].to(torch.int32).to(torch.uint8)
             codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)] = pack_bits(code, self.bits)
         if not bool(torch.isfinite(ranges).all()):
@@ -414,12 +431,17 @@ class Blockwise(Codec):
             blocks.mul_(step[:count].unsqueeze(1)).add_(low[:count].unsqueeze(1))
             if whole < here.numel():
                 here[whole:].mul_(step[-1]).add_(low[-1])
-            out[part] = here if limits.max > 1e38 else here.clamp_(limits.min, limits.max)  # bfloat16 reaches further than float16
+            # bfloat16 reaches further than float16
+            out[part] = here if limits.max > 1e38 else here.clamp_(limits.min, limits.max)
 
 
 def _noise(count: int, source: torch.Generator, device: torch.device) -> torch.Tensor:
-    """Whole numbers from -32768 to 32767, each as likely as another: four of every 64 random bits, which is four times as fast as `torch.rand`."""
-    bits = torch.empty(_ceil(count, 4), dtype=torch.int64, device=device).random_(-(2**63), None, generator=source)  # type: ignore[call-overload]
+    """Whole numbers from -32768 to 32767, each as likely as another: four of every 64 random bits, which is
+    four times as fast as `torch.rand`.
+    """
+    bits = torch.empty(_ceil(count, 4), dtype=torch.int64, device=device).random_(
+        -(2**63), None, generator=source
+    )  # type: ignore[call-overload]
     return bits.view(torch.int16)[:count].to(torch.float32)
 
 
@@ -434,7 +456,8 @@ def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:
     """The codec that a plan names.
 
     Raises:
-        CodecError: there is none; a codec of the user's own has to be given again where a plan is read from a file.
+        CodecError: there is none; a codec of the user's own has to be given again where a plan is read from a
+            file.
 
     Example:
         >>> codec_named("int4").bits
@@ -443,9 +466,22 @@ def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:
     for codec in own:
         if codec.name == name:
             return codec
-    known = {c.name: c for c in (*(Dictionary(b) for b in (1, 2, 4, 8)), Positive(), Raw(), BFloat16(), Blockwise(8), Blockwise(4))}
+    known = {
+        c.name: c
+        for c in (
+            *(Dictionary(b) for b in (1, 2, 4, 8)),
+            Positive(),
+            Raw(),
+            BFloat16(),
+            Blockwise(8),
+            Blockwise(4),
+        )
+    }
     if name in known:
         return known[name]
     if name.startswith("sparse"):
         return Sparse(float(name.removeprefix("sparse")))
-    raise CodecError(f"there is no codec {name!r}: use one of {', '.join(sorted(known))}, sparse0.6, or give your own with codecs=[...]")
+    raise CodecError(
+        f"there is no codec {name!r}: use one of {', '.join(sorted(known))}, sparse0.6, or give your own "
+        "with codecs=[...]"
+    )

@@ -1,4 +1,6 @@
-"""The disk tier: one preallocated file without a name, read and written past the page cache by two threads."""
+"""The disk tier: one preallocated file without a name, read and written past the page cache by two
+threads.
+"""
 
 from __future__ import annotations
 
@@ -20,9 +22,10 @@ _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 class Disk(Tier):
     """Bytes in a file.
 
-    The file is unlinked as soon as it is open (or never gets a name, where the system can do that), so nothing is left however the process
-    ends. Its blocks are reserved before the first step, so that a full disk is known then. Reads and writes go past the page cache where the
-    file system allows, each through one buffer of constant size.
+    The file is unlinked as soon as it is open (or never gets a name, where the system can do that), so
+    nothing is left however the process ends. Its blocks are reserved before the first step, so that a full
+    disk is known then. Reads and writes go past the page cache where the file system allows, each through one
+    buffer of constant size.
 
     Args:
         path: a folder on the disk to use; the system's folder for temporary files by default.
@@ -38,7 +41,9 @@ class Disk(Tier):
         self.path = Path(path if path is not None else tempfile.gettempdir())
         kind = file_system(self.path)
         if kind in _IN_MEMORY:
-            raise PlanError(f"{self.path} is a {kind}, which lies in main memory: give path= a folder on a disk")
+            raise PlanError(
+                f"{self.path} is a {kind}, which lies in main memory: give path= a folder on a disk"
+            )
         self.direct, self._file = _open(self.path)
         super().__init__(PAGE, fault)
         self._in = mmap.mmap(-1, BUFFER_BYTES)
@@ -91,18 +96,25 @@ class Disk(Tier):
     def _explain(self, what: str, error: BaseException) -> StoreError:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             try:
-                free = f"{os.statvfs(self.path).f_bavail * os.statvfs(self.path).f_frsize:,} bytes are free there"
+                free = (
+                    f"{os.statvfs(self.path).f_bavail * os.statvfs(self.path).f_frsize:,} bytes are free "
+                    "there"
+                )
             except OSError:
                 free = "it is full"
-            return StoreError(f"there is no room for lowtide's file in {self.path} ({free}): free some, or give path= another folder")
+            return StoreError(
+                f"there is no room for lowtide's file in {self.path} ({free}): free some, or give path= "
+                "another folder"
+            )
         if isinstance(error, _Short):
             return StoreError(
-                f"lowtide's file in {self.path} was cut short while a step was under way ({error}): no gradient of this step was computed from "
-                "it. Clear the gradients and run the step again"
+                f"lowtide's file in {self.path} was cut short while a step was under way ({error}): no "
+                "gradient of this step was computed from it. Clear the gradients and run the step again"
             )
         return StoreError(
-            f"lowtide could not {what} its file in {self.path} ({type(error).__name__}: {error}): no gradient of this step was computed from it. "
-            "Clear the gradients and run the step again, or give path= a folder on another disk"
+            f"lowtide could not {what} its file in {self.path} ({type(error).__name__}: {error}): no "
+            "gradient of this step was computed from it. Clear the gradients and run the step again, or "
+            "give path= a folder on another disk"
         )
 
 
@@ -126,12 +138,15 @@ def _open(folder: Path) -> tuple[bool, int]:
         except OSError as error:
             if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EROFS):
                 raise PlanError(
-                    f"{folder} cannot hold lowtide's file ({error.strerror}): give path= a folder that can be written"
+                    f"{folder} cannot hold lowtide's file ({error.strerror}): give path= a folder that can "
+                    "be written"
                 ) from None
     try:
         handle, name = tempfile.mkstemp(prefix="lowtide-", dir=folder)
     except OSError as error:
-        raise PlanError(f"{folder} cannot hold lowtide's file ({error.strerror}): give path= a folder that can be written") from None
+        raise PlanError(
+            f"{folder} cannot hold lowtide's file ({error.strerror}): give path= a folder that can be written"
+        ) from None
     os.unlink(name)
     return False, handle
 

@@ -1,4 +1,6 @@
-"""Parameter gradients in one preallocated slab: ZeRO-R's M_D for what lives longest in a step (arXiv 1910.02054, section 6.3)."""
+"""Parameter gradients in one preallocated slab: ZeRO-R's M_D for what lives longest in a step (arXiv
+1910.02054, section 6.3).
+"""
 
 from __future__ import annotations
 
@@ -12,10 +14,12 @@ from lowtide.errors import PlanError
 class GradientSlab:
     """Keeps the gradients of some parameters in one contiguous tensor for each type and device.
 
-    Backward makes each gradient where it likes; as soon as it is accumulated its bytes move into the slab and ``.grad`` becomes a view of it, so
-    the long-lived gradients never lie scattered among short-lived activations. Works with ``zero_grad(set_to_none=True)`` and with
-    accumulation over several backwards; values are bitwise those without it. The slab stands for good, also while ``.grad`` is ``None``:
-    `lowtide.meter.resident_bytes` and a budget count it with the model (make it before the first limited step).
+    Backward makes each gradient where it likes; as soon as it is accumulated its bytes move into the slab and
+    ``.grad`` becomes a view of it, so the long-lived gradients never lie scattered among short-lived
+    activations. Works with ``zero_grad(set_to_none=True)`` and with accumulation over several backwards;
+    values are bitwise those without it. The slab stands for good, also while ``.grad`` is ``None``:
+    `lowtide.meter.resident_bytes` and a budget count it with the model (make it before the first limited
+    step).
 
     Args:
         parameters: those whose gradients move; duplicates count once.

@@ -13,9 +13,10 @@ from lowtide.store.tier import Fault, Slot, StoreError, Tier, Transfer
 class Host(Tier):
     """Bytes in main memory.
 
-    The slab is as large as the layout says, to the page: the caching pinned allocator would round it up to a power of two. On a GPU, copies run
-    on a stream of their own, ordered by events in both directions: a copy out waits for what computes the value, a copy in waits for the copy
-    out and for whoever used its destination's memory before, and `Transfer.wait` makes the current stream, not the program, wait. On a CPU
+    The slab is as large as the layout says, to the page: the caching pinned allocator would round it up to a
+    power of two. On a GPU, copies run on a stream of their own, ordered by events in both directions: a copy
+    out waits for what computes the value, a copy in waits for the copy out and for whoever used its
+    destination's memory before, and `Transfer.wait` makes the current stream, not the program, wait. On a CPU
     the same slots are filled by the tier's two threads.
 
     Args:
@@ -29,7 +30,11 @@ class Host(Tier):
         super().__init__(512, fault)
         self.device = torch.device(device)
         self._slabs: list[tuple[int, torch.Tensor]] = []
-        self._stream = torch.get_device_module(self.device.type).Stream(self.device) if self.device.type != "cpu" else None
+        self._stream = (
+            torch.get_device_module(self.device.type).Stream(self.device)
+            if self.device.type != "cpu"
+            else None
+        )
 
     def _grow(self, end: int) -> None:
         begin = self.counts.slab_bytes
@@ -37,13 +42,15 @@ class Host(Tier):
             slab = host_bytes(end - begin, pin=self.device.type == "cuda")
         except (OSError, ValueError, MemoryError, OverflowError) as error:
             raise StoreError(
-                f"the host has no room for {end - begin:,} bytes more of saved values ({type(error).__name__}: {error}): use a larger budget, a "
-                "codec, or the disk tier"
+                f"the host has no room for {end - begin:,} bytes more of saved values "
+                f"({type(error).__name__}: {error}): use a larger budget, a codec, or the disk tier"
             ) from error
         self._slabs.append((begin, slab))
 
     def _view(self, start: int, count: int) -> torch.Tensor:
-        """Bytes of the slab; it grows by pieces, and a region that spans two is put together by the caller's parts."""
+        """Bytes of the slab; it grows by pieces, and a region that spans two is put together by the caller's
+        parts.
+        """
         for begin, tensor in reversed(self._slabs):
             if begin <= start:
                 return tensor[start - begin : start - begin + count]
@@ -111,16 +118,18 @@ class Host(Tier):
 
     def _explain(self, what: str, error: BaseException) -> StoreError:
         return StoreError(
-            f"lowtide could not {what} a saved value in host memory ({type(error).__name__}: {error}): clear the gradients and run the step again"
+            f"lowtide could not {what} a saved value in host memory ({type(error).__name__}: {error}): clear "
+            "the gradients and run the step again"
         )
 
 
 class _Queued(Transfer):
     """A copy on the tier's stream.
 
-    It holds the tensor until somebody has waited for the copy, and if nobody does, the stream that the tensor came from waits before its memory is
-    free. With `torch.Tensor.record_stream` instead, the allocator would give the memory out again only once it finds the tier's stream past
-    everything that was queued by then, so that the device's memory grew with how far the program runs ahead.
+    It holds the tensor until somebody has waited for the copy, and if nobody does, the stream that the tensor
+    came from waits before its memory is free. With `torch.Tensor.record_stream` instead, the allocator would
+    give the memory out again only once it finds the tier's stream past everything that was queued by then, so
+    that the device's memory grew with how far the program runs ahead.
     """
 
     def __init__(self, tier: Host, tensor: torch.Tensor) -> None:

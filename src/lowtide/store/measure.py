@@ -1,7 +1,9 @@
-"""What planning rests on outside the step: what codecs make of values, how fast they, tiers and groups are, and what transfers take from a computation.
+"""What planning rests on outside the step: what codecs make of values, how fast they, tiers and groups are,
+and what transfers take from a computation.
 
-A tier on the CPU moves bytes on threads of its own. They share cores, caches, memory and the interpreter's lock with the step, even where a core is
-left over. So both are measured together, as they will run: matrix products and activations on this thread, transfers on the tier's.
+A tier on the CPU moves bytes on threads of its own. They share cores, caches, memory and the interpreter's
+lock with the step, even where a core is left over. So both are measured together, as they will run: matrix
+products and activations on this thread, transfers on the tier's.
 """
 
 from __future__ import annotations
@@ -35,7 +37,9 @@ _SAMPLE = 1 << 20
 _SAMPLE_AT_LEAST = 1 << 12
 
 _CODEC_BYTES = 24
-"""The most that timing a codec takes for each element: what goes in, what comes out, what stands on the way."""
+"""The most that timing a codec takes for each element: what goes in, what comes out, what stands on the
+way.
+"""
 
 _LATENCY_SECONDS = 1e-4
 _ROUNDS = 4
@@ -52,8 +56,10 @@ class TierSpeed:
     """What was measured of a tier.
 
     Attributes:
-        write_bytes_per_second, read_bytes_per_second: beside a computation on a CPU, without one on a device that copies by itself.
-        busy: share of a transfer's time by which a computation beside it takes longer; 0 where the device copies by itself.
+        write_bytes_per_second, read_bytes_per_second: beside a computation on a CPU, without one on a device
+            that copies by itself.
+        busy: share of a transfer's time by which a computation beside it takes longer; 0 where the device
+            copies by itself.
     """
 
     write_bytes_per_second: float
@@ -75,11 +81,17 @@ def measure_tier(
         tier: it.
         device: where values come from and go to.
         total_bytes: moved each way in each round.
-        compute: a few milliseconds of the step's kind of work; by default a matrix product and its activation.
+        compute: a few milliseconds of the step's kind of work; by default a matrix product and its
+            activation.
         clock: seconds.
-        room_bytes: the most device memory to take, ``compute``'s aside where that is given; ``None`` for 23 MiB.
+        room_bytes: the most device memory to take, ``compute``'s aside where that is given; ``None`` for 23
+            MiB.
     """
-    size = 4 * BUFFER_BYTES if room_bytes is None else max(_SIZE_AT_LEAST, min(4 * BUFFER_BYTES, room_bytes // 2))
+    size = (
+        4 * BUFFER_BYTES
+        if room_bytes is None
+        else max(_SIZE_AT_LEAST, min(4 * BUFFER_BYTES, room_bytes // 2))
+    )
     total_bytes = min(total_bytes, size * _MOST_TRANSFERS)
     data = torch.ones(size, dtype=torch.uint8, device=device)
     slots = [tier.take(size) for _ in range(max(1, total_bytes // size))]
@@ -101,7 +113,9 @@ def measure_tier(
                 torch.get_device_module(device.type).synchronize(device)
                 lost[writes].append(0.0)
             else:
-                beside = _each(compute, clock, lambda _, moving=moving: all(transfer.done for transfer in moving))
+                beside = _each(
+                    compute, clock, lambda _, moving=moving: all(transfer.done for transfer in moving)
+                )
                 lost[writes].append(max(0.0, 1 - alone / beside))
             seconds[writes].append(max(clock() - begin, 1e-9))
             for transfer in moving:
@@ -109,7 +123,9 @@ def measure_tier(
     for slot in slots:
         slot.release()
     writing, reading = statistics.median(seconds[True]), statistics.median(seconds[False])
-    busy = (statistics.median(lost[True]) * writing + statistics.median(lost[False]) * reading) / (writing + reading)
+    busy = (statistics.median(lost[True]) * writing + statistics.median(lost[False]) * reading) / (
+        writing + reading
+    )
     return TierSpeed(size * len(slots) / writing, size * len(slots) / reading, busy)
 
 
@@ -123,7 +139,9 @@ def _each(compute: Callable[[], Any], clock: Callable[[], float], over: Callable
 
 
 def _kernels(width: int) -> Callable[[], Any]:
-    """A matrix product and its activation, on other inputs each time, as a step's are; takes `_kernel_bytes`."""
+    """A matrix product and its activation, on other inputs each time, as a step's are; takes
+    `_kernel_bytes`.
+    """
     with private.without_fake_mode():
         inputs = itertools.cycle(torch.ones(16, width, width).unbind())
         weight = torch.ones(4 * width, width)
@@ -152,24 +170,35 @@ def codec_facts(name: str, own: Sequence[OwnCodec] = ()) -> CodecFacts:
     def encoded_bytes(elements: int, dtype: str) -> int:
         return codec.encoded_bytes(Form(elements, getattr(torch, dtype, torch.uint8)))
 
-    return CodecFacts(codec.name, codec.gentler, codec.replayable_from, codec.scratch_bytes, CHUNK, encoded_bytes)
+    return CodecFacts(
+        codec.name, codec.gentler, codec.replayable_from, codec.scratch_bytes, CHUNK, encoded_bytes
+    )
 
 
-def link_speeds(ways: Sequence[Moving], own: Sequence[OwnCodec], device: str, room_bytes: int | None = None) -> dict[str, Link]:
+def link_speeds(
+    ways: Sequence[Moving], own: Sequence[OwnCodec], device: str, room_bytes: int | None = None
+) -> dict[str, Link]:
     """How fast the tiers and codecs of some decisions are, measured now."""
-    return measure_links(*ways, stores=Stores(codecs=cast("Sequence[Codec]", own)), device=device, room_bytes=room_bytes)
+    return measure_links(
+        *ways, stores=Stores(codecs=cast("Sequence[Codec]", own)), device=device, room_bytes=room_bytes
+    )
 
 
 def measure_links(
-    *ways: str | Moving, stores: Stores | None = None, device: str | torch.device = "cpu", room_bytes: int | None = None
+    *ways: str | Moving,
+    stores: Stores | None = None,
+    device: str | torch.device = "cpu",
+    room_bytes: int | None = None,
 ) -> dict[str, Link]:
     """How fast the tiers, codecs and groups of some decisions are here, by moving a few megabytes.
 
     Args:
         ways: decisions, or their short names.
-        stores: with the groups and codecs that ``ways`` name. Where there is a group, all its ranks have to call this, and all get the same.
+        stores: with the groups and codecs that ``ways`` name. Where there is a group, all its ranks have to
+            call this, and all get the same.
         device: where values come from.
-        room_bytes: the most device memory that measuring tiers and codecs may take; ``None`` for up to 24 MiB.
+        room_bytes: the most device memory that measuring tiers and codecs may take; ``None`` for up to 24
+            MiB.
 
     Returns:
         The speed of each by its name, as ``links=`` of the policies takes them.

@@ -1,4 +1,6 @@
-"""Main memory in its exact size, page-locked where a GPU is to copy from it, and unlocked before it is unmapped."""
+"""Main memory in its exact size, page-locked where a GPU is to copy from it, and unlocked before it is
+unmapped.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,8 @@ def host_bytes(count: int, pin: bool = False) -> Tensor:
     >>> host_bytes(3)
     tensor([0, 0, 0], dtype=torch.uint8)
     """
-    # after a fork (of data loaders, say) a write to a private page moves it away from the GPU's copy: locked pages are shared
+    # after a fork (of data loaders, say) a write to a private page moves it away from the GPU's copy: locked
+    # pages are shared
     kind = mmap.MAP_SHARED if pin else mmap.MAP_PRIVATE
     memory = _Memory(-1, count, flags=kind | mmap.MAP_ANONYMOUS)
     tensor = torch.frombuffer(memory, dtype=torch.uint8)
@@ -35,7 +38,9 @@ def host_bytes(count: int, pin: bool = False) -> Tensor:
 
 
 class _Memory(mmap.mmap):
-    """A mapping that is unlocked in its finalizer: weak references to it are only told when it has been unmapped."""
+    """A mapping that is unlocked in its finalizer: weak references to it are only told when it has been
+    unmapped.
+    """
 
     _runtime: Any = None
     _address = 0
@@ -45,7 +50,8 @@ class _Memory(mmap.mmap):
         code = int(runtime.cudaHostRegister(address, count, 0))
         if code:
             raise MemoryError(
-                f"CUDA refuses to page-lock {count:,} bytes (error {code}): the limit on locked memory (ulimit -l) may be too low"
+                f"CUDA refuses to page-lock {count:,} bytes (error {code}): the limit on locked memory "
+                "(ulimit -l) may be too low"
             )
         self._runtime, self._address = runtime, address
 

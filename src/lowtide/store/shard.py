@@ -1,4 +1,6 @@
-"""Shards: each rank of a group keeps its part of a value that all of them hold, and the parts are gathered ahead of need (ZeRO-R's P_a)."""
+"""Shards: each rank of a group keeps its part of a value that all of them hold, and the parts are gathered
+ahead of need (ZeRO-R's P_a).
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,8 @@ _GONE_SECONDS = 3.0
 
 
 class Replicas:
-    """A process group over which some values are replicated. Its ranks make theirs together: they tell each other who they are.
+    """A process group over which some values are replicated. Its ranks make theirs together: they tell each
+    other who they are.
 
     Args:
         group: the process group.
@@ -54,7 +57,11 @@ class Replicas:
 
     def _everyone(self, mine: list[int]) -> list[list[int]]:
         """Some numbers of every rank's."""
-        device = torch.device("cuda", torch.cuda.current_device()) if dist.get_backend(self.group) == "nccl" else torch.device("cpu")
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if dist.get_backend(self.group) == "nccl"
+            else torch.device("cpu")
+        )
         own = torch.tensor(mine, dtype=torch.int64, device=device)
         found = own.new_empty(self.size * len(mine))
         dist.all_gather_into_tensor(found, own, group=self.group)
@@ -87,11 +94,15 @@ class Replicas:
                 if number != self.rank and where == self._machine and not lives(process):
                     gone.append(f"rank {dist.get_global_rank(self.group, number)} (process {process})")
             time.sleep(0.02)
-        who = f"{' and '.join(gone)} died" if gone else "none of this machine's has ended, so look at the others' messages"
+        who = (
+            f"{' and '.join(gone)} died"
+            if gone
+            else "none of this machine's has ended, so look at the others' messages"
+        )
         ranks = ", ".join(str(dist.get_global_rank(self.group, number)) for number in range(self.size))
         return StoreError(
-            f"the parts of a saved value could not be gathered over the ranks {ranks}: {who} ({error}). This step's gradients are not complete: start "
-            "the ranks again, from the last checkpoint"
+            f"the parts of a saved value could not be gathered over the ranks {ranks}: {who} ({error}). This "
+            "step's gradients are not complete: start the ranks again, from the last checkpoint"
         )
 
     def check(self, digest: tuple[int, int], what: str) -> None:
@@ -102,9 +113,10 @@ class Replicas:
         """
         if any(other != [*digest] for other in self._everyone([*digest])):
             raise PlanError(
-                f"{what} differs between the ranks of its group, so it cannot be kept in parts: it is already sharded (along the sequence, "
-                "for one, where sequence parallelism leaves 1/n of it on each rank) or belongs to another batch. Leave it out of values=, or give "
-                "the group over which it is replicated"
+                f"{what} differs between the ranks of its group, so it cannot be kept in parts: it is "
+                "already sharded (along the sequence, for one, where sequence parallelism leaves 1/n of it "
+                "on each rank) or belongs to another batch. Leave it out of values=, or give the group over "
+                "which it is replicated"
             )
 
 

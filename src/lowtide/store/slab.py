@@ -1,8 +1,9 @@
 """The slab on the device into which values come back, and when a place in it may be used again.
 
-Autograd may hold what it was handed for longer than the plan knows (a retained graph, a hook, a gradient that is a view of a saved tensor). So each
-value gets a storage of its own over its place, and a place is used again only when nothing refers to the storage before and no transfer is
-under way there; else the value comes back into memory of its own, and that is counted.
+Autograd may hold what it was handed for longer than the plan knows (a retained graph, a hook, a gradient that
+is a view of a saved tensor). So each value gets a storage of its own over its place, and a place is used
+again only when nothing refers to the storage before and no transfer is under way there; else the value comes
+back into memory of its own, and that is counted.
 """
 
 from __future__ import annotations
@@ -39,13 +40,16 @@ class Place:
 
     @property
     def target(self) -> torch.Tensor:
-        """The same bytes as part of the slab, for transfers, whose threads let go of what they wrote when they get to it."""
+        """The same bytes as part of the slab, for transfers, whose threads let go of what they wrote when
+        they get to it.
+        """
         return self._memory[self.start : self.end]
 
     def writing(self, work: list[Any]) -> None:
         """These transfers or collectives write there; nothing does when there are none.
 
-        A transfer is held by its worker until it is done, and if it fails its error holds much; a collective is held by nobody else.
+        A transfer is held by its worker until it is done, and if it fails its error holds much; a collective
+        is held by nobody else.
         """
         self._pending = [weakref.ref(item) if isinstance(item, Transfer) else item for item in work]
 
@@ -92,7 +96,9 @@ class Slab:
         self._lock = threading.Lock()
 
     def take(self, start: int, bytes_: int) -> tuple[Place, torch.Tensor] | None:
-        """The bytes from ``start`` on as a flat tensor of bytes with a storage of its own, or ``None`` where some of them are in use."""
+        """The bytes from ``start`` on as a flat tensor of bytes with a storage of its own, or ``None`` where
+        some of them are in use.
+        """
         with self._lock:
             if not self._free(start, start + bytes_):
                 return None
@@ -100,7 +106,9 @@ class Slab:
             return self._enter(start, bytes_, tensor), tensor
 
     def _free(self, start: int, end: int) -> bool:
-        """Whether nobody uses any of these bytes. A plan asks for the same ones in every step, so it is known which of them overlap."""
+        """Whether nobody uses any of these bytes. A plan asks for the same ones in every step, so it is known
+        which of them overlap.
+        """
         if end > self.memory.numel():
             return False
         beside = self._beside.get((start, end))
@@ -124,5 +132,7 @@ class Slab:
 
 
 def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes on a storage that begins there: DLPack is the one public way to one that lies within another and keeps it alive."""
+    """The same bytes on a storage that begins there: DLPack is the one public way to one that lies within
+    another and keeps it alive.
+    """
     return from_dlpack(to_dlpack(tensor))

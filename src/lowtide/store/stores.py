@@ -27,9 +27,11 @@ class Stores:
 
     Attributes:
         prepared: the plan that the tiers are laid out for.
-        slab: where values come back to, for the plan that is prepared; ``None`` where each has memory of its own.
+        slab: where values come back to, for the plan that is prepared; ``None`` where each has memory of its
+            own.
         slab_allocations: how often a slab was made.
-        unplaced: how many values (and encoded forms) came back into memory of their own although the plan has a place for them.
+        unplaced: how many values (and encoded forms) came back into memory of their own although the plan has
+            a place for them.
         tiers: those that are open.
 
     Example:
@@ -38,10 +40,17 @@ class Stores:
         'host'
     """
 
-    def __init__(self, *, groups: Mapping[str, Any] | None = None, codecs: Sequence[Codec] = (), fault: Fault | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        groups: Mapping[str, Any] | None = None,
+        codecs: Sequence[Codec] = (),
+        fault: Fault | None = None,
+    ) -> None:
         if groups is not None and not isinstance(groups, Mapping):
             raise PlanError(
-                f"groups={groups!r} is not a mapping: give the process groups by the names that plans use, groups={{'model': group}}"
+                f"groups={groups!r} is not a mapping: give the process groups by the names that plans use, "
+                f"groups={{'model': group}}"
             )
         self._given = dict(groups or {})
         self._groups: dict[str, Any] = {}
@@ -55,8 +64,8 @@ class Stores:
         self.unplaced = 0
 
     def reserve(self, bytes_: int, device: torch.device) -> None:
-        """Have a slab of exactly so many bytes for values that come back. Kinds of steps that take turns each count their own in their peak: the slab
-        is as large as the one that runs."""
+        """Have a slab of exactly so many bytes for values that come back. Kinds of steps that take turns each
+        count their own in their peak: the slab is as large as the one that runs."""
         if bytes_ == (self.slab.memory.numel() if self.slab is not None else 0):
             return
         self.slab = None
@@ -82,11 +91,15 @@ class Stores:
         key = (name, os.path.abspath(path) if path else "", str(device) if name == "host" else "")
         found = self.tiers.get(key)
         if found is None:
-            found = self.tiers[key] = Disk(path or None, self.fault) if name == "disk" else Host(device, self.fault)
+            found = self.tiers[key] = (
+                Disk(path or None, self.fault) if name == "disk" else Host(device, self.fault)
+            )
         return found
 
     def codec(self, name: str) -> Codec:
-        """The codec of that name, always the same one: its random numbers go on from value to value and from step to step."""
+        """The codec of that name, always the same one: its random numbers go on from value to value and from
+        step to step.
+        """
         if name not in self._used:
             self._used[name] = codec_named(name, self.codecs)
         return self._used[name]
@@ -99,7 +112,8 @@ class Stores:
         """
         if name not in self._given:
             raise PlanError(
-                f"the plan shards over a group {name!r} that nobody gave: pass stores=lowtide.Stores(groups={{{name!r}: group}})"
+                f"the plan shards over a group {name!r} that nobody gave: pass "
+                f"stores=lowtide.Stores(groups={{{name!r}: group}})"
             )
         if name not in self._groups:
             from lowtide.store.shard import Replicas
@@ -107,7 +121,10 @@ class Stores:
             self._groups[name] = Replicas(self._given[name], self.fault)
         found = self._groups[name]
         if found.size != size:
-            raise PlanError(f"the plan shards over {size} ranks of {name!r}, the group has {found.size}: make the plan again")
+            raise PlanError(
+                f"the plan shards over {size} ranks of {name!r}, the group has {found.size}: make the plan "
+                "again"
+            )
         return found
 
     def close(self) -> None:

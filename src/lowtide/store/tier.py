@@ -1,7 +1,8 @@
 """What every tier does: take bytes in the background, give them back, count both.
 
-A `Tier` hands out *slots* (regions of one slab) and moves bytes between device tensors and slots. `Tier.write` and `Tier.read` return a
-`Transfer` at once; `Transfer.wait` ends when the bytes are there and raises what went wrong. A failed transfer never looks like a finished one.
+A `Tier` hands out *slots* (regions of one slab) and moves bytes between device tensors and slots.
+`Tier.write` and `Tier.read` return a `Transfer` at once; `Transfer.wait` ends when the bytes are there and
+raises what went wrong. A failed transfer never looks like a finished one.
 """
 
 from __future__ import annotations
@@ -19,10 +20,14 @@ from lowtide.errors import LowtideError
 from lowtide.store.arena import Arena, Region
 
 BUFFER_BYTES = 4 << 20
-"""Size of the one buffer that each worker moves bytes through: it does not grow with the model (ZeRO-R's C_B)."""
+"""Size of the one buffer that each worker moves bytes through: it does not grow with the model (ZeRO-R's
+C_B).
+"""
 
 Fault = Callable[[str, int], None]
-"""Called before every transfer with ``write`` or ``read`` and its bytes: tests delay and fail transfers with it."""
+"""Called before every transfer with ``write`` or ``read`` and its bytes: tests delay and fail transfers with
+it.
+"""
 
 
 class StoreError(LowtideError, RuntimeError):
@@ -175,14 +180,17 @@ class Tier(ABC):
             self._ensure(self.arena.static_bytes)
 
     def take(self, bytes_: int, number: int = -1) -> Slot:
-        """Bytes of the slab, where the static layout has them for the ``number``-th expected buffer, or elsewhere when those are taken.
+        """Bytes of the slab, where the static layout has them for the ``number``-th expected buffer, or
+        elsewhere when those are taken.
 
         Raises:
             StoreError: there is no room.
         """
         with self._state.lock:
             if self._state.closed:
-                raise StoreError(f"the {self.name} store is closed: its limit was removed while a step was under way")
+                raise StoreError(
+                    f"the {self.name} store is closed: its limit was removed while a step was under way"
+                )
             self._collect()
             region = self.arena.take(bytes_, number)
             try:
@@ -194,7 +202,9 @@ class Tier(ABC):
         return Slot(self, region, bytes_)
 
     def free(self, region: Region) -> None:
-        """Give a region back. Never waits: the garbage collector may call this in the middle of anything, `take` included."""
+        """Give a region back. Never waits: the garbage collector may call this in the middle of anything,
+        `take` included.
+        """
         self._state.returned.append(region)
         if self._state.lock.acquire(blocking=False):
             try:
@@ -231,8 +241,8 @@ class Tier(ABC):
             self.counts.allocations += 1
 
     def write(self, data: torch.Tensor, slot: Slot, at: int = 0) -> Transfer:
-        """Start copying a flat tensor of bytes into a slot, from ``at`` (a multiple of the tier's alignment) on; ``data`` may not change until
-        the transfer is done."""
+        """Start copying a flat tensor of bytes into a slot, from ``at`` (a multiple of the tier's alignment)
+        on; ``data`` may not change until the transfer is done."""
         transfer = slot.writing = Transfer(data.numel())
         assert slot.region is not None
         start, ready, given = slot.region.start + at, _mark(data), [data]

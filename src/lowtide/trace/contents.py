@@ -1,4 +1,6 @@
-"""Made-up inputs that let an operation do as much as in a step, where what is in them says how much that is."""
+"""Made-up inputs that let an operation do as much as in a step, where what is in them says how much that
+is.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,8 @@ GROUPED = "aten._grouped_mm.default"
 
 
 def fit(func: torch._ops.OpOverload, args: Sequence[Any], trues: Sequence[int] = ()) -> None:
-    """Write to such arguments of a call: so many elements of masks are true, groups are of equal size, and lengths are one.
+    """Write to such arguments of a call: so many elements of masks are true, groups are of equal size, and
+    lengths are one.
 
     Args:
         func: the operation.

@@ -1,4 +1,6 @@
-"""What operations cost: seconds and scratch bytes, measured one operation at a time on synthetic inputs, or estimated by a roofline."""
+"""What operations cost: seconds and scratch bytes, measured one operation at a time on synthetic inputs, or
+estimated by a roofline.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +39,9 @@ _HELD_BYTES = 64 << 20
 _MIN_RUNS = 2
 _HEAVY = 2  # times its share, and it runs only once more after warming up
 _PATIENCE = (
-    8  # more than the time budget, in units of it, before operations are estimated: a light one whose estimate is wrong misleads a plan
+    # more than the time budget, in units of it, before operations are estimated: a light one whose estimate
+    # is wrong misleads a plan
+    8
 )
 _ALONE = 6  # times what each would get if all got the same, and not even that
 _MAX_RUNS = 25
@@ -50,25 +54,38 @@ class Bench:
     """Builds an operation's inputs and runs it.
 
     Args:
-        standing: tensors that stand in memory anyway. Where room is short, an operation that reads weights reads one of these of equal size in
-            place of a copy: in a step, too, its weights stand there once.
+        standing: tensors that stand in memory anyway. Where room is short, an operation that reads weights
+            reads one of these of equal size in place of a copy: in a step, too, its weights stand there once.
 
-    In a step an output lands in memory that was used before, but not lately. So the last outputs are held here, a little more than the
-    processor's cache, and what they free is what the next run writes to. Timed so, the operations of a GPT-2's forward add up to 0.76-1.02
-    of what they take within the step; into the same hot memory every time they add up to 0.74-0.89, into fresh pages to 1.5.
+    In a step an output lands in memory that was used before, but not lately. So the last outputs are held
+    here, a little more than the processor's cache, and what they free is what the next run writes to. Timed
+    so, the operations of a GPT-2's forward add up to 0.76-1.02 of what they take within the step; into the
+    same hot memory every time they add up to 0.74-0.89, into fresh pages to 1.5.
     """
 
     def __init__(self, standing: Iterable[torch.Tensor] = ()) -> None:
-        self._standing = {(t.device, t.dtype, t.untyped_storage().nbytes()): t for t in standing if t.dtype.is_floating_point}
+        self._standing = {
+            (t.device, t.dtype, t.untyped_storage().nbytes()): t
+            for t in standing
+            if t.dtype.is_floating_point
+        }
         self._held: deque[torch.UntypedStorage] = deque()
         self._held_bytes = 0
         self._patterns: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
     def lent(self, spec: OpSpec) -> dict[int, torch.Tensor]:
-        """The standing tensors that an operation of known reading may take its inputs from, by the inputs' storage keys."""
-        if spec.func.overloadpacket not in flop_registry and spec.func is not torch.ops.aten.embedding.default:
+        """The standing tensors that an operation of known reading may take its inputs from, by the inputs'
+        storage keys.
+        """
+        if (
+            spec.func.overloadpacket not in flop_registry
+            and spec.func is not torch.ops.aten.embedding.default
+        ):
             return {}  # what reads weights, and surely writes to none of its inputs
-        found = {leaf.storage_key: self._standing.get((leaf.device, leaf.dtype, leaf.storage_bytes)) for leaf in spec.tensors()}
+        found = {
+            leaf.storage_key: self._standing.get((leaf.device, leaf.dtype, leaf.storage_bytes))
+            for leaf in spec.tensors()
+        }
         return {key: tensor for key, tensor in found.items() if tensor is not None}
 
     def lent_bytes(self, spec: OpSpec) -> int:
@@ -92,23 +109,26 @@ class Bench:
         long: float = math.inf,
         close: float = 0.0,
     ) -> OpCost:
-        """Run an operation once to warm up, then at least twice, more often while that takes less than ``share`` seconds together and the runs
-        differ by more than ``close`` of their time; one that takes twice its share runs once more only, and one that takes ``long`` seconds
-        not even that.
+        """Run an operation once to warm up, then at least twice, more often while that takes less than
+        ``share`` seconds together and the runs differ by more than ``close`` of their time; one that takes
+        twice its share runs once more only, and one that takes ``long`` seconds not even that.
 
         Args:
             spec: the operation.
             share: seconds for it.
             room: bytes of earlier outputs that may stay meanwhile.
-            short: they are few, and the operation's scratch has to fit in them, too: no output stays until it is known, and what it can
-                be lent is not made up.
+            short: they are few, and the operation's scratch has to fit in them, too: no output stays until it
+                is known, and what it can be lent is not made up.
             long: seconds that no operation may take twice.
             close: how far apart runs may lie, as a share of their time, for no more to be needed.
         """
         room = 0 if _is_cuda(spec) else min(room, _HELD_BYTES)
         self._hold((), set(), 0 if short else room)
         lent = self.lent(spec) if short else {}
-        inputs = {key: lent[key] if key in lent else self._storage(leaves) for key, leaves in _by_storage(spec).items()}
+        inputs = {
+            key: lent[key] if key in lent else self._storage(leaves)
+            for key, leaves in _by_storage(spec).items()
+        }
         dirty = self._mutated(spec, inputs)
         args, kwargs = tree_map(lambda leaf: self._argument(leaf, inputs), (spec.args, spec.kwargs))
         fit(spec.func, args, spec.trues)
@@ -118,12 +138,19 @@ class Bench:
         known = {data.untyped_storage()._cdata for data in inputs.values()}
 
         def watched() -> tuple[float, Any, int, bool]:
-            """Seconds of a run, its output, its scratch in bytes, and whether the watching took time itself."""
+            """Seconds of a run, its output, its scratch in bytes, and whether the watching took time
+            itself.
+            """
             with peak(_device_of(spec)) as seen:
                 seconds, out = run(func, args, kwargs)
                 live = seen.live_bytes if seen.source != "profiler" else 0
             fresh = sum(s.nbytes() for s in _own(out, known))
-            return seconds, out, max(0, seen.peak_bytes - (max(live, fresh) if _is_cuda(spec) else fresh)), seen.source == "profiler"
+            return (
+                seconds,
+                out,
+                max(0, seen.peak_bytes - (max(live, fresh) if _is_cuda(spec) else fresh)),
+                seen.source == "profiler",
+            )
 
         begin = time.perf_counter()
         warm, out, scratch, slower = watched()
@@ -140,7 +167,9 @@ class Bench:
         if warm > _HEAVY * share and not slower:
             times.append(warm)  # what runs so long does not notice that it is the first
         while len(times) < _MIN_RUNS or (
-            len(times) < _MAX_RUNS and time.perf_counter() - begin < share and max(times) - min(times) > close * statistics.median(times)
+            len(times) < _MAX_RUNS
+            and time.perf_counter() - begin < share
+            and max(times) - min(times) > close * statistics.median(times)
         ):
             self._refill(dirty)
             seconds, out = run(func, args, kwargs)
@@ -187,9 +216,11 @@ class Bench:
             data[whole * size :].copy_(pattern[: data.numel() - whole * size])
 
     def _pattern(self, dtype: torch.dtype, device: torch.device, size: int) -> torch.Tensor:
-        """Bytes of numbers between 0.06 and 0.94, without order: finite, no denormals, also good as probabilities and under a root.
+        """Bytes of numbers between 0.06 and 0.94, without order: finite, no denormals, also good as
+        probabilities and under a root.
 
-        They are a fraction of the storage of ``size`` bytes that they are for: the budget of a small step has no room for more.
+        They are a fraction of the storage of ``size`` bytes that they are for: the budget of a small step has
+        no room for more.
         """
         key = (dtype, device)
         size = min(size, max(_PATTERN_BYTES_AT_LEAST, min(_PATTERN_BYTES, size // _PATTERN_SHARE)))
@@ -233,7 +264,11 @@ class Bench:
 
 def _own(out: Any, known: set[int]) -> list[torch.UntypedStorage]:
     """The storages of an operation's results that are not its inputs'."""
-    return [s for s in storages(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)) if s._cdata not in known]
+    return [
+        s
+        for s in storages(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
+        if s._cdata not in known
+    ]
 
 
 def _by_storage(spec: OpSpec) -> dict[int, list[TensorSpec]]:
@@ -257,7 +292,8 @@ def _is_cuda(spec: OpSpec) -> bool:
 
 
 def estimate(spec: OpSpec, roofline: Roofline | None = None, room: int | None = None) -> OpCost:
-    """An operation's time by a roofline, without running it. Its scratch is not known (0), but for what a collective moves through.
+    """An operation's time by a roofline, without running it. Its scratch is not known (0), but for what a
+    collective moves through.
 
     Args:
         spec: the operation.
@@ -271,7 +307,14 @@ def estimate(spec: OpSpec, roofline: Roofline | None = None, room: int | None = 
     moved = sum(leaf.bytes for leaf in leaves)
     written = spec.output_bytes or (max((leaf.bytes for leaf in leaves), default=0))
     count = flops(spec)
-    return OpCost(roofline.seconds(count, moved + written), staging_bytes(spec), "estimated", family_of(spec), count, spec.touched_bytes())
+    return OpCost(
+        roofline.seconds(count, moved + written),
+        staging_bytes(spec),
+        "estimated",
+        family_of(spec),
+        count,
+        spec.touched_bytes(),
+    )
 
 
 def measure_costs(
@@ -285,25 +328,32 @@ def measure_costs(
     roofline: Roofline | None = None,
     standing: Iterable[torch.Tensor] = (),
 ) -> dict[K, OpCost]:
-    """Time operations one at a time, on inputs made up to have the same layout, outside autograd and every mode.
+    """Time operations one at a time, on inputs made up to have the same layout, outside autograd and every
+    mode.
 
-    Each is run once to warm up and at least twice more, short ones more often where that matters to the whole, those that take more than twice
-    their share once more, and those that take six times what each would get if all got the same only once in all. Of heavy ones whose parts
-    are alike only a part is run, and sizes between, or not far beyond, those that are known are read off (`lowtide.trace.sizes`).
-    What may not or cannot be run is estimated: other namespaces than ATen's (collectives among them), devices that are not there, inputs
-    that the operation rejects, what would not fit, and what is left when nine times the time budget is spent. Random state is as before, and no
-    memory stays.
+    Each is run once to warm up and at least twice more, short ones more often where that matters to the
+    whole, those that take more than twice their share once more, and those that take six times what each
+    would get if all got the same only once in all. Of heavy ones whose parts are alike only a part is run,
+    and sizes between, or not far beyond, those that are known are read off (`lowtide.trace.sizes`). What may
+    not or cannot be run is estimated: other namespaces than ATen's (collectives among them), devices that are
+    not there, inputs that the operation rejects, what would not fit, and what is left when nine times the
+    time budget is spent. Random state is as before, and no memory stays.
 
     Args:
         specs: a signature for each distinct operation.
         cache: costs known from before, by signature; what is measured now is added.
-        counts: how often the step runs each, once where it is not said: what counts for much is timed more closely.
-        time_budget: seconds for all of them together, calibration apart; a few heavy operations may take it up to nine times that.
-        memory_limit_bytes: the most that an operation's inputs and outputs may take, earlier outputs still held included; what needs more
-            is estimated. The operation's scratch is not known before and comes on top.
-        held_limit_bytes: as the former where earlier outputs are concerned, if that is less: none are held for an operation beyond it.
+        counts: how often the step runs each, once where it is not said: what counts for much is timed more
+            closely.
+        time_budget: seconds for all of them together, calibration apart; a few heavy operations may take it
+            up to nine times that.
+        memory_limit_bytes: the most that an operation's inputs and outputs may take, earlier outputs still
+            held included; what needs more is estimated. The operation's scratch is not known before and comes
+            on top.
+        held_limit_bytes: as the former where earlier outputs are concerned, if that is less: none are held
+            for an operation beyond it.
         roofline: what estimates use; ``None`` calibrates the device.
-        standing: tensors that stand in memory anyway, to read in place of made-up weights where a limit leaves little room.
+        standing: tensors that stand in memory anyway, to read in place of made-up weights where a limit
+            leaves little room.
     """
     costs: dict[K, OpCost] = {key: cache[key] for key in specs if cache is not None and key in cache}
     todo = {key: spec for key, spec in specs.items() if key not in costs}
@@ -312,7 +362,9 @@ def measure_costs(
     bench = Bench(standing)
     with _undisturbed(any(_is_cuda(spec) for spec in todo.values())):
         guess = {
-            key: estimate(spec, roofline, held_limit_bytes if held_limit_bytes is not None else memory_limit_bytes)
+            key: estimate(
+                spec, roofline, held_limit_bytes if held_limit_bytes is not None else memory_limit_bytes
+            )
             for key, spec in todo.items()
         }
         known = _by_family((*costs.values(), *(cache.values() if cache is not None else ())))
@@ -326,9 +378,18 @@ def measure_costs(
             told = read_off(known.get(cost.family, ()), cost.flops, cost.bytes) if cost.family else None
             if told is not None:
                 cost = replace(cost, seconds=told[0], scratch_bytes=told[1], source="interpolated")
-            elif runnable(spec.func) and left > -_PATIENCE * time_budget and all(map(present, _devices(spec))):
+            elif (
+                runnable(spec.func) and left > -_PATIENCE * time_budget and all(map(present, _devices(spec)))
+            ):
                 close = min(1.0, max(0.05, _PRECISE * whole / max(cost.seconds * often[key], 1e-12)))
-                timing = _Timing(bench, max(0.0, left) / (len(order) - done), long, close, memory_limit_bytes, held_limit_bytes)
+                timing = _Timing(
+                    bench,
+                    max(0.0, left) / (len(order) - done),
+                    long,
+                    close,
+                    memory_limit_bytes,
+                    held_limit_bytes,
+                )
                 cost = timing.of(spec, cost)
                 known.setdefault(cost.family, []).append(cost)
             costs[key] = cost
@@ -346,7 +407,9 @@ def _by_family(costs: Iterable[OpCost]) -> dict[str, list[OpCost]]:
 
 
 def _heavy_first(guess: Mapping[K, OpCost]) -> list[K]:
-    """The heavy families first, for where time runs out, little is left to guess; within one the small calls, from which others are read off."""
+    """The heavy families first, for where time runs out, little is left to guess; within one the small calls,
+    from which others are read off.
+    """
     weight: dict[Any, float] = {}
     for key, cost in guess.items():
         family = cost.family or key
@@ -356,13 +419,21 @@ def _heavy_first(guess: Mapping[K, OpCost]) -> list[K]:
     for key, cost in guess.items():
         first.setdefault(cost.family or key, place[key])
     return sorted(
-        guess, key=lambda key: (-weight[guess[key].family or key], first[guess[key].family or key], work_of(guess[key]), place[key])
+        guess,
+        key=lambda key: (
+            -weight[guess[key].family or key],
+            first[guess[key].family or key],
+            work_of(guess[key]),
+            place[key],
+        ),
     )
 
 
 @dataclass(frozen=True)
 class _Timing:
-    """What one operation may take to be timed: seconds and closeness as of `Bench.time`, and the limits of `measure_costs`."""
+    """What one operation may take to be timed: seconds and closeness as of `Bench.time`, and the limits of
+    `measure_costs`.
+    """
 
     bench: Bench
     share: float
@@ -396,7 +467,12 @@ class _Timing:
         scratch = scratch_of(first, more, work_of(guess))
         if scratch is None:
             return None
-        return replace(guess, seconds=first.seconds * work_of(guess) / work_of(first), scratch_bytes=scratch, source="scaled")
+        return replace(
+            guess,
+            seconds=first.seconds * work_of(guess) / work_of(first),
+            scratch_bytes=scratch,
+            source="scaled",
+        )
 
     def _run(self, spec: OpSpec, guess: OpCost, once: bool = False) -> OpCost | None:
         """Run it, or ``None`` where it does not fit or rejects what was made up for it."""
@@ -410,7 +486,9 @@ class _Timing:
         if room < 0:
             return None
         try:
-            cost = self.bench.time(spec, self.share, max(0, held), short, 0.0 if once else self.long, self.close)
+            cost = self.bench.time(
+                spec, self.share, max(0, held), short, 0.0 if once else self.long, self.close
+            )
         except Exception:  # made-up inputs that the operation rejects
             return None
         return replace(guess, seconds=cost.seconds, scratch_bytes=cost.scratch_bytes, source="measured")
@@ -423,7 +501,9 @@ def _sized(spec: OpSpec, like: OpCost) -> OpCost:
 
 @contextmanager
 def _undisturbed(cuda: bool) -> Iterator[None]:
-    """Below autograd, out of every mode, with the random state as before, and the meter installed once for all."""
+    """Below autograd, out of every mode, with the random state as before, and the meter installed once for
+    all.
+    """
     counted = available()
     if counted:
         counting_allocator().install()
@@ -457,8 +537,14 @@ class _Recorder(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
-        reads = [leaf.untyped_storage()._cdata for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-        writes = [leaf.untyped_storage()._cdata for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
+        reads = [
+            leaf.untyped_storage()._cdata
+            for leaf in tree_leaves((args, kwargs))
+            if isinstance(leaf, torch.Tensor)
+        ]
+        writes = [
+            leaf.untyped_storage()._cdata for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)
+        ]
         self.rows.append((func, args, kwargs, reads, writes))
         return out
 

@@ -1,4 +1,6 @@
-"""Calls and results described: what a step's operations look like without their tensors, and which tensors lie inside a result."""
+"""Calls and results described: what a step's operations look like without their tensors, and which tensors
+lie inside a result.
+"""
 
 from __future__ import annotations
 
@@ -47,16 +49,24 @@ def tensors_inside(result: Any) -> Iterator[torch.Tensor]:
 
 
 def _describe(item: Any, keys: dict[int, int]) -> Any:
-    """An argument with tensors described; ``keys`` numbers the storages of the call in order of appearance."""
+    """An argument with tensors described; ``keys`` numbers the storages of the call in order of
+    appearance.
+    """
     if isinstance(item, torch.Tensor):
         if not has_plain_storage(item):
             return TensorSpec(0, item.dtype, tuple(item.shape), (), 0, item.device, -1)
         storage = item.untyped_storage()
         number = keys.setdefault(storage._cdata, len(keys))
-        return TensorSpec(storage.nbytes(), item.dtype, tuple(item.shape), item.stride(), item.storage_offset(), item.device, number)  # pyright: ignore
+        shape, offset = tuple(item.shape), int(item.storage_offset())
+        return TensorSpec(storage.nbytes(), item.dtype, shape, item.stride(), offset, item.device, number)
     if isinstance(item, (tuple, list)):
         return tuple(_describe(part, keys) for part in item)
-    if isinstance(item, (int, float, str, bool, torch.dtype, torch.device, torch.layout, torch.memory_format)) or item is None:
+    if (
+        isinstance(
+            item, (int, float, str, bool, torch.dtype, torch.device, torch.layout, torch.memory_format)
+        )
+        or item is None
+    ):
         return item
     return repr(item) if not isinstance(item, torch.Generator) else None
 

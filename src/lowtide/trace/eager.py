@@ -1,8 +1,9 @@
 """Write down one real training step as a `StepGraph`, operation by operation, while it runs.
 
-Comes in: every operation of the step (it is an `Interceptor`), and what autograd saves and asks for, from who stands between (`lowtide.run.look`). Goes
-out: the graph. Nothing that the step made is held here: storages are followed by weak references, so that the events show how long the program
-itself needs each of them, and an in-place write makes a new version.
+Comes in: every operation of the step (it is an `Interceptor`), and what autograd saves and asks for, from who
+stands between (`lowtide.run.look`). Goes
+out: the graph. Nothing that the step made is held here: storages are followed by weak references, so that the
+events show how long the program itself needs each of them, and an in-place write makes a new version.
 """
 
 from __future__ import annotations
@@ -20,7 +21,15 @@ from lowtide import private
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
 from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.meter import available, peak
-from lowtide.ops import OpInfo, covers_storage, has_plain_storage, hidden_statistics, op_info, tensors_of, written_tensors
+from lowtide.ops import (
+    OpInfo,
+    covers_storage,
+    has_plain_storage,
+    hidden_statistics,
+    op_info,
+    tensors_of,
+    written_tensors,
+)
 from lowtide.trace.clock import Clock
 from lowtide.trace.describe import plain_leaves, tensors_inside
 from lowtide.trace.overwritten import settled_operations
@@ -46,10 +55,13 @@ class StepTracer(Interceptor):
         operations, storages, values, saved, events: as they will stand in the graph.
         unreleased: how many saved tensors autograd still holds.
         asks: whether the forward asked for values, which may change what it does from step to step.
-        before_write: called with the tensors that an operation outside the planned region is about to overwrite.
+        before_write: called with the tensors that an operation outside the planned region is about to
+            overwrite.
     """
 
-    def __init__(self, model: torch.nn.Module | None, device: torch.device, claims: frozenset[int] = frozenset()) -> None:
+    def __init__(
+        self, model: torch.nn.Module | None, device: torch.device, claims: frozenset[int] = frozenset()
+    ) -> None:
         self.claims = claims
         self.operations: list[dict[str, Any]] = []
         self.storages: list[dict[str, Any]] = []
@@ -74,22 +86,25 @@ class StepTracer(Interceptor):
         self._backward_module = ""
         self._known: dict[int, int] = {}  # address of a storage -> its id
         self._current: dict[int, int] = {}  # id of a storage -> id of its newest value
-        self._handed_out: dict[int, int] = {}  # address of the storage of an unpacked tensor -> id of the value that it shows
+        # address of the storage of an unpacked tensor -> id of the value that it shows
+        self._handed_out: dict[int, int] = {}
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
         self._names: dict[int, tuple[StorageKind, str]] = {}
         self._given: set[int] = set()
         self._module_names: dict[int, str] = {}
         self._uninitialized: set[int] = set()
-        self._updated: set[int] = set()  # made in the step, later written by a kernel whose schema does not say so
+        # made in the step, later written by a kernel whose schema does not say so
+        self._updated: set[int] = set()
         self._claimed: set[int] = set()
         self._scopes: list[Any] = []  # directors of the checkpointing scopes that are open
-        self._evicts: list[bool | None] = []  # for each operation, whether the scope around it evicts what it writes
+        # for each operation, whether the scope around it evicts what it writes
+        self._evicts: list[bool | None] = []
         self._nodes: list[Any] = []  # for each operation, the autograd node whose turn it was
         self._sums: set[int] = set()  # additions that autograd's engine made between nodes
         if model is not None:
             self._name_model(model)
 
-    # ---- names ------------------------------------------------------------------------------------------------------------------
+    # ---- names -----------------------------------------------------------------------------------
 
     def _name_model(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
@@ -127,12 +142,14 @@ class StepTracer(Interceptor):
 
     @property
     def module(self) -> str:
-        """Qualified name of the module that runs now; in backward, of the one whose saved tensor was asked for last."""
+        """Qualified name of the module that runs now; in backward, of the one whose saved tensor was asked
+        for last.
+        """
         if private.in_backward():
             return self._backward_module
         return self._modules[-1] if self._modules else ""
 
-    # ---- storages and values ----------------------------------------------------------------------------------------------------
+    # ---- storages and values ---------------------------------------------------------------------
 
     def event(self, kind: Any, index: int) -> None:
         """Append one event, unless the trace is over."""
@@ -150,7 +167,9 @@ class StepTracer(Interceptor):
         self._watches.append(weakref.ref(storage, ended))
 
     def given(self, tensor: torch.Tensor) -> None:
-        """The caller gave it to the step: it stands to the end, used or not, since the caller of a later step may hold on to it."""
+        """The caller gave it to the step: it stands to the end, used or not, since the caller of a later step
+        may hold on to it.
+        """
         self._given.add(self._storage_of(tensor))
 
     def _storage_of(self, tensor: torch.Tensor, producer: int | None = None) -> int:
@@ -164,10 +183,15 @@ class StepTracer(Interceptor):
         if kind is None and producer is None and self.opaque:
             producer = self._hidden_operation()
         if kind is None or producer is not None:
-            kind, name = ("input" if producer is None else "backward" if private.in_backward() else "forward"), ""
+            kind, name = (
+                ("input" if producer is None else "backward" if private.in_backward() else "forward"),
+                "",
+            )
         number = len(self.storages)
         bytes_ = storage.nbytes() if tensor.device.type == self._device.type else 0
-        self.storages.append({"id": number, "bytes": bytes_, "kind": kind, "producer": producer, "name": name})
+        self.storages.append(
+            {"id": number, "bytes": bytes_, "kind": kind, "producer": producer, "name": name}
+        )
         self._known[key] = number
         self._watch(storage, lambda: None if number in self._given else self.event("free", number))
         self._new_value(number, producer)
@@ -186,7 +210,9 @@ class StepTracer(Interceptor):
         return index
 
     def opaque_call(self, call: Callable[[], Any]) -> Any:
-        """Run code whose operations nobody sees: what it returns and what autograd saves in it shows up as written by one hidden operation each."""
+        """Run code whose operations nobody sees: what it returns and what autograd saves in it shows up as
+        written by one hidden operation each.
+        """
         first = len(self.operations)
         self.opaque += 1
         try:
@@ -218,7 +244,7 @@ class StepTracer(Interceptor):
         """The id of the tensor's storage, if it has been seen."""
         return self._known.get(private.storage_key(tensor))
 
-    # ---- operations -------------------------------------------------------------------------------------------------------------
+    # ---- operations ------------------------------------------------------------------------------
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Run one operation and write it down."""
@@ -234,7 +260,10 @@ class StepTracer(Interceptor):
             ignored |= {id(t) for t in written if covers_storage(t)}
         reads = list(dict.fromkeys(self.value_of(t) for t in inputs if id(t) not in ignored))
         for tensor in statistics_:
-            if has_plain_storage(tensor) and self.values[(value := self.value_of(tensor))]["producer"] is not None:
+            if (
+                has_plain_storage(tensor)
+                and self.values[(value := self.value_of(tensor))]["producer"] is not None
+            ):
                 self._updated.add(value)
         scope = self._scopes[-1] if self._scopes else None
         if scope is not None and hasattr(scope, "arrives"):
@@ -257,7 +286,13 @@ class StepTracer(Interceptor):
         index = len(self.operations)
         node = private.node_key() if private.in_backward() else None
         self._nodes.append(node)
-        if info.name == SUM and node is not None and len(args) == 2 and not kwargs and self._meets(args[0], reads, node):
+        if (
+            info.name == SUM
+            and node is not None
+            and len(args) == 2
+            and not kwargs
+            and self._meets(args[0], reads, node)
+        ):
             self._sums.add(index)
         writes: list[int] = []
         reason = info.reason or self._unsafe(info, reads, outputs)
@@ -281,14 +316,17 @@ class StepTracer(Interceptor):
         return result
 
     def _meets(self, first: Any, reads: list[int], node: Any) -> bool:
-        """Whether a gradient that another node made is the first that is read, and nobody else holds it: the engine adds the second to it.
+        """Whether a gradient that another node made is the first that is read, and nobody else holds it: the
+        engine adds the second to it.
 
         A view holds its base, and the engine adds out of place where anybody holds the bytes.
         """
         producer = self.values[reads[0]]["producer"] if reads else None
         return producer is not None and self._nodes[producer] not in (None, node) and not first._is_view()
 
-    def _add_operation(self, index: int, name: str, reads: tuple[int, ...], random: bool, reason: str, cost: Any) -> None:
+    def _add_operation(
+        self, index: int, name: str, reads: tuple[int, ...], random: bool, reason: str, cost: Any
+    ) -> None:
         self._costs.append(cost)
         self.operations.append(
             {
@@ -321,7 +359,9 @@ class StepTracer(Interceptor):
         return self.measured((self._cost, "cold"), call)
 
     def second_run(self, call: Callable[[], Any]) -> Any:
-        """Measure the second, warm run of the forward operation at hand, which verifies that it reproduces."""
+        """Measure the second, warm run of the forward operation at hand, which verifies that it
+        reproduces.
+        """
         return self.measured(self._cost, call)
 
     def _seconds_of(self, cost: Any) -> float:
@@ -342,7 +382,7 @@ class StepTracer(Interceptor):
             return "it reads memory that nothing the dispatcher sees has written"
         return "" if outputs else "it returns no tensor"
 
-    # ---- saved tensors ----------------------------------------------------------------------------------------------------------
+    # ---- saved tensors ---------------------------------------------------------------------------
 
     def packs(self, tensor: torch.Tensor) -> tuple[int, bool]:
         """Autograd saves ``tensor``: the id of the saved tensor, and whether a plan may evict it."""
@@ -371,8 +411,12 @@ class StepTracer(Interceptor):
         self._backward_module = self.saved[number]["module"]
         self.event("unpack", number)
 
-    def hands_out(self, number: int, storage: torch.UntypedStorage | None, on_end: Callable[[], None]) -> None:
-        """It gets one on ``storage``, made for it alone; without one, nobody can tell how long it is used, and it stays anyway."""
+    def hands_out(
+        self, number: int, storage: torch.UntypedStorage | None, on_end: Callable[[], None]
+    ) -> None:
+        """It gets one on ``storage``, made for it alone; without one, nobody can tell how long it is used,
+        and it stays anyway.
+        """
         if storage is None:
             self.event("done", number)
             return
@@ -410,11 +454,13 @@ class StepTracer(Interceptor):
         return True
 
     def _wanted(self, value: int) -> bool | None:
-        """Whether the scope in which the value was written evicts it; ``None`` where it was not written in one, or is saved outside it."""
+        """Whether the scope in which the value was written evicts it; ``None`` where it was not written in
+        one, or is saved outside it.
+        """
         producer = self.values[value]["producer"]
         return self._evicts[producer] if producer is not None and self._scopes else None
 
-    # ---- the whole --------------------------------------------------------------------------------------------------------------
+    # ---- the whole -------------------------------------------------------------------------------
 
     def graph(self, notes: tuple[str, ...] = ()) -> StepGraph:
         """What was recorded, as data; ends the trace."""
@@ -428,7 +474,8 @@ class StepTracer(Interceptor):
         values = tuple(
             Value(
                 **value,
-                storable=newest.get(value["storage"]) == value["id"] or self.storages[value["storage"]]["kind"] == "backward",
+                storable=newest.get(value["storage"]) == value["id"]
+                or self.storages[value["storage"]]["kind"] == "backward",
                 must_store=value["id"] in self._updated,
             )
             for value in self.values
@@ -437,7 +484,9 @@ class StepTracer(Interceptor):
         operations = tuple(
             Operation(**operation, seconds=costs[cost][0], scratch_bytes=costs[cost][1])
             for operation, cost in zip(
-                settled_operations(self.operations, self.values, self.saved, self.storages), self._costs, strict=True
+                settled_operations(self.operations, self.values, self.saved, self.storages),
+                self._costs,
+                strict=True,
             )
         )
         return StepGraph(
@@ -459,11 +508,13 @@ _ASKS = ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.eq
 _HIDDEN_INFO = OpInfo(HIDDEN, False, (), False, False, False, (), None, HIDDEN)
 
 
-def apart(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[Callable[[], Any]], Any]) -> Any:
+def apart(
+    func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], run: Callable[[Callable[[], Any]], Any]
+) -> Any:
     """What ``run`` returns for the operation; a functional collective is waited for, and moves copies.
 
-    The threads that carry out a collective hold its buffers until they have tidied up, so only copies let the step's own tensors end where the
-    program lets go of them.
+    The threads that carry out a collective hold its buffers until they have tidied up, so only copies let the
+    step's own tensors end where the program lets go of them.
     """
     if getattr(func, "namespace", "") != "_c10d_functional" or op_info(func).waits:
         return run(lambda: proceed(func, args, kwargs))
@@ -492,7 +543,9 @@ def _waited_for(result: Any) -> Any:
 
 
 def _cost_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What calls share that take equally long: the overload, and the shapes, strides and types of its arguments."""
+    """What calls share that take equally long: the overload, and the shapes, strides and types of its
+    arguments.
+    """
     return (func, tuple(map(_form, args)), tuple((name, _form(item)) for name, item in kwargs.items()))
 
 

@@ -20,13 +20,15 @@ SMALL_BYTES = 1 << 24
 
 
 class Faker:
-    """Turns real tensors into fake ones: the same tensor always into the same fake, views of one storage into views of one storage.
+    """Turns real tensors into fake ones: the same tensor always into the same fake, views of one storage into
+    views of one storage.
 
-    Small tensors of integers and truth values (token ids, masks, positions) are copied instead: models branch on what is in them, and some
-    behave differently when they see a fake one.
+    Small tensors of integers and truth values (token ids, masks, positions) are copied instead: models branch
+    on what is in them, and some behave differently when they see a fake one.
 
     Args:
-        mode: the fake tensor mode; made with ``allow_non_fake_inputs`` so that constants inside a model need no care.
+        mode: the fake tensor mode; made with ``allow_non_fake_inputs`` so that constants inside a model need
+            no care.
     """
 
     def __init__(self, mode: FakeTensorMode | None = None) -> None:
@@ -34,7 +36,9 @@ class Faker:
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:
-        """The fake of one tensor: same geometry, device, ``requires_grad``; its ``grad`` has a fake of its own."""
+        """The fake of one tensor: same geometry, device, ``requires_grad``; its ``grad`` has a fake of its
+        own.
+        """
         found = self._made.get(id(real))
         if found is not None:
             return found[1]
@@ -50,14 +54,19 @@ class Faker:
         if real.is_leaf and real.grad is not None and fake.grad is None:
             fake.grad = self.tensor(real.grad)
         self._made[id(real)] = (real, fake)
-        for name, item in vars(real).items():  # marks that a model sets on its parameters and asks for in forward
+        # marks that a model sets on its parameters and asks for in forward
+        for name, item in vars(real).items():
             if name not in vars(fake):
                 setattr(fake, name, _swap_attribute(self, item))
         return fake
 
     def give_up(self) -> list[weakref.ref[torch.UntypedStorage]]:
         """Forget every fake that was made; returns what tells whether somebody else still holds one."""
-        watches = [weakref.ref(fake.untyped_storage()) for _, fake in self._made.values() if private.is_fake_of(fake, self.mode)]
+        watches = [
+            weakref.ref(fake.untyped_storage())
+            for _, fake in self._made.values()
+            if private.is_fake_of(fake, self.mode)
+        ]
         self._made.clear()
         return watches
 
@@ -85,7 +94,9 @@ class Unchanged(Faker):
         return real
 
     def put_back(self) -> None:
-        """Every tensor has the data that it had: a module that is converted within its forward gives its parameters other ones."""
+        """Every tensor has the data that it had: a module that is converted within its forward gives its
+        parameters other ones.
+        """
         for tensor, before in self._before.values():
             if tensor.dtype != before.dtype or private.storage_key(tensor) != private.storage_key(before):
                 tensor.data = before
@@ -100,10 +111,12 @@ def is_small_constant(tensor: torch.Tensor) -> bool:
 
 
 def laid_out(info: OpInfo, args: tuple[Any, ...], result: Any) -> Any:
-    """What a call on fake tensors returned, with the strides that the CPU's kernel gives it: what follows goes other ways by them.
+    """What a call on fake tensors returned, with the strides that the CPU's kernel gives it: what follows
+    goes other ways by them.
 
-    Batch norm writes what is contiguous or channels-last, and where both names fit, contiguous; its fake keeps the strides of the input,
-    those of dimensions of one element included. Source: ``suggest_memory_format_contig`` in ATen/native/Normalization.cpp.
+    Batch norm writes what is contiguous or channels-last, and where both names fit, contiguous; its fake
+    keeps the strides of the input, those of dimensions of one element included. Source:
+    ``suggest_memory_format_contig`` in ATen/native/Normalization.cpp.
     """
     forward = info.name.startswith(_BATCH_NORMS)
     if not forward and info.name != "aten.native_batch_norm_backward.default":
@@ -113,7 +126,10 @@ def laid_out(info: OpInfo, args: tuple[Any, ...], result: Any) -> Any:
     if first is None or first.device.type != "cpu" or first.numel() == 0:
         return result
     suggested = private.suggested_memory_format(given[0])
-    alike = all(_gapless(tensor) is not None and private.suggested_memory_format(tensor) == suggested for tensor in given)
+    alike = all(
+        _gapless(tensor) is not None and private.suggested_memory_format(tensor) == suggested
+        for tensor in given
+    )
     layout = (_gapless(given[0]) if alike else None) or suggested
     wanted = torch.empty(first.shape, device="meta", memory_format=layout).stride()
     if first.stride() != wanted:
@@ -128,9 +144,11 @@ def grouped(
     _bias: torch.Tensor | None = None,
     out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """What a product of matrices in groups returns for fake tensors: the fake kernel refuses what is not of bfloat16, which real ones take.
+    """What a product of matrices in groups returns for fake tensors: the fake kernel refuses what is not of
+    bfloat16, which real ones take.
 
-    Source: ``create_grouped_gemm_output_tensor`` in ATen/native/GroupedMMUtils.h, which pads rows to 16 bytes where PyTorch is built for CUDA.
+    Source: ``create_grouped_gemm_output_tensor`` in ATen/native/GroupedMMUtils.h, which pads rows to 16 bytes
+        where PyTorch is built for CUDA.
     """
     dtype, rows, columns = out_dtype or first.dtype, first.shape[-2], second.shape[-1]
     if first.dim() != second.dim():
@@ -151,7 +169,9 @@ _BATCH_NORMS = ("aten.native_batch_norm.", "aten._native_batch_norm_legit")
 def _gapless(tensor: torch.Tensor) -> torch.memory_format | None:
     """The first format in which the tensor has no gaps, or ``None``."""
     formats = [torch.contiguous_format]
-    formats += [torch.channels_last] if tensor.dim() == 4 else [torch.channels_last_3d] if tensor.dim() == 5 else []
+    formats += (
+        [torch.channels_last] if tensor.dim() == 4 else [torch.channels_last_3d] if tensor.dim() == 5 else []
+    )
     return next((layout for layout in formats if tensor.is_contiguous(memory_format=layout)), None)
 
 
@@ -165,8 +185,8 @@ def refuse_strangers(inputs: list[torch.Tensor]) -> None:
         # ``is_leaf`` of a fake view may wait for a lock that autograd holds around this very call
         if not isinstance(tensor, FakeTensor) and tensor.requires_grad and tensor.is_leaf:
             raise TraceError(
-                f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that the trace does not know: pass the module that owns it "
-                "as model=, or leave fake=True out"
+                f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that the trace does not "
+                "know: pass the module that owns it as model=, or leave fake=True out"
             )
 
 
@@ -181,14 +201,20 @@ def _swap_attribute(faker: Faker, item: Any) -> Any:
 
 
 def _contents(attributes: dict[str, Any]) -> list[tuple[Any, Any]]:
-    """The containers among a module's attributes, its tables of hooks and submodules included, each with a copy of what is in it."""
+    """The containers among a module's attributes, its tables of hooks and submodules included, each with a
+    copy of what is in it.
+    """
     return [(item, item.copy()) for item in attributes.values() if isinstance(item, (dict, list, set))]
 
 
 def _put_back(container: Any, before: Any) -> None:
     """Let a container hold again what it held before."""
     if len(container) == len(before):
-        pairs = [(container, before)] if not isinstance(container, dict) else [(container, before), (container.values(), before.values())]
+        pairs = (
+            [(container, before)]
+            if not isinstance(container, dict)
+            else [(container, before), (container.values(), before.values())]
+        )
         if all(a is b for now, then in pairs for a, b in zip(now, then, strict=True)):
             return
     container.clear()
@@ -202,8 +228,9 @@ def _put_back(container: Any, before: Any) -> None:
 def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
     """Give every parameter, buffer and tensor attribute of ``modules`` a fake for the length of the block.
 
-    Afterwards each module's attributes are what they were, and what its containers hold, too: a module that caches tensors on itself keeps no
-    fake ones, and one that installs hooks at its first step and notes that it did has neither the hooks nor the note.
+    Afterwards each module's attributes are what they were, and what its containers hold, too: a module that
+    caches tensors on itself keeps no fake ones, and one that installs hooks at its first step and notes that
+    it did has neither the hooks nor the note.
     """
     snapshots: list[tuple[torch.nn.Module, dict[str, Any], list[tuple[Any, Any]]]] = []
     seen: set[int] = set()

@@ -1,8 +1,9 @@
 """Record a step that runs on fake tensors, for models and devices that are not here.
 
-Every saved tensor is evicted as it is packed and a stand-in is handed out as it is unpacked, so that the events show how long the *program* needs each
-storage. This is a `TorchDispatchMode`, so ATen takes some ways that it does not take in a plain step (see `lowtide.interception`): what is
-planned from here is a forecast for what cannot run, not what `limit_memory` goes by.
+Every saved tensor is evicted as it is packed and a stand-in is handed out as it is unpacked, so that the
+events show how long the *program* needs each storage. This is a `TorchDispatchMode`, so ATen takes some ways
+that it does not take in a plain step (see `lowtide.interception`): what is planned from here is a forecast
+for what cannot run, not what `limit_memory` goes by.
 """
 
 from __future__ import annotations
@@ -20,7 +21,16 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
-from lowtide.ops import OpInfo, covers_storage, has_plain_storage, hidden_bytes, hidden_statistics, op_info, tensors_of, written_tensors
+from lowtide.ops import (
+    OpInfo,
+    covers_storage,
+    has_plain_storage,
+    hidden_bytes,
+    hidden_statistics,
+    op_info,
+    tensors_of,
+    written_tensors,
+)
 from lowtide.trace.constants import Unknown, stays_real
 from lowtide.trace.contents import GROUPED
 from lowtide.trace.costs import OpSpec
@@ -80,10 +90,12 @@ class Tracer(TorchDispatchMode):
         self._names: dict[int, tuple[StorageKind, str]] = {}
         self._module_names: dict[int, str] = {}
         self._uninitialized: set[int] = set()
-        self._updated: set[int] = set()  # made in the step, and later written by a kernel whose schema does not say so
+        # made in the step, and later written by a kernel whose schema does not say so
+        self._updated: set[int] = set()
         self._unknown = Unknown()
         self._scopes: list[tuple[int, Any]] = []
-        self._evicts: list[bool | None] = []  # by operation: what the scope around it says, None outside of all
+        # by operation: what the scope around it says, None outside of all
+        self._evicts: list[bool | None] = []
         if model is not None:
             self.name_model(model)
 
@@ -92,7 +104,7 @@ class Tracer(TorchDispatchMode):
         """A compiled call within stays compiled."""
         return True
 
-    # ---- names ------------------------------------------------------------------------------------------------------------------
+    # ---- names -----------------------------------------------------------------------------------
 
     def name_model(self, model: torch.nn.Module) -> None:
         """Learn whose storage is whose and what the modules are called."""
@@ -122,12 +134,14 @@ class Tracer(TorchDispatchMode):
 
     @property
     def module(self) -> str:
-        """Qualified name of the module that runs now; in backward, of the one whose saved tensor was asked for last."""
+        """Qualified name of the module that runs now; in backward, of the one whose saved tensor was asked
+        for last.
+        """
         if private.in_backward():
             return self.backward_module
         return self.module_stack[-1] if self.module_stack else ""
 
-    # ---- events -----------------------------------------------------------------------------------------------------------------
+    # ---- events ----------------------------------------------------------------------------------
 
     def event(self, kind: Any, index: int) -> None:
         """Append one event, unless the trace is over."""
@@ -155,9 +169,14 @@ class Tracer(TorchDispatchMode):
             return found
         kind, name = self._names.get(key, (None, ""))
         if kind is None or producer is not None:
-            kind, name = ("input" if producer is None else "backward" if private.in_backward() else "forward"), ""
+            kind, name = (
+                ("input" if producer is None else "backward" if private.in_backward() else "forward"),
+                "",
+            )
         number = len(self.storages)
-        self.storages.append({"id": number, "bytes": storage.nbytes(), "kind": kind, "producer": producer, "name": name})
+        self.storages.append(
+            {"id": number, "bytes": storage.nbytes(), "kind": kind, "producer": producer, "name": name}
+        )
         self._known[key] = number
         self.watch(storage, lambda: self.event("free", number))
         self._new_value(number, producer)
@@ -177,9 +196,11 @@ class Tracer(TorchDispatchMode):
             return restored
         return self._current[self._storage_of(tensor)]
 
-    # ---- operations -------------------------------------------------------------------------------------------------------------
+    # ---- operations ------------------------------------------------------------------------------
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
         kwargs = kwargs or {}
         if self.paused or self.closed:
             return private.call(func, args, kwargs)
@@ -193,7 +214,9 @@ class Tracer(TorchDispatchMode):
         inputs = [t for t in tensors_of([args, kwargs]) if has_plain_storage(t)]
         refuse_strangers(inputs)
         if info.real_only:
-            raise TraceError(f"{info.name} allocates memory that fake tensors do not show: run the step for real")
+            raise TraceError(
+                f"{info.name} allocates memory that fake tensors do not show: run the step for real"
+            )
         written = written_tensors(info, args, kwargs)
         keys = {private.storage_key(t) for t in inputs}
         statistics = [args[position] for position in hidden_statistics(info, args)]
@@ -201,7 +224,9 @@ class Tracer(TorchDispatchMode):
         if info.fills:
             ignored |= {id(t) for t in written if has_plain_storage(t) and covers_storage(t)}
         reads = list(dict.fromkeys(self.value_of(t) for t in inputs if id(t) not in ignored))
-        behind = [self.value_of(t) for t in statistics if isinstance(t, torch.Tensor) and has_plain_storage(t)]
+        behind = [
+            self.value_of(t) for t in statistics if isinstance(t, torch.Tensor) and has_plain_storage(t)
+        ]
         self._updated.update(value for value in behind if self.values[value]["producer"] is not None)
         signature, spec = signature_of(func, args, kwargs)
         result = self._on_fakes(func, info, inputs, args, kwargs)
@@ -213,7 +238,9 @@ class Tracer(TorchDispatchMode):
         index = len(self.operations)
         hidden = hidden_bytes(info, args)
         if signature not in self.specs:
-            output_bytes = max(hidden, sum({private.storage_key(t): t.untyped_storage().nbytes() for t in fresh}.values()))
+            output_bytes = max(
+                hidden, sum({private.storage_key(t): t.untyped_storage().nbytes() for t in fresh}.values())
+            )
             self.specs[signature] = replace(spec, output_bytes=output_bytes)
         writes: list[int] = []
         for tensor in fresh:
@@ -249,7 +276,14 @@ class Tracer(TorchDispatchMode):
         self.event("op", index)
         return result
 
-    def _on_fakes(self, func: Any, info: OpInfo, inputs: list[torch.Tensor], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _on_fakes(
+        self,
+        func: Any,
+        info: OpInfo,
+        inputs: list[torch.Tensor],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+    ) -> Any:
         """What a call returns: for real where all that it reads is small and real."""
         if stays_real(info, inputs, args, kwargs) and not any(map(self._unknown.has, inputs)):
             with private.without_fake_mode():
@@ -258,7 +292,9 @@ class Tracer(TorchDispatchMode):
             return grouped(*args, **kwargs)
         return laid_out(info, args, private.call(func, args, kwargs))
 
-    def _unsafe(self, info: OpInfo, reads: list[int], inputs: list[torch.Tensor], outputs: list[torch.Tensor]) -> str:
+    def _unsafe(
+        self, info: OpInfo, reads: list[int], inputs: list[torch.Tensor], outputs: list[torch.Tensor]
+    ) -> str:
         if not self.in_region:
             return OUTSIDE
         if private.in_backward():
@@ -272,7 +308,7 @@ class Tracer(TorchDispatchMode):
             return "it returns no tensor"
         return ""
 
-    # ---- saved tensors ----------------------------------------------------------------------------------------------------------
+    # ---- saved tensors ---------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``."""
@@ -281,7 +317,9 @@ class Tracer(TorchDispatchMode):
         with self._pause():
             value = self.value_of(tensor)
             storage = self.storages[self.values[value]["storage"]]
-            droppable = self.in_region and storage["producer"] is not None and self._wanted(value) is not False
+            droppable = (
+                self.in_region and storage["producer"] is not None and self._wanted(value) is not False
+            )
             number = len(self.saved)
             self.saved.append(
                 {
@@ -308,7 +346,9 @@ class Tracer(TorchDispatchMode):
             if handle.kept is not None:
                 tensor = handle.kept
             else:
-                tensor = torch.empty_strided(handle.shape, handle.strides, dtype=handle.dtype, device=handle.device)
+                tensor = torch.empty_strided(
+                    handle.shape, handle.strides, dtype=handle.dtype, device=handle.device
+                )
             key = private.storage_key(tensor)
             number = handle.saved
             if key in self._known or key in self._restored:
@@ -328,7 +368,9 @@ class Tracer(TorchDispatchMode):
             self._scopes.pop()
 
     def _wanted(self, value: int) -> bool | None:
-        """Whether the innermost scope that is open gives up what the value's operation writes; ``None`` where it was not written in one."""
+        """Whether the innermost scope that is open gives up what the value's operation writes; ``None`` where
+        it was not written in one.
+        """
         producer = self.values[value]["producer"]
         if producer is None or not self._scopes:
             return None
@@ -339,7 +381,9 @@ class Tracer(TorchDispatchMode):
         if not self._scopes or self._scopes[-1][1] is None:
             return None
         director = self._scopes[-1][1]
-        return bool(director.arrives(info, args, kwargs) if hasattr(director, "arrives") else director.wants(info))
+        return bool(
+            director.arrives(info, args, kwargs) if hasattr(director, "arrives") else director.wants(info)
+        )
 
     def gives_up(self, tensor: torch.Tensor) -> bool:
         """Whether the scope around this code brings the tensor back."""
@@ -354,7 +398,7 @@ class Tracer(TorchDispatchMode):
         finally:
             self.paused -= 1
 
-    # ---- the whole --------------------------------------------------------------------------------------------------------------
+    # ---- the whole -------------------------------------------------------------------------------
 
     @contextmanager
     def recording(self) -> Iterator[Tracer]:
@@ -384,14 +428,18 @@ class Tracer(TorchDispatchMode):
         values = tuple(
             Value(
                 **value,
-                storable=newest.get(value["storage"]) == value["id"] or self.storages[value["storage"]]["kind"] == "backward",
+                storable=newest.get(value["storage"]) == value["id"]
+                or self.storages[value["storage"]]["kind"] == "backward",
                 must_store=value["id"] in self._updated,
             )
             for value in self.values
         )
         resident = sum(s["bytes"] for s in self.storages if s["producer"] is None)
         return StepGraph(
-            operations=tuple(Operation(**op) for op in settled_operations(self.operations, self.values, self.saved, self.storages)),
+            operations=tuple(
+                Operation(**op)
+                for op in settled_operations(self.operations, self.values, self.saved, self.storages)
+            ),
             storages=tuple(Storage(**storage) for storage in self.storages),
             values=values,
             saved=tuple(Saved(**saved) for saved in self.saved),

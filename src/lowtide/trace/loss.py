@@ -12,7 +12,9 @@ from lowtide.trace.describe import tensors_inside
 
 
 def loss_of(result: Any) -> torch.Tensor | None:
-    """The loss in what a step returned: a scalar tensor with a history, an output's ``loss``, or the first such in a tuple or mapping."""
+    """The loss in what a step returned: a scalar tensor with a history, an output's ``loss``, or the first
+    such in a tuple or mapping.
+    """
     if isinstance(result, torch.Tensor):
         return result if result.numel() == 1 and result.requires_grad else None
     loss = getattr(result, "loss", None)
@@ -28,11 +30,15 @@ def loss_of(result: Any) -> torch.Tensor | None:
     return None
 
 
-def loss_to_plan_for(result: Any, loss_fn: Callable[[Any], torch.Tensor] | None, model: torch.nn.Module) -> torch.Tensor:
-    """A loss of what ``model`` returned: what ``loss_fn`` makes of it, the loss in it, or the sum of all that a gradient can come from.
+def loss_to_plan_for(
+    result: Any, loss_fn: Callable[[Any], torch.Tensor] | None, model: torch.nn.Module
+) -> torch.Tensor:
+    """A loss of what ``model`` returned: what ``loss_fn`` makes of it, the loss in it, or the sum of all that
+    a gradient can come from.
 
     Raises:
-        TraceError: there is nothing to begin a backward at, or what ``loss_fn`` returned is no loss of the model.
+        TraceError: there is nothing to begin a backward at, or what ``loss_fn`` returned is no loss of the
+            model.
     """
     if loss_fn is not None:
         return _given_loss(loss_fn, result, model)
@@ -48,15 +54,18 @@ def loss_to_plan_for(result: Any, loss_fn: Callable[[Any], torch.Tensor] | None,
 
 def _given_loss(loss_fn: Callable[[Any], torch.Tensor], result: Any, model: torch.nn.Module) -> torch.Tensor:
     outputs = [tensor for tensor in tensors_inside(result) if tensor.requires_grad]
-    own = {tensor.grad_fn for tensor in outputs} - {None}  # taken before: the function may write into an output
+    # taken before: the function may write into an output
+    own = {tensor.grad_fn for tensor in outputs} - {None}
     leaves = {id(tensor) for tensor in (*outputs, *model.parameters())}
     loss = loss_fn(result)
     if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise TraceError(f"loss_fn returned {type(loss).__name__}: it has to return the loss, a tensor of one element")
+        raise TraceError(
+            f"loss_fn returned {type(loss).__name__}: it has to return the loss, a tensor of one element"
+        )
     if outputs and loss.requires_grad and id(loss) not in leaves and not _reaches(loss.grad_fn, own, leaves):
         raise TraceError(
-            "loss_fn returned a tensor that does not depend on the model: its backward would not reach the model at all. It is given the "
-            "model's output and has to compute the loss from that"
+            "loss_fn returned a tensor that does not depend on the model: its backward would not reach the "
+            "model at all. It is given the model's output and has to compute the loss from that"
         )
     return loss
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-UNSETTLED = "it reads state that the step has overwritten, and that another forward before backward overwrites again"
+UNSETTLED = (
+    "it reads state that the step has overwritten, and that another forward before backward overwrites again"
+)
 """Why such an operation is not replayable."""
 
 
@@ -15,11 +17,12 @@ def settled_operations(
     saved: Sequence[dict[str, Any]],
     storages: Sequence[dict[str, Any]],
 ) -> Iterator[dict[str, Any]]:
-    """The operations of a trace, where none is replayable that reads what the forward wrote into a tensor that was there before (the vectors of a
-    spectral norm, a counter).
+    """The operations of a trace, where none is replayable that reads what the forward wrote into a tensor
+    that was there before (the vectors of a spectral norm, a counter).
 
-    Two forwards may come before one backward (a discriminator's): a replay of the first would find what the second wrote. Where autograd itself
-    saved such a value, it allows no second forward, and replays may go on from it.
+    Two forwards may come before one backward (a discriminator's): a replay of the first would find what the
+    second wrote. Where autograd itself saved such a value, it allows no second forward, and replays may go on
+    from it.
 
     Args:
         operations, values, saved, storages: as `lowtide.trace.eager.Tracer` takes them down.

@@ -13,7 +13,8 @@ import torch
 
 @contextmanager
 def same_random(modules: Sequence[torch.nn.Module] = (), devices: Sequence[int] = ()) -> Iterator[None]:
-    """Afterwards the random states of PyTorch, of NumPy and of Python are what they were: models draw masks and layers to leave out from all.
+    """Afterwards the random states of PyTorch, of NumPy and of Python are what they were: models draw masks
+    and layers to leave out from all.
 
     Args:
         modules: the generators that these have as attributes are put back, too.
@@ -39,9 +40,14 @@ def same_random(modules: Sequence[torch.nn.Module] = (), devices: Sequence[int] 
 
 @contextmanager
 def same_torch_random(devices: Sequence[int] = ()) -> Iterator[None]:
-    """`torch.random.fork_rng` that holds no tensor meanwhile: the budget of a small step has no room for the five kilobytes of a state."""
+    """`torch.random.fork_rng` that holds no tensor meanwhile: the budget of a small step has no room for the
+    five kilobytes of a state.
+    """
     places = [None, *devices]
-    states = [(torch.get_rng_state() if at is None else torch.cuda.get_rng_state(at)).numpy().tobytes() for at in places]
+    states = [
+        (torch.get_rng_state() if at is None else torch.cuda.get_rng_state(at)).numpy().tobytes()
+        for at in places
+    ]
     try:
         yield
     finally:
@@ -57,7 +63,9 @@ def gpus_of(modules: Sequence[torch.nn.Module]) -> list[int]:
 
 
 def _generators(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, Any]]:
-    """How to read and to write the state of each source of random numbers that a model may draw from, PyTorch's own apart."""
+    """How to read and to write the state of each source of random numbers that a model may draw from,
+    PyTorch's own apart.
+    """
     found: dict[int, tuple[Any, Any]] = {
         0: (random.getstate, random.setstate),
         1: (lambda: np.random.get_state(legacy=False), np.random.set_state),
@@ -69,7 +77,10 @@ def _generators(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, Any]]:
             found[id(item)] = (lambda item=item: item.get_state(legacy=False), item.set_state)
         elif isinstance(item, np.random.Generator):
             bits = item.bit_generator
-            found[id(bits)] = (lambda bits=bits: bits.state, lambda state, bits=bits: setattr(bits, "state", state))
+            found[id(bits)] = (
+                lambda bits=bits: bits.state,
+                lambda state, bits=bits: setattr(bits, "state", state),
+            )
         elif isinstance(item, torch.Generator):
             found[id(item)] = (item.get_state, item.set_state)
     return list(found.values())

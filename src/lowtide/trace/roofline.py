@@ -1,4 +1,6 @@
-"""A device as three numbers, measured: how fast it computes, how fast it moves bytes, and what a call takes."""
+"""A device as three numbers, measured: how fast it computes, how fast it moves bytes, and what a call
+takes.
+"""
 
 from __future__ import annotations
 
@@ -12,14 +14,17 @@ from typing import Any
 import torch
 from torch.utils._python_dispatch import _disable_current_modes
 
-_SIDE, _MOVED_BYTES = 512, 1 << 26  # of the matrices, and of the copy: activations of large steps do not lie in the processor's cache
+# of the matrices, and of the copy: activations of large steps do not lie in the processor's cache
+_SIDE, _MOVED_BYTES = 512, 1 << 26
 _MOVED_BYTES_ENOUGH = 1 << 22  # where room is short the copy shrinks first, to this
 _SIDE_AT_LEAST, _MOVED_BYTES_AT_LEAST = 32, 1 << 13
 
 
 @dataclass(frozen=True, slots=True)
 class Roofline:
-    """A device as three numbers: floating-point operations a second, bytes a second, seconds a call at least."""
+    """A device as three numbers: floating-point operations a second, bytes a second, seconds a call at
+    least.
+    """
 
     flops_per_second: float
     bytes_per_second: float
@@ -32,7 +37,9 @@ class Roofline:
 
 @contextmanager
 def aside() -> Iterator[None]:
-    """Out of every mode that the caller may be in: dispatch modes, torch functions, autocast, deterministic filling."""
+    """Out of every mode that the caller may be in: dispatch modes, torch functions, autocast, deterministic
+    filling.
+    """
     with _disable_current_modes(), torch._C.DisableTorchFunction(), ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
@@ -64,7 +71,10 @@ def _calibrated(kind: str, dtype: torch.dtype, threads: int, side: int, moved: i
 
     with aside(), torch.no_grad():
         left = torch.full((side, side), 0.5, dtype=dtype, device=kind)
-        source, target = torch.ones(moved, dtype=torch.uint8, device=kind), torch.ones(moved, dtype=torch.uint8, device=kind)
+        source, target = (
+            torch.ones(moved, dtype=torch.uint8, device=kind),
+            torch.ones(moved, dtype=torch.uint8, device=kind),
+        )
         tiny = torch.ones(4, device=kind)
         product = best(lambda: torch.ops.aten.mm.default(left, left), 5)
         copy = best(lambda: torch.ops.aten.copy_.default(target, source), 5)
@@ -72,7 +82,9 @@ def _calibrated(kind: str, dtype: torch.dtype, threads: int, side: int, moved: i
     return Roofline(2 * side**3 / product, 2 * moved / copy, call)
 
 
-def calibrate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, room: int | None = None) -> Roofline:
+def calibrate(
+    device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32, room: int | None = None
+) -> Roofline:
     """The roofline of a device, measured once per process, device, dtype and number of threads (0.1 s).
 
     A device that is only simulated has the CPU's: ratios between operations are then right, seconds are not.
@@ -80,15 +92,17 @@ def calibrate(device: torch.device | str = "cpu", dtype: torch.dtype = torch.flo
     Args:
         device: the device.
         dtype: of the matrix product.
-        room: bytes that measuring may take; ``None`` is as much as it takes. With little room the operations are small, as those are that
-            have to fit in it.
+        room: bytes that measuring may take; ``None`` is as much as it takes. With little room the operations
+            are small, as those are that have to fit in it.
     """
     where = torch.device(device)
     kind = where.type if present(where) else "cpu"
     known = dtype if dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16) else torch.float32
     side, moved = (4096, 1 << 28) if kind == "cuda" else (_SIDE, _MOVED_BYTES)
     while (
-        room is not None and 2 * (side * side * known.itemsize + moved) > room and (side, moved) != (_SIDE_AT_LEAST, _MOVED_BYTES_AT_LEAST)
+        room is not None
+        and 2 * (side * side * known.itemsize + moved) > room
+        and (side, moved) != (_SIDE_AT_LEAST, _MOVED_BYTES_AT_LEAST)
     ):
         side = side if moved > _MOVED_BYTES_ENOUGH else max(_SIDE_AT_LEAST, side // 2)
         moved = max(_MOVED_BYTES_AT_LEAST, moved // 4)

@@ -1,8 +1,10 @@
-"""How an operation's cost follows its size: what is read off other sizes of the same call, and which part of a heavy call is enough to run.
+"""How an operation's cost follows its size: what is read off other sizes of the same call, and which part of
+a heavy call is enough to run.
 
-Calls of one family have the same operation, dtypes, layouts and other arguments. Of two of them that were run, one in between takes the power
-law's time; where a call is far above what any call takes, one up to four times as large, or as small, takes its time in proportion. Scratch is
-a part of the exact peak, so it is never guessed: it carries over where it does not change with size.
+Calls of one family have the same operation, dtypes, layouts and other arguments. Of two of them that were
+run, one in between takes the power law's time; where a call is far above what any call takes, one up to four
+times as large, or as small, takes its time in proportion. Scratch is a part of the exact peak, so it is never
+guessed: it carries over where it does not change with size.
 """
 
 from __future__ import annotations
@@ -33,8 +35,10 @@ _PRODUCTS = {"mm": (0, 1), "addmm": (1, 2)}
 """Products of matrices, with the positions of their two."""
 
 _ROWS = frozenset({
-    "bmm", "baddbmm", "cat", "_softmax", "_log_softmax", "_softmax_backward_data", "_log_softmax_backward_data", "native_layer_norm",
-    "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "native_dropout", "sum", "mean", "_to_copy", "copy_",
+    "bmm", "baddbmm", "cat", "_softmax", "_log_softmax", "_softmax_backward_data",
+    "_log_softmax_backward_data", "native_layer_norm",
+    "native_layer_norm_backward", "_fused_rms_norm", "_fused_rms_norm_backward", "native_dropout", "sum",
+    "mean", "_to_copy", "copy_",
 })  # fmt: skip
 """What treats the parts of its leading dimensions alike, beside everything pointwise."""
 
@@ -43,7 +47,9 @@ _ATTENTION = re.compile("scaled_dot_product.*attention")
 
 
 def scratch_of(part: OpCost, larger: OpCost, work: int) -> int | None:
-    """Scratch bytes of a call of so much work, from two parts of it, if they say: it has to be the same, or to grow in a straight line."""
+    """Scratch bytes of a call of so much work, from two parts of it, if they say: it has to be the same, or
+    to grow in a straight line.
+    """
     if not part.scratch_bytes and not larger.scratch_bytes:
         return 0
     run, rise = work_of(larger) - work_of(part), larger.scratch_bytes - part.scratch_bytes
@@ -71,7 +77,8 @@ def _look(leaf: Any) -> str:
 
 
 def read_off(known: Iterable[OpCost], flops: int, touched: int) -> tuple[float, int] | None:
-    """Seconds and scratch bytes of a call of so many floating-point operations and bytes, from calls of its family; ``None`` where they do not say.
+    """Seconds and scratch bytes of a call of so many floating-point operations and bytes, from calls of its
+    family; ``None`` where they do not say.
 
     Args:
         known: costs of calls of the family.
@@ -79,7 +86,8 @@ def read_off(known: Iterable[OpCost], flops: int, touched: int) -> tuple[float, 
 
     Example:
         >>> from lowtide.trace.specs import OpCost
-        >>> runs = [OpCost(0.010, 0, "measured", "neg", 0, 100 << 20), OpCost(0.040, 0, "measured", "neg", 0, 400 << 20)]
+        >>> runs = [OpCost(0.010, 0, "measured", "neg", 0, 100 << 20),
+        ...     OpCost(0.040, 0, "measured", "neg", 0, 400 << 20)]
         >>> seconds, scratch = read_off(runs, 0, 200 << 20)
         >>> round(seconds, 3), scratch
         (0.02, 0)
@@ -87,7 +95,11 @@ def read_off(known: Iterable[OpCost], flops: int, touched: int) -> tuple[float, 
     work = flops or touched
     if not work:
         return None
-    points = [cost for cost in known if cost.source in ("measured", "scaled") and _alike(cost, flops, touched) and cost.seconds > 0]
+    points = [
+        cost
+        for cost in known
+        if cost.source in ("measured", "scaled") and _alike(cost, flops, touched) and cost.seconds > 0
+    ]
     below = max((c for c in points if work_of(c) <= work), key=work_of, default=None)
     above = min((c for c in points if work_of(c) >= work), key=work_of, default=None)
     if below is not None and above is not None:
@@ -101,7 +113,11 @@ def read_off(known: Iterable[OpCost], flops: int, touched: int) -> tuple[float, 
     if near is None or near.scratch_bytes or near.seconds < SIZABLE_SECONDS:
         return None
     ratio = work / work_of(near)
-    if not 1 / _REACH <= ratio <= _REACH or min(near.bytes, touched) < _SIZABLE_BYTES or near.seconds * ratio < SIZABLE_SECONDS:
+    if (
+        not 1 / _REACH <= ratio <= _REACH
+        or min(near.bytes, touched) < _SIZABLE_BYTES
+        or near.seconds * ratio < SIZABLE_SECONDS
+    ):
         return None
     return near.seconds * ratio, 0
 
@@ -122,8 +138,14 @@ def _alike(cost: OpCost, flops: int, touched: int) -> bool:
 
 
 def parts(spec: OpSpec, share: float) -> tuple[OpSpec, OpSpec] | None:
-    """The same call on about a ``share`` of its work, and on about twice that; ``None`` where it cannot be divided."""
-    if not runnable(spec.func) or spec.trues or any(leaf.device.type != "cpu" or leaf.storage_key < 0 for leaf in spec.tensors()):
+    """The same call on about a ``share`` of its work, and on about twice that; ``None`` where it cannot be
+    divided.
+    """
+    if (
+        not runnable(spec.func)
+        or spec.trues
+        or any(leaf.device.type != "cpu" or leaf.storage_key < 0 for leaf in spec.tensors())
+    ):
         return None
     name = spec.func.overloadpacket.__name__
 
@@ -153,7 +175,11 @@ def _product(spec: OpSpec, share: float, left: int, right: int) -> OpSpec | None
     args[left] = _cut(a, long, size)
     if long:
         args[right] = _cut(b, 0, size)
-    return replace(spec, args=tuple(args), output_bytes=spec.output_bytes if long else spec.output_bytes * size // a.shape[0])
+    return replace(
+        spec,
+        args=tuple(args),
+        output_bytes=spec.output_bytes if long else spec.output_bytes * size // a.shape[0],
+    )
 
 
 def _rows(spec: OpSpec, share: float, name: str) -> OpSpec | None:
@@ -166,7 +192,10 @@ def _rows(spec: OpSpec, share: float, name: str) -> OpSpec | None:
     ranks = (rank, rank - 1) if attends else (rank,)
     full = [leaf for leaf in tensors if len(leaf.shape) in ranks]
     # what is of lower rank is broadcast over the leading dimensions
-    lower = max((len(leaf.shape) for leaf in tensors if len(leaf.shape) not in ranks), default=rank - 2 if attends else 0)
+    lower = max(
+        (len(leaf.shape) for leaf in tensors if len(leaf.shape) not in ranks),
+        default=rank - 2 if attends else 0,
+    )
     found, left = spec, share
     for d in range(min(rank - lower, rank - 1)):  # the last one is what a row is
         sizes = {leaf.shape[d] for leaf in full if leaf.shape[d] != 1}
@@ -190,7 +219,11 @@ def _dense(leaf: TensorSpec) -> bool:
 
 def _less(spec: OpSpec, ranks: tuple[int, ...], d: int, size: int, whole: int) -> OpSpec:
     def smaller(leaf: Any) -> Any:
-        return _cut(leaf, d, size) if isinstance(leaf, TensorSpec) and len(leaf.shape) in ranks and leaf.shape[d] == whole else leaf
+        return (
+            _cut(leaf, d, size)
+            if isinstance(leaf, TensorSpec) and len(leaf.shape) in ranks and leaf.shape[d] == whole
+            else leaf
+        )
 
     args, kwargs = tree_map(smaller, (spec.args, spec.kwargs))
     return replace(spec, args=args, kwargs=kwargs, output_bytes=spec.output_bytes * size // whole)

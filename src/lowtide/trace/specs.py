@@ -14,8 +14,10 @@ from .roofline import aside
 
 _RUN_NAMESPACES = frozenset({"aten", "prims"})
 _NEVER_RUN = frozenset({
-    "aten::from_file", "aten::record_stream", "aten::_pin_memory", "aten::_print", "aten::_nested_tensor_from_mask",
-    "aten::mkldnn_rnn_layer_backward", "aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward",  # a made-up workspace crashes them
+    "aten::from_file", "aten::record_stream", "aten::_pin_memory", "aten::_print",
+    "aten::_nested_tensor_from_mask",
+    # a made-up workspace crashes them
+    "aten::mkldnn_rnn_layer_backward", "aten::_cudnn_rnn_backward", "aten::miopen_rnn_backward",
 })  # fmt: skip
 
 
@@ -67,7 +69,9 @@ class TensorSpec:
         """Bytes that its storage needs at least."""
         if 0 in self.shape:
             return 0
-        last = self.offset + sum((size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True))
+        last = self.offset + sum(
+            (size - 1) * stride for size, stride in zip(self.shape, self.stride, strict=True)
+        )
         return (last + 1) * self.dtype.itemsize
 
 
@@ -100,7 +104,9 @@ class OpSpec:
         """Bytes of the distinct input storages."""
         sizes: dict[int, int] = {}
         for leaf in self.tensors():
-            sizes[leaf.storage_key] = max(sizes.get(leaf.storage_key, 0), leaf.storage_bytes, leaf.extent_bytes)
+            sizes[leaf.storage_key] = max(
+                sizes.get(leaf.storage_key, 0), leaf.storage_bytes, leaf.extent_bytes
+            )
         return sum(sizes.values())
 
 
@@ -110,9 +116,10 @@ class OpCost:
 
     Attributes:
         seconds: time of one run, the Python call included.
-        scratch_bytes: the most it allocates beyond its outputs while it runs; where estimated, only what a collective moves through.
-        source: ``measured`` where the operation was run, ``scaled`` where a part of it was, ``interpolated`` between calls that differ in size
-            alone, ``estimated`` by a roofline.
+        scratch_bytes: the most it allocates beyond its outputs while it runs; where estimated, only what a
+            collective moves through.
+        source: ``measured`` where the operation was run, ``scaled`` where a part of it was, ``interpolated``
+            between calls that differ in size alone, ``estimated`` by a roofline.
         family: what calls that differ in size alone share, empty where nothing is to be read off such a call.
         flops, bytes: the call's size.
     """
@@ -126,12 +133,16 @@ class OpCost:
 
 
 def runnable(func: OpOverload) -> bool:
-    """Whether an operation may be run on made-up inputs: ATen's own only, for others may talk to other processes or to the world."""
+    """Whether an operation may be run on made-up inputs: ATen's own only, for others may talk to other
+    processes or to the world.
+    """
     return func.namespace in _RUN_NAMESPACES and func._schema.name not in _NEVER_RUN
 
 
 def flops(spec: OpSpec) -> int:
-    """Floating-point operations as `torch.utils.flop_counter` counts them, the CPU's attention besides; 0 where it knows none."""
+    """Floating-point operations as `torch.utils.flop_counter` counts them, the CPU's attention besides; 0
+    where it knows none.
+    """
     formula = _ATTENTION.get(spec.func.overloadpacket) or flop_registry.get(spec.func.overloadpacket)
     if formula is None:
         return 0

@@ -1,4 +1,6 @@
-"""What a collective holds beside its result while it runs: Gloo moves through buffers of its own, and a step's peak may stand in one."""
+"""What a collective holds beside its result while it runs: Gloo moves through buffers of its own, and a
+step's peak may stand in one.
+"""
 
 from __future__ import annotations
 
@@ -9,10 +11,12 @@ if TYPE_CHECKING:
 
 
 def staging_bytes(spec: OpSpec) -> int:
-    """Bytes that Gloo allocates for a functional collective of CPU tensors beyond the result, from its start until it has ended.
+    """Bytes that Gloo allocates for a functional collective of CPU tensors beyond the result, from its start
+    until it has ended.
 
-    An all-gather lands in one flat tensor and is copied from there to the result. A reduce-scatter sums a copy of its input. An all-reduce
-    works in the result. Collectives of tensors on a device move through buffers that NCCL keeps for the whole run: 0.
+    An all-gather lands in one flat tensor and is copied from there to the result. A reduce-scatter sums a
+    copy of its input. An all-reduce works in the result. Collectives of tensors on a device move through
+    buffers that NCCL keeps for the whole run: 0.
 
     >>> import torch
     >>> from lowtide.trace.costs import OpSpec
@@ -23,4 +27,6 @@ def staging_bytes(spec: OpSpec) -> int:
     if spec.func.namespace != "_c10d_functional" or not tensors or tensors[0].device.type != "cpu":
         return 0
     name = spec.func._schema.name.removeprefix("_c10d_functional::")
-    return {"all_gather_into_tensor": spec.output_bytes, "reduce_scatter_tensor": spec.input_bytes()}.get(name, 0)
+    return {"all_gather_into_tensor": spec.output_bytes, "reduce_scatter_tensor": spec.input_bytes()}.get(
+        name, 0
+    )

@@ -22,8 +22,12 @@ from lowtide.trace.loss import loss_of
 from lowtide.trace.random_state import same_random
 
 
-def find_modules(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[torch.nn.Module]:
-    """The modules that a callable can reach: itself, its arguments, what it is bound to, and the variables that its code names."""
+def find_modules(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.nn.Module]:
+    """The modules that a callable can reach: itself, its arguments, what it is bound to, and the variables
+    that its code names.
+    """
     found: list[torch.nn.Module] = []
 
     def add(item: Any) -> None:
@@ -60,8 +64,8 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     loss = loss_of(step_result)
     if loss is None:
         raise TraceError(
-            f"the step returned {_described(step_result)}, in which there is no loss: return a scalar tensor that requires grad, or an output "
-            "with .loss, or run backward in the step"
+            f"the step returned {_described(step_result)}, in which there is no loss: return a scalar tensor "
+            "that requires grad, or an output with .loss, or run backward in the step"
         )
     del step_result
     (loss.sum() if loss.dim() else loss).backward()
@@ -70,7 +74,10 @@ def _run(step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 def _described(result: Any) -> str:
     if not isinstance(result, torch.Tensor):
         return type(result).__name__
-    return f"a tensor of shape {tuple(result.shape)} that {'requires' if result.requires_grad else 'does not require'} grad"
+    return (
+        f"a tensor of shape {tuple(result.shape)} that "
+        f"{'requires' if result.requires_grad else 'does not require'} grad"
+    )
 
 
 def with_costs(graph: StepGraph, tracer: Tracer, costs: dict[Signature, OpCost]) -> StepGraph:
@@ -100,7 +107,8 @@ def trace_fake(
     cost_cache: dict[Signature, OpCost] | None = None,
     memory_limit_bytes: int | None = None,
 ) -> StepGraph:
-    """The graph of a step that runs on fake tensors, its operations timed one at a time on made-up inputs; as of `lowtide.trace`.
+    """The graph of a step that runs on fake tensors, its operations timed one at a time on made-up inputs; as
+    of `lowtide.trace`.
 
     Args:
         cost_cache: costs already known, extended in place.
@@ -113,7 +121,14 @@ def trace_fake(
         return graph
     known = {} if cost_cache is None else cost_cache
     return with_costs(
-        graph, tracer, measure_costs(tracer.specs, cache=known, counts=Counter(tracer.signatures), memory_limit_bytes=memory_limit_bytes)
+        graph,
+        tracer,
+        measure_costs(
+            tracer.specs,
+            cache=known,
+            counts=Counter(tracer.signatures),
+            memory_limit_bytes=memory_limit_bytes,
+        ),
     )
 
 
@@ -140,7 +155,8 @@ def _trace_fake(
             except Exception as error:
                 tracer.closed = True
                 raise TraceError(
-                    f"the step cannot be traced on fake tensors ({type(error).__name__}: {error}): leave fake=True out"
+                    f"the step cannot be traced on fake tensors ({type(error).__name__}: {error}): leave "
+                    "fake=True out"
                 ) from error
             del fake_args, fake_kwargs
             tracer.closed = True

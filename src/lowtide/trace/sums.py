@@ -1,8 +1,8 @@
 """Gradients that meet: where autograd's engine adds them in place, and a trace saw it make a third tensor.
 
-The engine adds to the first of two gradients when nobody else holds it. It counts references for that, and a tensor whose storage Python has
-looked at has one more. So in a traced step it adds out of place. What would have been in place is known from the events: the first gradient ends
-with the sum.
+The engine adds to the first of two gradients when nobody else holds it. It counts references for that, and a
+tensor whose storage Python has looked at has one more. So in a traced step it adds out of place. What would
+have been in place is known from the events: the first gradient ends with the sum.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ def in_place(
         events, operations, storages, values: as `lowtide.trace.eager.StepTracer` takes them down.
         sums: indices of the additions that the engine made between nodes.
     """
-    place_of = {event.index: place for place, event in enumerate(events) if event.kind == "op" and event.index in sums}
+    place_of = {
+        event.index: place for place, event in enumerate(events) if event.kind == "op" and event.index in sums
+    }
     merged: dict[int, int] = {}  # storage of a sum -> the storage that it is written into
 
     def root(storage: int) -> int:
@@ -43,8 +45,13 @@ def in_place(
             continue
         first, result = values[operation["reads"][0]]["storage"], values[operation["writes"][0]]["storage"]
         place = place_of[index]
-        ends = next((at for at in _until_next_operation(events, place) if events[at] == Event("free", first)), None)
-        alike = storages[root(first)]["bytes"] == storages[result]["bytes"] and storages[first]["kind"] == "backward"
+        ends = next(
+            (at for at in _until_next_operation(events, place) if events[at] == Event("free", first)), None
+        )
+        alike = (
+            storages[root(first)]["bytes"] == storages[result]["bytes"]
+            and storages[first]["kind"] == "backward"
+        )
         if ends is None or not alike:
             continue
         dropped.add(ends)
@@ -59,7 +66,9 @@ def in_place(
             if event.index in merged:  # a sum that was added to: it takes no bytes of its own
                 changed.append(event)
             continue
-        changed.append(Event("free", root(event.index)) if event.kind == "free" and event.index in merged else event)
+        changed.append(
+            Event("free", root(event.index)) if event.kind == "free" and event.index in merged else event
+        )
         if event.kind == "free" and event.index in merged:
             changed.append(event)
     return changed

@@ -1,1 +1,3 @@
-"""The reference trainer: trains a language model on text under a memory budget and proves what the budget did."""
+"""The reference trainer: trains a language model on text under a memory budget and proves what the budget
+did.
+"""

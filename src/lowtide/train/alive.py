@@ -1,9 +1,10 @@
 """Who is still there: a rank that died or failed ends the run on all others, with its name.
 
-A collective whose partner is gone either fails with a text about sockets or waits for its timeout. So every rank says once a second, in the
-store under which the ranks met, that it lives and what it is doing, and a thread listens to the others. A process on the same machine is
-missed as soon as it is gone; one elsewhere, or one that was stopped, after `SILENT_SECONDS`. The thread then gives the main thread
-`GRACE_SECONDS` to end with an error of its own, which most collectives raise by themselves, and ends the process otherwise.
+A collective whose partner is gone either fails with a text about sockets or waits for its timeout. So every
+rank says once a second, in the store under which the ranks met, that it lives and what it is doing, and a
+thread listens to the others. A process on the same machine is missed as soon as it is gone; one elsewhere, or
+one that was stopped, after `SILENT_SECONDS`. The thread then gives the main thread `GRACE_SECONDS` to end
+with an error of its own, which most collectives raise by themselves, and ends the process otherwise.
 """
 
 from __future__ import annotations
@@ -44,11 +45,18 @@ class Alive:
     """
 
     def __init__(
-        self, store: Any, rank: int, size: int, *, end: Callable[[str], None] | None = None, silent_seconds: float | None = None
+        self,
+        store: Any,
+        rank: int,
+        size: int,
+        *,
+        end: Callable[[str], None] | None = None,
+        silent_seconds: float | None = None,
     ) -> None:
         self._doing = "the start"
         self._store = store.clone()
-        self._prefix = f"lowtide/alive/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"  # torchrun's store outlives an attempt
+        # torchrun's store outlives an attempt
+        self._prefix = f"lowtide/alive/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
         self._rank, self._size = rank, size
         self._hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._end = end or _end
@@ -98,14 +106,22 @@ class Alive:
         until = time.monotonic() + GRACE_SECONDS + 2 * BEAT_SECONDS
         while time.monotonic() < until:
             peers = [self._read(rank) for rank in range(self._size) if rank != self._rank]
-            if all(about is None or about.get("failed") or about.get("done") or _gone(about) for about in peers):
+            if all(
+                about is None or about.get("failed") or about.get("done") or _gone(about) for about in peers
+            ):
                 return
             time.sleep(BEAT_SECONDS / 10)
 
     def _say(self) -> None:
         with self._lock:
             self._beat += 1
-            about = {"beat": self._beat, "pid": os.getpid(), "machine": machine(), "host": socket.gethostname(), "doing": self._doing}
+            about = {
+                "beat": self._beat,
+                "pid": os.getpid(),
+                "machine": machine(),
+                "host": socket.gethostname(),
+                "doing": self._doing,
+            }
             about.update(self._last)
             self._store.set(f"{self._prefix}/{self._rank}", json.dumps(about))
 
@@ -139,7 +155,10 @@ class Alive:
                 if rank != self._rank and (cause := self._hear(rank, now)):
                     return cause
         except RuntimeError as error:
-            return f"the store that connects the ranks is gone, and with it rank 0 or torchrun ({str(error).splitlines()[0]})"
+            return (
+                "the store that connects the ranks is gone, and with it rank 0 or torchrun "
+                f"({str(error).splitlines()[0]})"
+            )
         return ""
 
     def _hear(self, rank: int, now: float) -> str:
@@ -195,7 +214,8 @@ def guarded(alive: Alive | None) -> Iterator[None]:
         alive.failed(str(error))
         raise
     except (Exception, KeyboardInterrupt) as error:
-        with contextlib.suppress(ValueError):  # torchrun asks to terminate as soon as one is dead: first the name, in a few seconds
+        # torchrun asks to terminate as soon as one is dead: first the name, in a few seconds
+        with contextlib.suppress(ValueError):
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
         cause = alive.cause() if isinstance(error, RuntimeError) else ""
         if not cause:

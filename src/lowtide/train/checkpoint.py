@@ -1,8 +1,9 @@
 """Checkpoints that survive a kill at any moment, and that load without executing anything from the file.
 
-A checkpoint is two files: one with the tensors (``step-00000100-DIGEST.pt``), and ``step-00000100.json``, which names it, with its
-SHA-256 and what the run was. Each is written under a temporary name, flushed to the disk and renamed, the JSON last: a checkpoint exists
-when its JSON does, and nothing older is deleted before. Loading takes the newest whose digest is right, and says when it passed one over.
+A checkpoint is two files: one with the tensors (``step-00000100-DIGEST.pt``), and ``step-00000100.json``,
+which names it, with its SHA-256 and what the run was. Each is written under a temporary name, flushed to the
+disk and renamed, the JSON last: a checkpoint exists when its JSON does, and nothing older is deleted before.
+Loading takes the newest whose digest is right, and says when it passed one over.
 """
 
 from __future__ import annotations
@@ -60,9 +61,13 @@ def save(folder: Path, step: int, state: dict[str, Any], run: dict[str, Any]) ->
         digest, temporary = write(folder, lambda file: torch.save(state, file))
         data = folder / f"step-{step:08d}-{digest[:12]}.pt"
         rename(temporary, data)
-        finish(folder, step, {"format": _FORMAT, "step": step, "file": data.name, "sha256": digest, "run": run})
+        finish(
+            folder, step, {"format": _FORMAT, "step": step, "file": data.name, "sha256": digest, "run": run}
+        )
     except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        raise CheckpointError(f"cannot write a checkpoint to {str(folder)!r}: {getattr(error, 'strerror', None) or error}") from error
+        raise CheckpointError(
+            f"cannot write a checkpoint to {str(folder)!r}: {getattr(error, 'strerror', None) or error}"
+        ) from error
     return data
 
 
@@ -72,7 +77,8 @@ def finish(folder: Path, step: int, about: dict[str, Any]) -> None:
     rename(temporary, manifest(folder, step))
     found = steps(folder)
     earlier = [old for old in found if old < step]
-    for old in earlier[: -(KEPT - 1)] + [later for later in found if later > step]:  # later ones were damaged, or load had taken them
+    # later ones were damaged, or load had taken them
+    for old in earlier[: -(KEPT - 1)] + [later for later in found if later > step]:
         manifest(folder, old).unlink(missing_ok=True)
     _remove_leftovers(folder)
 
@@ -92,7 +98,9 @@ def load(folder: Path) -> Checkpoint:
     """
     found = steps(folder)
     if not found:
-        raise CheckpointError(f"no checkpoint in {str(folder)!r}: check --checkpoint-dir, or leave out --resume to start anew")
+        raise CheckpointError(
+            f"no checkpoint in {str(folder)!r}: check --checkpoint-dir, or leave out --resume to start anew"
+        )
     damage = []
     for step in reversed(found):
         try:
@@ -103,7 +111,10 @@ def load(folder: Path) -> Checkpoint:
         for text in damage:
             warnings.warn(f"{text}; resuming from step {step} instead", LowtideWarning, stacklevel=2)
         return checkpoint
-    raise CheckpointError(f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): start anew in another --checkpoint-dir")
+    raise CheckpointError(
+        f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): start anew in another "
+        "--checkpoint-dir"
+    )
 
 
 class _Damaged(Exception):
@@ -121,7 +132,9 @@ def _read(folder: Path, step: int) -> Checkpoint:
         about = json.loads(manifest(folder, step).read_text(encoding="utf-8"))
         version = about["format"]
         if version != _FORMAT:
-            raise CheckpointError(f"checkpoint {name} has format {version!r}; a run of one process reads format {_FORMAT}")
+            raise CheckpointError(
+                f"checkpoint {name} has format {version!r}; a run of one process reads format {_FORMAT}"
+            )
         run, digest, data = about["run"], about["sha256"], folder / Path(about["file"]).name
         with data.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:

@@ -1,4 +1,6 @@
-"""The proof at the end of a run: one plain and one planned step from the same state, measured side by side."""
+"""The proof at the end of a run: one plain and one planned step from the same state, measured side by
+side.
+"""
 
 from __future__ import annotations
 
@@ -44,9 +46,12 @@ class Comparison:
 
     Attributes:
         plan: what the planned step ran.
-        planned, plain: what was measured; ``plain`` is ``None`` where the plain step does not fit into memory.
-        extra: measured extra time as a share of the plain step: the median over pairs that ran one after the other.
-        different: names of the gradients (or ``loss``) that were not bitwise equal; ``None`` where there was nothing to compare with.
+        planned, plain: what was measured; ``plain`` is ``None`` where the plain step does not fit into
+            memory.
+        extra: measured extra time as a share of the plain step: the median over pairs that ran one after the
+            other.
+        different: names of the gradients (or ``loss``) that were not bitwise equal; ``None`` where there was
+            nothing to compare with.
     """
 
     plan: Plan
@@ -64,9 +69,15 @@ class Comparison:
         """The numbers, without the curves' moments."""
 
         def plain(measured: Measured | None) -> dict[str, Any] | None:
-            return None if measured is None else {"peak_bytes": measured.peak_bytes, "seconds": measured.seconds}
+            return (
+                None if measured is None else {"peak_bytes": measured.peak_bytes, "seconds": measured.seconds}
+            )
 
-        plan = {key: value for key, value in asdict(self.plan).items() if isinstance(value, int | float | str) or value is None}
+        plan = {
+            key: value
+            for key, value in asdict(self.plan).items()
+            if isinstance(value, int | float | str) or value is None
+        }
         return {
             "budget_bytes": self.plan.budget_bytes,
             "within_budget": self.within_budget,
@@ -92,7 +103,8 @@ def compare(
     pairs: int = PAIRS,
     agree: Callable[[bool], bool] = bool,
 ) -> Comparison:
-    """Run forward and backward in turn with and without the plan, each from the same weights, random state and empty gradients.
+    """Run forward and backward in turn with and without the plan, each from the same weights, random state
+    and empty gradients.
 
     Args:
         model: the limited model.
@@ -100,8 +112,10 @@ def compare(
         optimizer: whose state counts as resident.
         loss_of: runs the forward and returns the loss.
         device: whose memory counts.
-        pairs: how often, or fewer for steps of many seconds; one uncounted pair warms up, and its loss and gradients are compared.
-        agree: whether something holds for any of the ranks that share the model, which have to run the same steps.
+        pairs: how often, or fewer for steps of many seconds; one uncounted pair warms up, and its loss and
+            gradients are compared.
+        agree: whether something holds for any of the ranks that share the model, which have to run the same
+            steps.
     """
     random = _random_state(device)
 
@@ -139,9 +153,17 @@ def compare(
             (planned_runs if planned else plain_runs).append(run(planned)[0])
     optimizer.zero_grad(set_to_none=True)
     _set_random_state(random, device)
-    extra = statistics.median(planned.seconds / plain.seconds - 1 for plain, planned in zip(plain_runs, planned_runs, strict=True))
+    extra = statistics.median(
+        planned.seconds / plain.seconds - 1 for plain, planned in zip(plain_runs, planned_runs, strict=True)
+    )
     different = tuple(name for name, digest in plain_digests.items() if planned_digests.get(name) != digest)
-    return Comparison(plan, _measured("planned", planned_runs, standing), _measured("plain", plain_runs, standing), extra, different)
+    return Comparison(
+        plan,
+        _measured("planned", planned_runs, standing),
+        _measured("plain", plain_runs, standing),
+        extra,
+        different,
+    )
 
 
 @contextmanager
@@ -160,11 +182,17 @@ def _measured(label: str, runs: list[meter.Measurement], standing: int) -> Measu
     runs = sorted(runs, key=lambda run: run.seconds)
     middle = runs[len(runs) // 2]
     moments = [(when, standing + live) for when, live in middle.timeline]
-    return Measured(standing + max(run.peak_bytes for run in runs), statistics.median(run.seconds for run in runs), Curve(label, moments))
+    return Measured(
+        standing + max(run.peak_bytes for run in runs),
+        statistics.median(run.seconds for run in runs),
+        Curve(label, moments),
+    )
 
 
 def _digests(model: nn.Module, loss: Tensor) -> dict[str, bytes]:
-    """A digest of the loss's and of every gradient's bytes: comparing these holds no second set of gradients."""
+    """A digest of the loss's and of every gradient's bytes: comparing these holds no second set of
+    gradients.
+    """
     found = {"loss": _digest(loss)}
     for name, parameter in model.named_parameters():
         found[name] = b"" if parameter.grad is None else _digest(parameter.grad)
@@ -172,7 +200,9 @@ def _digests(model: nn.Module, loss: Tensor) -> dict[str, bytes]:
 
 
 def _digest(tensor: Tensor) -> bytes:
-    return hashlib.sha256(tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()).digest()
+    return hashlib.sha256(
+        tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
+    ).digest()
 
 
 def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:

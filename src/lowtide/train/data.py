@@ -1,6 +1,8 @@
-"""Text as bytes: a corpus from a file, a folder or Python's own standard library, and the batches drawn from it.
+"""Text as bytes: a corpus from a file, a folder or Python's own standard library, and the batches drawn from
+it.
 
-Nothing is downloaded. Batch number ``i`` depends on the seed and ``i`` alone, so a resumed run reads on exactly where it stopped.
+Nothing is downloaded. Batch number ``i`` depends on the seed and ``i`` alone, so a resumed run reads on
+exactly where it stopped.
 """
 
 from __future__ import annotations
@@ -45,13 +47,17 @@ class Corpus:
     digest: str
 
     def __str__(self) -> str:
-        return f"{self.name}: {self.train.size / 1e6:.1f} MB to train on, {self.validation.size / 1e6:.1f} MB to validate on"
+        return (
+            f"{self.name}: {self.train.size / 1e6:.1f} MB to train on, {self.validation.size / 1e6:.1f} MB "
+            "to validate on"
+        )
 
 
 def load_corpus(path: Path | None = None, standard_library: Path | None = None) -> Corpus:
     """The corpus in a text file or folder, or Python's standard library without one.
 
-    A folder is every text file below it, in the order of their names; hidden and binary files are passed over.
+    A folder is every text file below it, in the order of their names; hidden and binary files are passed
+    over.
 
     Raises:
         DataError: there is no text there.
@@ -61,14 +67,17 @@ def load_corpus(path: Path | None = None, standard_library: Path | None = None) 
         texts = list(_capped(_texts_below(folder, "*.py", _LEFT_OUT), STANDARD_LIBRARY_BYTES))
         if not texts:
             raise DataError(
-                f"this Python has no source of its standard library under {str(folder)!r}: pass --data with a text file or folder"
+                f"this Python has no source of its standard library under {str(folder)!r}: pass --data with "
+                "a text file or folder"
             )
         return _split("Python's standard library", texts)
     try:
         if path.is_dir():
             texts = list(_texts_below(path, "*", set()))
             if not texts:
-                raise DataError(f"the folder {str(path)!r} holds no text file: pass --data with one that does")
+                raise DataError(
+                    f"the folder {str(path)!r} holds no text file: pass --data with one that does"
+                )
             return _split(str(path), texts)
         if not path.exists():
             raise DataError(f"there is no file or folder {str(path)!r}: check --data")
@@ -78,7 +87,9 @@ def load_corpus(path: Path | None = None, standard_library: Path | None = None) 
     if not text:
         raise DataError(f"the file {str(path)!r} is empty: pass --data with some text")
     if not _is_text(text):
-        raise DataError(f"the file {str(path)!r} is binary, not text: pass --data with plain text (UTF-8, unpacked)")
+        raise DataError(
+            f"the file {str(path)!r} is binary, not text: pass --data with plain text (UTF-8, unpacked)"
+        )
     return _split(str(path), [text])
 
 
@@ -91,7 +102,9 @@ class Batches:
     (torch.Size([2, 8]), True)
     """
 
-    def __init__(self, text: np.ndarray, batch: int, sequence: int, seed: int, what: str = "training") -> None:
+    def __init__(
+        self, text: np.ndarray, batch: int, sequence: int, seed: int, what: str = "training"
+    ) -> None:
         if text.size < sequence + 1:
             raise DataError(
                 f"the {what} text has {text.size} bytes, and --seq {sequence} needs at least {sequence + 1}: "
@@ -106,7 +119,9 @@ class Batches:
 
     def spread(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
         """``count`` batches spread evenly over the text, the same ones every time."""
-        starts = np.linspace(0, self._text.size - self._sequence - 1, num=count * self._batch).astype(np.int64)
+        starts = np.linspace(0, self._text.size - self._sequence - 1, num=count * self._batch).astype(
+            np.int64
+        )
         for first in range(0, len(starts), self._batch):
             yield self._windows(starts[first : first + self._batch])
 
@@ -135,13 +150,17 @@ def _capped(texts: Iterator[bytes], most: int) -> Iterator[bytes]:
 
 
 def _is_text(data: bytes) -> bool:
-    """Whether bytes look like text in an ASCII-compatible encoding: no zero byte, hardly a control character."""
+    """Whether bytes look like text in an ASCII-compatible encoding: no zero byte, hardly a control
+    character.
+    """
     sample = data[:65536]
     return b"\0" not in data and len(sample) - len(sample.translate(None, _CONTROLS)) <= len(sample) // 100
 
 
 def _split(name: str, texts: list[bytes]) -> Corpus:
-    """Every twentieth file for validation; the last twentieth of the text where there are only a few files."""
+    """Every twentieth file for validation; the last twentieth of the text where there are only a few
+    files.
+    """
     if len(texts) >= VALIDATION_SHARE:
         train = b"".join(text for i, text in enumerate(texts) if i % VALIDATION_SHARE != VALIDATION_SHARE - 1)
         validation = b"".join(texts[VALIDATION_SHARE - 1 :: VALIDATION_SHARE])

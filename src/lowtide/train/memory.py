@@ -17,10 +17,12 @@ BYTES_PER_PARAMETER = 16
 
 
 class RunMeter:
-    """Watches everything that PyTorch allocates on a device from the moment it is entered: enter it before the model is built.
+    """Watches everything that PyTorch allocates on a device from the moment it is entered: enter it before
+    the model is built.
 
-    What nobody refers to any more is collected at entry: freed later, it would count against what the run allocates.
-    Where memory cannot be counted cheaply (on a CPU without a C++ compiler) every number is ``None``.
+    What nobody refers to any more is collected at entry: freed later, it would count against what the run
+    allocates. Where memory cannot be counted cheaply (on a CPU without a C++ compiler) every number is
+    ``None``.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -34,12 +36,16 @@ class RunMeter:
             self._whole.__enter__()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self._whole is not None:
             self._whole.__exit__(kind, error, trace)
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that the run holds and PyTorch's allocator did not make: what `torch.load` read, say. Those known already are left alone."""
+        """Count tensors that the run holds and PyTorch's allocator did not make: what `torch.load` read, say.
+        Those known already are left alone.
+        """
         if self._whole is not None and self._device.type == "cpu":
             self._adopted_bytes += meter.counting_allocator().adopt(tensors)
 
@@ -50,7 +56,8 @@ class RunMeter:
         if self._whole is None:
             yield result
             return
-        before = self._whole.live_bytes + self._adopted_bytes  # the peak itself sees no jump where something is adopted
+        # the peak itself sees no jump where something is adopted
+        before = self._whole.live_bytes + self._adopted_bytes
         with meter.peak(self._device) as block:
             yield result
         result.bytes = before + block.peak_bytes
@@ -63,7 +70,9 @@ class BlockPeak:
 
 
 def training_bytes(spec: ModelSpec) -> int:
-    """Bytes of a model's parameters, gradients and optimizer state: what training needs before the first activation."""
+    """Bytes of a model's parameters, gradients and optimizer state: what training needs before the first
+    activation.
+    """
     if spec.config is not None:
         return spec.config.parameters() * BYTES_PER_PARAMETER
     with torch.device("meta"):

@@ -1,4 +1,6 @@
-"""What a training run is asked to do, checked: an option that cannot take effect raises and names the way out."""
+"""What a training run is asked to do, checked: an option that cannot take effect raises and names the way
+out.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,9 @@ class TrainOptions:
 
     Attributes:
         model: a preset, ``hf:TYPE[:key=value,...]``, or the path of a Hugging Face ``config.json``.
-        budget: the most live bytes at any moment: ``600MiB``, ``60%`` of the plain step's peak, ``min`` (the smallest that works) or ``auto``
-            (what the device has, less a reserve); ``None`` with a policy that takes none.
+        budget: the most live bytes at any moment: ``600MiB``, ``60%`` of the plain step's peak, ``min`` (the
+            smallest that works) or ``auto`` (what the device has, less a reserve); ``None`` with a policy
+            that takes none.
         raise_budget: take the smallest budget that works where ``budget`` is below it.
         policy: how to meet the budget; ``None`` is ``optimal``.
         steps: optimizer steps.
@@ -41,19 +44,21 @@ class TrainOptions:
         data: a text file or folder; ``None`` is Python's standard library.
         lr, warmup: peak learning rate, and the steps up to it.
         weight_decay: AdamW's, on matrices only.
-        optimizer_host_fraction: share of AdamW's state on the host (0 to 1, or ``auto``): main memory for CUDA, disk for the CPU; ``None``
-            leaves the plain optimizer on the device.
+        optimizer_host_fraction: share of AdamW's state on the host (0 to 1, or ``auto``): main memory for
+            CUDA, disk for the CPU; ``None`` leaves the plain optimizer on the device.
         grad_accum: micro-batches per optimizer step.
         clip: largest gradient norm; 0 is no clipping.
         eval_every: steps between evaluations on the validation text; 0 evaluates at the end only.
         eval_batches: micro-batches per evaluation.
         device: ``cpu``, ``cuda`` or ``cuda:N``.
-        dropout, unfused_attention, loss_chunks: changes to a built-in model's preset; ``None`` leaves the preset's.
-        checkpoint_dir, checkpoint_every: where and how often to write checkpoints; the last step is always written.
+        dropout, unfused_attention, loss_chunks: changes to a built-in model's preset; ``None`` leaves the
+            preset's.
+        checkpoint_dir, checkpoint_every: where and how often to write checkpoints; the last step is always
+            written.
         resume: go on from the newest checkpoint.
         stop_after: stop at this step as if interrupted; the learning rate still follows ``steps``.
-        compare: measure a plain and a planned step side by side at the end; ``None`` does so where it can be done (where one plan rules the
-            step: without a pipeline and without ``shard_parameters``).
+        compare: measure a plain and a planned step side by side at the end; ``None`` does so where it can be
+            done (where one plan rules the step: without a pipeline and without ``shard_parameters``).
         tp, dp, pp: processes that share every layer, the batch, and the stages of the model.
         sequence_parallel: the ``tp`` processes share the sequence, too.
         shard_parameters: the ``dp`` processes share parameters, gradients and optimizer state, too (FSDP2).
@@ -110,22 +115,49 @@ class TrainOptions:
         )
         if self.optimizer_host_fraction not in (None, "auto"):
             share = self.optimizer_host_fraction
-            require(isinstance(share, int | float) and 0 <= share <= 1, "optimizer-host-fraction", share, "choose auto, or 0 to 1")
+            require(
+                isinstance(share, int | float) and 0 <= share <= 1,
+                "optimizer-host-fraction",
+                share,
+                "choose auto, or 0 to 1",
+            )
         require(self.lr > 0, "lr", self.lr, "a positive learning rate is needed")
-        require(self.warmup <= self.steps, "warmup", self.warmup, f"it is longer than the run of --steps {self.steps}")
+        require(
+            self.warmup <= self.steps,
+            "warmup",
+            self.warmup,
+            f"it is longer than the run of --steps {self.steps}",
+        )
         require(self.dtype in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")
         check_policy(self.policy)
         if self.checkpoint_dir is not None:
             fits = self.checkpoint_dir.is_dir() or not self.checkpoint_dir.exists()
             require(fits, "checkpoint-dir", self.checkpoint_dir, "that is a file, and a folder is needed")
         else:
-            require(not self.checkpoint_every, "checkpoint-every", self.checkpoint_every, "it needs --checkpoint-dir")
+            require(
+                not self.checkpoint_every,
+                "checkpoint-every",
+                self.checkpoint_every,
+                "it needs --checkpoint-dir",
+            )
             require(not self.resume, "resume", "", "it needs --checkpoint-dir with the run's checkpoints")
         if self.stop_after is not None:
-            require(0 < self.stop_after <= self.steps, "stop-after", self.stop_after, f"choose a step from 1 to --steps {self.steps}")
+            require(
+                0 < self.stop_after <= self.steps,
+                "stop-after",
+                self.stop_after,
+                f"choose a step from 1 to --steps {self.steps}",
+            )
         if self.plot is not None:
-            require(self.compares, "plot", self.plot, "the picture is of the comparison: leave out --no-compare")
-            require(self.plot.suffix in PICTURE_SUFFIXES, "plot", self.plot, f"choose a name that ends in {', '.join(PICTURE_SUFFIXES)}")
+            require(
+                self.compares, "plot", self.plot, "the picture is of the comparison: leave out --no-compare"
+            )
+            require(
+                self.plot.suffix in PICTURE_SUFFIXES,
+                "plot",
+                self.plot,
+                f"choose a name that ends in {', '.join(PICTURE_SUFFIXES)}",
+            )
             if importlib.util.find_spec("matplotlib") is None:
                 raise OptionError("--plot needs matplotlib: pip install 'lowtide[pictures]'")
         for name, file in (("json", self.json), ("plot", self.plot)):
@@ -141,15 +173,27 @@ class TrainOptions:
             "",
             "it shares the sequence among --tp processes: pass --tp 2 or more",
         )
-        require(self.batch % self.dp == 0, "batch", self.batch, f"a micro-batch is shared among --dp {self.dp}, which must divide it")
+        require(
+            self.batch % self.dp == 0,
+            "batch",
+            self.batch,
+            f"a micro-batch is shared among --dp {self.dp}, which must divide it",
+        )
         if self.sequence_parallel:
-            require(self.seq % self.tp == 0, "seq", self.seq, f"--sequence-parallel shares it among --tp {self.tp}, which must divide it")
+            require(
+                self.seq % self.tp == 0,
+                "seq",
+                self.seq,
+                f"--sequence-parallel shares it among --tp {self.tp}, which must divide it",
+            )
         if self.shard_parameters:
             from lowtide.train.sharded import check_sharding
 
             check_sharding(self)
         if self.pp == 1:
-            require(self.schedule is None, "schedule", self.schedule, "it is a pipeline's: pass --pp 2 or more")
+            require(
+                self.schedule is None, "schedule", self.schedule, "it is a pipeline's: pass --pp 2 or more"
+            )
             return
         from lowtide.train.stages import check_pipeline
 
@@ -163,8 +207,14 @@ class TrainOptions:
     @property
     def layout(self) -> str:
         """How the processes are arranged, as the flags that say so."""
-        flags = [f"--{name} {count}" for name, count in (("tp", self.tp), ("dp", self.dp), ("pp", self.pp)) if count > 1]
-        flags += ["--sequence-parallel"] * self.sequence_parallel + ["--shard-parameters"] * self.shard_parameters
+        flags = [
+            f"--{name} {count}"
+            for name, count in (("tp", self.tp), ("dp", self.dp), ("pp", self.pp))
+            if count > 1
+        ]
+        flags += ["--sequence-parallel"] * self.sequence_parallel + [
+            "--shard-parameters"
+        ] * self.shard_parameters
         return " ".join(flags) or "--tp 1 --dp 1 --pp 1"
 
     @property
@@ -182,25 +232,51 @@ class TrainOptions:
         return checked_spec(self.model, self.seq, self.dropout, self.unfused_attention, self.loss_chunks)
 
     def trajectory(self, corpus_digest: str) -> dict[str, Any]:
-        """Everything that the losses depend on. Budget, policy and what is reported may differ between a run and its resumption."""
-        names = ("steps", "batch", "seq", "dtype", "seed", "lr", "warmup", "weight_decay", "grad_accum", "clip", "device")
-        return {**{name: getattr(self, name) for name in names}, "data": corpus_digest, "model": self.spec().describe()}
+        """Everything that the losses depend on. Budget, policy and what is reported may differ between a run
+        and its resumption.
+        """
+        names = (
+            "steps",
+            "batch",
+            "seq",
+            "dtype",
+            "seed",
+            "lr",
+            "warmup",
+            "weight_decay",
+            "grad_accum",
+            "clip",
+            "device",
+        )
+        return {
+            **{name: getattr(self, name) for name in names},
+            "data": corpus_digest,
+            "model": self.spec().describe(),
+        }
 
     def to_json(self) -> dict[str, Any]:
         """These options as plain values."""
         return {key: str(value) if isinstance(value, Path) else value for key, value in asdict(self).items()}
 
 
-def checked_spec(model: str, seq: int, dropout: float | None, unfused_attention: bool, loss_chunks: int | None) -> ModelSpec:
+def checked_spec(
+    model: str, seq: int, dropout: float | None, unfused_attention: bool, loss_chunks: int | None
+) -> ModelSpec:
     """A model for byte-level text in sequences of ``seq`` tokens.
 
     Raises:
         OptionError: the model cannot read bytes or sequences that long.
     """
-    changes = {"dropout": dropout, "loss_chunks": loss_chunks, "fused_attention": False if unfused_attention else None}
+    changes = {
+        "dropout": dropout,
+        "loss_chunks": loss_chunks,
+        "fused_attention": False if unfused_attention else None,
+    }
     spec = model_spec(model, {key: value for key, value in changes.items() if value is not None})
     if spec.positions is not None:
-        require(seq <= spec.positions, "seq", seq, f"{model} has {spec.positions} positions, choose at most that")
+        require(
+            seq <= spec.positions, "seq", seq, f"{model} has {spec.positions} positions, choose at most that"
+        )
     require(
         spec.vocabulary >= VOCABULARY,
         "model",
@@ -224,19 +300,34 @@ def check_device(name: str) -> torch.device:
     if device.type == "cuda":
         require(torch.cuda.is_available(), "device", name, "this PyTorch sees no CUDA device, choose cpu")
         count = torch.cuda.device_count()
-        require((device.index or 0) < count, "device", name, f"there are {count} CUDA devices, the last is cuda:{count - 1}")
+        require(
+            (device.index or 0) < count,
+            "device",
+            name,
+            f"there are {count} CUDA devices, the last is cuda:{count - 1}",
+        )
     return device
 
 
 def check_file(name: str, file: Path | None) -> None:
     """Raise an `OptionError` unless ``file`` is absent or can be written."""
     if file is not None:
-        require(not file.is_dir() and file.parent.is_dir() and os.access(file.parent, os.W_OK), name, file, "cannot write a file there")
+        require(
+            not file.is_dir() and file.parent.is_dir() and os.access(file.parent, os.W_OK),
+            name,
+            file,
+            "cannot write a file there",
+        )
 
 
 def check_policy(name: str | None) -> None:
     """Raise an `OptionError` unless there is a policy of that name."""
-    require(name is None or name in POLICIES, "policy", name, f"choose {', '.join(POLICIES[:-1])} or {POLICIES[-1]}")
+    require(
+        name is None or name in POLICIES,
+        "policy",
+        name,
+        f"choose {', '.join(POLICIES[:-1])} or {POLICIES[-1]}",
+    )
 
 
 def require(holds: bool, name: str, value: object, message: str) -> None:

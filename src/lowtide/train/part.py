@@ -1,4 +1,5 @@
-"""What one process holds of the model that a run trains, behind one interface: the whole, a share of every layer, or stages of a pipeline.
+"""What one process holds of the model that a run trains, behind one interface: the whole, a share of every
+layer, or stages of a pipeline.
 
 A part runs forward and backward of an optimizer step, and leaves gradients that are those of the whole batch.
 """
@@ -57,20 +58,24 @@ class Part(ABC):
 
     @abstractmethod
     def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> float:
-        """Forward and backward of the micro-batches; leaves the whole batch's gradients and returns a loss whose mean over all processes is
-        the batch's."""
+        """Forward and backward of the micro-batches; leaves the whole batch's gradients and returns a loss
+        whose mean over all processes is the batch's."""
 
     @abstractmethod
     def evaluate(self, batches: Sequence[Batch]) -> float:
         """The mean loss over batches without training; its mean over all processes is the batches'."""
 
     def clip(self, most: float) -> float:
-        """Scale the gradients so that their norm over the whole model is at most ``most``; returns the norm before."""
+        """Scale the gradients so that their norm over the whole model is at most ``most``; returns the norm
+        before.
+        """
         if self.ranks.alone:
             return nn.utils.clip_grad_norm_(self.modules[0].parameters(), most).item()
         parameters = [parameter for module in self.modules for parameter in module.parameters()]
         pipeline = self.ranks.pipeline
-        return clip_grad_norm(parameters, most, pipeline=pipeline, counted_elsewhere=self.counted_elsewhere()).item()
+        return clip_grad_norm(
+            parameters, most, pipeline=pipeline, counted_elsewhere=self.counted_elsewhere()
+        ).item()
 
     def counted_elsewhere(self) -> Sequence[Tensor]:
         """Parameters that another process holds, too, and counts in the norm."""
@@ -97,7 +102,9 @@ class Part(ABC):
         return torch.autocast(self.ranks.device.type, DTYPES[dtype], enabled=dtype != "fp32")
 
     def auto_budget(self, standing_bytes: int) -> int:
-        """What ``--budget auto`` is for this process: of main memory, which all processes share, its share."""
+        """What ``--budget auto`` is for this process: of main memory, which all processes share, its
+        share.
+        """
         device = self.ranks.device
         free, sharing = budgets.available_bytes(device), self.ranks.size if device.type == "cpu" else 1
         standing_bytes = standing_bytes if device.type == "cpu" else 0
@@ -133,7 +140,9 @@ class WholeModel(Part):
             self._limit(1 if asked == "min" else self.options.budget)
 
     def _limit(self, budget: str | int | None) -> None:
-        self._handle = lowtide.limit_memory(self.model, budget, policy=self.options.policy, optimizer=self._optimizer)
+        self._handle = lowtide.limit_memory(
+            self.model, budget, policy=self.options.policy, optimizer=self._optimizer
+        )
 
     def _raise_budget(self, error: BudgetError, tokens: Tensor, targets: Tensor) -> None:
         """Where the budget may be raised to the smallest that works: do so, and plan within it."""
@@ -152,7 +161,9 @@ class WholeModel(Part):
         raise error
 
     def _planned_backward(self, tokens: Tensor, targets: Tensor, count: int) -> float:
-        """One of ``count`` parts of the loss, from a micro-batch; its gradients are added to the parameters'."""
+        """One of ``count`` parts of the loss, from a micro-batch; its gradients are added to the
+        parameters'.
+        """
         try:
             loss = self._loss(tokens, targets) / count
         except BudgetError as error:
@@ -192,7 +203,14 @@ class WholeModel(Part):
     def compare(self, batch: Batch, optimizer: torch.optim.Optimizer) -> Comparison:
         tokens, targets = self.own(batch)
         agree = lambda flag: self.ranks.any(flag, self.ranks.tensor)  # noqa: E731
-        return compare(self.model, self._handle, optimizer, lambda: self._loss(tokens, targets), self.ranks.device, agree=agree)
+        return compare(
+            self.model,
+            self._handle,
+            optimizer,
+            lambda: self._loss(tokens, targets),
+            self.ranks.device,
+            agree=agree,
+        )
 
     def release(self) -> None:
         self._handle.remove()
@@ -214,7 +232,10 @@ def raised(asked: str | None, error: BudgetError) -> str:
     chosen = f"budget {budgets.format_bytes(error.smallest_bytes)}, the smallest that works"
     if budgets.asks_for(asked) == "min" or error.budget_bytes is None:
         return chosen
-    return f"{chosen}: the default of {asked} of the plain step's peak is {budgets.format_bytes(error.budget_bytes)}"
+    return (
+        f"{chosen}: the default of {asked} of the plain step's peak is "
+        f"{budgets.format_bytes(error.budget_bytes)}"
+    )
 
 
 def make_part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:

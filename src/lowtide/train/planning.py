@@ -21,7 +21,9 @@ from lowtide.train.options import DTYPES, check_device, check_file, check_policy
 from lowtide.train.part import raised
 
 TIMED_BYTES = 2 << 30
-"""Operations on more than this are estimated instead of timed: they would take minutes, and memory that the step itself may not have."""
+"""Operations on more than this are estimated instead of timed: they would take minutes, and memory that the
+step itself may not have.
+"""
 
 
 @dataclass(frozen=True)
@@ -51,12 +53,15 @@ class PlanOptions:
 
 
 def make_plan(options: PlanOptions) -> Plan:
-    """Trace the step on fake tensors and plan it. On a CPU this takes little memory whatever the model's size.
+    """Trace the step on fake tensors and plan it. On a CPU this takes little memory whatever the model's
+    size.
 
     Raises:
         LowtideError: the options do not fit the model, or no plan meets the budget.
     """
-    spec = checked_spec(options.model, options.seq, options.dropout, options.unfused_attention, options.loss_chunks)
+    spec = checked_spec(
+        options.model, options.seq, options.dropout, options.unfused_attention, options.loss_chunks
+    )
     device = torch.device(options.device)
     model = build_untouched(spec, device)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long, device=device)
@@ -88,7 +93,8 @@ def _planned(graph: StepGraph, options: PlanOptions, policy: str) -> Plan:
 def build_untouched(spec: ModelSpec, device: torch.device) -> nn.Module:
     """The model with uninitialised parameters and buffers, tied ones still tied.
 
-    Main memory that nobody wrote to costs nothing, so a model larger than the machine can be built and traced.
+    Main memory that nobody wrote to costs nothing, so a model larger than the machine can be built and
+    traced.
     """
     with torch.device("meta"):
         model = build_model(spec)
@@ -100,6 +106,10 @@ def build_untouched(spec: ModelSpec, device: torch.device) -> nn.Module:
                     continue
                 if id(tensor) not in made:
                     empty = torch.empty_like(tensor, device=device)
-                    made[id(tensor)] = nn.Parameter(empty, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else empty
+                    made[id(tensor)] = (
+                        nn.Parameter(empty, tensor.requires_grad)
+                        if isinstance(tensor, nn.Parameter)
+                        else empty
+                    )
                 tensors[name] = made[id(tensor)]  # type: ignore[assignment]
     return model

@@ -87,11 +87,16 @@ class ConsoleProgress(Progress):
                     TextColumn("training"),
                     BarColumn(),
                     MofNCompleteColumn(),
-                    TextColumn("loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s  live peak {task.fields[peak]}"),
+                    TextColumn(
+                        "loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s  live peak "
+                        "{task.fields[peak]}"
+                    ),
                     TimeRemainingColumn(),
                     console=self._console,
                 )
-                self._task = self._bar.add_task("training", total=self._steps, completed=done, loss=loss, rate=rate, peak=peak)
+                self._task = self._bar.add_task(
+                    "training", total=self._steps, completed=done, loss=loss, rate=rate, peak=peak
+                )
                 self._bar.start()
             assert self._task is not None
             self._bar.update(self._task, completed=done, loss=loss, rate=rate, peak=peak)
@@ -101,7 +106,8 @@ class ConsoleProgress(Progress):
 
     def evaluated(self, done: int, loss: float) -> None:
         self._console.print(
-            f"step {done:>5}/{self._steps}  validation loss {loss:.3f} ({loss / 0.6931:.2f} bits per byte)", highlight=False
+            f"step {done:>5}/{self._steps}  validation loss {loss:.3f} ({loss / 0.6931:.2f} bits per byte)",
+            highlight=False,
         )
 
     def finish(self) -> None:

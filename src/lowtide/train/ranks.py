@@ -1,7 +1,9 @@
-"""The processes of a training run: how many share a layer, how many share the batch, how many stages there are, and who this one is.
+"""The processes of a training run: how many share a layer, how many share the batch, how many stages there
+are, and who this one is.
 
-One process is a run of one rank: the same trainer, and nothing here travels. With several, `torchrun` starts them and names them in the
-environment. Ranks that share layers are neighbours (tensor parallel varies fastest, pipeline stages slowest), since they talk most.
+One process is a run of one rank: the same trainer, and nothing here travels. With several, `torchrun` starts
+them and names them in the environment. Ranks that share layers are neighbours (tensor parallel varies
+fastest, pipeline stages slowest), since they talk most.
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from lowtide.parallel.groups import ALONE, TensorGroup, tensor_group
 from lowtide.train.options import OptionError, TrainOptions
 
 TIMEOUT = timedelta(minutes=10)
-"""How long a collective waits for a rank that lives. One that died is noticed within seconds by `lowtide.train.watch`."""
+"""How long a collective waits for a rank that lives. One that died is noticed within seconds by
+`lowtide.train.watch`.
+"""
 
 
 @dataclass(frozen=True)
@@ -29,9 +33,11 @@ class Ranks:
 
     Attributes:
         rank, size: among all processes.
-        tensor, data, pipeline: the ranks that share its layers, its place in the batch, the stages of its copy of the model.
+        tensor, data, pipeline: the ranks that share its layers, its place in the batch, the stages of its
+            copy of the model.
         device: where it computes.
-        store: what `lowtide.train.watch` writes to; ``None`` for a process alone or a group that somebody else set up.
+        store: what `lowtide.train.watch` writes to; ``None`` for a process alone or a group that somebody
+            else set up.
     """
 
     rank: int = 0
@@ -84,13 +90,16 @@ class Ranks:
         return found
 
     def seed(self, seed: int, step: int) -> None:
-        """Seed this step's random numbers, which depend on the seed, the step and the place in batch and pipeline.
+        """Seed this step's random numbers, which depend on the seed, the step and the place in batch and
+        pipeline.
 
-        Nothing needs to be saved for a resumed run, and ranks that share layers have the same ones. A process alone goes on with its generator
-        instead.
+        Nothing needs to be saved for a resumed run, and ranks that share layers have the same ones. A process
+        alone goes on with its generator instead.
         """
         if not self.alone:
-            torch.manual_seed(((seed * 1_000_003 + step) * 4_099 + self.data.rank) * 4_099 + self.pipeline.rank)
+            torch.manual_seed(
+                ((seed * 1_000_003 + step) * 4_099 + self.data.rank) * 4_099 + self.pipeline.rank
+            )
 
 
 @contextmanager
@@ -113,8 +122,9 @@ def ranks_for(options: TrainOptions) -> Iterator[Ranks]:
     started = dist.get_world_size() if dist.is_initialized() else launched[1] if launched else 1
     if started != wanted:
         raise OptionError(
-            f"{options.layout} is a layout of {wanted} processes, and {started} were started: "
-            f"pass --dp {max(1, started // max(1, wanted // options.dp))} or start {wanted} (torchrun --nproc-per-node {wanted})"
+            f"{options.layout} is a layout of {wanted} processes, and {started} were started: pass --dp "
+            f"{max(1, started // max(1, wanted // options.dp))} or start {wanted} (torchrun --nproc-per-node "
+            f"{wanted})"
         )
     device = _device(options)
     if wanted == 1:
@@ -128,7 +138,9 @@ def ranks_for(options: TrainOptions) -> Iterator[Ranks]:
     store = _store(started)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     prefixed = dist.PrefixStore(f"group/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # pyright: ignore
-    dist.init_process_group(backend, store=prefixed, rank=launched[0] if launched else 0, world_size=started, timeout=TIMEOUT)
+    dist.init_process_group(
+        backend, store=prefixed, rank=launched[0] if launched else 0, world_size=started, timeout=TIMEOUT
+    )
     yield _layout(options, device, store)
     dist.destroy_process_group()  # not after an error, when it would wait for the others
 
@@ -146,14 +158,21 @@ def _device(options: TrainOptions) -> torch.device:
         return device
     local = int(os.environ.get("LOCAL_RANK", "0"))
     if device.index is not None:
-        raise OptionError(f"--device {options.device}: {options.ranks} processes need a device each: pass --device cuda")
+        raise OptionError(
+            f"--device {options.device}: {options.ranks} processes need a device each: pass --device cuda"
+        )
     if local >= torch.cuda.device_count():
-        raise OptionError(f"--device cuda: process {local} of this machine has no device of its own, there are {torch.cuda.device_count()}")
+        raise OptionError(
+            f"--device cuda: process {local} of this machine has no device of its own, there are "
+            f"{torch.cuda.device_count()}"
+        )
     return torch.device("cuda", local)
 
 
 def _store(size: int) -> Any:
-    """The store under which the processes meet: that of `torchrun`, which outlives them all, or the first rank's."""
+    """The store under which the processes meet: that of `torchrun`, which outlives them all, or the first
+    rank's.
+    """
     host, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), int(os.environ.get("MASTER_PORT", "29500"))
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     first = int(os.environ["RANK"]) == 0

@@ -31,8 +31,8 @@ def newest_run(runs: Path = RUNS) -> Path:
     folders = [folder for folder in runs.iterdir() if checkpoint.steps(folder)] if runs.is_dir() else []
     if not folders:
         raise CheckpointError(
-            f"--resume: there is nothing to resume, no folder in {str(runs)!r} holds a checkpoint: leave out --resume to start a run, or "
-            "name its folder with --checkpoint-dir"
+            f"--resume: there is nothing to resume, no folder in {str(runs)!r} holds a checkpoint: leave out "
+            "--resume to start a run, or name its folder with --checkpoint-dir"
         )
     return max(folders, key=lambda folder: (_written(folder), folder.name))
 
@@ -45,7 +45,8 @@ def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Options for going on with a run: what the command does not say is as the run was started.
 
     Args:
-        asked: the command's options by name, defaults included; without a ``checkpoint_dir`` the newest run is taken.
+        asked: the command's options by name, defaults included; without a ``checkpoint_dir`` the newest run
+            is taken.
         given: the names that the command says something about.
 
     Raises:
@@ -69,10 +70,16 @@ def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
 
 
 def started_with(folder: Path) -> dict[str, Any]:
-    """The options of a run, from its newest checkpoint that can be read; empty where checkpoints do not tell."""
+    """The options of a run, from its newest checkpoint that can be read; empty where checkpoints do not
+    tell.
+    """
     for step in reversed(checkpoint.steps(folder)):
         try:
-            return dict(json.loads(checkpoint.manifest(folder, step).read_text(encoding="utf-8"))["run"].get("options", {}))
+            return dict(
+                json.loads(checkpoint.manifest(folder, step).read_text(encoding="utf-8"))["run"].get(
+                    "options", {}
+                )
+            )
         except (OSError, ValueError, KeyError, TypeError, AttributeError):
             continue
     return {}
@@ -94,8 +101,14 @@ def check_same(folder: Path, run: dict[str, Any], now: dict[str, Any], done: int
     differs = [name for name, value in run.items() if name in now and now[name] != value]
     if "steps" in differs and now["steps"] > run["steps"]:
         differs.remove("steps")
-    words = {"data": "it was trained on other text (--data)", "model": "it trains a model of another shape (--model and changes to it)"}
-    told = [words.get(name) or f"it has --{name.replace('_', '-')} {run[name]}, not {now[name]}" for name in differs]
+    words = {
+        "data": "it was trained on other text (--data)",
+        "model": "it trains a model of another shape (--model and changes to it)",
+    }
+    told = [
+        words.get(name) or f"it has --{name.replace('_', '-')} {run[name]}, not {now[name]}"
+        for name in differs
+    ]
     if told:
         raise OptionError(
             f"--resume: the run in {folder} is another one than is asked for: {'; '.join(told)}. "
@@ -103,5 +116,6 @@ def check_same(folder: Path, run: dict[str, Any], now: dict[str, Any], done: int
         )
     if done >= last:
         raise OptionError(
-            f"--resume: the run in {folder} is at step {done} already, of {last}: pass --steps {2 * done}, say, to go on beyond"
+            f"--resume: the run in {folder} is at step {done} already, of {last}: pass --steps {2 * done}, "
+            "say, to go on beyond"
         )

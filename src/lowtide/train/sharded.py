@@ -1,8 +1,10 @@
-"""A model whose parameters, gradients and optimizer state the data-parallel processes share (FSDP2), outside the tensor-parallel group.
+"""A model whose parameters, gradients and optimizer state the data-parallel processes share (FSDP2), outside
+the tensor-parallel group.
 
-Every block is a unit of its own: its weights are gathered in front of it and let go behind it, and its gradients are averaged into this
-process's share as backward goes. A budget chooses how many blocks are recomputed: a replay happens within the block's own backward, while
-its weights are there. What that takes is measured rather than predicted, since FSDP decides when it gathers.
+Every block is a unit of its own: its weights are gathered in front of it and let go behind it, and its
+gradients are averaged into this process's share as backward goes. A budget chooses how many blocks are
+recomputed: a replay happens within the block's own backward, while its weights are there. What that takes is
+measured rather than predicted, since FSDP decides when it gathers.
 """
 
 from __future__ import annotations
@@ -28,7 +30,9 @@ from lowtide.train.ranks import Ranks
 
 _POLICIES = (None, "optimal", "keep_all", "full")
 _READINGS = 2
-"""Steps that are measured for one way of running: what a collective moves through goes when the other processes let it."""
+"""Steps that are measured for one way of running: what a collective moves through goes when the other
+processes let it.
+"""
 
 
 def check_sharding(options: TrainOptions) -> None:
@@ -38,21 +42,44 @@ def check_sharding(options: TrainOptions) -> None:
         OptionError: with what to do.
     """
     name = "shard-parameters"
-    require(options.dp > 1, name, "", "it shares parameters, gradients and optimizer state among --dp processes: pass --dp 2 or more")
-    require(options.pp == 1, name, "", "every micro-batch of a pipeline would gather the stage anew: leave out --pp, or this")
-    require(not options.compare, "compare", "", "the comparison is of one plan for the whole model: leave it out with --shard-parameters")
+    require(
+        options.dp > 1,
+        name,
+        "",
+        "it shares parameters, gradients and optimizer state among --dp processes: pass --dp 2 or more",
+    )
+    require(
+        options.pp == 1,
+        name,
+        "",
+        "every micro-batch of a pipeline would gather the stage anew: leave out --pp, or this",
+    )
+    require(
+        not options.compare,
+        "compare",
+        "",
+        "the comparison is of one plan for the whole model: leave it out with --shard-parameters",
+    )
     require(
         options.policy in _POLICIES,
         "policy",
         options.policy,
-        "with --shard-parameters a budget chooses how many blocks are recomputed: keep_all, full, or a --budget without a policy",
+        "with --shard-parameters a budget chooses how many blocks are recomputed: keep_all, full, or a "
+        "--budget without a policy",
     )
     fixed = options.policy in ("keep_all", "full")
-    require(fixed or options.budget is not None, name, "", "say what is to fit: pass --budget, or --policy keep_all or full")
+    require(
+        fixed or options.budget is not None,
+        name,
+        "",
+        "say what is to fit: pass --budget, or --policy keep_all or full",
+    )
 
 
 _OVERLAP = 1.03
-"""A step may take so many times what a measured one took: gathers and scatters overlap otherwise each time (2.7 % more was seen)."""
+"""A step may take so many times what a measured one took: gathers and scatters overlap otherwise each time
+(2.7 % more was seen).
+"""
 
 
 class _Block:
@@ -84,7 +111,12 @@ class ShardedModel(WholeModel):
         super().__init__(spec, options, ranks)
         mesh = DeviceMesh.from_group(ranks.data.process_group, ranks.device.type)
         blocks = _blocks_of(self.model)
-        require(bool(blocks), "model", options.model, "--shard-parameters shards it block by block, and it has no list of blocks")
+        require(
+            bool(blocks),
+            "model",
+            options.model,
+            "--shard-parameters shards it block by block, and it has no list of blocks",
+        )
         self._blocks = [_Block(block) for block in blocks]
         for block in blocks:
             fully_shard(block, mesh=mesh)
@@ -93,7 +125,7 @@ class ShardedModel(WholeModel):
         self._limit_bytes: int | None = None
         self._measured_bytes: int | None = None
 
-    # ---- the budget --------------------------------------------------------------------------------------------------------------
+    # ---- the budget ------------------------------------------------------------------------------
 
     def limit(self, optimizer: torch.optim.Optimizer) -> None:
         """Choose how many blocks are recomputed: the fewest with which the fullest process fits.
@@ -107,29 +139,44 @@ class ShardedModel(WholeModel):
             return
         if self.ranks.any(self.ranks.device.type != "cuda" and not meter.available()):
             raise BudgetError(
-                "a --budget with --shard-parameters needs the counting allocator, and this machine has no C++ compiler: pass --policy "
-                "full or keep_all"
+                "a --budget with --shard-parameters needs the counting allocator, and this machine has no "
+                "C++ compiler: pass --policy full or keep_all"
             )
         standing, step_bytes = self._standing(optimizer)
         peaks: dict[int, int] = {}
 
         def peak(recomputed: int) -> int:
             if recomputed not in peaks:
-                taken = max(self.ranks.gather(standing + max(self._measure(recomputed, optimizer), step_bytes)))
+                taken = max(
+                    self.ranks.gather(standing + max(self._measure(recomputed, optimizer), step_bytes))
+                )
                 peaks[recomputed] = math.ceil(_OVERLAP * taken)
             return peaks[recomputed]
 
         relative = isinstance(budget, str) and budget.strip().endswith("%")
         fixed = {"keep_all": 0, "full": count}.get(policy or "")
         if budgets.asks_for(budget) == "auto":
-            limit = min(self.ranks.gather(self.auto_budget(meter.resident_bytes(self.modules[0], device=self.ranks.device))))
+            limit = min(
+                self.ranks.gather(
+                    self.auto_budget(meter.resident_bytes(self.modules[0], device=self.ranks.device))
+                )
+            )
         else:  # devices are alike: a percentage is of the fullest one's plain step
-            limit = budgets.resolve(budget, peak(0) if relative else 0, lambda: peak(count if fixed is None else fixed))
-        choice = bisect_left(range(count), True, key=lambda recomputed: peak(recomputed) <= limit) if fixed is None else fixed
+            limit = budgets.resolve(
+                budget, peak(0) if relative else 0, lambda: peak(count if fixed is None else fixed)
+            )
+        choice = (
+            bisect_left(range(count), True, key=lambda recomputed: peak(recomputed) <= limit)
+            if fixed is None
+            else fixed
+        )
         if peak(choice) > limit:
             least = min(peaks.values()) if fixed is None else peak(fixed)
             parts = {budgets.PARAMETERS: standing, budgets.ACTIVATIONS: least - standing}
-            detail = f"Parameters are this process's share, with gradients and optimizer state; {choice} of {count} blocks are recomputed."
+            detail = (
+                f"Parameters are this process's share, with gradients and optimizer state; {choice} of "
+                f"{count} blocks are recomputed."
+            )
             refusal = budgets.too_small(limit, least, parts, detail=detail)
             if not self.options.raises_budget:
                 raise refusal
@@ -138,19 +185,25 @@ class ShardedModel(WholeModel):
         self._limit_bytes, self._measured_bytes = limit, peak(choice)
 
     def _recompute(self, count: int) -> None:
-        """The first ``count`` blocks are recomputed: backward needs them last, when the others have let go of what they kept."""
+        """The first ``count`` blocks are recomputed: backward needs them last, when the others have let go of
+        what they kept.
+        """
         for number, block in enumerate(self._blocks):
             block.recomputed = number < count
 
     def _standing(self, optimizer: torch.optim.Optimizer) -> tuple[int, int]:
-        """Bytes of this process's share of parameters, gradients and optimizer state, and of what an update takes in passing."""
+        """Bytes of this process's share of parameters, gradients and optimizer state, and of what an update
+        takes in passing.
+        """
         optimizer.zero_grad(set_to_none=True)
         need = optimizer_need(optimizer)
         own = meter.resident_bytes(self.model, optimizer, self.ranks.device)
         return own + need.state_bytes + need.missing_gradient_bytes, need.step_bytes
 
     def _measure(self, recomputed: int, optimizer: torch.optim.Optimizer) -> int:
-        """The most that a step's forward and backward take on top of what stands, gradients included in that."""
+        """The most that a step's forward and backward take on top of what stands, gradients included in
+        that.
+        """
         options, device = self.options, self.ranks.device
         self._recompute(recomputed)
         rows = options.batch // options.dp
@@ -169,7 +222,7 @@ class ShardedModel(WholeModel):
         optimizer.zero_grad(set_to_none=True)
         return most
 
-    # ---- a step ------------------------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> float:
         loss = self._backward(batches)

@@ -1,9 +1,11 @@
-"""Checkpoints of runs with several ranks: a file from each rank that holds something of its own, and one manifest that makes them count.
+"""Checkpoints of runs with several ranks: a file from each rank that holds something of its own, and one
+manifest that makes them count.
 
-Each file holds pieces of whole parameters and of their optimizer state, with where they lie, so a run can go on at another number of ranks.
-Where FSDP shards parameters over the data-parallel ranks, a piece is some rows of what a tensor-parallel rank holds.
-They are written as `lowtide.train.checkpoint` writes: a temporary name, flushed, renamed; the manifest comes last and from one rank, when
-every file is down. A rank that dies on the way leaves files that no manifest names, and the checkpoint before stays the newest.
+Each file holds pieces of whole parameters and of their optimizer state, with where they lie, so a run can go
+on at another number of ranks. Where FSDP shards parameters over the data-parallel ranks, a piece is some rows
+of what a tensor-parallel rank holds. They are written as `lowtide.train.checkpoint` writes: a temporary name,
+flushed, renamed; the manifest comes last and from one rank, when every file is down. A rank that dies on the
+way leaves files that no manifest names, and the checkpoint before stays the newest.
 """
 
 from __future__ import annotations
@@ -49,7 +51,12 @@ class Manifest:
 
 
 def save(
-    folder: Path, step: int, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, run: dict[str, Any], ranks: Ranks
+    folder: Path,
+    step: int,
+    modules: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    run: dict[str, Any],
+    ranks: Ranks,
 ) -> None:
     """Write this rank's part, and with all parts there the manifest. A collective: every rank calls it.
 
@@ -57,12 +64,16 @@ def save(
         CheckpointError: a rank could not write; on every rank. What was there stays valid.
     """
     mine: tuple[str, str] | str | None = None
-    if ranks.data.rank == 0 or any(_is_sharded(parameter) for module in modules for parameter in module.parameters()):
+    if ranks.data.rank == 0 or any(
+        _is_sharded(parameter) for module in modules for parameter in module.parameters()
+    ):
         name = f"step-{step:08d}-{ranks.rank:05d}"
         try:
             folder.mkdir(parents=True, exist_ok=True)
             content = list(_pieces(modules, optimizer, ranks))
-            digest, temporary = checkpoint.write(folder, lambda file: torch.save(content, file), f"{name}-{os.getpid()}.tmp")
+            digest, temporary = checkpoint.write(
+                folder, lambda file: torch.save(content, file), f"{name}-{os.getpid()}.tmp"
+            )
             data = folder / f"{name}-{digest[:12]}.pt"
             checkpoint.rename(temporary, data)
             mine = data.name, digest
@@ -72,7 +83,12 @@ def save(
     _raise_any(folder, found)
     problem = ""
     if ranks.rank == 0:
-        about = {"format": FORMAT, "step": step, "files": dict(item for item in found if item is not None), "run": run}
+        about = {
+            "format": FORMAT,
+            "step": step,
+            "files": dict(item for item in found if item is not None),
+            "run": run,
+        }
         try:
             checkpoint.finish(folder, step, about)
         except (OSError, RuntimeError) as error:
@@ -88,7 +104,9 @@ def newest(folder: Path, ranks: Ranks) -> Manifest:
     """
     found = checkpoint.steps(folder)
     if not found:
-        raise CheckpointError(f"no checkpoint in {str(folder)!r}: check --checkpoint-dir, or leave out --resume to start anew")
+        raise CheckpointError(
+            f"no checkpoint in {str(folder)!r}: check --checkpoint-dir, or leave out --resume to start anew"
+        )
     damage: list[str] = []
     for step in reversed(found):
         manifest, problem = _read(folder, step, ranks)
@@ -99,7 +117,10 @@ def newest(folder: Path, ranks: Ranks) -> Manifest:
         for text in damage if ranks.rank == 0 else ():
             warnings.warn(f"{text}; resuming from step {step} instead", LowtideWarning, stacklevel=2)
         return manifest
-    raise CheckpointError(f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): start anew in another --checkpoint-dir")
+    raise CheckpointError(
+        f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): start anew in another "
+        "--checkpoint-dir"
+    )
 
 
 def format_of(folder: Path) -> int | None:
@@ -113,8 +134,11 @@ def format_of(folder: Path) -> int | None:
 
 
 @torch.no_grad()
-def load(folder: Path, manifest: Manifest, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer) -> None:
-    """Fill this rank's parts of the parameters and of their optimizer state from whatever ranks wrote the files.
+def load(
+    folder: Path, manifest: Manifest, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+) -> None:
+    """Fill this rank's parts of the parameters and of their optimizer state from whatever ranks wrote the
+    files.
 
     Raises:
         CheckpointError: the files hold another model.
@@ -123,7 +147,8 @@ def load(folder: Path, manifest: Manifest, modules: Sequence[nn.Module], optimiz
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in wanted}
     for file in manifest.files:
         try:
-            content = torch.load(folder / file, map_location="cpu", weights_only=True, mmap=True)  # read when a parameter is put together
+            # read when a parameter is put together
+            content = torch.load(folder / file, map_location="cpu", weights_only=True, mmap=True)
         except (pickle.UnpicklingError, RuntimeError, OSError) as error:
             raise CheckpointError(f"{file} holds something else than tensors and plain values") from error
         for piece in content:
@@ -147,7 +172,9 @@ def _whole(pieces: list[dict[str, Any]]) -> dict[str, Tensor]:
             target = entries.setdefault(key, tensor.new_zeros(piece["shape"]))
             at = 0
             for start, stop in piece["slices"]:
-                target.narrow(dimension, start, stop - start).copy_(tensor.narrow(dimension, at, stop - start))
+                target.narrow(dimension, start, stop - start).copy_(
+                    tensor.narrow(dimension, at, stop - start)
+                )
                 at += stop - start
     return entries
 
@@ -169,7 +196,9 @@ def _joined(pieces: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
     yield from parts.values()
 
 
-def _pieces(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ranks: Ranks) -> Iterator[dict[str, Any]]:
+def _pieces(
+    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> Iterator[dict[str, Any]]:
     """What this rank writes of each parameter and buffer: what no rank before it holds."""
     for name, (tensor, where) in _targets(modules):
         cut = where is not None and where.dimension is not None
@@ -177,7 +206,9 @@ def _pieces(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, rank
         if (not cut and ranks.tensor.rank) or (not sharded and ranks.data.rank):
             continue
         tensors = {_WEIGHT: tensor.detach()}
-        tensors.update({key: item for key, item in optimizer.state.get(tensor, {}).items() if isinstance(item, Tensor)})
+        tensors.update(
+            {key: item for key, item in optimizer.state.get(tensor, {}).items() if isinstance(item, Tensor)}
+        )
         if sharded:
             yield {
                 "name": name,
@@ -189,7 +220,13 @@ def _pieces(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, rank
             }
             continue
         if not cut or where is None or where.dimension is None:
-            yield {"name": name, "shape": tuple(tensor.shape), "dimension": None, "slices": [], "tensors": tensors}
+            yield {
+                "name": name,
+                "shape": tuple(tensor.shape),
+                "dimension": None,
+                "slices": [],
+                "tensors": tensors,
+            }
             continue
         dimension = where.dimension
         yield {
@@ -197,7 +234,10 @@ def _pieces(modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, rank
             "shape": where.shape,
             "dimension": dimension,
             "slices": where.slices(),
-            "tensors": {key: item if item.ndim == 0 else item.narrow(dimension, 0, where.valid).clone() for key, item in tensors.items()},
+            "tensors": {
+                key: item if item.ndim == 0 else item.narrow(dimension, 0, where.valid).clone()
+                for key, item in tensors.items()
+            },
         }
 
 
@@ -210,10 +250,19 @@ def _targets(modules: Sequence[nn.Module]) -> Iterator[tuple[str, tuple[Any, Par
             yield name, (parameters.get(name, tensor), cuts.get(name))
 
 
-def _fill(name: str, tensor: Tensor, where: Partition | None, entries: dict[str, Tensor], optimizer: torch.optim.Optimizer) -> None:
+def _fill(
+    name: str,
+    tensor: Tensor,
+    where: Partition | None,
+    entries: dict[str, Tensor],
+    optimizer: torch.optim.Optimizer,
+) -> None:
     expected = tuple(tensor.shape) if where is None else where.shape
     if tuple(entries[_WEIGHT].shape) != tuple(expected):
-        raise CheckpointError(f"{name} has the shape {tuple(entries[_WEIGHT].shape)} in the checkpoint and {tuple(expected)} in the model")
+        raise CheckpointError(
+            f"{name} has the shape {tuple(entries[_WEIGHT].shape)} in the checkpoint and {tuple(expected)} "
+            "in the model"
+        )
 
     def part(item: Tensor) -> Tensor:
         own = item if where is None or item.ndim == 0 else where.take(item)
@@ -237,7 +286,9 @@ def _rows(tensor: Any) -> tuple[int, int]:
     each = -(-length // mesh.size())
     start = min(length, mesh.get_local_rank() * each)
     stop = min(length, start + each)
-    assert tensor.to_local().shape[0] == stop - start, f"{tuple(tensor.shape)} is not sharded by rows: {tensor.placements}"
+    assert tensor.to_local().shape[0] == stop - start, (
+        f"{tuple(tensor.shape)} is not sharded by rows: {tensor.placements}"
+    )
     return start, stop
 
 
@@ -245,7 +296,14 @@ def _sharded_like(tensor: Any, local: Tensor) -> Tensor:
     """The sharded tensor of which this process holds ``local``."""
     from torch.distributed.tensor import DTensor
 
-    return DTensor.from_local(local, tensor.device_mesh, tensor.placements, run_check=False, shape=tensor.shape, stride=tensor.stride())
+    return DTensor.from_local(
+        local,
+        tensor.device_mesh,
+        tensor.placements,
+        run_check=False,
+        shape=tensor.shape,
+        stride=tensor.stride(),
+    )
 
 
 def _read(folder: Path, step: int, ranks: Ranks) -> tuple[Manifest | None, str]:

@@ -1,4 +1,6 @@
-"""The part of a process in a pipeline: stages of the model, a schedule, and a window of micro-batches that are kept whole."""
+"""The part of a process in a pipeline: stages of the model, a schedule, and a window of micro-batches that
+are kept whole.
+"""
 
 from __future__ import annotations
 
@@ -43,15 +45,31 @@ def check_pipeline(options: TrainOptions) -> None:
             micro % ranks == 0,
             "grad-accum",
             micro,
-            f"it is the pipeline's micro-batches, of which --schedule {options.schedule} needs a multiple of --pp {ranks}",
+            f"it is the pipeline's micro-batches, of which --schedule {options.schedule} needs a multiple of "
+            f"--pp {ranks}",
         )
     least = ranks * (2 if kind.v_shaped else 1)
-    require(micro >= least, "grad-accum", micro, f"it is the pipeline's micro-batches, which fill --pp {ranks} from {least} on")
+    require(
+        micro >= least,
+        "grad-accum",
+        micro,
+        f"it is the pipeline's micro-batches, which fill --pp {ranks} from {least} on",
+    )
     config = options.spec().config
-    require(config is not None, "model", options.model, "a pipeline cuts built-in models only: choose gpt-... or llama-...")
+    require(
+        config is not None,
+        "model",
+        options.model,
+        "a pipeline cuts built-in models only: choose gpt-... or llama-...",
+    )
     assert config is not None
     stages = ranks * kind.stages
-    require(config.layers >= stages, "pp", ranks, f"{options.model} has {config.layers} layers, which do not fill {stages} stages")
+    require(
+        config.layers >= stages,
+        "pp",
+        ranks,
+        f"{options.model} has {config.layers} layers, which do not fill {stages} stages",
+    )
     policies = "keep_all, full, or a --budget without a policy"
     require(
         options.policy in _POLICIES,
@@ -59,7 +77,9 @@ def check_pipeline(options: TrainOptions) -> None:
         options.policy,
         f"under a pipeline a budget chooses how many micro-batches are kept whole: {policies}",
     )
-    require(not options.compare, "compare", "", "the comparison is of one process's step: leave it out with --pp")
+    require(
+        not options.compare, "compare", "", "the comparison is of one process's step: leave it out with --pp"
+    )
 
 
 class Stages(Part):
@@ -78,15 +98,23 @@ class Stages(Part):
             stage.context = self.autocast
         self.example = stage_input(model, options.batch // options.dp, options.seq)
         schedule = options.schedule or DEFAULT_SCHEDULE
-        self.pipeline = Pipeline(self.stages, schedule, options.grad_accum, self.example, ranks.pipeline, ranks.device)
+        self.pipeline = Pipeline(
+            self.stages, schedule, options.grad_accum, self.example, ranks.pipeline, ranks.device
+        )
         self.memory: StageMemory | None = None
         self._limit_bytes: int | None = None
         self._standing_bytes = 0
         self._predicted_bytes: int | None = None
-        self._tie: Any = self._tie_group() if spec.config is not None and spec.config.tied and not kind.v_shaped else None
-        self._layers = [layers_of_stage(stage, count, spec.config.layers) for stage in mine] if spec.config is not None else []
+        self._tie: Any = (
+            self._tie_group() if spec.config is not None and spec.config.tied and not kind.v_shaped else None
+        )
+        self._layers = (
+            [layers_of_stage(stage, count, spec.config.layers) for stage in mine]
+            if spec.config is not None
+            else []
+        )
 
-    # ---- weights that the first and the last stage share -------------------------------------------------------------------------
+    # ---- weights that the first and the last stage share -----------------------------------------
 
     def _tie_group(self) -> Any:
         """The first and the last rank of this pipeline; every process makes the groups of all pipelines."""
@@ -110,7 +138,7 @@ class Stages(Part):
         tied = self._tied()
         return () if tied is None or self.ranks.pipeline.rank == 0 else (tied,)
 
-    # ---- the window --------------------------------------------------------------------------------------------------------------
+    # ---- the window ------------------------------------------------------------------------------
 
     def limit(self, optimizer: torch.optim.Optimizer) -> None:
         """Choose how many micro-batches are kept whole.
@@ -139,7 +167,8 @@ class Stages(Part):
         device = self.ranks.device
         if self.ranks.any(device.type != "cuda" and not meter.available()):
             raise BudgetError(
-                "a --budget with --pp needs the counting allocator, and this machine has no C++ compiler: pass --policy full or keep_all"
+                "a --budget with --pp needs the counting allocator, and this machine has no C++ compiler: "
+                "pass --policy full or keep_all"
             )
         found = [self._measure(stage, whole) for whole in (True, False) for stage in self.stages]
         half = len(self.stages)
@@ -148,7 +177,11 @@ class Stages(Part):
         whole, recomputed = (_most(found[:half], travelling), _most(found[half:], travelling))
         self.memory = StageMemory(whole, recomputed, self.pipeline.in_flight)
         need = optimizer_need(optimizer)
-        standing = meter.resident_bytes(self.modules[0], optimizer, device) + need.state_bytes + need.missing_gradient_bytes
+        standing = (
+            meter.resident_bytes(self.modules[0], optimizer, device)
+            + need.state_bytes
+            + need.missing_gradient_bytes
+        )
         plain = standing + self.memory.peak_bytes(self.memory.in_flight)
         budget = self.options.budget
         assert budget is not None
@@ -162,7 +195,10 @@ class Stages(Part):
             limit = budgets.resolve(budget, fullest, least)
         if least > limit:
             parts = {budgets.PARAMETERS: standing, budgets.ACTIVATIONS: least - standing}
-            detail = f"Parameters are with their gradients and optimizer state; {self.memory.in_flight} micro-batches are in flight."
+            detail = (
+                f"Parameters are with their gradients and optimizer state; {self.memory.in_flight} "
+                "micro-batches are in flight."
+            )
             refusal = budgets.too_small(limit, least, parts, detail=detail)
             if not self.options.raises_budget:
                 raise refusal
@@ -173,7 +209,9 @@ class Stages(Part):
         self.pipeline.window.capacity = capacity
 
     def _agreed(self, capacity: int) -> int:
-        """The smallest of the tensor-parallel ranks', since what is recomputed holds collectives that all of them issue."""
+        """The smallest of the tensor-parallel ranks', since what is recomputed holds collectives that all of
+        them issue.
+        """
         if self.ranks.tensor.size == 1:
             return capacity
         found = torch.tensor(capacity, device=self.ranks.device)
@@ -185,19 +223,25 @@ class Stages(Part):
         tokens = torch.zeros(shape[0], self.options.seq, dtype=torch.long, device=device)
         first = lambda: tokens  # noqa: E731
         later = lambda: torch.zeros(shape, dtype=self.example.dtype, device=device, requires_grad=True)  # noqa: E731
-        return measure_micro_batch(stage, first if stage.first else later, tokens if stage.last else None, whole, device)
+        return measure_micro_batch(
+            stage, first if stage.first else later, tokens if stage.last else None, whole, device
+        )
 
     def _travelling_bytes(self) -> int:
-        """What is on its way at once at most: an output (of all in flight where sends end late), a gradient out, and one that comes in."""
+        """What is on its way at once at most: an output (of all in flight where sends end late), a gradient
+        out, and one that comes in.
+        """
         each = self.example.numel() * self.example.element_size()
         late = 1 if self.pipeline.kind.sends_end == "next" else self.pipeline.in_flight
         return each * (2 + late)
 
-    # ---- a step ------------------------------------------------------------------------------------------------------------------
+    # ---- a step ----------------------------------------------------------------------------------
 
     def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> float:
         own = [self.own(batch) for batch in batches]
-        loss = self.pipeline.step(torch.cat([tokens for tokens, _ in own]), torch.cat([targets for _, targets in own]))
+        loss = self.pipeline.step(
+            torch.cat([tokens for tokens, _ in own]), torch.cat([targets for _, targets in own])
+        )
         tied = self._tied()
         if tied is not None and tied.grad is not None:
             dist.all_reduce(tied.grad, group=self._tie)
@@ -228,4 +272,6 @@ class Stages(Part):
 
 def _most(found: Sequence[MicroBatch], travelling_bytes: int) -> MicroBatch:
     """What a micro-batch takes on the stage where it takes most."""
-    return MicroBatch(max(each.held_bytes for each in found), max(each.passing_bytes for each in found) + travelling_bytes)
+    return MicroBatch(
+        max(each.held_bytes for each in found), max(each.passing_bytes for each in found) + travelling_bytes
+    )

@@ -14,9 +14,9 @@ from lowtide.train.trainer import TrainResult
 
 PICTURE_WIDTH, PICTURE_HEIGHT = 96, 16
 PAIRED = (
-    "time, predicted: forecast before any step, from operations timed alone; time, calibrated: as the run's own steps took; "
-    "time, measured: the median step of either kind; time, paired: the median of what a planned step took more than the plain one that ran "
-    "right before or after it"
+    "time, predicted: forecast before any step, from operations timed alone; time, calibrated: as the run's "
+    "own steps took; time, measured: the median step of either kind; time, paired: the median of what a "
+    "planned step took more than the plain one that ran right before or after it"
 )
 
 
@@ -30,10 +30,14 @@ def show(result: TrainResult, console: Console) -> None:
     if comparison is not None:
         console.print(_table(result, comparison))
         if _draws_braille(console):
-            curves = [measured.curve for measured in (comparison.plain, comparison.planned) if measured is not None]
+            curves = [
+                measured.curve for measured in (comparison.plain, comparison.planned) if measured is not None
+            ]
             console.print("live memory over one step")
             width = min(console.width, PICTURE_WIDTH)
-            console.print(terminal_picture(curves, comparison.plan.budget_bytes, width, PICTURE_HEIGHT), soft_wrap=True)
+            console.print(
+                terminal_picture(curves, comparison.plan.budget_bytes, width, PICTURE_HEIGHT), soft_wrap=True
+            )
     for what, file in (("results", result.options.json), ("picture", result.options.plot)):
         if file is not None:
             console.print(f"{what} in {file}", highlight=False)
@@ -49,7 +53,9 @@ def save_plot(result: TrainResult) -> None:
         return
     curves = [measured.curve for measured in (comparison.plain, comparison.planned) if measured is not None]
     options = result.options
-    title = f"{options.model}, {options.batch} x {options.seq} tokens, {options.dtype}: live memory over one step"
+    title = (
+        f"{options.model}, {options.batch} x {options.seq} tokens, {options.dtype}: live memory over one step"
+    )
     save_picture(path, curves, comparison.plan.budget_bytes, title)
 
 
@@ -60,7 +66,9 @@ def _losses(result: TrainResult) -> str:
     if result.validation:
         words.append(f"validation loss {result.validation[-1][1]:.3f}")
     if result.step_peak_bytes:
-        words.append(f"most live memory {format_bytes(max(result.step_peak_bytes))} (step {result.worst_step})")
+        words.append(
+            f"most live memory {format_bytes(max(result.step_peak_bytes))} (step {result.worst_step})"
+        )
         if result.budget_bytes is not None:
             words.append(_held(result))
     if result.stopped:
@@ -71,10 +79,17 @@ def _losses(result: TrainResult) -> str:
 def _held(result: TrainResult) -> str:
     """Whether every step stayed within the budget, and if not, which went furthest beyond."""
     assert result.budget_bytes is not None
-    budget, over, steps = format_bytes(result.budget_bytes), result.steps_over_budget, len(result.step_peak_bytes)
+    budget, over, steps = (
+        format_bytes(result.budget_bytes),
+        result.steps_over_budget,
+        len(result.step_peak_bytes),
+    )
     if not over:
         return f"budget {budget} held in every step"
-    return f"[red]budget {budget} exceeded in {len(over)} of {steps} steps, most in step {result.worst_step}[/red]"
+    return (
+        f"[red]budget {budget} exceeded in {len(over)} of {steps} steps, most in step "
+        f"{result.worst_step}[/red]"
+    )
 
 
 def _rank(rank: dict[str, Any]) -> str:
@@ -83,7 +98,11 @@ def _rank(rank: dict[str, Any]) -> str:
     worst = peaks.index(max(peaks)) + rank["first_step"] + 1 if peaks else 0
     words = [f"most live memory {format_bytes(max(peaks))} (step {worst})" if peaks else "memory not counted"]
     if rank.get("budget_bytes") is not None:
-        held = {True: " held", False: " [red]exceeded[/red]"}[max(peaks) <= rank["budget_bytes"]] if peaks else ""
+        held = (
+            {True: " held", False: " [red]exceeded[/red]"}[max(peaks) <= rank["budget_bytes"]]
+            if peaks
+            else ""
+        )
         words.append(f"budget {format_bytes(rank['budget_bytes'])}{held}")
     if rank.get("blocks_recomputed") is not None:
         words.append(f"{rank['blocks_recomputed']} of {rank['blocks']} blocks recomputed")
@@ -95,7 +114,10 @@ def _rank(rank: dict[str, Any]) -> str:
 
 def _table(result: TrainResult, comparison: Comparison) -> Table:
     plan, plain, planned = comparison.plan, comparison.plain, comparison.planned
-    table = Table(title=f"one step, {result.options.batch} x {result.options.seq} tokens, policy {plan.policy}", title_justify="left")
+    table = Table(
+        title=f"one step, {result.options.batch} x {result.options.seq} tokens, policy {plan.policy}",
+        title_justify="left",
+    )
     for column in ("", "plain step", "planned step", "change"):
         table.add_column(column, justify="left" if not column else "right")
     unknown = "does not fit"

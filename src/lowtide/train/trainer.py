@@ -1,4 +1,6 @@
-"""The training run: `train` reads top to bottom. Everything that it calls is small and stands below it or in the files beside it."""
+"""The training run: `train` reads top to bottom. Everything that it calls is small and stands below it or in
+the files beside it.
+"""
 
 from __future__ import annotations
 
@@ -51,10 +53,12 @@ class TrainResult:
         validation: (steps done, validation loss).
         gradient_norms: before clipping, of every step.
         step_seconds: wall time of every step.
-        step_peak_bytes: most live bytes within every step, from its first forward to the end of its optimizer step, evaluation and
-            checkpoint included; empty where they cannot be counted. The first step plans. Of this process.
+        step_peak_bytes: most live bytes within every step, from its first forward to the end of its optimizer
+            step, evaluation and checkpoint included; empty where they cannot be counted. The first step
+            plans. Of this process.
         budget_bytes: of the latest plan; ``None`` without a budget.
-        ranks: what every process did that is its own: its name, its peaks, what its plans were; empty for a process alone.
+        ranks: what every process did that is its own: its name, its peaks, what its plans were; empty for a
+            process alone.
         plans: how many plans were made (one for each shape of step).
         comparison: the plain and the planned step side by side, unless turned off.
         stopped: whether the run was interrupted before its last step.
@@ -93,11 +97,17 @@ class TrainResult:
         """The steps that took more than the budget, counted from 1: none when it was held."""
         if self.budget_bytes is None:
             return []
-        return [step for step, peak in enumerate(self.step_peak_bytes, self.first_step + 1) if peak > self.budget_bytes]
+        return [
+            step
+            for step, peak in enumerate(self.step_peak_bytes, self.first_step + 1)
+            if peak > self.budget_bytes
+        ]
 
     @property
     def within_budget(self) -> bool | None:
-        """Whether every step stayed within the budget, those of the comparison included; ``None`` without a budget or a meter."""
+        """Whether every step stayed within the budget, those of the comparison included; ``None`` without a
+        budget or a meter.
+        """
         compared = None if self.comparison is None else self.comparison.within_budget
         if self.budget_bytes is None or not self.step_peak_bytes:
             return compared
@@ -143,19 +153,23 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
         progress: told about every step; silent without one.
 
     Raises:
-        LowtideError: the options do not go together, the data or a checkpoint is no good, the budget cannot be met, or the loss diverged.
+        LowtideError: the options do not go together, the data or a checkpoint is no good, the budget cannot
+            be met, or the loss diverged.
     """
     with ranks_for(options) as ranks:
         alive = Alive(ranks.store, ranks.rank, ranks.size) if ranks.store is not None else None
         with guarded(alive):
-            return _train(options, ranks, progress if progress is not None and ranks.rank == 0 else Silent(), alive)
+            return _train(
+                options, ranks, progress if progress is not None and ranks.rank == 0 else Silent(), alive
+            )
 
 
 def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive | None) -> TrainResult:
     began = time.perf_counter()
     device = ranks.device
     spec = options.spec()
-    # weights are a quarter of what training holds, and each process makes all of its share of the layers before others take some over
+    # weights are a quarter of what training holds, and each process makes all of its share of the layers
+    # before others take some over
     sharded = min(options.dp, BYTES_PER_PARAMETER // 4) if options.shard_parameters else 1
     check_room(spec, device, options.tp * options.pp * sharded, options.optimizer_host_fraction)
     corpus = load_corpus(options.data)
@@ -175,9 +189,14 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
         result = TrainResult(options, str(corpus), part.parameters, first_step=0)
         if resumed is not None:
             restore(options, resumed, part.modules, optimizer, device)
-            memory.adopt(meter.resident_tensors(optimizer=optimizer))  # the loaded state is the checkpoint's own tensors
+            # the loaded state is the checkpoint's own tensors
+            memory.adopt(meter.resident_tensors(optimizer=optimizer))
             result.first_step = resumed.step
-        progress.start(result.first_step, options.steps, f"{options.model}, {result.parameters / 1e6:.1f} M parameters, {corpus}")
+        progress.start(
+            result.first_step,
+            options.steps,
+            f"{options.model}, {result.parameters / 1e6:.1f} M parameters, {corpus}",
+        )
         if resumed is not None:
             progress.note(_going_on(options, resumed))
 
@@ -190,8 +209,11 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
                 for group in optimizer.param_groups:
                     group["lr"] = learning_rate(step, options.steps, options.lr, options.warmup)
                 ranks.seed(options.seed, step)
-                drawn = [batches.draw(step * options.grad_accum + micro) for micro in range(options.grad_accum)]
-                with muted() if result.losses else nullcontext():  # the bar of the training is there from the first step on
+                drawn = [
+                    batches.draw(step * options.grad_accum + micro) for micro in range(options.grad_accum)
+                ]
+                # the bar of the training is there from the first step on
+                with muted() if result.losses else nullcontext():
                     loss = part.step(drawn, optimizer)
                 if part.note:
                     progress.note(part.note)
@@ -199,17 +221,24 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
                 norm = part.clip(options.clip or math.inf)
                 loss, asked = ranks.sum(loss / ranks.size, float(bool(stop)))
                 if not math.isfinite(loss) or not math.isfinite(norm):
-                    raise TrainError(f"the loss became {loss} (gradient norm {norm}) at step {done}: lower --lr or raise --warmup")
+                    raise TrainError(
+                        f"the loss became {loss} (gradient norm {norm}) at step {done}: lower --lr or raise "
+                        "--warmup"
+                    )
                 optimizer.step()
                 optimizer.zero_grad(set_to_none=True)
                 seconds = time.perf_counter() - step_began
 
                 if last or due(done, options.eval_every):
                     doing(f"the evaluation after step {done}")
-                    (mean,) = ranks.sum(part.evaluate(list(validation.spread(options.eval_batches))) / ranks.size)
+                    (mean,) = ranks.sum(
+                        part.evaluate(list(validation.spread(options.eval_batches))) / ranks.size
+                    )
                     result.validation.append((done, mean))
                 stopping = bool(asked) if not ranks.alone else bool(stop)
-                if options.checkpoint_dir and (last or stopping or done == options.stop_after or due(done, options.checkpoint_every)):
+                if options.checkpoint_dir and (
+                    last or stopping or done == options.stop_after or due(done, options.checkpoint_every)
+                ):
                     doing(f"the checkpoint after step {done}")
                     save(options, corpus, done, part.modules, optimizer, ranks)
             result.losses.append(loss)
@@ -234,7 +263,11 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
     result.seconds = time.perf_counter() - began
     if not ranks.alone:
         doing("the end")
-        mine = {"name": ranks.name, "first_step": result.first_step, "step_peak_bytes": result.step_peak_bytes}
+        mine = {
+            "name": ranks.name,
+            "first_step": result.first_step,
+            "step_peak_bytes": result.step_peak_bytes,
+        }
         mine |= {"plans": result.plans, **part.about()}
         mine["comparison"] = None if result.comparison is None else result.comparison.to_json()
         result.ranks = ranks.gather(mine)
@@ -242,14 +275,23 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
 
 
 def make_optimizer(modules: Sequence[nn.Module], options: TrainOptions) -> torch.optim.Optimizer:
-    """AdamW with weight decay on matrices only (not on biases and norms), fused: fastest, and without temporaries of its own.
+    """AdamW with weight decay on matrices only (not on biases and norms), fused: fastest, and without
+    temporaries of its own.
 
     Where options say so, a share of its state lies on the host; the numbers stay the same.
     """
-    parameters = {id(parameter): parameter for module in modules for parameter in module.parameters() if parameter.requires_grad}
+    parameters = {
+        id(parameter): parameter
+        for module in modules
+        for parameter in module.parameters()
+        if parameter.requires_grad
+    }
     matrices = [parameter for parameter in parameters.values() if parameter.ndim >= 2]
     others = [parameter for parameter in parameters.values() if parameter.ndim < 2]
-    groups = [{"params": matrices, "weight_decay": options.weight_decay}, {"params": others, "weight_decay": 0.0}]
+    groups = [
+        {"params": matrices, "weight_decay": options.weight_decay},
+        {"params": others, "weight_decay": 0.0},
+    ]
     groups = [group for group in groups if group["params"]]
     if options.optimizer_host_fraction is None:
         return torch.optim.AdamW(groups, lr=options.lr, betas=(0.9, 0.95), fused=True)
@@ -257,8 +299,14 @@ def make_optimizer(modules: Sequence[nn.Module], options: TrainOptions) -> torch
     return HostOptimizer(torch.optim.AdamW, groups, host_fraction=share, lr=options.lr, betas=(0.9, 0.95))
 
 
-def check_room(spec: ModelSpec, device: torch.device, shared_by: int = 1, host_fraction: float | Literal["auto"] | None = None) -> None:
-    """Refuse a model whose weights, gradients and optimizer state on the device alone do not fit, before anything is allocated.
+def check_room(
+    spec: ModelSpec,
+    device: torch.device,
+    shared_by: int = 1,
+    host_fraction: float | Literal["auto"] | None = None,
+) -> None:
+    """Refuse a model whose weights, gradients and optimizer state on the device alone do not fit, before
+    anything is allocated.
 
     Raises:
         OptionError: they do not.
@@ -279,7 +327,9 @@ def due(done: int, every: int) -> bool:
     return every > 0 and done % every == 0
 
 
-def find_checkpoint(options: TrainOptions, corpus: Corpus, ranks: Ranks) -> checkpoint.Checkpoint | shards.Manifest | None:
+def find_checkpoint(
+    options: TrainOptions, corpus: Corpus, ranks: Ranks
+) -> checkpoint.Checkpoint | shards.Manifest | None:
     """The checkpoint to go on from, checked against the options; ``None`` for a fresh start.
 
     Raises:
@@ -292,7 +342,8 @@ def find_checkpoint(options: TrainOptions, corpus: Corpus, ranks: Ranks) -> chec
     if not options.resume:
         if found := checkpoint.steps(folder):
             raise OptionError(
-                f"--checkpoint-dir {folder} holds a run at step {found[-1]}: pass --resume to go on with it, or another folder"
+                f"--checkpoint-dir {folder} holds a run at step {found[-1]}: pass --resume to go on with it, "
+                "or another folder"
             )
         return None
     shared = not ranks.alone or shards.format_of(folder) == shards.FORMAT
@@ -306,14 +357,23 @@ def _going_on(options: TrainOptions, resumed: checkpoint.Checkpoint | shards.Man
     """Which run is gone on with, and from where to where."""
     text = f"going on with the run in {options.checkpoint_dir} after step {resumed.step} of {options.steps}"
     before = resumed.run.get("steps", options.steps)
-    return text if before == options.steps else f"{text} ({before} so far): the learning rate follows the new length from here on"
+    return (
+        text
+        if before == options.steps
+        else f"{text} ({before} so far): the learning rate follows the new length from here on"
+    )
 
 
 def save(
-    options: TrainOptions, corpus: Corpus, step: int, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ranks: Ranks
+    options: TrainOptions,
+    corpus: Corpus,
+    step: int,
+    modules: Sequence[nn.Module],
+    optimizer: torch.optim.Optimizer,
+    ranks: Ranks,
 ) -> None:
-    """Write a checkpoint of everything that the rest of the run depends on. Batches depend on the step alone, the learning rate too; with
-    several processes so do random numbers.
+    """Write a checkpoint of everything that the rest of the run depends on. Batches depend on the step alone,
+    the learning rate too; with several processes so do random numbers.
     """
     assert options.checkpoint_dir is not None
     run = {**options.trajectory(corpus.digest), "options": options.to_json()}
@@ -369,7 +429,9 @@ class StopRequest:
 
 @contextmanager
 def stop_signals() -> Iterator[StopRequest]:
-    """Turn Ctrl-C and SIGTERM into a request to finish the step, save and stop. Outside the main thread nothing is caught."""
+    """Turn Ctrl-C and SIGTERM into a request to finish the step, save and stop. Outside the main thread
+    nothing is caught.
+    """
     stop = StopRequest()
     before = {}
     try:

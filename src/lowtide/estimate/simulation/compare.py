@@ -1,7 +1,8 @@
-"""The closed form beside the trace: what each keeps of a stage's micro-batches, line by line, and why they differ.
+"""The closed form beside the trace: what each keeps of a stage's micro-batches, line by line, and why they
+differ.
 
-A traced storage that is alive between forward and backward is named after the operation and the module that made it; the names are those of the
-closed form's lines where there is one.
+A traced storage that is alive between forward and backward is named after the operation and the module that
+made it; the names are those of the closed form's lines where there is one.
 """
 
 from __future__ import annotations
@@ -25,14 +26,19 @@ WHY = {
     STATISTICS: "a mean and an inverse deviation of every token; the formulas leave them out",
     "silu(gate)": "SwiGLU in separate operations also keeps silu(gate); --unfused-mlp counts it",
     TABLES: "cosines and sines are copied in each layer; a kernel would read them where they are",
-    NORM_COPIES: "RMS norm in separate operations keeps float32 copies of its input and its result; a kernel keeps the input",
-    "logits in float32": "the loss keeps log-probabilities; the vocabulary-parallel one keeps the low-precision logits and a sum a row instead",
+    NORM_COPIES: "RMS norm in separate operations keeps float32 copies of its input and its result; a "
+    "kernel keeps the input",
+    "logits in float32": "the loss keeps log-probabilities; the vocabulary-parallel one keeps the "
+    "low-precision logits and a sum a row instead",
     REST: "masks of the embedding's range, index tensors, the loss itself",
     "queries": "queries, keys and values come from one product",
     "output of the chunk": "kept until its gradient comes",
-    "mask of the embedding's dropout": "interleaving holds up to 2p - 1 micro-batches of the first chunk; the paper counts p",
-    "output of softmax": "autocast on the CPU leaves softmax in bfloat16, which is then kept once; on a GPU it works in float32",
-    "attention weights in bfloat16": "autocast on the CPU leaves softmax in bfloat16; on a GPU its result is cast",
+    "mask of the embedding's dropout": "interleaving holds up to 2p - 1 micro-batches of the first chunk; "
+    "the paper counts p",
+    "output of softmax": "autocast on the CPU leaves softmax in bfloat16, which is then kept once; on a "
+    "GPU it works in float32",
+    "attention weights in bfloat16": "autocast on the CPU leaves softmax in bfloat16; on a GPU its result "
+    "is cast",
     "keys": "each rank holds whole heads",
     "log-sum-exp of the scores": "one float32 a row",
 }
@@ -90,8 +96,12 @@ def held_by_name(config: Config, chunk: Chunk) -> dict[str, int]:
             continue
         if until.get(storage.id, end) >= split:
             op = graph.operations[made]
-            reads_weight = any(graph.storages[graph.values[value].storage].kind == "parameter" for value in op.reads)
-            found[name_of(config, op, outputs[made].index(storage.id), storage.bytes, reads_weight)] += storage.bytes
+            reads_weight = any(
+                graph.storages[graph.values[value].storage].kind == "parameter" for value in op.reads
+            )
+            found[name_of(config, op, outputs[made].index(storage.id), storage.bytes, reads_weight)] += (
+                storage.bytes
+            )
     return dict(found)
 
 
@@ -100,10 +110,14 @@ def name_of(config: Config, op: Any, output: int, size: int, reads_weight: bool)
     module = re.sub(r"^(?:\w+\.)*?(?:blocks|layers|h)\.\d+\.?", "block.", op.module).rstrip(".")
     name = op.name.removeprefix("aten.").split(".")[0]
     if size <= 8 * config.tokens:
-        return STATISTICS if "norm" in module else "log-sum-exp of the scores" if "attention" in name else REST
+        return (
+            STATISTICS if "norm" in module else "log-sum-exp of the scores" if "attention" in name else REST
+        )
     if name == "_to_copy" and module.split(".")[-1] in _LINEAR:
         if reads_weight:
-            return "bfloat16 copy of the output layer" if module == "head" else "bfloat16 copies of the weights"
+            return (
+                "bfloat16 copy of the output layer" if module == "head" else "bfloat16 copies of the weights"
+            )
         return _LINEAR[module.split(".")[-1]]
     if "native_layer_norm" in name or name == "_fused_rms_norm":
         if output > 0:
@@ -112,7 +126,10 @@ def name_of(config: Config, op: Any, output: int, size: int, reads_weight: bool)
             module, "input of the output layer"
         )
     if "norm" in module:
-        if name in ("mul", "_to_copy") and size <= config.tokens * config.model.hidden * config.element_bytes // config.replication:
+        if (
+            name in ("mul", "_to_copy")
+            and size <= config.tokens * config.model.hidden * config.element_bytes // config.replication
+        ):
             return {"block.norm1": "input of the q, k, v projection", "block.norm2": "input of the MLP"}.get(
                 module, "input of the output layer"
             )
@@ -189,7 +206,13 @@ def comparison(config: Config, stage: Stage, held: dict[str, int]) -> list[Row]:
         traced[_merged_trace(name, closed)] += size
     names = [*closed, *(name for name in traced if name not in closed)]
     return [
-        Row(name, closed.get(name, 0), traced.get(name, 0), _why(config, name, traced.get(name, 0) - closed.get(name, 0))) for name in names
+        Row(
+            name,
+            closed.get(name, 0),
+            traced.get(name, 0),
+            _why(config, name, traced.get(name, 0) - closed.get(name, 0)),
+        )
+        for name in names
     ]
 
 
@@ -203,7 +226,10 @@ def _why(config: Config, name: str, difference: int) -> str:
     if difference == 0:
         return ""
     if config.chunked_loss and name in ("logits in float32", "loss and its chunks' sums") and config.tp == 1:
-        return "the model keeps the logits of every chunk unless a plan recomputes them: give --policy or --budget"
+        return (
+            "the model keeps the logits of every chunk unless a plan recomputes them: give --policy or "
+            "--budget"
+        )
     if name in WHY:
         return WHY[name]
     if name == "residual stream":

@@ -1,9 +1,11 @@
 """From traced chunks to the memory timeline of a whole step on one rank of one pipeline stage.
 
-A stage goes through `lowtide.estimate.schedule.turns`: forwards and backwards of micro-batches in its chunks. Every turn of a chunk is the same
-trace, so the stage's timeline is exact without tracing more than one micro-batch of each kind of chunk: what stands, plus what the chunks in
-flight hold, plus the curve of the turn at work. Gradients stand from the beginning, as frameworks that sum them over micro-batches have them; or
-the first backward of each chunk makes them, as after ``zero_grad(set_to_none=True)``, and has a trace of its own.
+A stage goes through `lowtide.estimate.schedule.turns`: forwards and backwards of micro-batches in its chunks.
+Every turn of a chunk is the same trace, so the stage's timeline is exact without tracing more than one
+micro-batch of each kind of chunk: what stands, plus what the chunks in flight hold, plus the curve of the
+turn at work. Gradients stand from the beginning, as frameworks that sum them over micro-batches have them; or
+the first backward of each chunk makes them, as after ``zero_grad(set_to_none=True)``, and has a trace of its
+own.
 """
 
 from __future__ import annotations
@@ -28,7 +30,8 @@ class Chunk:
 
     Attributes:
         steady, steady_run: its trace with gradients there, and the simulation.
-        fresh, fresh_run: the same for a first micro-batch that makes the gradients; ``None`` where they stand from the beginning.
+        fresh, fresh_run: the same for a first micro-batch that makes the gradients; ``None`` where they stand
+            from the beginning.
     """
 
     steady: Traced
@@ -89,13 +92,15 @@ class StageTimeline:
 
     Attributes:
         stage: which.
-        parameter_bytes, buffer_bytes, input_bytes: what stands throughout: weights, buffers, tokens and targets of a micro-batch.
+        parameter_bytes, buffer_bytes, input_bytes: what stands throughout: weights, buffers, tokens and
+            targets of a micro-batch.
         gradient_bytes: gradients once they are all there.
         held_bytes: the most that micro-batches in flight hold between turns.
         peak_bytes: the most live bytes at any moment.
         peak: where that is.
         turn_peaks: the most live bytes within each turn.
-        live_bytes, seconds: the whole timeline, of at most `FINE_TURNS` turns, for pictures. Without costs each turn takes one second.
+        live_bytes, seconds: the whole timeline, of at most `FINE_TURNS` turns, for pictures. Without costs
+            each turn takes one second.
         timed: whether operations have costs.
         in_flight: the most (micro-batch, chunk) pairs between forward and backward.
     """
@@ -117,7 +122,13 @@ class StageTimeline:
     @property
     def activation_peak_bytes(self) -> int:
         """The peak above weights, buffers, inputs and gradients."""
-        return self.peak_bytes - self.parameter_bytes - self.buffer_bytes - self.input_bytes - self.gradient_bytes
+        return (
+            self.peak_bytes
+            - self.parameter_bytes
+            - self.buffer_bytes
+            - self.input_bytes
+            - self.gradient_bytes
+        )
 
 
 FINE_TURNS = 200
@@ -187,8 +198,21 @@ def _moment(chunks: Sequence[Chunk], where: tuple[int, str, int, int, int]) -> M
     chunk = chunks[index]
     event = at if kind == "forward" else chunk.steady.split + at
     run = chunk.steady_run
-    if kind == "backward" and run.peak_event >= chunk.steady.split and run.peak_operation is not None and abs(run.peak_event - event) <= 2:
-        return Moment(number, kind, micro_batch, index, run.peak_operation.name, run.peak_operation.module, run.peak_in_replay)
+    if (
+        kind == "backward"
+        and run.peak_event >= chunk.steady.split
+        and run.peak_operation is not None
+        and abs(run.peak_event - event) <= 2
+    ):
+        return Moment(
+            number,
+            kind,
+            micro_batch,
+            index,
+            run.peak_operation.name,
+            run.peak_operation.module,
+            run.peak_in_replay,
+        )
     events = chunk.steady.graph.events
     event = min(event, len(events) - 1)
     while event >= 0 and events[event].kind != "op":

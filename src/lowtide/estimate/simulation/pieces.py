@@ -1,7 +1,8 @@
-"""One rank's part of a model: the layers of one pipeline chunk, with the embedding before or the output layer behind them.
+"""One rank's part of a model: the layers of one pipeline chunk, with the embedding before or the output layer
+behind them.
 
-The parts are those of the project's own GPT and Llama (`lowtide.models`), written on the parallel layers, so that what is traced is what runs. A
-piece can be built on fake tensors at any size, or for real.
+The parts are those of the project's own GPT and Llama (`lowtide.models`), written on the parallel layers, so
+that what is traced is what runs. A piece can be built on fake tensors at any size, or for real.
 """
 
 from __future__ import annotations
@@ -27,13 +28,20 @@ def model_config(config: Config, layers: int) -> ModelConfig:
         EstimateError: neither the GPT nor the Llama has this shape.
     """
     shape = config.model
-    gpt = (shape.mlp, shape.norm, shape.positions, shape.bias, shape.kv_heads) == ("gelu", "layernorm", "learned", True, shape.heads)
+    gpt = (shape.mlp, shape.norm, shape.positions, shape.bias, shape.kv_heads) == (
+        "gelu",
+        "layernorm",
+        "learned",
+        True,
+        shape.heads,
+    )
     llama = (shape.mlp, shape.norm, shape.positions, shape.bias) == ("swiglu", "rmsnorm", "rotary", False)
     llama = llama and not shape.qkv_bias and not shape.qk_norm
     if not (gpt or llama) or shape.head_width * shape.heads != shape.hidden:
         raise EstimateError(
-            "simulate runs the project's GPT (gelu, layernorm, learned positions, biases) and Llama (swiglu, rmsnorm, rotary positions, no biases), "
-            "or a Hugging Face configuration at --tp 1 --pp 1 as transformers builds it; this shape is neither"
+            "simulate runs the project's GPT (gelu, layernorm, learned positions, biases) and Llama "
+            "(swiglu, rmsnorm, rotary positions, no biases), or a Hugging Face configuration at --tp 1 --pp "
+            "1 as transformers builds it; this shape is neither"
         )
     return ModelConfig(
         family="gpt" if gpt else "llama",
@@ -64,7 +72,9 @@ class Piece(nn.Module):
     cos: Tensor
     sin: Tensor
 
-    def __init__(self, config: Config, *, first: bool, last: bool, group: Any = None, layers: int | None = None) -> None:
+    def __init__(
+        self, config: Config, *, first: bool, last: bool, group: Any = None, layers: int | None = None
+    ) -> None:
         super().__init__()
         count = config.model.layers // (config.pp * config.interleave) if layers is None else layers
         settings = model_config(config, count)
@@ -89,8 +99,12 @@ class Piece(nn.Module):
                 block.attention.core.dropout.probability = 0.0  # type: ignore[union-attr]
 
     def forward(self, x: Tensor, targets: Tensor | None = None) -> Tensor:
-        """Tokens (on the first piece) or hidden states in; hidden states, or the loss (on the last one) out."""
-        sequence = x.shape[1] * (self.sharing.size if self.sharing.sequence_parallel and not self.first else 1)
+        """Tokens (on the first piece) or hidden states in; hidden states, or the loss (on the last one)
+        out.
+        """
+        sequence = x.shape[1] * (
+            self.sharing.size if self.sharing.sequence_parallel and not self.first else 1
+        )
         if self.first:
             x = self.tokens(x)
             if not self.rotary:

@@ -21,7 +21,9 @@ def _gib(count: int) -> str:
 
 
 def _table(name: str, columns: tuple[str, ...], left: tuple[str, ...] = ()) -> Table:
-    table = Table(title=name, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0))
+    table = Table(
+        title=name, title_justify="left", header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0)
+    )
     for column in columns:
         table.add_column(column, justify="left" if column in left else "right", no_wrap=column not in left)
     return table
@@ -29,7 +31,16 @@ def _table(name: str, columns: tuple[str, ...], left: tuple[str, ...] = ()) -> T
 
 def stage_table(found: StepSimulation) -> Table:
     """One row a stage: what the trace found, with the closed form's figure behind it."""
-    columns = ("stage", "weights", "gradients", "kept", "by\nformula", "kept and\ntemporary", "by\nformula", "peak without\noptimizer")
+    columns = (
+        "stage",
+        "weights",
+        "gradients",
+        "kept",
+        "by\nformula",
+        "kept and\ntemporary",
+        "by\nformula",
+        "peak without\noptimizer",
+    )
     table = _table("GiB on one rank of each stage: traced, and by the closed form", columns)
     for stage in found.stages:
         timeline, closed = stage.timeline, stage.closed
@@ -66,7 +77,9 @@ def report(found: StepSimulation) -> Group:
         parts.append(row_table(stage))
         peak = stage.timeline.peak
         where = f"{peak.operation} in {peak.module or 'the model'}{', recomputed' if peak.in_replay else ''}"
-        parts.append(f"the peak: {peak.kind} of micro-batch {peak.micro_batch}, chunk {peak.chunk}, at {where}")
+        parts.append(
+            f"the peak: {peak.kind} of micro-batch {peak.micro_batch}, chunk {peak.chunk}, at {where}"
+        )
     parts += [Text(f"note: {note}", style="dim") for note in found.notes]
     return Group(*parts)
 
@@ -81,12 +94,34 @@ def plot_timeline(found: StepSimulation, path: Path) -> None:
         for stage in found.stages:
             timeline = stage.timeline
             label = f"stage {timeline.stage}: peak {format_bytes(timeline.peak_bytes)}"
-            (line,) = axes.step(timeline.seconds, timeline.live_bytes / 2**30, where="post", linewidth=0.9, label=label)
-            standing = (timeline.parameter_bytes + timeline.buffer_bytes + timeline.input_bytes + timeline.gradient_bytes) / 2**30
-            axes.axhline(standing + stage.closed.activation_peak_bytes / 2**30, color=line.get_color(), linestyle=":", linewidth=1)
-        unit = "seconds since the stage began, by the roofline" if found.stages[0].timeline.timed else "forwards and backwards of the stage"
+            (line,) = axes.step(
+                timeline.seconds, timeline.live_bytes / 2**30, where="post", linewidth=0.9, label=label
+            )
+            standing = (
+                timeline.parameter_bytes
+                + timeline.buffer_bytes
+                + timeline.input_bytes
+                + timeline.gradient_bytes
+            ) / 2**30
+            axes.axhline(
+                standing + stage.closed.activation_peak_bytes / 2**30,
+                color=line.get_color(),
+                linestyle=":",
+                linewidth=1,
+            )
+        unit = (
+            "seconds since the stage began, by the roofline"
+            if found.stages[0].timeline.timed
+            else "forwards and backwards of the stage"
+        )
         if any(len(stage.timeline.turn_peaks) > FINE_TURNS for stage in found.stages):
             unit += f" (the first {FINE_TURNS} turns)"
         axes.set(xlabel=unit, ylabel="GiB live on one rank", title=config_title(found.config), ylim=(0, None))
-        figure.legend(loc="outside lower center", ncols=4, fontsize="small", title="dotted: closed form", title_fontsize="small")
+        figure.legend(
+            loc="outside lower center",
+            ncols=4,
+            fontsize="small",
+            title="dotted: closed form",
+            title_fontsize="small",
+        )
         axes.grid(alpha=0.3)

@@ -1,4 +1,6 @@
-"""`simulate`: a configuration -> the memory timeline of one step on one rank of each pipeline stage asked for, beside its closed form."""
+"""`simulate`: a configuration -> the memory timeline of one step on one rank of each pipeline stage asked
+for, beside its closed form.
+"""
 
 from __future__ import annotations
 
@@ -111,14 +113,20 @@ def simulate(
     """Trace one rank of each stage on fake tensors, and compose the step.
 
     Args:
-        config: the model and how it is trained. ``offload_*``, ``partition_activations`` and ZeRO are closed forms only.
+        config: the model and how it is trained. ``offload_*``, ``partition_activations`` and ZeRO are closed
+            forms only.
         stages: which pipeline stages; all where ``None``. Stages of one kind share a trace.
         policy: a policy of `lowtide.plan` instead of ``config.recompute``.
-        budget: most bytes on a device at any moment (``"40GiB"``); plans are searched for that keep the stage below it.
-        device: gives operations their seconds by a roofline, which plans for a budget weigh; an A100 where ``None`` and a budget is given.
-        fresh_gradients: the first backward makes the gradients (``zero_grad(set_to_none=True)``); else they stand from the beginning.
-        scratch: count what operations allocate while they run, too, by running each once on this machine. Only for small shapes.
-        build: makes the whole model (tokens, targets -> loss) where it is not the project's own; for one stage.
+        budget: most bytes on a device at any moment (``"40GiB"``); plans are searched for that keep the stage
+            below it.
+        device: gives operations their seconds by a roofline, which plans for a budget weigh; an A100 where
+            ``None`` and a budget is given.
+        fresh_gradients: the first backward makes the gradients (``zero_grad(set_to_none=True)``); else they
+            stand from the beginning.
+        scratch: count what operations allocate while they run, too, by running each once on this machine.
+            Only for small shapes.
+        build: makes the whole model (tokens, targets -> loss) where it is not the project's own; for one
+            stage.
         progress: told about each trace.
 
     Raises:
@@ -162,7 +170,9 @@ def simulate(
                         group=group,
                         device=device,
                         scratch=known if scratch else None,
-                        whole_layers=policy is None and limit is None and config.recompute in ("full", "sqrt"),
+                        whole_layers=policy is None
+                        and limit is None
+                        and config.recompute in ("full", "sqrt"),
                         build=build,
                     )
                 )
@@ -173,10 +183,16 @@ def simulate(
     found = []
     for stage in wanted:
         chunks = [traces[kind] for kind in _kinds(config, stage)]
-        made = [_chunk(config, pair, policy) for pair in chunks] if limit is None else _within(config, stage, chunks, limit)
+        made = (
+            [_chunk(config, pair, policy) for pair in chunks]
+            if limit is None
+            else _within(config, stage, chunks, limit)
+        )
         timeline = compose(config, stage, made)
         closed = stage_estimate(config, stage)
-        found.append(StageSimulation(timeline, closed, tuple(comparison(config, closed, _held(config, stage, made)))))
+        found.append(
+            StageSimulation(timeline, closed, tuple(comparison(config, closed, _held(config, stage, made))))
+        )
     return StepSimulation(config, tuple(found), tuple(_notes(config, policy, budget)))
 
 
@@ -184,30 +200,40 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
     for name in ("offload_optimizer", "offload_activations", "partition_activations", "zero"):
         if getattr(config, name):
             raise EstimateError(
-                f"simulate traces a step without --{name.replace('_', '-')}: estimate has it in closed form; leave it out here"
+                f"simulate traces a step without --{name.replace('_', '-')}: estimate has it in closed form; "
+                "leave it out here"
             )
     if isinstance(config.recompute, int):
-        raise EstimateError(f"simulate --recompute={config.recompute}: choose none, selective, full or sqrt, or give --budget")
+        raise EstimateError(
+            f"simulate --recompute={config.recompute}: choose none, selective, full or sqrt, or give --budget"
+        )
     if config.gradient_dtype != "auto" and config.gradient_bytes != config.weight_bytes:
         raise EstimateError(
-            f"simulate --gradient-dtype={config.gradient_dtype}: autograd sums gradients in the weights' dtype ({config.dtype}); leave it out here"
+            f"simulate --gradient-dtype={config.gradient_dtype}: autograd sums gradients in the weights' "
+            f"dtype ({config.dtype}); leave it out here"
         )
     if build is not None and (config.tp > 1 or config.pp > 1):
         raise EstimateError(
-            f"--transformers, or a build= of one's own, with --tp={config.tp} --pp={config.pp}: such a model is traced whole; leave --tp and --pp at 1"
+            f"--transformers, or a build= of one's own, with --tp={config.tp} --pp={config.pp}: such a model "
+            "is traced whole; leave --tp and --pp at 1"
         )
 
 
 def _words(first: bool, last: bool) -> str:
-    return {(True, True): "the whole model", (True, False): "the first chunk", (False, True): "the last chunk"}.get(
-        (first, last), "an inner chunk"
-    )
+    return {
+        (True, True): "the whole model",
+        (True, False): "the first chunk",
+        (False, True): "the last chunk",
+    }.get((first, last), "an inner chunk")
 
 
 def _kinds(config: Config, stage: int) -> list[tuple[bool, bool]]:
     """Of each chunk on a stage: whether it has the embedding, and the output layer."""
     last = config.interleave - 1
-    return [(stage == 0 and chunk == 0, stage == config.pp - 1 and chunk == last) for chunk in range(config.interleave)]
+    return [
+        (stage == 0 and chunk == 0, stage == config.pp - 1 and chunk == last)
+        for chunk in range(config.interleave)
+    ]
 
 
 def stored_values(config: Config, graph: StepGraph, policy: str | None = None) -> frozenset[int]:
@@ -223,11 +249,16 @@ def stored_values(config: Config, graph: StepGraph, policy: str | None = None) -
     if name == "sqrt":
         return sqrt_stored(graph, simulator)
     if name == "selective":
-        cores = list(dict.fromkeys(op.module for op in graph.operations if op.module.endswith("attention.core")))
+        cores = list(
+            dict.fromkeys(op.module for op in graph.operations if op.module.endswith("attention.core"))
+        )
         if policy is None and cores:  # the project's own models name the core
             return region_stored(simulator, regions_of(graph, cores))
         return policies.attention_stored(graph, simulator)
-    raise EstimateError(f"--policy={name!r}: choose keep_all, full, sqrt or selective, or give --budget for the best plan within it")
+    raise EstimateError(
+        f"--policy={name!r}: choose keep_all, full, sqrt or selective, or give --budget for the best plan "
+        "within it"
+    )
 
 
 def _segments(config: Config, graph: StepGraph, simulator: Simulator) -> frozenset[int]:
@@ -248,7 +279,9 @@ def _chunk(config: Config, pair: Pair, policy: str | None) -> Chunk:
 
 
 def _within(config: Config, stage: int, pairs: Sequence[Pair], limit: int) -> list[Chunk]:
-    """Chunks under plans that keep the stage's peak within ``limit``, by bisection over the budget of a chunk."""
+    """Chunks under plans that keep the stage's peak within ``limit``, by bisection over the budget of a
+    chunk.
+    """
     kept = [_chunk(config, pair, "keep_all") for pair in pairs]
     if compose(config, stage, kept).peak_bytes <= limit:
         return kept
@@ -270,8 +303,9 @@ def _within(config: Config, stage: int, pairs: Sequence[Pair], limit: int) -> li
             high = share
     if best is None:
         raise BudgetError(
-            f"no plan keeps stage {stage} within {format_bytes(limit)}: the smallest peak found is {format_bytes(smallest)} "
-            f"({smallest} bytes); give --budget at least that, more pipeline stages or tensor-parallel ranks, or a smaller --micro-batch",
+            f"no plan keeps stage {stage} within {format_bytes(limit)}: the smallest peak found is "
+            f"{format_bytes(smallest)} ({smallest} bytes); give --budget at least that, more pipeline stages "
+            "or tensor-parallel ranks, or a smaller --micro-batch",
             smallest,
             budget_bytes=limit,
         )
@@ -286,7 +320,9 @@ def _budgeted(chunk: Chunk, share: float) -> Chunk:
         plan = policies.optimal()(traced.graph, base + int((kept.peak_bytes - base) * share))
         return Simulator(traced.graph).simulate(plan.stored)
 
-    fresh = run(chunk.fresh, chunk.fresh_run) if chunk.fresh is not None and chunk.fresh_run is not None else None
+    fresh = (
+        run(chunk.fresh, chunk.fresh_run) if chunk.fresh is not None and chunk.fresh_run is not None else None
+    )
     return Chunk(chunk.steady, run(chunk.steady, chunk.steady_run), chunk.fresh, fresh)
 
 
@@ -312,11 +348,19 @@ def _held(config: Config, stage: int, chunks: Sequence[Chunk]) -> dict[str, int]
 def _notes(config: Config, policy: str | None, budget: str | int | None) -> list[str]:
     notes = []
     if config.attention == "fused" and config.dropout:
-        notes.append("attention's own dropout is left out: a fused kernel draws it again from its seed and keeps no mask")
+        notes.append(
+            "attention's own dropout is left out: a fused kernel draws it again from its seed and keeps no "
+            "mask"
+        )
     if config.dtype != "fp32":
-        notes.append("traced as the CPU's kernels keep things: norms of bfloat16 keep their statistics in bfloat16")
+        notes.append(
+            "traced as the CPU's kernels keep things: norms of bfloat16 keep their statistics in bfloat16"
+        )
     if policy is not None or budget is not None:
         notes.append("the closed form beside it is that of --recompute " + str(config.recompute))
     if config.gradient_dtype == "auto" and config.gradient_bytes != config.weight_bytes:
-        notes.append("the trace's gradients have the weights' dtype, as PyTorch makes them; the closed form counts float32 ones")
+        notes.append(
+            "the trace's gradients have the weights' dtype, as PyTorch makes them; the closed form counts "
+            "float32 ones"
+        )
     return notes

@@ -1,4 +1,6 @@
-"""One micro-batch of one pipeline chunk as a `StepGraph`: traced on fake tensors with a group of ranks that are not there."""
+"""One micro-batch of one pipeline chunk as a `StepGraph`: traced on fake tensors with a group of ranks that
+are not there.
+"""
 
 from __future__ import annotations
 
@@ -54,8 +56,9 @@ class Traced:
 
 
 class ScopedTracer(Tracer):
-    """A trace of layers that are recomputed each as a whole, as a checkpointing scope around each would do it: what a layer made and saves
-    comes back with the recomputation, so parallel layers save a gathered input rather than the shard that they would gather again."""
+    """A trace of layers that are recomputed each as a whole, as a checkpointing scope around each would do
+    it: what a layer made and saves comes back with the recomputation, so parallel layers save a gathered
+        input rather than the shard that they would gather again."""
 
     def gives_up(self, tensor: Tensor) -> bool:
         """Whether the recomputation of a layer brings the tensor back."""
@@ -77,7 +80,10 @@ def pretended_group(size: int) -> Iterator[Any]:
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if dist.is_initialized():
-        raise EstimateError("simulate --tp above 1 sets up its own pretended ranks: call it where torch.distributed is not initialized")
+        raise EstimateError(
+            "simulate --tp above 1 sets up its own pretended ranks: call it where torch.distributed is not "
+            "initialized"
+        )
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
     try:
         yield dist.group.WORLD
@@ -101,8 +107,12 @@ def precision(config: Config) -> Any:
     return torch.autocast("cpu", torch.bfloat16) if config.dtype == "autocast" else nullcontext()
 
 
-def run_forward(piece: nn.Module, config: Config, source: Tensor, targets: Tensor | None) -> tuple[Any, Tensor | None]:
-    """A chunk's forward: what backward begins from (an edge of autograd's graph, so that the output itself can be freed), and the output."""
+def run_forward(
+    piece: nn.Module, config: Config, source: Tensor, targets: Tensor | None
+) -> tuple[Any, Tensor | None]:
+    """A chunk's forward: what backward begins from (an edge of autograd's graph, so that the output itself
+    can be freed), and the output.
+    """
     with precision(config):
         out = piece(source, targets)
     return torch.autograd.graph.get_gradient_edge(out), out
@@ -133,7 +143,8 @@ def trace_chunk(
         with_gradients: the parameters have gradients from a micro-batch before.
         group: the (pretended) tensor-parallel ranks.
         device: gives operations their seconds, by a roofline; without it they take none.
-        scratch: run each operation once on this machine and count what it allocates meanwhile; what is known already, extended in place.
+        scratch: run each operation once on this machine and count what it allocates meanwhile; what is known
+            already, extended in place.
         whole_layers: every layer is to be recomputed as a whole.
         build: makes the chunk; the project's own models where ``None``.
     """
@@ -157,13 +168,19 @@ def trace_chunk(
             raise
         except Exception as error:
             tracer.closed = True
-            raise TraceError(f"this configuration cannot be traced ({type(error).__name__}: {error})") from error
+            raise TraceError(
+                f"this configuration cannot be traced ({type(error).__name__}: {error})"
+            ) from error
         tracer.closed = True
         kinds = {"parameter": 0, "buffer": 0, "gradient": 0}
         for kind, tensors in (("parameter", piece.parameters()), ("buffer", piece.buffers())):
-            kinds[kind] = sum({private.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values())
+            kinds[kind] = sum(
+                {private.storage_key(t): t.untyped_storage().nbytes() for t in tensors}.values()
+            )
         if with_gradients:
-            kinds["gradient"] = sum(p.grad.untyped_storage().nbytes() for p in piece.parameters() if p.grad is not None)
+            kinds["gradient"] = sum(
+                p.grad.untyped_storage().nbytes() for p in piece.parameters() if p.grad is not None
+            )
         graph = with_collectives(tracer.graph(device="cpu"))
     if device is not None:
         graph = _with_roofline(graph, tracer, device)
@@ -172,8 +189,12 @@ def trace_chunk(
     return Traced(graph, split, kinds["parameter"], kinds["buffer"], kinds["gradient"])
 
 
-def _one_micro_batch(piece: nn.Module, config: Config, tracer: Tracer, tokens: Tensor | None, targets: Tensor | None) -> int:
-    """Forward and backward with the buffers that are received and sent; returns the number of the forward's events."""
+def _one_micro_batch(
+    piece: nn.Module, config: Config, tracer: Tracer, tokens: Tensor | None, targets: Tensor | None
+) -> int:
+    """Forward and backward with the buffers that are received and sent; returns the number of the forward's
+    events.
+    """
     wide = DTYPES[config.dtype]
     source = tokens if tokens is not None else torch.zeros(hidden_shape(config), dtype=wide).requires_grad_()
     edge, out = run_forward(piece, config, source, targets)
@@ -196,12 +217,16 @@ def _with_roofline(graph: StepGraph, tracer: Tracer, device: Device) -> StepGrap
     seconds: dict[Signature, float] = {}
     for signature, spec in tracer.specs.items():
         seconds[signature] = roof.seconds(flops(spec), spec.input_bytes() + spec.output_bytes)
-    operations = tuple(replace(op, seconds=seconds[signature]) for op, signature in zip(graph.operations, tracer.signatures, strict=True))
+    operations = tuple(
+        replace(op, seconds=seconds[signature])
+        for op, signature in zip(graph.operations, tracer.signatures, strict=True)
+    )
     return replace(graph, operations=operations, plain_seconds=sum(op.seconds for op in operations))
 
 
 def _with_scratch(graph: StepGraph, tracer: Tracer, known: dict[Signature, OpCost]) -> StepGraph:
-    """The graph with what operations allocate beyond their outputs while they run here, and collectives over Gloo.
+    """The graph with what operations allocate beyond their outputs while they run here, and collectives over
+    Gloo.
 
     Raises:
         EstimateError: some cannot be run here.
@@ -209,17 +234,25 @@ def _with_scratch(graph: StepGraph, tracer: Tracer, known: dict[Signature, OpCos
     here = Roofline(1e11, 1e10, CALL_SECONDS)  # orders them only
     todo = {key: spec for key, spec in tracer.specs.items() if key not in known and runnable(spec.func)}
     while todo:
-        costs = measure_costs(todo, time_budget=SCRATCH_SECONDS, memory_limit_bytes=SCRATCH_BYTES, roofline=here)
+        costs = measure_costs(
+            todo, time_budget=SCRATCH_SECONDS, memory_limit_bytes=SCRATCH_BYTES, roofline=here
+        )
         found = {key: cost for key, cost in costs.items() if cost.source == "measured"}
         if not found:
             raise EstimateError(
-                f"simulate --scratch runs every operation once on this machine, and {len(todo)} of {len(tracer.specs)} cannot be run "
-                f"({next(iter(todo.values())).func} is one; {SCRATCH_BYTES >> 30} GiB are allowed): leave it out, or give a smaller shape"
+                f"simulate --scratch runs every operation once on this machine, and {len(todo)} of "
+                f"{len(tracer.specs)} cannot be run ({next(iter(todo.values())).func} is one; "
+                f"{SCRATCH_BYTES >> 30} GiB are allowed): leave it out, or give a smaller shape"
             )
         known.update(found)
         todo = {key: spec for key, spec in todo.items() if key not in found}
     operations = tuple(
-        replace(op, scratch_bytes=known[signature].scratch_bytes if signature in known else staging_bytes(tracer.specs[signature]))
+        replace(
+            op,
+            scratch_bytes=known[signature].scratch_bytes
+            if signature in known
+            else staging_bytes(tracer.specs[signature]),
+        )
         for op, signature in zip(graph.operations, tracer.signatures, strict=True)
     )
     return replace(graph, operations=operations)

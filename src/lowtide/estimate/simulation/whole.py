@@ -1,4 +1,6 @@
-"""Hugging Face models as transformers builds them, in the shape that a trace wants: tokens and targets in, the loss out."""
+"""Hugging Face models as transformers builds them, in the shape that a trace wants: tokens and targets in,
+the loss out.
+"""
 
 from __future__ import annotations
 
