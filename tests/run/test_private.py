@@ -246,7 +246,7 @@ def test_skipped_by_dynamo_breaks_the_graph() -> None:
 def test_keep_dynamo_out() -> None:
     from torch._dynamo import trace_rules
 
-    from lowtide.run.tape import digest
+    from lowtide.run.digest import digest
 
     private.keep_dynamo_out()
     before = len(trace_rules.SKIP_DIRS)

@@ -28,17 +28,11 @@ from lowtide.ops import (
     tensors_of,
     written_tensors,
 )
+from lowtide.run.digest import digest, reach
 from lowtide.run.direct import Asks, Director, PlanDirector
 from lowtide.run.drawn import drawn
 from lowtide.run.handles import Evicted, Kept, Wrapped, unpack
-from lowtide.run.tape import (
-    LiveValue,
-    Node,
-    Ref,
-    digest,
-    flat_results,
-    reach,
-)
+from lowtide.run.tape import LiveValue, Node, Ref, flat_results
 from lowtide.run.verify import copied, why_not_reproduced
 from lowtide.run.watch import StepWatch
 
