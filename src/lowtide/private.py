@@ -65,7 +65,9 @@ def storage_key(tensor: torch.Tensor) -> int:
 
 
 def in_torch_checkpoint() -> bool:
-    """Whether what autograd saves here goes to ``torch.utils.checkpoint`` (the kind that is not reentrant)."""
+    """Whether what autograd saves here goes to ``torch.utils.checkpoint``, of the kind that is not
+    reentrant.
+    """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 

@@ -105,11 +105,7 @@ def test_arguments_results_and_gradients_off() -> None:
         ({"determinism_check": "shapes"}, "use 'default' or 'none'"),
         ({"context_fn": lambda: (1, 2)}, "Drop context_fn"),
         (
-            {
-                "context_fn": functools.partial(
-                    create_selective_checkpoint_contexts, [aten.gelu], True
-                )
-            },
+            {"context_fn": functools.partial(create_selective_checkpoint_contexts, [aten.gelu], True)},
             "Drop context_fn",
         ),
     ],
