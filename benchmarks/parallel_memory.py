@@ -100,7 +100,7 @@ def build(sequence_parallel: bool, recompute: str) -> GPT:
 
 def _scoped(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*args: Any) -> Any:
-        with lowtide.checkpointing(check=False):
+        with lowtide.checkpointing(verify="never"):
             return function(*args)
 
     return call

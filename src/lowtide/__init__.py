@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from lowtide.plan.plan import Chain, Compress, Keep, Offload, Plan, Recompute, Shard
     from lowtide.run.apply import apply
     from lowtide.run.limit import Handle, handle_of, limit_memory
-    from lowtide.run.scope import checkpointing
+    from lowtide.run.scope import checkpoint, checkpointing
     from lowtide.run.step import trace
     from lowtide.run.told import LowtideWarning
     from lowtide.store.measure import measure_links
@@ -46,6 +46,7 @@ _HOMES = {
     "StepGraph": "lowtide.graph",
     "apply": "lowtide.run.apply",
     "handle_of": "lowtide.run.limit",
+    "checkpoint": "lowtide.run.scope",
     "checkpointing": "lowtide.run.scope",
     "layout": "lowtide.plan.layout",
     "limit_memory": "lowtide.run.limit",
@@ -73,6 +74,7 @@ __all__ = [
     "Stores",
     "TraceError",
     "apply",
+    "checkpoint",
     "checkpointing",
     "handle_of",
     "layout",

@@ -176,6 +176,13 @@ def train(
         str | None,
         typer.Option(help="Of the pipeline: 1f1b, gpipe, interleaved, zero-bubble, zbv. [default: 1f1b]"),
     ] = None,
+    silent_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="How long a process may say nothing before the others end the run; 0 is for ever. "
+            "[default: 30, longer in a debugger]"
+        ),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
     plot: Annotated[
         Path | None,
@@ -228,6 +235,7 @@ def train(
         shard_parameters=shard_parameters,
         pp=pp,
         schedule=schedule,
+        silent_seconds=silent_seconds,
         json=json_file,
         plot=plot,
     )
@@ -265,6 +273,13 @@ def plan(
     dropout: Dropout = None,
     unfused_attention: Unfused = False,
     loss_chunks: LossChunks = None,
+    silent_seconds: Annotated[
+        float | None,
+        typer.Option(
+            help="How long a process may say nothing before the others end the run; 0 is for ever. "
+            "[default: 30, longer in a debugger]"
+        ),
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Save the plan to this file.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:

@@ -15,6 +15,7 @@ included keys, objects in its thread state.
 from __future__ import annotations
 
 import functools
+import sys
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -204,38 +205,66 @@ def _overload(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
-@functools.cache
-def _registered() -> tuple[dict[str, Any], set[str]]:
-    """The libraries that hold our kernels, and the overloads that have been looked at. They stay for the life
-    of the process.
+class _Registered:
+    """What stands at the key, for the life of the process.
+
+    Attributes:
+        libraries: hold our kernels, by namespace.
+        known: overloads that have been looked at.
+        definitions: as of `_definitions` when they were.
     """
-    other = torch._C._dispatch_library("IMPL", "_", "", __file__, 1)
-    other.fallback(_KEY, torch.library.fallthrough_kernel, False)
-    return {"_": other}, set()
+
+    def __init__(self) -> None:
+        other = torch._C._dispatch_library("IMPL", "_", "", __file__, 1)
+        other.fallback(_KEY, torch.library.fallthrough_kernel, False)
+        self.libraries: dict[str, Any] = {"_": other}
+        self.known: set[str] = set()
+        self.definitions: tuple[Any, ...] = ()
+
+
+@functools.cache
+def _registered() -> _Registered:
+    return _Registered()
+
+
+def _definitions() -> tuple[Any, ...]:
+    """What changes where operations may have been added: to list them all takes milliseconds. Python defines
+    them in `torch.library`, C++ in libraries that come with a module or by name.
+    """
+    higher_order = len(torch._ops._higher_order_ops)
+    return len(sys.modules), len(torch.ops.loaded_libraries), higher_order, set(torch.library._defs)
 
 
 def _register() -> None:
     """Put a kernel of ours at the key, for every overload that there is by now and that is neither a view nor
     made of others.
     """
-    libraries, known = _registered()
+    registered, definitions = _registered(), _definitions()
+    if registered.definitions == definitions:
+        return
+    registered.definitions, libraries = definitions, registered.libraries
     for higher_order in torch._ops._higher_order_ops.values():
         higher_order.non_fallthrough_keys = higher_order.non_fallthrough_keys.remove(_KEY)
-    new = set(torch._C._dispatch_get_all_op_names()) - known
+    new = set(torch._C._dispatch_get_all_op_names()) - registered.known
     if not new:
         return
-    known |= new
+    registered.known |= new
     views = _views()
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
     for name in sorted(new):
         namespace, _, rest = name.partition("::")
-        if name in views or (
-            has(name, "CompositeImplicitAutograd") and not any(has(name, device) for device in _DEVICES)
-        ):
+        if name in views or is_made_of_others(name):
             continue
         if namespace not in libraries:
             libraries[namespace] = torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
         libraries[namespace].impl(rest, _KEY, _Kernel(name), True)
+
+
+def is_made_of_others(name: str) -> bool:
+    """Whether an overload (``aten::linear``) has no kernel of its own anywhere: only the operations that it
+    calls are seen.
+    """
+    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    return has(name, "CompositeImplicitAutograd") and not any(has(name, device) for device in _DEVICES)
 
 
 def _views() -> set[str]:

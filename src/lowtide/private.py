@@ -64,6 +64,14 @@ def storage_key(tensor: torch.Tensor) -> int:
     return torch._C._storage_address(tensor)  # type: ignore[attr-defined]
 
 
+def in_torch_checkpoint() -> bool:
+    """Whether what autograd saves here goes to ``torch.utils.checkpoint``, of the kind that is not
+    reentrant.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
 def versioned_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same storage that shares the version counter and has no autograd history; works below
     autograd, too.

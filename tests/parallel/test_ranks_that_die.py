@@ -24,6 +24,7 @@ from ranks import needs_gloo
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.pipelining import PipelineStage
 
+from lowtide import processes
 from lowtide.errors import LowtideError
 from lowtide.parallel import linear
 from lowtide.train import alive, checkpoint
@@ -370,3 +371,70 @@ def test_torchrun_with_a_rank_that_dies(text: Path, tmp_path: Path) -> None:
     done = torchrun(tmp_path, text, DIE="1")
     assert done.returncode != 0 and time.monotonic() - began < MINUTE
     assert "rank 1 (process" in done.stderr and "died during step 2" in done.stderr, done.stderr[-3000:]
+
+
+class Store:
+    """What two ranks of one process meet under."""
+
+    def __init__(self, items: dict[str, str] | None = None) -> None:
+        self.items = {} if items is None else items
+
+    def clone(self) -> Store:
+        return Store(self.items)
+
+    def set(self, key: str, value: str) -> None:
+        self.items[key] = value
+
+    def get(self, key: str) -> str:
+        return self.items[key]
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self.items for key in keys)
+
+
+@pytest.mark.parametrize(
+    ("debugged", "seconds", "ends"),
+    [(False, 0.5, True), (True, 0.5, False), (False, 0.0, False)],
+    ids=["silent", "in a debugger", "for ever"],
+)
+def test_a_silent_rank_is_waited_for_in_a_debugger(
+    monkeypatch: pytest.MonkeyPatch, capfd: Any, debugged: bool, seconds: float, ends: bool
+) -> None:
+    store, ended = Store(), threading.Event()
+    monkeypatch.setattr(alive, "BEAT_SECONDS", 0.05)
+    monkeypatch.setattr(alive, "GRACE_SECONDS", 0.05)
+    about = {"beat": 1, "pid": os.getpid(), "machine": "elsewhere", "host": "node7", "doing": "step 3"}
+    store.set("lowtide/alive/0/1", json.dumps({**about, "debugged": debugged}))
+    here = alive.Alive(store, 0, 2, end=lambda message: ended.set(), silent_seconds=seconds)
+    try:
+        assert ended.wait(2.0) is ends
+    finally:
+        here.close()
+    waited = f"rank 1 (process {os.getpid()} on node7) is in a debugger: waiting for it"
+    assert capfd.readouterr().err.count(waited) == int(debugged)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="asks /proc")
+def test_a_debugger_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is loaded into this process, and one that traces another."""
+    assert not processes.debugged()
+    with monkeypatch.context() as patch:
+        patch.setitem(sys.modules, "pydevd", sys)
+        assert processes.debugged() and not processes.debugged(os.getppid())
+    traced = subprocess.Popen(
+        [sys.executable, "-c", TRACED], stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    try:
+        assert traced.stdout is not None and traced.stdout.readline() == "ready\n"
+        assert processes.debugged(traced.pid)
+    finally:
+        traced.kill()
+        traced.communicate()
+
+
+TRACED = """
+import ctypes
+ctypes.CDLL(None).ptrace(0, 0, 0, 0)  # PTRACE_TRACEME: its parent traces it
+print("ready", flush=True)
+input()
+"""

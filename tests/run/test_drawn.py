@@ -47,7 +47,7 @@ def test_gradients_belong_to_the_numbers_of_the_forward_while_another_thread_dra
     with drawing_beside():
         for _ in range(300):
             x.grad = None
-            with lowtide.checkpointing(check=False):
+            with lowtide.checkpointing(verify="never"):
                 y = DRAWS[name](x * 2)
             y.sum().backward()
             assert x.grad is not None
@@ -74,7 +74,7 @@ def test_another_thread_gets_no_numbers_twice() -> None:
     x = torch.ones(3000, requires_grad=True)
     with drawing_beside() as found:
         for _ in range(300):
-            with lowtide.checkpointing(check=False):
+            with lowtide.checkpointing(verify="never"):
                 y = nn.functional.dropout(x * 2, 0.5)
             y.sum().backward()
     firsts = [tuple(numbers[:4].tolist()) for numbers in found]

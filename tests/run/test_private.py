@@ -246,7 +246,7 @@ def test_skipped_by_dynamo_breaks_the_graph() -> None:
 def test_keep_dynamo_out() -> None:
     from torch._dynamo import trace_rules
 
-    from lowtide.run.tape import digest
+    from lowtide.run.digest import digest
 
     private.keep_dynamo_out()
     before = len(trace_rules.SKIP_DIRS)
@@ -464,6 +464,27 @@ def test_without_modes_nothing_is_seen() -> None:
         assert Counting.calls == 0
         torch.ones(2) + 1
         assert Counting.calls == 2
+
+
+def test_in_torch_checkpoint() -> None:
+    """And the name of the node that the other kind leaves, which `StepTracer` goes by."""
+    from torch.utils.checkpoint import checkpoint
+
+    from lowtide.trace import eager
+
+    found: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found.append(private.in_torch_checkpoint())
+        return x.exp()
+
+    x = torch.randn(3, requires_grad=True)
+    function(x)
+    checkpoint(function, x, use_reentrant=False)
+    with torch.autograd.graph.save_on_cpu():
+        function(x)
+    assert found == [False, True, False]
+    assert checkpoint(function, x, use_reentrant=True).grad_fn.name() == eager._REENTRANT
 
 
 def test_every_function_is_tested_here() -> None:

@@ -262,14 +262,63 @@ class Counter:
         return 1
 
 
-def test_scope_digest_finds_a_nondeterministic_operation() -> None:
+@pytest.mark.parametrize("verify", ["first", "always"])
+def test_a_scope_keeps_a_nondeterministic_operation(same: Any, verify: Any) -> None:
+    """It is found when the scope first runs, named once, and kept from then on without another second run."""
     global CALLS
-    CALLS = itertools.count()
+    model, grads = Behind(lambda h: noise(h.detach())), []
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            CALLS = itertools.count(5)
+            model.zero_grad()
+            with lowtide.checkpointing(verify=verify):
+                loss = model(batch())
+            ran = next(CALLS) - 5
+            loss.backward()
+            grads.append((ran, [p.grad.clone() for p in model.parameters()]))
+    twin = Behind(lambda h: h.detach() * 6)
+    twin.load_state_dict(model.state_dict())
+    twin(batch()).backward()
+    for ran, found in grads:
+        assert all(map(same, (p.grad for p in twin.parameters()), found)), ran
+    assert [ran for ran, _ in grads] == [2, 1, 1]
+    assert sum("lowtide_tests.noise" in str(w.message) for w in caught) == 1
+
+
+def test_a_scope_finds_what_turns_nondeterministic_later() -> None:
+    """Each replay of ``always`` is compared; ``first`` compares no more, and says so."""
+    global CALLS
     model = Behind(lambda h: noise(h.detach()))
-    with lowtide.checkpointing():
-        loss = model(batch())
-    with pytest.raises(ReplayError):
-        loss.backward()
+    for verify, raises in (("first", False), ("always", True)):
+        for turn in range(2):
+            CALLS = itertools.repeat(1)
+            with lowtide.checkpointing(verify=verify):
+                loss = model(batch())
+            CALLS = itertools.repeat(2) if turn else CALLS
+            if turn and raises:
+                with pytest.raises(ReplayError, match="other bytes in its replay"):
+                    loss.backward()
+            else:
+                loss.backward()
+
+
+def test_what_did_not_reproduce_in_backward_is_verified_again() -> None:
+    global CALLS
+    model = Behind(lambda h: noise(h.detach()))
+    for raises in (True, True, False, False):
+        CALLS = counter = Counter()
+        with lowtide.checkpointing():
+            loss = model(batch())
+        ran = counter.count
+        CALLS = itertools.repeat(2 if raises else 1)
+        if raises:
+            with pytest.raises(ReplayError, match="other bytes in its replay"):
+                loss.backward()
+        else:
+            loss.backward()
+        verified = ran == 2
+    assert not verified  # the third run reproduced, and the fourth was trusted
 
 
 def test_apply_verifies_its_first_step(same: Any, everything: Any) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import warnings
 from typing import Any
 from unittest.mock import patch
 
@@ -102,3 +103,35 @@ def test_the_smallest_budget_beside_an_optimizer_will_do() -> None:
             model(batch()).backward()
             optimizer.step()
             assert handle.plan is not None and handle.plan.predicted_peak_bytes <= given[0]
+
+
+class AsksNumPy(torch.optim.SGD):
+    """Its step looks at numbers, which fake tensors do not have."""
+
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                state = self.state[p]
+                state.setdefault("sum", torch.zeros_like(p)).add_(p.grad)
+                p.data.sub_(float(state["sum"].numpy().max()))
+
+
+def test_an_optimizer_that_does_not_run_on_fake_tensors_is_told_of() -> None:
+    """Without state there is no number to count; with it the state counts, and what does not is said once."""
+    model = small()
+    optimizer = AsksNumPy(model.parameters(), 0.1)
+    with pytest.raises(lowtide.PlanError, match="AsksNumPy cannot be worked out before its first step"):
+        optimizer_need(optimizer)
+    model(batch()).backward()
+    optimizer.step()
+    need = optimizer_need(optimizer)
+    assert need.state_bytes == state_bytes(optimizer) and need.step_bytes == 0 and need.unknown
+    lowtide.limit_memory(model, policy="full", budget=10**9, optimizer=optimizer)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for rows in (100, 200):
+            model.zero_grad()
+            model(batch(rows)).backward()
+            optimizer.step()
+    said = [str(one.message) for one in caught if "a step of AsksNumPy allocates" in str(one.message)]
+    assert len(said) == 1 and "numpy" in said[0] and "lowtide.measure(optimizer.step)" in said[0]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol, runtime_checkable
+from typing import Any, ClassVar, Protocol
 
 from lowtide.ops import OpInfo
 from lowtide.plan.decisions import Compress, Shard, stages
@@ -12,7 +12,13 @@ _LOOK_AHEAD = 400
 
 
 class Director(Protocol):
-    """Decides, operation by operation, what the recorder does."""
+    """Decides, operation by operation, what the recorder does.
+
+    Attributes:
+        asks: whether it has to be told of every operation before it runs, by `ScopeDirector.evicts`.
+    """
+
+    asks: ClassVar[bool]
 
     def passes(self, info: OpInfo) -> bool:
         """Whether the next operation, if it is ``info``, certainly is not recorded, so that it may pass with
@@ -37,19 +43,24 @@ class Director(Protocol):
         ...
 
 
-@runtime_checkable
-class Asks(Protocol):
-    """A director that looks at every operation once."""
+class ScopeDirector(Director, Protocol):
+    """Decides inside a checkpointing scope, which knows no graph."""
 
-    def arrives(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """The next operation with its arguments: whether its results are evicted."""
+    def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """The next operation, which is about to run: whether its results are evicted. To be called once for
+        each.
+        """
         ...
 
 
 class RegionDirector:
-    """Records everything and gives everything up: the rule inside a checkpointing scope, which knows no
-    graph.
-    """
+    """Records everything and evicts everything."""
+
+    asks: ClassVar[bool] = False
+
+    def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Always."""
+        return True
 
     def passes(self, info: OpInfo) -> bool:
         """Never."""
@@ -69,6 +80,12 @@ class RegionDirector:
 
 class IdleDirector:
     """Records nothing, so everything stays."""
+
+    asks: ClassVar[bool] = False
+
+    def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Never."""
+        return False
 
     def passes(self, info: OpInfo) -> bool:
         """Always."""
@@ -98,6 +115,8 @@ class PlanDirector:
         departed: how many operations the plan did not know.
         missed: how many of the plan's operations the step did not have, or had otherwise.
     """
+
+    asks: ClassVar[bool] = False
 
     def __init__(self, plan: Plan) -> None:
         self._program = plan.program

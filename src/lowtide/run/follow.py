@@ -13,7 +13,7 @@ import torch
 
 from lowtide import private
 from lowtide.ops import draws, has_plain_storage, hidden_statistics, op_info, written_tensors
-from lowtide.run.direct import Director, PlanDirector
+from lowtide.run.direct import Director, PlanDirector, ScopeDirector
 from lowtide.run.drawn import drawn
 from lowtide.run.record import Recorder, Unrecordable
 from lowtide.run.rehearse import ASK, PASS, WRITE, Listener, Recipe, Script, tensors_around
@@ -48,7 +48,7 @@ class Follower(Recorder):
         self._following = script is not None
 
     @contextmanager
-    def region(self, director: Director) -> Iterator[None]:
+    def region(self, director: ScopeDirector) -> Iterator[None]:
         """A scope inside what this recorder records looks for the recorder, so no script may leave it."""
         if self.listener is not None and isinstance(self.director, PlanDirector):
             self.listener.stay = True

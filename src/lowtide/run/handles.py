@@ -11,7 +11,8 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
-from lowtide.run.tape import Ref, bring_back, digest
+from lowtide.run.digest import digest
+from lowtide.run.tape import Ref, bring_back
 from lowtide.run.watch import StepWatch
 
 if TYPE_CHECKING:
@@ -58,7 +59,7 @@ class Evicted:
         self,
         ref: Ref,
         tensor: torch.Tensor,
-        checked: tuple[int, int] | None,
+        checked: int | None,
         watch: StepWatch | None = None,
         mover: Mover | None = None,
     ) -> None:

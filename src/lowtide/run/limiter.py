@@ -40,7 +40,7 @@ from lowtide.run.record import Recorder, Verify
 from lowtide.run.refuse import refuse_sharded
 from lowtide.run.rehearse import Listener
 from lowtide.run.timed import TimedRecorder
-from lowtide.run.told import warn
+from lowtide.run.told import own_checkpointing, warn
 from lowtide.run.untouched import apart, untouched
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
@@ -343,7 +343,7 @@ class Limiter:
             kind.unseen_backward = True
             return
         with self.lock:
-            self._keep(look.kept)
+            self._tell_of(look)
             peak = look.peak_bytes
             graph, before = look.graph(self.model), kind.graph
             longest = before is None or len(graph.operations) > len(before.operations)
@@ -398,7 +398,7 @@ class Limiter:
         with self.lock:
             kind.looks += 1
             kind.varies = kind.varies or look.tracer.asks
-            self._keep(look.kept)
+            self._tell_of(look)
             self._plan(kind, graph)
             self.latest = kind
         return kind
@@ -407,14 +407,16 @@ class Limiter:
         with nullcontext() if kind.key.gradients else later_steps_told(self.model):
             self.planner.plan(kind, graph)
 
-    def _keep(self, kept: dict[str, str]) -> None:
+    def _tell_of(self, look: Look) -> None:
         """Operations were found that do not reproduce: say so once, and keep what they write in every plan
-        from now on.
+        from now on. Say once, too, that the model checkpoints by itself.
         """
-        for name, reason in kept.items():
+        for name, reason in look.kept.items():
             if name not in self.planner.kept:
                 warn(f"lowtide keeps the results of {name}: {reason}")
-        self.planner.kept.update(kept)
+        self.planner.kept.update(look.kept)
+        if look.tracer.checkpoints:
+            self._tell("checkpoints", own_checkpointing(self.model))
 
     # ---- under a plan ----------------------------------------------------------------------------
 

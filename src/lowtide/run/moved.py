@@ -17,7 +17,8 @@ from lowtide import private
 from lowtide.interception import unseen
 from lowtide.plan.plan import Compress, Move, Plan, Shard, stages
 from lowtide.plan.traffic import ahead_bytes
-from lowtide.run.tape import LiveValue, digest
+from lowtide.run.digest import digest
+from lowtide.run.tape import LiveValue
 from lowtide.store.codec import CodecError
 from lowtide.store.slab import Place
 from lowtide.store.stores import Stores

@@ -28,17 +28,11 @@ from lowtide.ops import (
     tensors_of,
     written_tensors,
 )
-from lowtide.run.direct import Asks, Director, PlanDirector
+from lowtide.run.digest import digest, reach
+from lowtide.run.direct import Director, PlanDirector, ScopeDirector
 from lowtide.run.drawn import drawn
 from lowtide.run.handles import Evicted, Kept, Wrapped, unpack
-from lowtide.run.tape import (
-    LiveValue,
-    Node,
-    Ref,
-    digest,
-    flat_results,
-    reach,
-)
+from lowtide.run.tape import LiveValue, Node, Ref, flat_results
 from lowtide.run.verify import copied, why_not_reproduced
 from lowtide.run.watch import StepWatch
 
@@ -121,7 +115,7 @@ class Recorder(Interceptor):
         self._held.clear()
 
     @contextmanager
-    def region(self, director: Director) -> Iterator[None]:
+    def region(self, director: ScopeDirector) -> Iterator[None]:
         """A scope inside what this recorder records.
 
         A plan has its own decisions for the scope's operations, made when the step was traced; a scope's own
@@ -162,8 +156,8 @@ class Recorder(Interceptor):
         info = op_info(func)
         if info.is_view or info.waits or private.in_backward():
             return self._call(func, args, kwargs)
-        if isinstance(self.director, Asks):
-            self.director.arrives(info, args, kwargs)
+        if self.director.asks:
+            self.director.evicts(func, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
         if not info.written and not info.uninitialized and self.director.passes(info):
             return self._passing(func, info, args, kwargs)
         return self._operation(func, info, args, kwargs)

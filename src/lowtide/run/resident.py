@@ -10,6 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide.errors import PlanError
+from lowtide.run.told import warn
 from lowtide.trace.fake import Faker
 from lowtide.trace.fake_tracer import Tracer
 
@@ -22,19 +23,24 @@ class OptimizerNeed:
         state_bytes: its state, present or still to come.
         step_bytes: the most that one ``step()`` allocates beyond its state.
         missing_gradient_bytes: gradients that its trainable parameters do not have yet.
+        unknown: why ``step_bytes`` could not be worked out (they are 0 then), or nothing.
     """
 
     state_bytes: int
     step_bytes: int
     missing_gradient_bytes: int
+    unknown: str = ""
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
     """Run one step of a twin of ``optimizer`` on fake tensors and watch what it allocates. Of sharded
     parameters (FSDP2) this process's share counts.
 
+    Optimizers whose step cannot run on fake tensors (it asks NumPy, say) are known by the state that they
+    have; what their step allocates is not known then, and the caller has to say so.
+
     Raises:
-        PlanError: this optimizer cannot be run so.
+        PlanError: this optimizer cannot be run so, and has no state yet.
     """
     faker = Faker()
     parameters = _parameters(optimizer)
@@ -67,9 +73,9 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
             stack.enter_context(_AnyNumber())
             peaks = [_step_peak(twin, type(optimizer)) for _ in range(2)]  # the first makes the state
             total = _bytes(item for state in twin.state.values() for item in state.values())
-    except Exception as error:
+    except Exception as error:  # an optimizer is anybody's code, and this one meets fake tensors
         if present:
-            return OptimizerNeed(present, 0, missing)
+            return OptimizerNeed(present, 0, missing, f"{type(error).__name__}: {error}")
         raise PlanError(
             f"the memory of {type(optimizer).__name__} cannot be worked out before its first step "
             f"({type(error).__name__}: {error}): run one step first, or leave optimizer= out and subtract "
@@ -88,14 +94,22 @@ class KnownNeed:
 
     def __init__(self) -> None:
         self._known: tuple[tuple[Any, ...], OptimizerNeed] | None = None
+        self._told = False
 
     def of(self, optimizer: torch.optim.Optimizer) -> OptimizerNeed:
-        """As `optimizer_need`."""
+        """As `optimizer_need`; says once what is not known."""
         if hasattr(optimizer, "device_state_bytes"):
             return optimizer_need(optimizer)
         rests_on = _rests_on(optimizer)
         if self._known is None or self._known[0] != rests_on:
             self._known = (rests_on, optimizer_need(optimizer))
+            if self._known[1].unknown and not self._told:
+                self._told = True
+                warn(
+                    f"what a step of {type(optimizer).__name__} allocates beside its state cannot be worked "
+                    f"out ({self._known[1].unknown}), so only the state counts against the budget: measure "
+                    "one with lowtide.measure(optimizer.step), and leave as much of the budget free"
+                )
         return replace(self._known[1], missing_gradient_bytes=_missing_bytes(optimizer))
 
 

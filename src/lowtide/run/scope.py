@@ -1,104 +1,26 @@
-"""`checkpointing`: inside any forward, keep only what enters the region."""
+"""Scopes: inside any forward, keep only what enters them. `checkpointing` is a block of code, `checkpoint` a
+call.
+"""
 
 from __future__ import annotations
 
-import inspect
-from collections.abc import Callable, Collection, Iterator
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import noop_context_fn
 
 from lowtide import private
 from lowtide.errors import PlanError
-from lowtide.run.direct import Director, IdleDirector, RegionDirector
-from lowtide.run.record import Recorder
-
-Rule = Callable[[str], bool] | Callable[[str, tuple[Any, ...], dict[str, Any]], bool]
-"""From an operation's qualified name (``aten.gelu.default``), and if it takes them its arguments, to whether
-its results are evicted.
-"""
-
-RegionPolicy = str | Rule | Collection[str] | None
+from lowtide.run.direct import RegionDirector, ScopeDirector
+from lowtide.run.record import Verify
+from lowtide.run.reproduced import ScopeRecorder
+from lowtide.run.rules import RegionPolicy, director_for, selective
 
 
-class RuleDirector(RegionDirector):
-    """Evicts what the operations that a rule names wrote, and keeps the rest. The rule is asked once for each
-    operation.
-
-    Args:
-        rule: see `Rule`.
-    """
-
-    def __init__(self, rule: Callable[..., bool]) -> None:
-        self._rule = rule
-        self._sees_arguments = _takes(rule) >= 3
-        self._answer = False
-
-    def arrives(self, info: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """The next operation: ask the rule, and say what it answers."""
-        self._answer = bool(
-            self._rule(info.name, args, kwargs) if self._sees_arguments else self._rule(info.name)
-        )
-        return self._answer
-
-    def wants(self, info: Any) -> bool:
-        """As the rule said."""
-        return self._answer
-
-    def decide(self, info: Any, writes: int) -> tuple[bool, tuple[bool, ...]]:
-        """As the rule said."""
-        return self._answer, ()
-
-
-def _takes(rule: Callable[..., object]) -> int:
-    """How many arguments a rule can be called with."""
-    try:
-        parameters = inspect.signature(rule).parameters.values()
-    except (TypeError, ValueError):
-        return 1
-    return sum(1 for p in parameters if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD))
-
-
-def _director(policy: RegionPolicy) -> Director:
-    if policy is None or policy == "full":
-        return RegionDirector()
-    if policy == "keep_all":
-        return IdleDirector()
-    if isinstance(policy, str):
-        raise PlanError(
-            f"checkpointing(policy={policy!r}): a scope has no step graph, so it takes 'full', 'keep_all', "
-            "or a function from an operation's name to whether its results are given up; give the other "
-            "policies to lowtide.limit_memory"
-        )
-    if isinstance(policy, Collection):
-        names = frozenset(policy)
-        unknown = sorted(name for name in names if not isinstance(name, str) or name.count(".") < 1)
-        if unknown:
-            raise PlanError(
-                f"checkpointing(policy={unknown}): a list names operations, as in ['aten.gelu.default', "
-                "'aten.mm.default']"
-            )
-        return RuleDirector(names.__contains__)
-    rule = getattr(policy, "gives_up", policy)
-    if not callable(rule) or _takes_graph(rule):
-        raise PlanError(
-            f"checkpointing(policy={policy!r}): this policy needs a step graph; give it to "
-            "lowtide.limit_memory"
-        )
-    return RuleDirector(rule)  # pyright: ignore
-
-
-def _takes_graph(rule: Callable[..., object]) -> bool:
-    """Whether a function is a policy, which is called with a step graph and a budget."""
-    try:
-        return "budget" in inspect.signature(rule).parameters
-    except (TypeError, ValueError):
-        return False
-
-
-@contextmanager
-def checkpointing(policy: RegionPolicy = None, *, check: bool = True) -> Iterator[None]:
+def checkpointing(policy: RegionPolicy = None, *, verify: Verify = "first") -> AbstractContextManager[None]:
     """Keep only what enters the block; recompute the rest when backward first needs it.
 
     Nothing of the model's Python runs twice: recorded operations are replayed below autograd, with their
@@ -108,13 +30,17 @@ def checkpointing(policy: RegionPolicy = None, *, check: bool = True) -> Iterato
 
     Args:
         policy: ``None`` or ``"full"`` evicts everything, ``"keep_all"`` nothing (to except a part of an outer
-            region). A list names the operations whose results are evicted, and a function decides by an
-            operation's name (or name, arguments and keyword arguments).
-        check: compare a digest of every replayed tensor with the original's.
+            region). A list of operations (``[torch.ops.aten.gelu]``, or their names) evicts their results. A
+            function is asked once for each operation, with its name, or with the operation, its arguments and
+            its keyword arguments, whether to evict its results.
+        verify: ``first`` runs every operation twice where the region runs for the first time, or other
+            operations or shapes than before, compares, and checks what is replayed by digests; what does not
+            reproduce is kept, and named in a warning. ``always`` does so every time, ``never`` trusts. Inside
+            another scope or a limited model that one's ``verify`` holds.
 
     Raises:
-        PlanError: a policy that needs a step graph, or a fake tensor mode that is active without a trace of
-            lowtide's.
+        PlanError: a policy that needs a step graph or names no operation that can be seen; a fake tensor mode
+            that is active without a trace of lowtide's.
         ReplayError: in backward, when an operation did not reproduce or a source was overwritten.
 
     Source: OneFlow's checkpointing pass, which keeps a scope's inputs and orders the replay behind its first
@@ -127,7 +53,83 @@ def checkpointing(policy: RegionPolicy = None, *, check: bool = True) -> Iterato
         ...     y = torch.nn.functional.gelu(layer(x))
         >>> y.sum().backward()
     """
-    director = _director(policy)
+    if verify not in ("first", "always", "never"):
+        raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+    return _scope(director_for(policy), verify, _place(sys._getframe(1)))
+
+
+def checkpoint(
+    function: Callable[..., Any],
+    *args: Any,
+    use_reentrant: bool | None = None,
+    preserve_rng_state: bool = True,
+    context_fn: Callable[..., Any] | None = None,
+    determinism_check: str = "default",
+    debug: bool = False,
+    early_stop: bool = True,
+    **kwargs: Any,
+) -> Any:
+    """Call ``function(*args, **kwargs)`` and keep only what enters it.
+
+    This is the call of `torch.utils.checkpoint.checkpoint`, done by a scope (see `checkpointing`). The
+    function's Python runs once. What runs again are the operations that backward needs, with the random
+    state of the forward.
+
+    Args:
+        function: what to call.
+        args, kwargs: what to call it with.
+        use_reentrant: ``None`` or ``False``.
+        preserve_rng_state: ``True``; random states are always those of the forward.
+        context_fn: ``None``, or a policy of selective checkpointing:
+            ``functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)``.
+        determinism_check: ``default`` compares bit by bit where the function runs for the first time, or with
+            other shapes than before; ``none`` trusts.
+        debug: ``False``; an operation that does not reproduce is named anyway.
+        early_stop: ``True``; what nobody needs is never replayed.
+
+    Returns:
+        What the function returns.
+
+    Raises:
+        PlanError: a value of these options that has no meaning here; the message says which to drop.
+        ReplayError: as of `checkpointing`.
+
+    Source: the call is that of `torch.utils.checkpoint.checkpoint`.
+
+    Example:
+        >>> import torch, lowtide
+        >>> layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
+        >>> lowtide.checkpoint(lambda h: torch.nn.functional.gelu(layer(h)), x).sum().backward()
+    """
+    dropped = [
+        (use_reentrant, "use_reentrant", "backward is never run inside backward: drop it, or give False"),
+        (not preserve_rng_state, "preserve_rng_state", "random states are always the forward's: drop it"),
+        (debug, "debug", "an operation that does not reproduce is named anyway: drop it"),
+        (not early_stop, "early_stop", "what nobody needs is never replayed: drop it"),
+    ]
+    for refused, name, why in dropped:
+        if refused:
+            raise PlanError(f"lowtide.checkpoint({name}={name in ('use_reentrant', 'debug')}): {why}")
+    if determinism_check not in ("default", "none"):
+        raise PlanError(
+            f"lowtide.checkpoint(determinism_check={determinism_check!r}): use 'default' or 'none', or "
+            "lowtide.checkpointing(verify='always')"
+        )
+    plain = context_fn is None or context_fn is noop_context_fn
+    director = RegionDirector() if plain else selective(context_fn)  # pyright: ignore
+    name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
+    place = hash((_place(sys._getframe(1)), *name))
+    with _scope(director, "first" if determinism_check == "default" else "never", place):
+        return function(*args, **kwargs)
+
+
+def _place(frame: Any) -> int:
+    """A number for the line of code that a frame is at."""
+    return hash((frame.f_code.co_filename, frame.f_code.co_qualname, frame.f_lineno))
+
+
+@contextmanager
+def _scope(director: ScopeDirector, verify: Verify, place: int) -> Iterator[None]:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         yield
         return
@@ -140,7 +142,7 @@ def checkpointing(policy: RegionPolicy = None, *, check: bool = True) -> Iterato
         raise PlanError(
             "checkpointing() cannot record on fake tensors: trace the step with lowtide.trace(..., fake=True)"
         )
-    with Recorder(director, check=check).recording():
+    with ScopeRecorder(director, verify, place).recording():
         yield
 
 

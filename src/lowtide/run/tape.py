@@ -15,7 +15,7 @@ import torch
 from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import unseen
-from lowtide.ops import covers_storage, op_info
+from lowtide.ops import op_info
 from lowtide.run.drawn import drawn_again
 
 if TYPE_CHECKING:
@@ -32,7 +32,7 @@ class LiveValue:
         cached: a replayed copy that somebody still waits for.
         readers: how many nodes and saved tensors have yet to read it.
         nbytes: size of its storage.
-        digest: what its bytes sum up to, where verification asks for it.
+        digest: of its bytes, where verification asks for it.
         extent: how many of its storage's bytes say something: the rest was never written.
         module: name of the module that wrote it, for messages.
     """
@@ -47,7 +47,7 @@ class LiveValue:
         self.version = 0
         self.cached: torch.Tensor | None = None
         self.readers = 0
-        self.digest: tuple[int, int] | None = None
+        self.digest: int | None = None
 
     @classmethod
     def stored(cls, tensor: torch.Tensor) -> LiveValue:
@@ -350,48 +350,3 @@ def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return func(*args, **kwargs)
-
-
-def reach(tensor: torch.Tensor) -> int:
-    """How many bytes of its storage the tensor reaches over, from the storage's start."""
-    if tensor.numel() == 0:
-        return 0
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    return (tensor.storage_offset() + last + 1) * tensor.element_size()  # pyright: ignore
-
-
-def _words(tensor: torch.Tensor, dtype: torch.dtype, extent: int) -> torch.Tensor:
-    """The first ``extent`` bytes of the tensor's storage as numbers of ``dtype``, without what is left over
-    at their end.
-    """
-    words = torch.empty(0, dtype=dtype, device=tensor.device)
-    return words.set_(tensor.untyped_storage(), 0, (extent // dtype.itemsize,), (1,))  # type: ignore[call-overload]
-
-
-def digest(tensor: torch.Tensor, extent: int) -> tuple[int, int]:
-    """Two sums over the first ``extent`` bytes of the tensor's storage; equal bytes give equal digests.
-    Nothing of their size is allocated.
-    """
-    words = _words(tensor, torch.int64, extent)
-    tail = _words(tensor, torch.uint8, extent)[words.numel() * 8 :]
-    return int(words.sum()) + int(tail.sum()), int(words[::3].sum())
-
-
-def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Whether two tensors of one shape are equal bit by bit, NaN included."""
-    if a.shape != b.shape or a.dtype != b.dtype:
-        return False
-    if a.numel() == 0:
-        return True
-    if a.is_neg() or b.is_neg():
-        a, b = a.resolve_neg(), b.resolve_neg()
-    if a.stride() == b.stride() and a.is_conj() == b.is_conj() and covers_storage(a) and covers_storage(b):
-        extent = a.untyped_storage().nbytes()
-        wide = torch.int64 if extent % 8 == 0 else torch.uint8
-        return torch.equal(_words(a, wide, extent), _words(b, wide, extent))
-    if a.is_complex():
-        a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
-    if a.dtype.is_floating_point:
-        kinds = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        a, b = a.contiguous().view(kinds[a.element_size()]), b.contiguous().view(kinds[b.element_size()])
-    return torch.equal(a, b)

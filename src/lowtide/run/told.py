@@ -18,16 +18,33 @@ class LowtideWarning(UserWarning):
 
 
 def warn(text: str) -> None:
-    """Warn whoever called: the warning points at the innermost code that is neither lowtide's nor
-    PyTorch's.
+    """Warn whoever called: the warning points at the innermost code that is neither lowtide's nor PyTorch's,
+    nor a context manager's.
     """
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "lowtide",
         "torch",
+        "contextlib",
     ):
         frame, level = frame.f_back, level + 1
     warnings.warn(text, LowtideWarning, stacklevel=level)
+
+
+def own_checkpointing(model: torch.nn.Module) -> str:
+    """What to say of a model that runs parts of itself under ``torch.utils.checkpoint``."""
+    names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # of Hugging Face models
+    has = [name for name in names if any(hasattr(module, name) for module in model.modules())]
+    way = (
+        f"call model.{' or model.'.join(f'{name}()' for name in has)}, and leave gradient_checkpointing=True "
+        "out of a Trainer's arguments"
+        if has
+        else "call the blocks without torch.utils.checkpoint.checkpoint"
+    )
+    return (
+        "this limited model checkpoints by itself (torch.utils.checkpoint): what it recomputes so, it "
+        f"recomputes within any budget. Turn it off, lowtide decides what is recomputed: {way}"
+    )
 
 
 def limit_line(model: torch.nn.Module, budget: str | int | None, kinds: int, latest: Plan | None) -> str:

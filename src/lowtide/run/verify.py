@@ -9,7 +9,8 @@ import torch
 
 from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage
-from lowtide.run.tape import Node, flat_results, run_again, same_bytes
+from lowtide.run.digest import same_bytes
+from lowtide.run.tape import Node, flat_results, run_again
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

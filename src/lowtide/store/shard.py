@@ -105,13 +105,13 @@ class Replicas:
             "step's gradients are not complete: start the ranks again, from the last checkpoint"
         )
 
-    def check(self, digest: tuple[int, int], what: str) -> None:
+    def check(self, digest: int, what: str) -> None:
         """Every rank holds the same bytes.
 
         Raises:
             PlanError: they differ.
         """
-        if any(other != [*digest] for other in self._everyone([*digest])):
+        if any(other != [digest] for other in self._everyone([digest])):
             raise PlanError(
                 f"{what} differs between the ranks of its group, so it cannot be kept in parts: it is "
                 "already sharded (along the sequence, for one, where sequence parallelism leaves 1/n of it "

@@ -39,6 +39,8 @@ OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
 HIDDEN = "it was made by code that the dispatcher does not see"
 """Why a value has to stay that a compiled submodule, say, returned."""
+_REENTRANT = "CheckpointFunctionBackward"
+"""Name of the autograd node of a reentrant ``torch.utils.checkpoint``."""
 _INNER = "it runs in a backward inside the step, which is not recorded"
 
 
@@ -55,6 +57,7 @@ class StepTracer(Interceptor):
         operations, storages, values, saved, events: as they will stand in the graph.
         unreleased: how many saved tensors autograd still holds.
         asks: whether the forward asked for values, which may change what it does from step to step.
+        checkpoints: whether a part of the forward is under ``torch.utils.checkpoint``.
         before_write: called with the tensors that an operation outside the planned region is about to
             overwrite.
     """
@@ -72,6 +75,7 @@ class StepTracer(Interceptor):
         self.closed = False
         self.unreleased = 0
         self.asks = False
+        self.checkpoints = False
         self.before_write: Callable[[list[torch.Tensor]], None] = lambda written: None
         self.opaque = 0  # compiled submodules that are being run
         self.clock = Clock(device)
@@ -265,14 +269,11 @@ class StepTracer(Interceptor):
                 and self.values[(value := self.value_of(tensor))]["producer"] is not None
             ):
                 self._updated.add(value)
-        scope = self._scopes[-1] if self._scopes else None
-        if scope is not None and hasattr(scope, "arrives"):
-            wanted = scope.arrives(info, args, kwargs)
-        else:
-            wanted = bool(scope.wants(info)) if scope is not None else None
+        wanted = self._scopes[-1].evicts(func, args, kwargs) if self._scopes else None
         if not self.in_region and (written or statistics_):
             self.before_write([*written, *statistics_])
         self._cost = cost = _cost_key(func, args, kwargs)
+        self.checkpoints = self.checkpoints or (self.in_region and private.in_torch_checkpoint())
         if private.in_backward() or not self.in_region:
             result = apart(func, args, kwargs, lambda call: self.measured(cost, call))
         else:
@@ -285,6 +286,7 @@ class StepTracer(Interceptor):
             return result
         index = len(self.operations)
         node = private.node_key() if private.in_backward() else None
+        self.checkpoints = self.checkpoints or (node is not None and node[0] == _REENTRANT)
         self._nodes.append(node)
         if (
             info.name == SUM

@@ -228,6 +228,7 @@ class Tracer(TorchDispatchMode):
             self.value_of(t) for t in statistics if isinstance(t, torch.Tensor) and has_plain_storage(t)
         ]
         self._updated.update(value for value in behind if self.values[value]["producer"] is not None)
+        wanted = self._scopes[-1][1].evicts(func, args, kwargs) if self._scopes else None
         signature, spec = signature_of(func, args, kwargs)
         result = self._on_fakes(func, info, inputs, args, kwargs)
         self._unknown.seen(inputs, written)
@@ -259,7 +260,7 @@ class Tracer(TorchDispatchMode):
                     self._uninitialized.add(new)
         reason = info.reason or self._unsafe(info, reads, inputs, outputs)
         self.signatures.append(signature)
-        self._evicts.append(self._asked(info, args, kwargs))
+        self._evicts.append(wanted)
         self.operations.append(
             {
                 "index": index,
@@ -375,15 +376,6 @@ class Tracer(TorchDispatchMode):
         if producer is None or not self._scopes:
             return None
         return self._evicts[producer] if producer >= self._scopes[-1][0] else None
-
-    def _asked(self, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool | None:
-        """Whether the innermost open scope evicts what an operation writes."""
-        if not self._scopes or self._scopes[-1][1] is None:
-            return None
-        director = self._scopes[-1][1]
-        return bool(
-            director.arrives(info, args, kwargs) if hasattr(director, "arrives") else director.wants(info)
-        )
 
     def gives_up(self, tensor: torch.Tensor) -> bool:
         """Whether the scope around this code brings the tensor back."""

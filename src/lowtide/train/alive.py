@@ -3,8 +3,10 @@
 A collective whose partner is gone either fails with a text about sockets or waits for its timeout. So every
 rank says once a second, in the store under which the ranks met, that it lives and what it is doing, and a
 thread listens to the others. A process on the same machine is missed as soon as it is gone; one elsewhere, or
-one that was stopped, after `SILENT_SECONDS`. The thread then gives the main thread `GRACE_SECONDS` to end
-with an error of its own, which most collectives raise by themselves, and ends the process otherwise.
+one that was stopped, after `SILENT_SECONDS` or those that ``--silent-seconds`` names. One in a debugger is
+waited for: it says so as it beats, or the system says so of a process on the same machine. The thread then
+gives the main thread `GRACE_SECONDS` to end with an error of its own, which most collectives raise by
+themselves, and ends the process otherwise.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.processes import lives, machine
+from lowtide.processes import debugged, lives, machine
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 30.0
@@ -41,7 +43,7 @@ class Alive:
         store: where the ranks met; a connection of its own is made to it.
         rank, size: of this process.
         end: what ends the process when the main thread does not; it gets the message.
-        silent_seconds: how long a rank may say nothing; ``None`` is `SILENT_SECONDS`.
+        silent_seconds: how long a rank may say nothing; ``None`` is `SILENT_SECONDS`, 0 for ever.
     """
 
     def __init__(
@@ -65,6 +67,7 @@ class Alive:
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._cause = ""
+        self._waited_for: set[int] = set()
         self._peers: dict[int, dict[str, Any]] = {}
         self._heard: dict[int, tuple[int, float]] = {}
         self._beat = 0
@@ -121,6 +124,7 @@ class Alive:
                 "machine": machine(),
                 "host": socket.gethostname(),
                 "doing": self._doing,
+                "debugged": debugged(),
             }
             about.update(self._last)
             self._store.set(f"{self._prefix}/{self._rank}", json.dumps(about))
@@ -173,8 +177,12 @@ class Alive:
             beat, since = self._heard.get(rank, (0, now))
             if about["beat"] != beat or about.get("done"):
                 self._heard[rank] = (about["beat"], now)
+                self._waited_for.discard(rank)
                 return ""
-        if now - since > self._silent_seconds:
+        if 0 < self._silent_seconds < now - since:
+            if about is not None and _in_debugger(about):
+                self._wait_for(rank, about)
+                return ""
             where = (
                 "has never been heard of"
                 if about is None
@@ -182,6 +190,17 @@ class Alive:
             )
             return f"rank {rank} {where} and has been silent for {now - since:.0f} seconds"
         return ""
+
+    def _wait_for(self, rank: int, about: dict[str, Any]) -> None:
+        """A silent rank is in a debugger: say so once."""
+        if rank not in self._waited_for:
+            self._waited_for.add(rank)
+            print(
+                f"lowtide: rank {rank} (process {about['pid']} on {about['host']}) is in a debugger: waiting "
+                "for it",
+                file=sys.stderr,
+                flush=True,
+            )
 
     def _read(self, rank: int) -> dict[str, Any] | None:
         key = f"{self._prefix}/{rank}"
@@ -229,6 +248,11 @@ def guarded(alive: Alive | None) -> Iterator[None]:
 def _gone(about: dict[str, Any]) -> bool:
     """Whether a rank's process is known to have ended."""
     return about["machine"] == machine() and not lives(about["pid"])
+
+
+def _in_debugger(about: dict[str, Any]) -> bool:
+    """Whether a rank said that it has a debugger, or has got one since on this machine."""
+    return bool(about.get("debugged")) or (about["machine"] == machine() and debugged(about["pid"]))
 
 
 def _error_of(rank: int, about: dict[str, Any]) -> str:

@@ -63,6 +63,8 @@ class TrainOptions:
         sequence_parallel: the ``tp`` processes share the sequence, too.
         shard_parameters: the ``dp`` processes share parameters, gradients and optimizer state, too (FSDP2).
         schedule: of the pipeline's micro-batches, one of `lowtide.parallel.pipeline.SCHEDULES`.
+        silent_seconds: how long a process may say nothing before the others end the run; 0 is for ever,
+            ``None`` half a minute. One in a debugger is waited for.
         json, plot: files for the results and for the picture of memory.
     """
 
@@ -99,12 +101,25 @@ class TrainOptions:
     sequence_parallel: bool = False
     shard_parameters: bool = False
     schedule: str | None = None
+    silent_seconds: float | None = None
     json: Path | None = None
     plot: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq", "grad_accum", "eval_batches", "tp", "dp", "pp"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
+        require(
+            self.silent_seconds is None or self.silent_seconds >= 0,
+            "silent-seconds",
+            self.silent_seconds,
+            "it cannot be negative; 0 waits for ever",
+        )
+        require(
+            self.silent_seconds is None or self.tp * self.dp * self.pp > 1,
+            "silent-seconds",
+            self.silent_seconds,
+            "one process waits for nobody: leave it out",
+        )
         for name in ("warmup", "weight_decay", "clip", "eval_every", "checkpoint_every", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "it cannot be negative")
         require(

@@ -15,7 +15,7 @@ from lowtide.train.options import OptionError
 RUNS = Path("runs")
 """Where ``make train`` puts its runs, each in a folder of its own."""
 
-_OWN = {"checkpoint_dir", "resume", "stop_after", "compare", "json", "plot"}
+_OWN = {"checkpoint_dir", "resume", "stop_after", "compare", "silent_seconds", "json", "plot"}
 _LAYOUT = {"tp", "dp", "pp", "sequence_parallel", "shard_parameters", "schedule"}
 """A checkpoint is loaded into any layout, so the command says which."""
 

@@ -157,7 +157,9 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
             be met, or the loss diverged.
     """
     with ranks_for(options) as ranks:
-        alive = Alive(ranks.store, ranks.rank, ranks.size) if ranks.store is not None else None
+        silent = options.silent_seconds
+        store = ranks.store
+        alive = Alive(store, ranks.rank, ranks.size, silent_seconds=silent) if store is not None else None
         with guarded(alive):
             return _train(
                 options, ranks, progress if progress is not None and ranks.rank == 0 else Silent(), alive

@@ -1,0 +1,216 @@
+"""Rules of a scope: which operations' results are evicted, said without a step graph."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Collection
+from typing import Any, ClassVar
+
+import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
+
+from lowtide import private
+from lowtide.errors import PlanError
+from lowtide.interception import is_made_of_others
+from lowtide.ops import op_info
+from lowtide.run.direct import IdleDirector, RegionDirector, ScopeDirector
+
+Overload = torch._ops.OpOverload
+Packet = torch._ops.OpOverloadPacket
+
+Rule = Callable[[str], bool] | Callable[[Overload, tuple[Any, ...], dict[str, Any]], bool]
+"""From an operation, before it runs, to whether its results are evicted.
+
+It is called with the operation's name (``aten.gelu.default``) where it takes one argument, and with the
+overload (``torch.ops.aten.gelu.default``), the arguments and the keyword arguments where it takes three. It
+looks at tensors (their shapes, their types) and leaves them as they are.
+"""
+
+Operations = Collection[str | Overload | Packet]
+"""Operations whose results are evicted: overloads, packets (all their overloads), or names of either."""
+
+RegionPolicy = str | Rule | Operations | None
+
+
+class RuleDirector(RegionDirector):
+    """Evicts what a rule says, and keeps the rest.
+
+    Args:
+        rule: takes an overload, arguments and keyword arguments; called once for each operation that is no
+            view, in the order in which they run.
+    """
+
+    asks: ClassVar[bool] = True
+
+    def __init__(self, rule: Callable[[Overload, tuple[Any, ...], dict[str, Any]], object]) -> None:
+        self._rule = rule
+        self._answer = False
+
+    def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        """Ask the rule about the next operation."""
+        info = op_info(func)
+        if info.is_view or info.waits or not _makes_tensors(func) or private.in_backward():
+            return False
+        self._answer = bool(self._rule(func, args, kwargs))
+        return self._answer
+
+    def wants(self, info: Any) -> bool:
+        """As the rule said."""
+        return self._answer
+
+    def decide(self, info: Any, writes: int) -> tuple[bool, tuple[bool, ...]]:
+        """As the rule said."""
+        return self._answer, ()
+
+
+@functools.cache
+def _makes_tensors(func: Overload) -> bool:
+    """Whether an operation returns tensors: what reads a number off one does not."""
+    return any("Tensor" in str(one.type) for one in func._schema.returns)
+
+
+def director_for(policy: RegionPolicy) -> ScopeDirector:
+    """Who decides in a scope with this policy.
+
+    Raises:
+        PlanError: it needs a step graph, is no rule, or names an operation that no scope sees.
+    """
+    if policy is None or (isinstance(policy, str) and policy == "full"):
+        return RegionDirector()
+    if isinstance(policy, str):
+        if policy == "keep_all":
+            return IdleDirector()
+        raise PlanError(
+            f"checkpointing(policy={policy!r}): a scope has no step graph, so it takes 'full', 'keep_all', a "
+            "list of operations, or a function from an operation to whether its results are evicted; give "
+            "the other policies to lowtide.limit_memory"
+        )
+    if isinstance(policy, Collection):
+        return RuleDirector(_among(policy))
+    if not callable(policy) or _takes_graph(policy):
+        raise PlanError(
+            f"checkpointing(policy={policy!r}): this policy needs a step graph; give it to "
+            "lowtide.limit_memory"
+        )
+    if _takes(policy, 1):
+        return RuleDirector(lambda func, args, kwargs: policy(op_info(func).name))  # type: ignore[call-arg]
+    if _takes(policy, 3):
+        return RuleDirector(policy)  # type: ignore[arg-type]
+    raise PlanError(
+        f"checkpointing(policy={policy!r}): a rule takes an operation's name, or the operation, its "
+        "arguments and its keyword arguments"
+    )
+
+
+def _takes(rule: Callable[..., object], count: int) -> bool:
+    """Whether a function can be called with so many arguments."""
+    try:
+        inspect.signature(rule).bind(*range(count))
+    except TypeError:
+        return False
+    except ValueError:  # it does not say what it takes
+        return count == 1
+    return True
+
+
+def _takes_graph(rule: Callable[..., object]) -> bool:
+    """Whether a function is a policy, which is called with a step graph and a budget."""
+    try:
+        return "budget" in inspect.signature(rule).parameters
+    except (TypeError, ValueError):
+        return False
+
+
+def _among(operations: Operations) -> Callable[[Overload, tuple[Any, ...], dict[str, Any]], bool]:
+    """The rule that a list of operations is."""
+    named = frozenset(_known(operation) for operation in operations)
+
+    def evicts(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        name = op_info(func).name
+        return name in named or name.rpartition(".")[0] in named
+
+    return evicts
+
+
+def _known(operation: object) -> str:
+    """The name of an operation, or of a packet, of which a scope sees at least one overload."""
+    if not isinstance(operation, (str, Overload, Packet)):
+        raise PlanError(
+            f"checkpointing(policy=[{operation!r}]): a list names operations, as torch.ops.aten.gelu or "
+            "'aten.gelu.default'"
+        )
+    found: Any = operation
+    if isinstance(operation, str):
+        found = torch.ops
+        try:
+            for part in operation.split("."):
+                found = getattr(found, part)
+        except (AttributeError, RuntimeError):
+            found = None
+    if not isinstance(found, (Overload, Packet)):
+        raise PlanError(
+            f"checkpointing(policy=[{operation!r}]): there is no operation of that name; names are those of "
+            "torch.ops, as in 'aten.gelu' or 'aten.gelu.default'"
+        )
+    names = [] if isinstance(found, Overload) else [o for o in found.overloads() if not o.endswith("out")]
+    overloads = [getattr(found, name) for name in names] or [found]
+    if all(op_info(one).is_view for one in overloads):
+        raise PlanError(
+            f"checkpointing(policy=[{operation!r}]): its results are views, which take no memory of their "
+            "own; name the operation that wrote what they show"
+        )
+    if all(is_made_of_others(one.name()) for one in overloads):
+        raise PlanError(
+            f"checkpointing(policy=[{operation!r}]): it is made of other operations, and only those are "
+            "seen (aten.mm and aten.addmm for a linear layer, say): name them"
+        )
+    return str(found)
+
+
+def selective(context_fn: Callable[..., Any]) -> ScopeDirector:
+    """What a policy of PyTorch's selective checkpointing says, as a scope's director.
+
+    Args:
+        context_fn: ``functools.partial(create_selective_checkpoint_contexts, policy)``.
+
+    Raises:
+        PlanError: it is anything else.
+    """
+    given = context_fn if isinstance(context_fn, functools.partial) else None
+    if (
+        given is None
+        or given.func is not create_selective_checkpoint_contexts
+        or len(given.args) + len(given.keywords) != 1
+        or not (given.args or "policy_fn_or_list" in given.keywords)
+    ):
+        raise PlanError(
+            "lowtide.checkpoint(context_fn=...): nothing of the function runs a second time, so there is no "
+            "second run to put into a context. Drop context_fn, or give "
+            "functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy), or use "
+            "lowtide.checkpointing(policy=...)"
+        )
+    policy = given.args[0] if given.args else given.keywords["policy_fn_or_list"]
+    if isinstance(policy, Collection):
+        kept = _among(policy)  # type: ignore[arg-type]
+        return RuleDirector(lambda func, args, kwargs: not kept(func, args, kwargs))
+    context = SelectiveCheckpointContext(is_recompute=False)
+
+    def evicts(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        answer = policy(context, func, *args, **kwargs)
+        if isinstance(answer, bool):
+            return not answer
+        if answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            return False
+        if answer in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+            return True
+        raise PlanError(
+            f"lowtide.checkpoint: the policy answered {answer!r} for {func}, and a scope keeps or evicts: "
+            "give 'mixed' or lowtide.policies.offload to lowtide.limit_memory"
+        )
+
+    return RuleDirector(evicts)

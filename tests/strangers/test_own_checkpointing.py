@@ -1,0 +1,116 @@
+"""Models that checkpoint by themselves: the step stays right and within its budget, and is told of once."""
+
+from __future__ import annotations
+
+import copy
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from compare import SLACK_BYTES, peak_of, snapshot
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+import lowtide
+
+STEPS = 3
+
+
+class Net(nn.Module):
+    """Blocks under ``torch.utils.checkpoint``, and others that are not."""
+
+    def __init__(self, reentrant: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Dropout(0.1), nn.Linear(128, 32))
+            for _ in range(4)
+        )
+        self.reentrant, self.checkpoints = reentrant, True
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = x * 1.0
+        for number, block in enumerate(self.blocks):
+            again = self.checkpoints and number % 2 == 0
+            x = x + (checkpoint(block, x, use_reentrant=self.reentrant) if again else block(x))
+        return x.square().mean()
+
+
+def steps_of(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[Any], list[int]]:
+    """What each step leaves, and its peak with all that stands."""
+    left, peaks = [], []
+    for seed in range(STEPS):
+        model.zero_grad()
+        torch.manual_seed(seed)
+
+        def step() -> torch.Tensor:
+            output = model(**inputs)
+            loss = output if isinstance(output, torch.Tensor) else output.loss
+            loss.backward()
+            return loss.detach()
+
+        peak, loss = peak_of(step, [model], inputs)
+        left.append(snapshot([model, loss]))
+        peaks.append(peak)
+    return left, peaks
+
+
+def check(model: nn.Module, inputs: dict[str, Any]) -> tuple[list[str], lowtide.Handle]:
+    """Limited to less than it takes, or the smallest budget that works: bitwise, and within budget from the
+    second step on. What was said of checkpointing.
+    """
+    plain, (_, *taken) = steps_of(copy.deepcopy(model), inputs)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        budget = max(taken) * 19 // 20
+        handle = lowtide.limit_memory(model, budget)
+        try:
+            limited, (_, *peaks) = steps_of(model, inputs)
+        except lowtide.BudgetError as error:
+            assert error.smallest_bytes is not None and error.smallest_bytes <= max(taken)
+            handle.set_budget(error.smallest_bytes)
+            limited, (_, *peaks) = steps_of(model, inputs)
+    assert limited == plain
+    assert max(peaks) <= handle.plan.budget_bytes + SLACK_BYTES
+    said = [str(one.message) for one in caught if issubclass(one.category, lowtide.LowtideWarning)]
+    return [text for text in said if "checkpoint" in text], handle
+
+
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_regions_inside_a_limited_model(reentrant: bool) -> None:
+    model = Net(reentrant)
+    (said,), handle = check(model, {"x": torch.randn(64, 32).requires_grad_()})
+    assert "lowtide decides what is recomputed" in said and "without torch.utils.checkpoint" in said
+    assert handle.plan.replayed  # the other blocks are lowtide's
+    model.checkpoints = False
+    said, _ = check(model, {"x": torch.randn(64, 32).requires_grad_()})
+    assert not said
+
+
+@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.parametrize("reentrant", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_gradient_checkpointing_of_hugging_face(reentrant: bool) -> None:
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    config = transformers.GPT2Config(n_layer=2, n_embd=48, n_head=4, vocab_size=101, n_positions=64)
+    model = transformers.GPT2LMHeadModel(config)
+    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    model.train()
+    tokens = torch.randint(0, 101, (2, 40))
+    inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
+    (said,), _ = check(model, inputs)
+    assert "model.gradient_checkpointing_disable(), and leave" in said
+    model.gradient_checkpointing_disable()
+    said, handle = check(model, inputs)
+    assert not said and handle.plan.replayed
+
+
+def test_what_is_around_a_limited_model_is_not_its_own() -> None:
+    model = Net(False)
+    model.checkpoints = False
+    lowtide.limit_memory(model, policy="keep_all")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        for _ in range(2):
+            model.zero_grad()
+            checkpoint(model, torch.randn(8, 32).requires_grad_(), use_reentrant=False).backward()
