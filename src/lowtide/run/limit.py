@@ -47,6 +47,12 @@ class Handle:
         return latest.calibrated() if latest is not None and latest.plan is not None else None
 
     @property
+    def measured_peak_bytes(self) -> int | None:
+        """What the latest step that ended took at its peak, counted as `Plan.predicted_peak_bytes` is;
+        ``None`` before, and where a running peak cannot be measured."""
+        return self._limiter.measured_bytes
+
+    @property
     def graph(self) -> StepGraph | None:
         """The step graph that `plan` was made for."""
         latest = self._limiter.latest

@@ -107,6 +107,7 @@ class Limiter:
         )
         self.kinds: dict[StepKey, Kind] = {}
         self.latest: Kind | None = None
+        self.measured_bytes: int | None = None  # of the latest step that ended
         self.lock = threading.RLock()
         self.told: set[str] = set()
         self.local = _Local()
@@ -368,6 +369,8 @@ class Limiter:
             else:
                 kind.look_again = ""
             self.latest = kind
+            if peak is not None and kind.graph is not None:
+                self.measured_bytes = kind.graph.resident_bytes + peak
             plan = kind.plan
             if plan is not None and plan.budget_bytes is not None and peak is not None and before is None:
                 taken = graph.resident_bytes + peak
@@ -501,10 +504,11 @@ class Limiter:
         """
         kind.ran(director.departed - director.missed)
         limit, peak = plan.budget_bytes, watch.peak_bytes
-        if peak is None or limit is None or kind.graph is None or kind.plan is not plan:
+        if peak is None or kind.graph is None or kind.plan is not plan:
             return
         measured = kind.graph.resident_bytes - self.planner.moved_bytes + plan.slab_bytes + peak
-        if measured <= limit + budgets.slack_bytes(limit):
+        self.measured_bytes = measured
+        if limit is None or measured <= limit + budgets.slack_bytes(limit):
             return
         if (director.departed or plan.changes_nothing) and kind.may_look_again:
             remedy = (
