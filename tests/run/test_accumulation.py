@@ -5,7 +5,6 @@ them.
 from __future__ import annotations
 
 import re
-import warnings
 
 import pytest
 import torch
@@ -32,17 +31,14 @@ def micro_steps(model: torch.nn.Module, budget: int) -> list[int]:
     lowtide.limit_memory(model, budget)
     data = batch()
     peaks = []
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", "lowtide plans for another kind of step", lowtide.LowtideWarning)
-        for _ in range(2):
-            for _ in range(MICRO):
-                standing = meter.resident_bytes(model) + data.nbytes
-                peaks.append(
-                    standing
-                    + meter.measure(lambda: (model(data) / MICRO).backward(), timeline=False).peak_bytes
-                )
-            optimizer.step()
-            optimizer.zero_grad(set_to_none=True)
+    for _ in range(2):
+        for _ in range(MICRO):
+            standing = meter.resident_bytes(model) + data.nbytes
+            peaks.append(
+                standing + meter.measure(lambda: (model(data) / MICRO).backward(), timeline=False).peak_bytes
+            )
+        optimizer.step()
+        optimizer.zero_grad(set_to_none=True)
     return peaks
 
 

@@ -216,7 +216,6 @@ def test_a_model_whose_first_step_is_another_keeps_the_budget_from_where_it_was_
     )
 
 
-@pytest.mark.filterwarnings("ignore:lowtide plans for another kind of step")
 @pytest.mark.parametrize(
     ("options", "says"),
     [

@@ -133,15 +133,6 @@ def test_a_model_without_parameters_to_train_says_that_it_is_not_limited() -> No
     assert said[0].category is lowtide.LowtideWarning and said[0].filename == __file__ and handle.plan is None
 
 
-def test_another_kind_of_step_is_told_where_it_was_run() -> None:
-    model = small()
-    lowtide.limit_memory(model, "100%")
-    model(batch()).backward()
-    with pytest.warns(lowtide.LowtideWarning, match="another kind of step") as said:
-        model(batch(rows=50)).backward()
-    assert said[0].filename == __file__
-
-
 def test_a_step_that_cannot_be_called_is_no_matter_of_fake_tensors() -> None:
     with pytest.raises(TraceError, match="trace takes a function that runs one step, not NoneType"):
         lowtide.trace(None)  # type: ignore[arg-type]

@@ -13,7 +13,6 @@ def deep() -> nn.Sequential:
     return nn.Sequential(*[nn.Sequential(nn.Linear(64, 64), nn.GELU()) for _ in range(8)], nn.Linear(64, 1))
 
 
-@pytest.mark.filterwarnings("ignore:lowtide plans for another kind")
 def test_a_small_last_batch_has_as_much_memory_as_those_before() -> None:
     model = deep()
     handle = lowtide.limit_memory(model, "50%", loss_fn=torch.mean)

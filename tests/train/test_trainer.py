@@ -26,8 +26,6 @@ from lowtide.train.memory import RunMeter
 from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.trainer import TrainError, TrainResult, train
 
-pytestmark = pytest.mark.filterwarnings("ignore:lowtide plans for another kind of step")
-
 
 @pytest.fixture(scope="module")
 def text(tmp_path_factory: pytest.TempPathFactory) -> Path:

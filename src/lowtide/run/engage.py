@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import warnings
+from collections.abc import Callable
 
 import torch
 
@@ -27,12 +27,12 @@ class Engagement:
 
     Args:
         model: the limited model.
-        category: of the warning.
+        warn: tells whoever runs the step.
     """
 
-    def __init__(self, model: torch.nn.Module, category: type[Warning]) -> None:
+    def __init__(self, model: torch.nn.Module, warn: Callable[[str], None]) -> None:
         self._kind = type(model).__name__
-        self._category = category
+        self._warn = warn
         self._ran: dict[str, None] = {}
         self._hooks = [
             child.register_forward_pre_hook(_Runs(name, self._ran))
@@ -51,11 +51,9 @@ class Engagement:
             return
         called = ", ".join(self._ran)
         self.end()
-        warnings.warn(
+        self._warn(
             f"the limit on this {self._kind} has not engaged: its parameters got gradients, but its own "
-            f"forward never ran ({called} did). Put the limit on what is called, or call the model itself",
-            self._category,
-            stacklevel=2,
+            f"forward never ran ({called} did). Put the limit on what is called, or call the model itself"
         )
 
     def end(self) -> None:

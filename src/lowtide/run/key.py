@@ -22,6 +22,7 @@ class StepKey(NamedTuple):
     training: int
     autocast: tuple[Any, ...]
     trainable: int
+    parameters: int
     gradients: int
 
     def difference(self, other: StepKey) -> str:
@@ -33,6 +34,7 @@ class StepKey(NamedTuple):
             "training": "modules changed between training and evaluation",
             "autocast": "autocast changed",
             "trainable": "other parameters are trainable",
+            "parameters": "parameters have other types or sizes",
             "gradients": "gradients are there that were not, or the other way round",
         }
         found = [text for name, text in names.items() if getattr(self, name) != getattr(other, name)]
@@ -92,5 +94,7 @@ def step_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, An
         training=hash(tuple(module.training for module in model.modules())),
         autocast=autocast,
         trainable=hash(tuple(parameter.requires_grad for parameter in parameters)),
+        # a model may be cast, or its embeddings resized, between two steps
+        parameters=hash(tuple((parameter.dtype, parameter.nbytes) for parameter in parameters)),
         gradients=hash(standing) if any(standing) else 0,
     )

@@ -19,7 +19,7 @@ from lowtide.run.limiter import Limiter
 from lowtide.run.planning import Policy
 from lowtide.run.record import Verify
 from lowtide.run.refuse import refuse_other_kinds, refuse_sharded
-from lowtide.run.told import LowtideWarning, limit_line
+from lowtide.run.told import limit_line, warn
 from lowtide.store.stores import Stores
 from lowtide.trace.describe import tensors_inside
 
@@ -45,6 +45,12 @@ class Handle:
         follow the steps that are timed: the first ones, and every fourth of the others."""
         latest = self._limiter.latest
         return latest.calibrated() if latest is not None and latest.plan is not None else None
+
+    @property
+    def measured_peak_bytes(self) -> int | None:
+        """What the latest step that ended took at its peak, counted as `Plan.predicted_peak_bytes` is;
+        ``None`` before, and where a running peak cannot be measured."""
+        return self._limiter.measured_bytes
 
     @property
     def graph(self) -> StepGraph | None:
@@ -75,8 +81,9 @@ class Handle:
 
         Raises:
             BudgetError: no plan fits.
+            PlanError: the limit was removed or replaced.
         """
-        return self._limiter.prepare(args, kwargs).calibrated()
+        return self._in_force().prepare(args, kwargs).calibrated()
 
     def prepare_all(self, steps: Iterable[Mapping[str, Any] | Sequence[Any] | Any]) -> list[Plan]:
         """Plan for steps of several shapes, the largest first: a plan serves smaller steps, too.
@@ -102,21 +109,39 @@ class Handle:
 
         Raises:
             BudgetError: the budget is malformed; at the next step, when no plan fits.
+            PlanError: the limit was removed or replaced.
         """
         _check(budget)
-        self._limiter.set_budget(budget)
+        self._in_force().set_budget(budget)
 
     def remove(self) -> None:
         """Give the model its own forward back. Steps that are under way finish under their plan."""
-        if self._limiter.engagement is not None:
-            self._limiter.engagement.end()
-        if self.model.__dict__.get("forward") is self._limiter:
-            if self._limiter.original is None:
+        limiter = self._limiter
+        if limiter.engagement is not None:
+            limiter.engagement.end()
+        if limiter.removed:
+            return
+        limiter.removed = True
+        if self.model.__dict__.get("forward") is limiter:
+            if limiter.original is None:
                 del self.model.__dict__["forward"]
             else:
-                self.model.__dict__["forward"] = self._limiter.original
-            if self._limiter.own_stores:
-                self._limiter.stores.retire()
+                self.model.__dict__["forward"] = limiter.original
+        if limiter.own_stores:
+            limiter.stores.retire()
+
+    def _in_force(self) -> Limiter:
+        """What governs the model's steps.
+
+        Raises:
+            PlanError: it does not any more.
+        """
+        if self._limiter.removed:
+            raise PlanError(
+                "this handle's limit was removed, or replaced by another call of limit_memory: ask "
+                "lowtide.handle_of(model) for the one in force"
+            )
+        return self._limiter
 
 
 def limit_memory(
@@ -188,8 +213,9 @@ def limit_memory(
             "this model is compiled as a whole, which lowtide cannot look into: limit the model itself and "
             "compile its submodules instead (they stay compiled)"
         )
-    if isinstance(model.__dict__.get("forward"), Limiter):
-        Handle(model.__dict__["forward"]).remove()
+    before = handle_of(model)
+    if before is not None:
+        before.remove()
     refuse_sharded(model)
     optimizer = None if optimizer is None else innermost(optimizer)
     limiter = Limiter(
@@ -203,7 +229,7 @@ def limit_memory(
         progress=progress,
     )
     model.__dict__["forward"] = limiter
-    limiter.engagement = Engagement(model, LowtideWarning)
+    limiter.engagement = Engagement(model, warn)
     return Handle(limiter)
 
 
@@ -213,6 +239,12 @@ def _check(budget: str | int) -> None:
 
 
 def handle_of(model: torch.nn.Module) -> Handle | None:
-    """The handle of a limited model, or ``None`` if it has no limit."""
-    limiter = model.__dict__.get("forward")
-    return Handle(limiter) if isinstance(limiter, Limiter) else None
+    """The handle of a limited model, or ``None`` if it has no limit.
+
+    What others wrapped around the model's forward afterwards (accelerate does, for mixed precision) is seen
+    through.
+    """
+    forward: Any = model.__dict__.get("forward")
+    while forward is not None and not isinstance(forward, Limiter):
+        forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)
+    return None if forward is None or forward.removed else Handle(forward)

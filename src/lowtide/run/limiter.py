@@ -24,6 +24,7 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors
 from lowtide.plan.plan import Plan
+from lowtide.progress import log
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector
 from lowtide.run.engage import Engagement
@@ -40,7 +41,7 @@ from lowtide.run.record import Recorder, Verify
 from lowtide.run.refuse import refuse_sharded
 from lowtide.run.rehearse import Listener
 from lowtide.run.timed import TimedRecorder
-from lowtide.run.told import own_checkpointing, warn
+from lowtide.run.told import OWN_OFF, own_checkpointing, warn
 from lowtide.run.untouched import apart, untouched
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
@@ -71,6 +72,9 @@ class Limiter:
 
     It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the model that they
     know. It can be copied and pickled with the model; plans are not copied, the copy plans for itself.
+
+    Attributes:
+        removed: the limit is gone, and calls (through a wrapper that still holds this) run as they are.
     """
 
     def __init__(
@@ -92,6 +96,7 @@ class Limiter:
         self.progress = progress
         self.verify: Verify = verify
         self.original = model.__dict__.get("forward")
+        self.removed = False
         self.stores = stores if stores is not None else Stores()
         self.own_stores = stores is None
         self._fresh(optimizer)
@@ -102,13 +107,14 @@ class Limiter:
         )
         self.kinds: dict[StepKey, Kind] = {}
         self.latest: Kind | None = None
+        self.measured_bytes: int | None = None  # of the latest step that ended
         self.lock = threading.RLock()
         self.told: set[str] = set()
         self.local = _Local()
         self.engagement: Engagement | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "budget", "policy", "loss_fn", "verify", "original", "progress")
+        names = ("model", "budget", "policy", "loss_fn", "verify", "original", "progress", "removed")
         return {
             **{name: self.__dict__[name] for name in names},
             "counted": self.planner.optimizer is not None,
@@ -155,7 +161,9 @@ class Limiter:
 
     @private.skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if self.local.inside:
+        if args and args[0] is self.model:  # who took this for a function has bound it to the model
+            args = args[1:]
+        if self.local.inside or self.removed:
             return self.forward(*args, **kwargs)
         with private.out_of_dynamo() as compiled:
             if compiled:
@@ -275,17 +283,28 @@ class Limiter:
                 else:
                     refuse_sharded(self.model)
                     if self.kinds:
-                        self._tell_another_kind(key)
+                        log.info("another kind of step: %s", key.difference(next(reversed(self.kinds))))
                     without = same_but_gradients(self.kinds, key) if key.gradients else None
                     kind = Kind(key)
                     if without is not None:
-                        self.planner.plan_standing(kind, without)
+                        self._plan_standing(kind, without)
                     self._remember(kind)
             self.planner.confer(kind)
             if kind.solve_again and not kind.wants_look:
                 self._solve_again(kind)
             self.latest = kind if kind.plan is not None else self.latest
             return kind
+
+    def _plan_standing(self, kind: Kind, without: Kind) -> None:
+        """Plan for steps that add to gradients, if need be without what one step took besides."""
+        try:
+            self.planner.plan_standing(kind, without)
+        except BudgetError as error:
+            if not without.margin_bytes:
+                raise
+            without.margin_bytes = 0
+            self.planner.plan_standing(kind, without)
+            self._tell("stays", f"lowtide plans as if no step had taken more than predicted: {error}")
 
     def _solve_again(self, kind: Kind) -> None:
         """Make the plan again; where none fits that leaves what one step took besides, the one that is there
@@ -298,10 +317,6 @@ class Limiter:
                 raise
             kind.margin_bytes, kind.solve_again = 0, ""
             self._tell("stays", f"lowtide goes on with the plan that it has, since no other fits: {error}")
-
-    def _tell_another_kind(self, key: StepKey) -> None:
-        last = next(reversed(self.kinds))
-        self._tell(f"kind {key}", f"lowtide plans for another kind of step: {key.difference(last)}")
 
     def _remember(self, kind: Kind) -> None:
         self.kinds[kind.key] = kind
@@ -350,10 +365,12 @@ class Limiter:
             kind.looks += 1
             kind.varies = kind.varies or look.tracer.asks
             if longest or kind.claims:
-                self._plan(kind, graph)
+                self._plan(kind, graph, look.tracer.checkpoints)
             else:
                 kind.look_again = ""
             self.latest = kind
+            if peak is not None and kind.graph is not None:
+                self.measured_bytes = kind.graph.resident_bytes + peak
             plan = kind.plan
             if plan is not None and plan.budget_bytes is not None and peak is not None and before is None:
                 taken = graph.resident_bytes + peak
@@ -399,13 +416,18 @@ class Limiter:
             kind.looks += 1
             kind.varies = kind.varies or look.tracer.asks
             self._tell_of(look)
-            self._plan(kind, graph)
+            self._plan(kind, graph, look.tracer.checkpoints)
             self.latest = kind
         return kind
 
-    def _plan(self, kind: Kind, graph: StepGraph) -> None:
-        with nullcontext() if kind.key.gradients else later_steps_told(self.model):
-            self.planner.plan(kind, graph)
+    def _plan(self, kind: Kind, graph: StepGraph, checkpoints: bool) -> None:
+        try:
+            with nullcontext() if kind.key.gradients else later_steps_told(self.model):
+                self.planner.plan(kind, graph)
+        except BudgetError as error:
+            if checkpoints:
+                error.remedies = (OWN_OFF, *error.remedies)
+            raise
 
     def _tell_of(self, look: Look) -> None:
         """Operations were found that do not reproduce: say so once, and keep what they write in every plan
@@ -482,10 +504,11 @@ class Limiter:
         """
         kind.ran(director.departed - director.missed)
         limit, peak = plan.budget_bytes, watch.peak_bytes
-        if peak is None or limit is None or kind.graph is None or kind.plan is not plan:
+        if peak is None or kind.graph is None or kind.plan is not plan:
             return
         measured = kind.graph.resident_bytes - self.planner.moved_bytes + plan.slab_bytes + peak
-        if measured <= limit + budgets.slack_bytes(limit):
+        self.measured_bytes = measured
+        if limit is None or measured <= limit + budgets.slack_bytes(limit):
             return
         if (director.departed or plan.changes_nothing) and kind.may_look_again:
             remedy = (
@@ -507,8 +530,8 @@ class Limiter:
             kind.solve_again = "a step took more than predicted"
         warn(
             f"a planned step took {budgets.format_bytes(measured)} where "
-            f"{budgets.format_bytes(plan.predicted_peak_bytes)} was predicted, above the budget of "
-            f"{budgets.format_bytes(limit)}: {remedy}"
+            f"{budgets.format_bytes(plan.predicted_peak_bytes)} was predicted, {measured - limit:,} bytes "
+            f"above the budget of {budgets.format_bytes(limit)}: {remedy}"
         )
 
 

@@ -111,14 +111,18 @@ class Look:
             stack.callback(recorder.close)
             for tensor in inputs:
                 tracer.given(tensor)
-            hooks = torch.nn.modules.module
-            stack.callback(
-                hooks.register_module_forward_pre_hook(lambda module, _: tracer.enter_module(module)).remove
-            )
-            stack.callback(
-                hooks.register_module_forward_hook(lambda *_: tracer.exit_module(), always_call=True).remove
-            )
-            if self._model is not None:
+            if self._model is None:
+                hooks = torch.nn.modules.module
+                before = hooks.register_module_forward_pre_hook(self._module_begins)
+                after = hooks.register_module_forward_hook(self._module_ends, always_call=True)
+                stack.callback(before.remove)
+                stack.callback(after.remove)
+            else:
+                for module in _open_modules(self._model):
+                    before = module.register_forward_pre_hook(self._module_begins, prepend=True)
+                    after = module.register_forward_hook(self._module_ends, prepend=True, always_call=True)
+                    stack.callback(before.remove)
+                    stack.callback(after.remove)
                 for block in blocks_of(self._model):
                     stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
                     stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
@@ -137,6 +141,12 @@ class Look:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._backward_begins)
                 tensor.grad_fn.metadata["lowtide", id(self)] = graph  # pyright: ignore
+
+    def _module_begins(self, module: torch.nn.Module, _: Any) -> None:
+        self.tracer.enter_module(module)
+
+    def _module_ends(self, *_: object) -> None:
+        self.tracer.exit_module()
 
     def beside(self, result: Any) -> None:
         """Another forward ran beside the step and returned ``result``: a backward through that one alone
@@ -257,6 +267,15 @@ class _Looked:
 
     def __del__(self) -> None:
         self.look.released(self.number)
+
+
+def _open_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules whose own code runs: none that are compiled, and nothing inside these."""
+    if isinstance(model, torch.jit.ScriptModule) or private.is_compiled(model):
+        return
+    yield model
+    for child in model.children():
+        yield from _open_modules(child)
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -10,6 +10,9 @@ import torch
 from lowtide.budget import format_bytes
 from lowtide.plan.plan import Plan
 
+OWN_OFF = "turn the model's own gradient checkpointing off"
+"""The first remedy where a model checkpoints on its own."""
+
 
 class LowtideWarning(UserWarning):
     """Something that a user should know and that stops nothing: an operation that does not reproduce, a plan

@@ -1,0 +1,84 @@
+"""The ``Trainer`` of transformers (and those of TRL, which are made of it), within a memory budget."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from transformers import TrainerCallback
+
+from lowtide.integrations.peaks import Peaks
+from lowtide.run.limit import Handle, limit_memory
+
+
+class LimitMemory(TrainerCallback):
+    """Training stays within a budget, the optimizer's state and step included.
+
+    The limit is put on the model when training begins, since the ``Trainer`` makes its optimizer only then,
+    and taken off when training ends. What is logged has ``memory_peak_mib``, ``memory_predicted_mib`` and
+    ``memory_budget_mib`` beside the loss.
+
+    Args:
+        budget: as of `lowtide.limit_memory`.
+        options: its other arguments, but for ``optimizer``.
+
+    Attributes:
+        handle: of the limited model, once training has begun.
+
+    Raises:
+        BudgetError: in the first step of ``train()``, when no plan fits.
+
+    Example:
+        ``trainer = Trainer(model, args, train_dataset=data, callbacks=[LimitMemory("6GiB")])``
+    """
+
+    def __init__(self, budget: str | int, **options: Any) -> None:
+        self.budget, self.options = budget, options
+        self.handle: Handle | None = None
+        self._peaks: Peaks | None = None
+
+    def on_train_begin(
+        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+    ) -> None:
+        """The optimizer is there now."""
+        self.handle = limit_memory(model, self.budget, optimizer=optimizer, **self.options)
+        self._peaks = Peaks(self.handle)
+
+    def on_substep_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """A step that adds to gradients is over."""
+        if self._peaks is not None:
+            self._peaks.note()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The step that the optimizer's came after is over."""
+        if self._peaks is not None:
+            self._peaks.note()
+
+    def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
+        """Put the peaks beside the loss, in the history of the trainer, too."""
+        if logs is None or "loss" not in logs or self._peaks is None:
+            return
+        peaks = self._peaks.take()
+        logs.update(peaks)
+        if state.log_history:
+            state.log_history[-1].update(peaks)
+
+    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """The model is as it was."""
+        if self.handle is not None:
+            self.handle.remove()
+
+
+def limit(trainer: Any, budget: str | int, **options: Any) -> LimitMemory:
+    """Put `LimitMemory` in front of a trainer's other callbacks, so that those that write logs elsewhere
+    (TensorBoard and the like) write the peaks, too.
+
+    Args:
+        trainer: a ``transformers.Trainer``.
+        budget, options: as of `LimitMemory`.
+
+    Example:
+        ``limit(trainer, "6GiB")``, before ``trainer.train()``
+    """
+    callback = LimitMemory(budget, **options)
+    trainer.callback_handler.callbacks.insert(0, callback)
+    return callback

@@ -1,0 +1,123 @@
+"""The Trainer of transformers under a limit: the same weights bit by bit, peaks within the budget and in its
+logs."""
+
+from __future__ import annotations
+
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch.utils.data import Dataset
+
+import lowtide
+from lowtide import meter
+
+transformers = pytest.importorskip("transformers")
+pytest.importorskip("accelerate")
+
+pytestmark = [
+    pytest.mark.usefixtures("quiet_transformers"),
+    pytest.mark.skipif(not meter.available(), reason="needs the counting allocator"),
+]
+
+
+class Rows(Dataset[dict[str, torch.Tensor]]):
+    """Random tokens; the last batch is a small one."""
+
+    def __len__(self) -> int:
+        return 20
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        ids = torch.randint(0, 64, (32,), generator=torch.Generator().manual_seed(index))
+        return {"input_ids": ids, "labels": ids}
+
+
+def model(seed: int = 0) -> Any:
+    """Two layers, with dropout."""
+    torch.manual_seed(seed)
+    config = transformers.GPT2Config(
+        n_layer=2, n_embd=32, n_head=2, vocab_size=64, n_positions=32, bos_token_id=0, eos_token_id=0
+    )
+    return transformers.GPT2LMHeadModel(config)
+
+
+def trainer(folder: Path, callbacks: Any = (), seed: int = 0, epochs: int = 2, **options: Any) -> Any:
+    """A trainer that accumulates, evaluates and saves."""
+    args = transformers.TrainingArguments(
+        str(folder), per_device_train_batch_size=8, num_train_epochs=epochs, report_to=[], use_cpu=True,
+        logging_steps=1, disable_tqdm=True, gradient_accumulation_steps=2, eval_strategy="epoch",
+        save_strategy="epoch", max_grad_norm=0.5, **options,
+    )  # fmt: skip
+    return transformers.Trainer(
+        model(seed), args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=list(callbacks)
+    )
+
+
+def weights(trained: Any) -> list[torch.Tensor]:
+    """All parameters, copied."""
+    return [parameter.detach().clone() for parameter in trained.model.parameters()]
+
+
+@pytest.mark.parametrize("options", [{}, {"bf16": True}], ids=["float32", "bf16"])
+def test_a_trainer_gives_the_same_weights_within_the_budget(tmp_path: Path, options: Any) -> None:
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    plain = trainer(tmp_path / "plain", **options)
+    plain.train()
+    callback = LimitMemory("80%")
+    limited = trainer(tmp_path / "limited", [callback], **options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        limited.train()
+    assert all(map(torch.equal, weights(plain), weights(limited)))
+    assert callback.handle is not None and callback.handle.plan is not None
+    rows = [row for row in limited.state.log_history if "loss" in row]
+    assert len(rows) == 4
+    for row in rows[1:]:  # the first step is looked at
+        assert 0 < row["memory_peak_mib"] <= row["memory_budget_mib"] + 0.01
+        assert row["memory_predicted_mib"] <= row["memory_budget_mib"] + 0.01
+    assert lowtide.handle_of(limited.model) is None, "the limit goes with the training"
+
+
+def test_the_optimizers_state_counts_though_it_comes_later(tmp_path: Path) -> None:
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    callback = LimitMemory("90%")
+    limited = trainer(tmp_path, [callback], epochs=1)
+    limited.train()
+    assert callback.handle is not None and callback.handle.graph is not None
+    parameters = sum(parameter.nbytes for parameter in limited.model.parameters())
+    assert callback.handle.graph.resident_bytes >= 3 * parameters, "two moments beside the parameters"
+    with pytest.raises(lowtide.BudgetError, match="optimizer"):
+        trainer(tmp_path / "small", [LimitMemory(2 * parameters)]).train()
+
+
+def test_resuming_goes_on_bit_by_bit(tmp_path: Path) -> None:
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    found = []
+    for name, make in (("plain", list), ("limited", lambda: [LimitMemory("80%")])):
+        trainer(tmp_path / name, make(), epochs=1).train()
+        resumed = trainer(tmp_path / name, make(), seed=1)
+        resumed.train(resume_from_checkpoint=True)
+        found.append(weights(resumed))
+    assert all(map(torch.equal, *found))
+
+
+def test_loggers_of_the_trainers_own_get_the_peaks(tmp_path: Path) -> None:
+    from lowtide.integrations.hugging_face import limit
+
+    heard: list[dict[str, Any]] = []
+
+    class Logger(transformers.TrainerCallback):
+        """Stands before what users add, as TensorBoard's does."""
+
+        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
+            heard.append(dict(logs))
+
+    limited = trainer(tmp_path, [Logger()], epochs=1)
+    limit(limited, "80%")
+    limited.train()
+    assert all("memory_predicted_mib" in row for row in heard if "loss" in row)
