@@ -323,8 +323,8 @@ def version(tensor: torch.Tensor) -> int:
 def carried(tensor: torch.Tensor) -> torch.Tensor:
     """What an unpack hook returns for autograd to hand out ``tensor`` itself, with its type and attributes.
 
-    Autograd hands out a detached copy of what the hook returns, which is a plain tensor without attributes. A
-    subclass that answers ``detach`` is asked for the copy.
+    For tensors that require grad: of these autograd hands out a detached copy of what the hook returns, a
+    plain tensor without attributes. A subclass that answers ``detach`` is asked for the copy.
     """
     return _Carrier(tensor)
 

@@ -115,10 +115,11 @@ class Attributed:
         packed: what stands for its numbers.
     """
 
-    __slots__ = ("attributes", "kind", "packed")
+    __slots__ = ("attributes", "kind", "packed", "requires_grad")
 
     def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
         self.kind, self.attributes, self.packed = type(tensor), tensor.__dict__, packed
+        self.requires_grad = tensor.requires_grad
 
     def unpack(self) -> torch.Tensor:
         """The tensor; for a custom function of its own type, with the very attributes of the original."""
@@ -129,7 +130,7 @@ class Attributed:
         if self.kind is not torch.Tensor:
             alias.__class__ = self.kind
         alias.__dict__ = self.attributes  # pyright: ignore
-        return private.carried(alias)
+        return private.carried(alias) if self.requires_grad else alias
 
 
 class Wrapped:
