@@ -274,6 +274,14 @@ def is_wrapper(tensor: torch.Tensor) -> bool:
     return type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__")
 
 
+def is_sparse(tensor: torch.Tensor) -> bool:
+    """Whether the tensor is made of indices and values."""
+    return tensor.layout in _SPARSE and not is_wrapper(tensor)
+
+
+_SPARSE = (torch.sparse_coo, torch.sparse_csr, torch.sparse_csc, torch.sparse_bsr, torch.sparse_bsc)
+
+
 def covers_storage(tensor: torch.Tensor) -> bool:
     """Whether the tensor's elements are all the bytes of its storage."""
     return tensor.numel() * tensor.element_size() == tensor.untyped_storage().nbytes()

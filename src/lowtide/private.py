@@ -308,3 +308,40 @@ def without_modes() -> AbstractContextManager[object]:
     stack.enter_context(_disable_current_modes())
     stack.enter_context(unseen())  # pyright: ignore
     return stack
+
+
+def in_custom_backward() -> bool:
+    """Whether the calling thread runs the backward of a custom function."""
+    return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor was written in place; tensors made in inference mode do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def carried(tensor: torch.Tensor) -> torch.Tensor:
+    """What an unpack hook returns for autograd to hand out ``tensor`` itself, with its type and attributes.
+
+    For tensors that require grad: of these autograd hands out a detached copy of what the hook returns, a
+    plain tensor without attributes. A subclass that answers ``detach`` is asked for the copy.
+    """
+    return _Carrier(tensor)
+
+
+class _Carrier(torch.Tensor):
+    """Answers ``detach`` with another tensor."""
+
+    carries: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, tensor: torch.Tensor) -> _Carrier:
+        made = torch.Tensor._make_wrapper_subclass(  # pyright: ignore
+            cls, tensor.shape, dtype=tensor.dtype, device=tensor.device
+        )
+        made.carries = tensor
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        return args[0].carries

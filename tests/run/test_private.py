@@ -487,6 +487,41 @@ def test_in_torch_checkpoint() -> None:
     assert checkpoint(function, x, use_reentrant=True).grad_fn.name() == eager._REENTRANT
 
 
+def test_in_custom_backward_and_carried() -> None:
+    found = []
+
+    class Product(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, weight):  # type: ignore[no-untyped-def]
+            ctx.save_for_backward(weight)
+            return x * weight
+
+        @staticmethod
+        def backward(ctx, grad):  # type: ignore[no-untyped-def]
+            (weight,) = ctx.saved_tensors
+            found.append((private.in_custom_backward(), vars(weight)))
+            return grad * weight, None
+
+    def unpack(packed: torch.Tensor) -> torch.Tensor:
+        alias = packed.data
+        alias.mark = 3  # type: ignore[attr-defined]
+        return private.carried(alias)
+
+    x, weight = torch.ones(2, requires_grad=True), torch.full((2,), 5.0, requires_grad=True)
+    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, unpack):
+        y = Product.apply(x, weight)
+    y.sum().backward()
+    assert found == [(True, {"mark": 3})] and not private.in_custom_backward()
+    assert x.grad is not None and x.grad.tolist() == [5.0, 5.0]
+
+
+def test_version() -> None:
+    tensor = torch.zeros(1).add_(1)
+    with torch.inference_mode():
+        made = torch.zeros(1).add_(1)
+    assert (private.version(tensor), private.version(made)) == (1, 0)
+
+
 def test_every_function_is_tested_here() -> None:
     text = "".join(file.read_text() for file in Path(__file__).parent.glob("test_private*.py"))
     names = [

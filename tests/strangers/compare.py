@@ -36,7 +36,7 @@ def bits(tensor: torch.Tensor) -> bytes:
     if hasattr(tensor, "to_local"):
         return bits(tensor.to_local())
     if tensor.layout is not torch.strided:
-        return b"".join(bits(part) for part in meter.resident._plain(tensor))
+        return b"".join(bits(part) for part in meter.resident.plain_parts(tensor))
     plain = tensor.resolve_conj().resolve_neg().contiguous().cpu()
     return plain.reshape(-1).view(torch.uint8).numpy().tobytes() if plain.numel() else b""
 

@@ -298,6 +298,44 @@ def test_halves_that_are_called_by_themselves_are_said() -> None:
     assert "encoder" in messages[0] and "decoder" in messages[0], messages
 
 
+class Energies(nn.Module):
+    """A model with a method of its own, that calls no module."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(16, 4))
+
+    def energy(self, x: torch.Tensor) -> torch.Tensor:
+        return x @ self.weight
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.energy(x)
+
+
+def test_modules_deep_inside_that_are_called_by_themselves_are_said() -> None:
+    model = nn.Sequential(nn.ModuleDict({"backbone": mlp()}))
+    lowtide.limit_memory(model, "70%")
+    messages = _messages(model, lambda x: model[0]["backbone"](x).square().mean())  # type: ignore[index]
+    assert len(messages) == 1 and "(0.backbone did)" in messages[0], messages
+
+
+def test_a_method_without_modules_is_said() -> None:
+    model = Energies()
+    lowtide.limit_memory(model, "70%")
+    messages = _messages(model, lambda x: model.energy(x).square().mean())
+    assert len(messages) == 1 and "method" in messages[0], messages
+
+
+def test_a_penalty_on_weights_before_the_first_step_is_no_step() -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        sum(p.square().sum() for p in model.parameters()).backward()  # type: ignore[union-attr]
+        return model(x).square().mean()
+
+    model = mlp()
+    lowtide.limit_memory(model, "100%")
+    assert not [text for text in _messages(model, loss) if "engaged" in text]
+
+
 @pytest.mark.parametrize("given_loss", [False, True], ids=["loss measured", "loss given"])
 def test_a_limit_that_engages_says_nothing(given_loss: bool) -> None:
     model = mlp()

@@ -14,19 +14,22 @@ def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     the tensors inside them; tensors without a storage (sparse ones) by their parts."""
     found: dict[int, torch.UntypedStorage] = {}
     for tensor in tensors:
-        for plain in _plain(tensor):
+        for plain in plain_parts(tensor):
             storage = plain.untyped_storage()
             found.setdefault(storage._cdata, storage)
     return list(found.values())
 
 
-def _plain(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
+    """The strided tensors that hold a tensor's numbers and indices: itself, or the parts of a sparse tensor
+    or a subclass.
+    """
     flatten = getattr(tensor, "__tensor_flatten__", None)
     if flatten is not None and type(tensor) is not torch.Tensor:
         for name in flatten()[0]:
             inner = getattr(tensor, name)
             if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
-                yield from _plain(inner)
+                yield from plain_parts(inner)
     elif tensor.layout == torch.sparse_coo:
         yield from (tensor._indices(), tensor._values())
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):

@@ -34,10 +34,11 @@ class Engagement:
         self._kind = type(model).__name__
         self._warn = warn
         self._ran: dict[str, None] = {}
+        self._with_gradients: set[int] = set()
         self._hooks = [
-            child.register_forward_pre_hook(_Runs(name, self._ran))
-            for name, child in model.named_children()
-            if not isinstance(child, torch.jit.ScriptModule)
+            part.register_forward_pre_hook(_Runs(name, self._ran))
+            for name, part in model.named_modules()
+            if part is not model and not isinstance(part, torch.jit.ScriptModule)
         ]
         trained = [
             p
@@ -46,14 +47,17 @@ class Engagement:
         ]
         self._hooks += [p.register_post_accumulate_grad_hook(self._has_gradient) for p in trained]
 
-    def _has_gradient(self, _: torch.Tensor) -> None:
-        if not self._ran:
+    def _has_gradient(self, parameter: torch.Tensor) -> None:
+        if not self._ran and id(parameter) not in self._with_gradients:
+            self._with_gradients.add(id(parameter))  # a penalty on weights, before the first step, perhaps
             return
-        called = ", ".join(self._ran)
+        called = [name for name in self._ran if not any(name.startswith(f"{other}.") for other in self._ran)]
+        more = f" and {len(called) - 4} more" if len(called) > 4 else ""
+        who = f"{', '.join(called[:4])}{more} did" if called else "a method of its own did, perhaps"
         self.end()
         self._warn(
             f"the limit on this {self._kind} has not engaged: its parameters got gradients, but its own "
-            f"forward never ran ({called} did). Put the limit on what is called, or call the model itself"
+            f"forward never ran ({who}). Put the limit on what is called, or call the model itself"
         )
 
     def end(self) -> None:

@@ -33,8 +33,6 @@ class Kept:
         self.tensor = (
             tensor if tensor.is_leaf or not has_plain_storage(tensor) else private.unseen_alias(tensor)
         )
-        if self.tensor is not tensor and tensor.__dict__:
-            vars(self.tensor).update(vars(tensor))  # pyright: ignore
         self.version = self.tensor._version
         self.watch = watch
 
@@ -46,7 +44,7 @@ class Kept:
         if self.mover is not None:
             self.mover.begin()
             self.mover.ahead()
-        _check_version(self.tensor, self.version, self.tensor.shape)
+        _check_version(self.tensor, self.version)
         return self.tensor
 
 
@@ -108,6 +106,33 @@ class Evicted:
         return self.ref.view(base)
 
 
+class Attributed:
+    """A saved tensor with attributes, such as Megatron's ``main_grad``: a custom function's backward reads
+    them and sets others. Autograd hands out a plain tensor without them to whoever stands behind hooks.
+
+    Args:
+        tensor: the saved tensor.
+        packed: what stands for its numbers.
+    """
+
+    __slots__ = ("attributes", "kind", "packed", "requires_grad")
+
+    def __init__(self, tensor: torch.Tensor, packed: Any) -> None:
+        self.kind, self.attributes, self.packed = type(tensor), tensor.__dict__, packed
+        self.requires_grad = tensor.requires_grad
+
+    def unpack(self) -> torch.Tensor:
+        """The tensor; for a custom function of its own type, with the very attributes of the original."""
+        found = unpack(self.packed)
+        if not private.in_custom_backward():
+            return found
+        alias = found.data
+        if self.kind is not torch.Tensor:
+            alias.__class__ = self.kind
+        alias.__dict__ = self.attributes  # pyright: ignore
+        return private.carried(alias) if self.requires_grad else alias
+
+
 class Wrapped:
     """A saved tensor subclass that holds other tensors; each is packed for itself."""
 
@@ -160,9 +185,10 @@ def unpack(packed: Any) -> torch.Tensor:
     return packed if isinstance(packed, torch.Tensor) else packed.unpack()
 
 
-def _check_version(tensor: torch.Tensor, expected: int, shape: torch.Size) -> None:
+def _check_version(tensor: torch.Tensor, expected: int, shape: torch.Size | None = None) -> None:
     if tensor._version != expected:
         kind = tensor.type().removeprefix("torch.")
+        shape = tensor.shape if shape is None else shape  # nested tensors have none to ask for
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
             f"operation: [torch.{kind} {list(shape)}] is at version {tensor._version}; expected version "

@@ -23,7 +23,7 @@ from lowtide.interception import interceptors, unseen
 from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import RegionDirector
-from lowtide.run.handles import Evicted, Kept, Wrapped
+from lowtide.run.handles import Attributed, Evicted, Kept, Wrapped
 from lowtide.run.record import Recorder
 from lowtide.run.scope import blocks_of
 from lowtide.run.tape import LiveValue
@@ -219,7 +219,8 @@ class Look:
             return Kept(tensor)
         with unseen():
             number, droppable = self.tracer.packs(tensor)
-            return _Looked(self, number, self.recorder.held(tensor, droppable))
+            packed = _Looked(self, number, self.recorder.held(tensor, droppable))
+        return Attributed(tensor, packed) if tensor.__dict__ else packed
 
     def _unpack(self, packed: Any) -> torch.Tensor:
         return packed.unpack()
@@ -342,6 +343,10 @@ class _LittleMemory(Recorder):
             held[key] = weakref.ref(value)
             self._ends[key] = weakref.ref(tensor.untyped_storage(), lambda _: held.pop(key, None))
         return value
+
+    def stands(self, tensor: torch.Tensor) -> bool:
+        """As the recorder's; what the step made would be held until backward."""
+        return self._tracer.stands(tensor)
 
     def boundary(self) -> None:
         """As the recorder's; copies are found again, and so is what stays, by who overwrites it."""

@@ -23,6 +23,7 @@ from lowtide.ops import (
     draws,
     has_plain_storage,
     hidden_statistics,
+    is_sparse,
     is_wrapper,
     op_info,
     tensors_of,
@@ -31,8 +32,8 @@ from lowtide.ops import (
 from lowtide.run.digest import digest, reach
 from lowtide.run.direct import Director, PlanDirector, ScopeDirector
 from lowtide.run.drawn import drawn
-from lowtide.run.handles import Evicted, Kept, Wrapped, unpack
-from lowtide.run.tape import LiveValue, Node, Ref, flat_results
+from lowtide.run.handles import Attributed, Evicted, Kept, Wrapped, unpack
+from lowtide.run.tape import LiveValue, Node, Ref, Standing, flat_results
 from lowtide.run.verify import copied, why_not_reproduced
 from lowtide.run.watch import StepWatch
 
@@ -207,7 +208,7 @@ class Recorder(Interceptor):
 
     def _operation(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         inputs = list(tensors_of(args)) + list(tensors_of(kwargs)) if kwargs else list(tensors_of(args))
-        plain = all(has_plain_storage(t) for t in inputs)
+        plain = all(has_plain_storage(t) or self.stands(t) for t in inputs)
         written = written_tensors(info, args, kwargs) if info.written else []
         node: Node | None = None
         writes: list[Ref] = []
@@ -228,7 +229,7 @@ class Recorder(Interceptor):
         flat = flat_results(result)
         if info.collective and node is not None:
             flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be looked at below
-        keys = {private.storage_key(t) for t in inputs} if plain else set()
+        keys = {private.storage_key(t) for t in inputs if has_plain_storage(t)}
         fresh: dict[int, int] = {}
         for position, tensor in enumerate(flat):
             if isinstance(tensor, torch.Tensor) and has_plain_storage(tensor):
@@ -296,6 +297,8 @@ class Recorder(Interceptor):
         statistics = hidden_statistics(info, args)
         ignored = fills | {id(args[p]) for p in statistics if isinstance(args[p], torch.Tensor)}
         for tensor in inputs:
+            if is_sparse(tensor):
+                continue
             if id(tensor) not in ignored and private.storage_key(tensor) in self._blank:
                 return None
         device = inputs[0].device if inputs else torch.device(kwargs.get("device") or "cpu")
@@ -320,6 +323,10 @@ class Recorder(Interceptor):
         ``writes``.
         """
         if isinstance(item, torch.Tensor):
+            if is_sparse(item):
+                if id(item) in overwritten:
+                    raise Unrecordable
+                return Standing(item)
             filled = id(item) in fills
             value = LiveValue(None, item.untyped_storage().nbytes()) if filled else self._value_of(item)
             ref = Ref(value, item)
@@ -331,6 +338,10 @@ class Recorder(Interceptor):
         if isinstance(item, (tuple, list)):
             return [self._reference(part, fills, overwritten, writes) for part in item]
         return item
+
+    def stands(self, tensor: torch.Tensor) -> bool:
+        """Whether replays may hold a tensor that is not strided: a sparse one, of an input or a buffer."""
+        return is_sparse(tensor)
 
     def _link(
         self,
@@ -420,7 +431,7 @@ class Recorder(Interceptor):
             return value
         reference = self._held.get(key)
         value = reference() if reference is not None else None
-        if value is not None and value.held is not None and value.held._version == value.version:
+        if value is not None and value.held is not None and private.version(value.held) == value.version:
             return value
         value = LiveValue.stored(tensor)
         self._held[key] = weakref.ref(value)
@@ -455,14 +466,14 @@ class Recorder(Interceptor):
                 continue
             reference = self._held.get(private.storage_key(tensor))
             value = reference() if reference is not None else None
-            if value is None or value.held is None or value.held._version != value.version:
+            if value is None or value.held is None or private.version(value.held) != value.version:
                 continue
             if value.readers > 0:
                 storage = value.held.untyped_storage().clone()
                 copy = torch.empty(0, dtype=value.held.dtype, device=value.held.device)
                 held = value.held
                 value.held = copy.set_(storage, held.storage_offset(), held.shape, held.stride())  # type: ignore[call-overload]
-                value.version = value.held._version
+                value.version = private.version(value.held)
 
     def _fits(self, extra_bytes: int, ran: int = 0) -> bool:
         """Whether the budget leaves room for ``extra_bytes`` beside the operation at hand."""
@@ -476,11 +487,16 @@ class Recorder(Interceptor):
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``: keep it, or hold what brings it back."""
         if type(tensor) is torch.nn.Parameter:  # the commonest, and no plan gives it up
-            return Kept(tensor, self.watch, self.mover)
-        if is_wrapper(tensor):
+            packed = Kept(tensor, self.watch, self.mover)
+        elif is_wrapper(tensor):
             return Kept(tensor) if private.transformed() else Wrapped(tensor, self.pack)
-        if not has_plain_storage(tensor):
+        elif not has_plain_storage(tensor):
             return Kept(tensor, self.watch)
+        else:
+            packed = self._packed(tensor)
+        return Attributed(tensor, packed) if tensor.__dict__ else packed
+
+    def _packed(self, tensor: torch.Tensor) -> Kept | Evicted:
         entry = self._given.get(tensor.untyped_storage()._cdata)
         if entry is None:
             return Kept(tensor, self.watch, self.mover)

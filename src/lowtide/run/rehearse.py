@@ -22,7 +22,7 @@ import torch
 from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage, tensors_of
 from lowtide.plan.plan import Plan
-from lowtide.run.tape import Node
+from lowtide.run.tape import Node, Standing
 
 ASK = 0
 """The recorder has to look at it."""
@@ -63,7 +63,11 @@ class Recipe:
         if (
             closer
             or node.written
-            or any(isinstance(part, list) for item in node.args if isinstance(item, list) for part in item)
+            or any(
+                isinstance(part, (list, Standing))
+                for item in node.args
+                for part in (item if isinstance(item, list) else [item] if isinstance(item, Standing) else ())
+            )
         ):
             return None
         outputs = tuple(position for position, _ in node.outputs)

@@ -54,7 +54,7 @@ class LiveValue:
         """A value that stays, held by reference."""
         value = cls(None, tensor.untyped_storage().nbytes())
         value.held = private.versioned_alias(tensor)
-        value.version = value.held._version
+        value.version = private.version(value.held)
         return value
 
     def read(self) -> None:
@@ -72,10 +72,10 @@ class LiveValue:
         """
         if self.held is None:
             return self.cached
-        if self.held._version != self.version:
+        if private.version(self.held) != self.version:
             raise ReplayError(
                 "a tensor that a recomputation starts from was modified by an in-place operation after the "
-                f"forward pass (version {self.held._version}, expected {self.version}, shape "
+                f"forward pass (version {private.version(self.held)}, expected {self.version}, shape "
                 f"{tuple(self.held.shape)}): write to a copy, or keep that region with "
                 "lowtide.policies.keep_all"
             )
@@ -116,6 +116,28 @@ class Ref:
         if base.is_neg() is not self.negative:
             base = torch._neg_view(base)  # pyright: ignore
         return base
+
+
+class Standing:
+    """A sparse argument, which is held as it is."""
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        self.tensor, self.version = tensor, private.version(tensor)
+
+    def here(self) -> torch.Tensor:
+        """The tensor.
+
+        Raises:
+            ReplayError: it was overwritten since.
+        """
+        if private.version(self.tensor) != self.version:
+            raise ReplayError(
+                "a sparse tensor that a recomputation reads was modified by an in-place operation after the "
+                "forward pass: write to a copy, or keep that region with lowtide.policies.keep_all"
+            )
+        return self.tensor
 
 
 class Node:
@@ -314,6 +336,8 @@ def _argument(
         if base is None:
             raise ReplayError(f"{node.func} lacks an input in its replay: please report this")
         return item.view(base)
+    if isinstance(item, Standing):
+        return item.here()
     if isinstance(item, list):
         return [_argument(node, part, substitutes, transient) for part in item]
     return item

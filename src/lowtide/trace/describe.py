@@ -9,7 +9,8 @@ from typing import Any
 
 import torch
 
-from lowtide.ops import has_plain_storage, is_wrapper
+from lowtide.meter.resident import plain_parts
+from lowtide.ops import has_plain_storage, is_sparse, is_wrapper
 from lowtide.trace.costs import OpSpec, TensorSpec
 
 Signature = tuple[Any, ...]
@@ -28,6 +29,8 @@ def plain_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             inner = getattr(tensor, name)
             if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
                 yield from plain_leaves(inner)
+    elif is_sparse(tensor):
+        yield from plain_parts(tensor)
     elif has_plain_storage(tensor):
         yield tensor
 

@@ -21,11 +21,13 @@ from lowtide import private
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
 from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.meter import available, peak
+from lowtide.meter.resident import plain_parts
 from lowtide.ops import (
     OpInfo,
     covers_storage,
     has_plain_storage,
     hidden_statistics,
+    is_sparse,
     op_info,
     tensors_of,
     written_tensors,
@@ -37,6 +39,7 @@ from lowtide.trace.sums import SUM, in_place
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
+_ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
 HIDDEN = "it was made by code that the dispatcher does not see"
 """Why a value has to stay that a compiled submodule, say, returned."""
 _REENTRANT = "CheckpointFunctionBackward"
@@ -84,6 +87,7 @@ class StepTracer(Interceptor):
         self._seconds: dict[Any, list[Callable[[], float]]] = {}
         self._scratch: dict[Any, int] = {}
         self._cost: Any = None  # of the operation at hand
+        self._sparse: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._costs: list[Any] = []  # for each operation, what equal calls share
         self._infos: list[OpInfo] = []
         self._modules: list[str] = []
@@ -244,6 +248,24 @@ class StepTracer(Interceptor):
         number = self._known.get(private.storage_key(tensor))
         return number is not None and self.storages[number]["producer"] is not None
 
+    def stands(self, tensor: torch.Tensor) -> bool:
+        """Whether a sparse tensor stood before the step: what reads it can run again."""
+        return is_sparse(tensor) and not any(
+            private.storage_key(part) in self._sparse or self.made(part) for part in plain_parts(tensor)
+        )
+
+    def _sparse_parts(self, things: Any, made: bool = True) -> list[torch.Tensor]:
+        """What the sparse tensors among ``things`` are made of; ``made``: by the step, as will be known
+        again.
+        """
+        parts = [part for t in tensors_of(things) if is_sparse(t) for part in plain_parts(t)]
+        if made:
+            known = self._sparse
+            for part in parts:
+                key = private.storage_key(part)
+                known[key] = weakref.ref(part.untyped_storage(), lambda _, key=key: known.pop(key, None))
+        return parts
+
     def known(self, tensor: torch.Tensor) -> int | None:
         """The id of the tensor's storage, if it has been seen."""
         return self._known.get(private.storage_key(tensor))
@@ -255,7 +277,9 @@ class StepTracer(Interceptor):
         if self.closed:
             return proceed(func, args, kwargs)
         info = op_info(func)
-        inputs = [t for t in tensors_of([args, kwargs]) if has_plain_storage(t)]
+        read = list(tensors_of([args, kwargs]))
+        inputs = [t for t in read if has_plain_storage(t)]
+        elsewhere = len(inputs) < len(read) and not all(has_plain_storage(t) or self.stands(t) for t in read)
         written = [t for t in written_tensors(info, args, kwargs) if has_plain_storage(t)]
         keys = {private.storage_key(t) for t in inputs}
         statistics_ = [args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor)]
@@ -280,6 +304,10 @@ class StepTracer(Interceptor):
             result = proceed(func, args, kwargs)  # to the recorder, which measures its runs
         self._cost = cost
         outputs = [t for t in tensors_of(result) if has_plain_storage(t)]
+        parts = self._sparse_parts(result)
+        if parts and (private.in_backward() or not self.in_region):
+            outputs += parts  # within the region the recorder counts operations, and these are none to it
+            keys |= {private.storage_key(part) for part in self._sparse_parts([args, kwargs], made=False)}
         fresh = [] if info.returns_written else [t for t in outputs if private.storage_key(t) not in keys]
         if not fresh and not written:
             self.asks |= self.in_region and info.name in _ASKS
@@ -297,7 +325,7 @@ class StepTracer(Interceptor):
         ):
             self._sums.add(index)
         writes: list[int] = []
-        reason = info.reason or self._unsafe(info, reads, outputs)
+        reason = info.reason or (_ELSEWHERE if elsewhere else self._unsafe(info, reads, outputs))
         self._infos.append(info)
         self._evicts.append(wanted)
         self._add_operation(index, info.name, tuple(reads), info.random, reason, self._cost)
@@ -553,6 +581,10 @@ def _cost_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 def _form(item: Any) -> Any:
     if isinstance(item, torch.Tensor):
+        if item.is_nested and item.layout is torch.strided:  # it has no shape, and PyTorch aborts where asked
+            return (item.numel(), item.dtype)
+        if item.layout is torch.sparse_coo:  # one that is not coalesced is sorted first, in a copy
+            return (item.shape, item.dtype, item._nnz(), item.is_coalesced())
         return (item.shape, item.dtype, item.stride() if item.layout is torch.strided else None)
     if isinstance(item, (tuple, list)):
         return tuple(map(_form, item))
