@@ -3,7 +3,7 @@
 python -m benchmarks planning_time
 
 What the first plan of a process imports and measures once is stated beside the rows: it takes a few seconds,
-more where the disk has to be read. Every plan is made as if nothing were known of the step's stages; planning
+more where the disk has to be read. Planning
 once more with other bytes resident, as the second step does, has a time of its own. Times are medians of
 three.
 """
@@ -21,8 +21,7 @@ from benchmarks.cases import gpt
 from benchmarks.common import Case, save
 from lowtide import BudgetError, limit_memory
 from lowtide.plan import Plan, make
-from lowtide.plan.front import known_stages
-from lowtide.plan.optimal import planner_of
+from lowtide.plan.search.planner import planner_of
 
 LIMIT_SECONDS = {12: 10.0, 24: 20.0}
 RUNS = 3
@@ -80,7 +79,6 @@ def rows_of(case: Case, layers: int) -> list[dict[str, Any]]:
 
 def _forget() -> None:
     planner_of.cache_clear()
-    known_stages.cache_clear()
 
 
 def _planned(

@@ -14,8 +14,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import lowtide
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors
-from lowtide.plan.build import make_plan
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
+from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate import Simulator
 from lowtide.run.follow import Follower
 from lowtide.run.rehearse import Recipe

@@ -16,12 +16,17 @@ import lowtide
 from lowtide import meter, policies
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.linear import linear_values
-from lowtide.plan.mix import Mixer
-from lowtide.plan.optimal import Planner
-from lowtide.plan.plan import Chain, Compress, Moving, Offload, stages
-from lowtide.plan.traffic import Link
-from lowtide.plan.ways import _measured, decision_of, default_ways, missing_links, ways_of
+from lowtide.plan.data import Chain, Compress, Link, Moving, Offload, stages
+from lowtide.plan.moves.linear import linear_values
+from lowtide.plan.moves.placements import (
+    _measured,
+    decision_of,
+    default_placements,
+    missing_links,
+    placements_of,
+)
+from lowtide.plan.search.mix import Mixer
+from lowtide.plan.search.planner import Planner
 
 FAST, SLOW = Link(1e15, 1e15), Link(1e3, 1e3)
 CODECS = {"mask": FAST, "positive": FAST}
@@ -56,7 +61,7 @@ def graph_of(layers: int) -> StepGraph:
 
 def mixer_of(graph: StepGraph, ways: list[Moving], links: dict[str, Link], window: int = 6144) -> Mixer:
     planner = Planner(graph)
-    return Mixer(planner, ways_of(planner.sim, ways, links, 1), links, window)
+    return Mixer(planner, placements_of(planner.sim, ways, links, 1), links, window)
 
 
 @pytest.mark.parametrize(("speed", "codec"), [(1e15, 1e6), (3e6, 1e15), (1e6, 3e6)])
@@ -177,10 +182,10 @@ def test_speeds_are_measured_once_and_in_the_room_that_there_is(room_bytes: int)
     _measured.cache_clear()
     device = torch.device("cpu")
     with meter.peak(device) as first:
-        links = missing_links(default_ways("cpu"), None, (), "cpu", room_bytes)
+        links = missing_links(default_placements("cpu"), None, (), "cpu", room_bytes)
     assert 0 < first.peak_bytes <= room_bytes
     with meter.peak(device) as second:
-        assert missing_links(default_ways("cpu"), None, (), "cpu", room_bytes) == links
+        assert missing_links(default_placements("cpu"), None, (), "cpu", room_bytes) == links
     assert second.peak_bytes == 0
     _measured.cache_clear()
 
@@ -190,13 +195,15 @@ def test_codecs_are_offered_in_the_form_that_keeps_gradients_unbiased() -> None:
     model = nn.Sequential(nn.Linear(24, 24), nn.GELU(), nn.Linear(24, 24), nn.LayerNorm(24))
     graph = lowtide.trace(lambda: model(torch.randn(64, 24)).square().mean())
     sim = Planner(graph).sim
-    ways = ways_of(sim, [Compress("int4"), Chain(Compress("int4"), Offload("disk")), Compress("int8")], {}, 1)
+    ways = placements_of(
+        sim, [Compress("int4"), Chain(Compress("int4"), Offload("disk")), Compress("int8")], {}, 1
+    )
     linear = linear_values(graph)
     assert linear & ways.keys() and ways.keys() - linear
     for value, rows in ways.items():
         names = {"int4", "int8"} if value in linear else {"int8"}
         assert {first.codec for m in rows if isinstance(first := stages(m.decision)[0], Compress)} == names
         assert len({m.decision for m in rows}) == len(rows)
-    everywhere = ways_of(sim, [Compress("int4")], {}, 1, everywhere=True)
+    everywhere = placements_of(sim, [Compress("int4")], {}, 1, everywhere=True)
     assert {m.decision for rows in everywhere.values() for m in rows} == {Compress("int4")}
     assert {"int4", "int8"} <= lowtide.measure_links("int4").keys()

@@ -23,7 +23,7 @@ from typing import Any
 
 from lowtide.errors import PlanError
 from lowtide.graph import GRAPH_FORMAT, StepGraph
-from lowtide.plan.plan import PLAN_FORMAT, Plan
+from lowtide.plan.data import PLAN_FORMAT, Plan
 
 _LOG = logging.getLogger(__name__)
 _FORMAT = 1

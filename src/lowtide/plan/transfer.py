@@ -14,11 +14,9 @@ from fractions import Fraction
 
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.plan.build import make_plan
-from lowtide.plan.plan import Plan
-from lowtide.plan.simulate import Simulator
-from lowtide.plan.supply import Codec
-from lowtide.plan.traffic import Links
+from lowtide.plan.data import Codec, Links, Plan
+from lowtide.plan.policies.build import make_plan
+from lowtide.plan.simulate.simulator import Simulator
 
 CARRIED = "decisions carried over from a step of another size; no lower bound was computed for this one"
 """A note of plans that `transfer` made."""

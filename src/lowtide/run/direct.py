@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any, ClassVar, Protocol
 
 from lowtide.ops import OpInfo
-from lowtide.plan.decisions import Compress, Shard, stages
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Compress, Plan, Shard, stages
 
 _LOOK_AHEAD = 400
 

@@ -23,7 +23,7 @@ from lowtide import private
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
 from lowtide.progress import log
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector

@@ -21,7 +21,7 @@ import torch
 
 from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage, tensors_of
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
 from lowtide.run.tape import Node, Standing
 
 ASK = 0

@@ -55,7 +55,7 @@ class Codec(ABC):
         replayable_from: whether an operation may be replayed from what `decode` gives back.
         error: the bound on the error in words, empty for a lossless one.
         gentler: the name of the codec that policies use instead where backward is not linear in the value
-            (`lowtide.plan.linear`), so that this one's error would bias the gradients; empty for none.
+            (`lowtide.plan.moves.linear`), so that this one's error would bias the gradients; empty for none.
         scratch_bytes: the most it allocates beyond what it returns.
 
     Example:
@@ -350,7 +350,8 @@ class Blockwise(Codec):
     number and step are bfloat16, rounded so that the range is covered.
 
     The error of 4 bits is large enough to bias what goes through a function first, so policies use them where
-    backward is linear in the value (`lowtide.plan.linear`), 8 bits elsewhere, and replay nothing from them.
+    backward is linear in the value (`lowtide.plan.moves.linear`), 8 bits elsewhere, and replay nothing from
+    them.
 
     Args:
         bits: 8 or 4.

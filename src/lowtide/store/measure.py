@@ -20,11 +20,9 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from lowtide import private
-from lowtide.plan.decisions import Compress, Moving, Offload, Shard, stages
-from lowtide.plan.supply import Codec as OwnCodec
-from lowtide.plan.supply import CodecFacts
-from lowtide.plan.traffic import Link
-from lowtide.plan.ways import codecs_behind, decision_of
+from lowtide.plan.data import Codec as OwnCodec
+from lowtide.plan.data import CodecFacts, Compress, Link, Moving, Offload, Shard, stages
+from lowtide.plan.moves.placements import codecs_behind, decision_of
 from lowtide.progress import current
 from lowtide.store.codec import CHUNK, Codec, Form, codec_named
 from lowtide.store.shard import Replicas

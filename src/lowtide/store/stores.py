@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from lowtide.errors import PlanError
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
 from lowtide.store.codec import Codec, codec_named
 from lowtide.store.disk import Disk
 from lowtide.store.host import Host

@@ -21,7 +21,7 @@ from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
 from lowtide.estimate.speed import EFFICIENCY
 from lowtide.graph import StepGraph
-from lowtide.plan.blocks import block_of
+from lowtide.plan.split.blocks import block_of
 from lowtide.run.agree import with_collectives
 from lowtide.trace.costs import OpCost, Roofline, flops, measure_costs, runnable
 from lowtide.trace.describe import Signature
