@@ -3,9 +3,8 @@
 python -m benchmarks planning_time
 
 What the first plan of a process imports and measures once is stated beside the rows: it takes a few seconds,
-more where the disk has to be read. Planning
-once more with other bytes resident, as the second step does, has a time of its own. Times are medians of
-three.
+more where the disk has to be read. Planning once more with other bytes resident, as the second step does, has
+a time of its own. Times are medians of three.
 """
 
 from __future__ import annotations

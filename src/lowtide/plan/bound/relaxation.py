@@ -39,10 +39,19 @@ from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.stages import Stages
 
 _ROUNDS = 30
+"""Times that rows are added and the program is solved; stopping early leaves a lower bound."""
+
 _ROWS_PER_ROUND = 48
+"""Moments above the budget whose rows are added at a time."""
+
 _WINDOWS_PER_ROUND = 6
+"""Stages whose backward is added at a time, the tightest first."""
+
 _MOST_WINDOWS = 24
+"""Stages whose backward is added at most: each takes several hundred columns."""
+
 _DEPTH = 1
+"""Stages before a window's own whose operations it follows, too."""
 
 _NODES = 1
 """Branch-and-bound nodes: what whole numbers bring comes from the root."""

@@ -5,7 +5,7 @@ process, and a search that they lead ends at another plan each time; the smalles
 has to be met by whoever asks for it, in another process, too. So here an operation costs as many "seconds" as
 it reads and writes bytes, and in a second search all operations cost the same: the stages are searched with
 these, the path of least memory is taken and corrected by exact simulations, and single decisions of the
-better plan are turned round where the peak stands for as long as that lowers it. Nothing here looks at a
+better plan are changed where the peak stands for as long as that lowers it. Nothing here looks at a
 clock or at a measured second.
 """
 
@@ -23,7 +23,6 @@ from lowtide.plan.split.stages import Stages
 
 _CORRECTIONS = 4
 """Times that the exact simulation corrects what the stages say of the path of least memory."""
-
 
 _OVERHEAD_BYTES = 4096
 """What one more operation costs, in the bytes that could be read or written meanwhile."""

@@ -42,6 +42,9 @@ between what fits and what does not.
 _CLOSE = 0.01
 """How close to each other these two get, as a share of the budget."""
 
+_STARTS = 2
+"""Mixes of either kind in which single decisions are exchanged."""
+
 _TRIES = 120
 """Exchanges of single decisions."""
 
@@ -184,7 +187,8 @@ class Mixer:
                 )
             elif top and not mix.simulation.replayed:
                 alone["moving alone"] = mix.simulation.extra_seconds
-        starts = [min(rows, key=lambda mix: mix.key) for rows in (found, self._from_program(budget)) if rows]
+        starts = sorted(found, key=lambda mix: mix.key)[:_STARTS]
+        starts += sorted(self._from_program(budget), key=lambda mix: mix.key)[:_STARTS]
         if not starts:
             least = self.least()
             if least.simulation.peak_bytes > budget:
