@@ -25,9 +25,7 @@ import torch
 from lowtide import __version__, meter
 
 QUICK = "--quick"
-"""An argument of ``python -m benchmarks``: fewer rounds, so that each benchmark that knows it is done in a few
-minutes.
-"""
+"""An argument of ``python -m benchmarks``: fewer rounds, for benchmarks that take minutes then."""
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -5,8 +5,8 @@ python -m benchmarks random_lengths [--quick]
 
 A first model runs all steps and its peaks are measured, those of its first steps included. Then a second one
 that has planned nothing runs them, in turn with the first, which has its plans by now: the sum of the
-differences is what planning for random lengths costs. ``--quick`` runs a quarter of the steps; the share that it
-says is about four times that of a thousand.
+differences is what planning for random lengths costs. ``--quick`` runs a quarter of the steps, whose share is
+about four times that of a thousand.
 """
 
 from __future__ import annotations
