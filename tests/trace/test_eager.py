@@ -15,6 +15,7 @@ from lowtide import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors
 from lowtide.plan.simulate import plain
+from lowtide.trace.eager import StepTracer
 
 torch.set_num_threads(1)
 N = 16
@@ -410,3 +411,15 @@ def test_a_window_that_a_function_looks_into_is_real() -> None:
     assert [o.name for o in graph.operations] == [
         o.name for o in lowtide.trace(step, model=lin, costs=False).operations
     ]
+
+
+def test_buffers_that_go_beside_a_collective_are_not_its_scratch() -> None:
+    pytest.importorskip("torch.distributed")
+    import torch.distributed._functional_collectives
+
+    tracer = StepTracer(None, torch.device("cpu"))
+    gather = (torch.ops._c10d_functional.all_gather_into_tensor.default, (), ())
+    product = (torch.ops.aten.mm.default, (), ())
+    tracer._scratch = {gather: [128, 192, 128], product: [128, 192, 128]}
+    assert tracer._scratch_of(gather) == 128
+    assert tracer._scratch_of(product) == 192

@@ -30,6 +30,12 @@ from lowtide.progress import current
 _EFFORT = 2400
 """Evaluations of stage configurations, over all distinct stages."""
 
+_QUICK_EFFORT = 200
+"""The same for a first search, whose plan does where it lies near the bound."""
+
+_QUICK_GAP = 0.0025
+"""Distance to the bound, as a share of the step, up to which that is so."""
+
 _GOOD_GAP = 0.005
 """Distance to the bound, as a share of the step, at which the search stops."""
 
@@ -60,6 +66,9 @@ decisions to bring it back.
 
 _WHOLE_COLUMNS = 6000
 """Largest program that is solved in whole numbers."""
+
+_QUICK_COLUMNS = 2000
+"""Largest program that is solved in whole numbers to end a first search."""
 
 _ALIKE = 2.5
 """Stages for each distinct one from which that takes long and finds little, for alike ones can be exchanged;
@@ -97,9 +106,15 @@ class Planner:
         """budget -> seconds that no schedule can undercut, the recording overhead aside"""
 
     @cached_property
+    def quick(self) -> Master:
+        """A short search over stages."""
+        current().say("searching")
+        return Master(self.sim, self.stages, feasible_replays(self.sim), _QUICK_EFFORT, self.known)
+
+    @cached_property
     def master(self) -> Master:
         """The search over stages, where most of the time goes."""
-        current().say("searching")
+        current().say("searching for longer")
         return Master(self.sim, self.stages, feasible_replays(self.sim), _EFFORT, self.known)
 
     @cached_property
@@ -136,10 +151,52 @@ class Planner:
                 return self.leanest
             raise self._refusal(budget)
         pool = [c for c in [*family, *self.search.everything()] if c.simulation.peak_bytes <= budget]
-        pool += self._walked(budget)
+        everything = bool(self.search.everything())
+        best = None
+        if not everything:
+            pool += self._walked(budget, self.quick)
+            best = self._polished(pool, budget, 1)
+            if best is not None and self._far(best, budget, _QUICK_GAP):
+                best = self.improve(best, budget, _QUICK_GAP, _QUICK_COLUMNS)
+                pool.append(best)
+        if best is None or everything or self._far(best, budget, _QUICK_GAP):
+            best = self._searched(pool, budget)
+        # a larger budget is never slower
+        fits = [c for c in self._found_before if c.simulation.peak_bytes <= budget]
+        best = min([best, *fits], key=lambda c: c.key)
+        self._found_before.append(best)
+        return best
+
+    def begun(self, starts: list[frozenset[int]], budget: int, good: float) -> Candidate | None:
+        """The best plan that sets of stored values lead to, without a search, where it lies near the bound:
+        as near as a first search has to come, or within a share ``good`` of the step.
+        """
+        found: list[Candidate] = []
+        for stored in dict.fromkeys(starts):
+            try:
+                start = self.search.candidate(stored)
+            except PlanError:
+                continue
+            if 0 < start.simulation.peak_bytes - budget < _OVER * budget:
+                start = lowered(self.search, start, budget)
+            if start.simulation.peak_bytes <= budget:
+                found.append(start)
+        best = self._polished(found, budget, 1)
+        if best is None or self._far(best, budget, max(_QUICK_GAP, good)):
+            return None
+        self._found_before.append(best)
+        return best
+
+    def _searched(self, pool: list[Candidate], budget: int) -> Candidate:
+        """The best plan that the whole search finds, and those of the pool, which fit.
+
+        Raises:
+            BudgetError: there is none.
+        """
+        everything = bool(self.search.everything())
+        pool += self._walked(budget, self.master)
         least = self.search.candidate(self.master.stored(self.master.least()[1]))
         near = budget <= _NEAR * least.simulation.peak_bytes
-        everything = bool(self.search.everything())
         if near and not everything:
             pool += self._squeezed(budget, least.simulation.peak_bytes)
         pool += [least] if least.simulation.peak_bytes <= budget else []
@@ -153,12 +210,7 @@ class Planner:
             best = self._polished(pool + self._between(low, budget), budget, _STARTS)
         if best is None:
             raise self._refusal(budget)
-        best = best if everything else self.improve(best, budget)
-        # a larger budget is never slower
-        fits = [c for c in self._found_before if c.simulation.peak_bytes <= budget]
-        best = min([best, *fits], key=lambda c: c.key)
-        self._found_before.append(best)
-        return best
+        return best if everything else self.improve(best, budget)
 
     def _polished(self, pool: list[Candidate], budget: int, starts: int) -> Candidate | None:
         """The best plan after the ``starts`` best ones of the pool were polished; ``None`` where it is
@@ -178,7 +230,9 @@ class Planner:
         were turned round until they fit.
         """
         found: list[Candidate] = []
-        starts = {c.stored: c for more in _MORE for c in self._walked(int(more * max(budget, least)))}
+        starts = {
+            c.stored: c for more in _MORE for c in self._walked(int(more * max(budget, least)), self.master)
+        }
         for start in sorted(starts.values(), key=lambda c: c.key):
             squeezed = lowered(self.search, start, budget)
             if squeezed.simulation.peak_bytes <= budget:
@@ -191,29 +245,35 @@ class Planner:
             self._last = (target, *self.relaxation.solve(target))
         return self._last[1:]
 
+    def distance(self, extra_seconds: float, budget: int) -> float:
+        """Seconds between a plan's extra time and what the linear program says for ``budget``."""
+        return extra_seconds - self.graph.overhead_seconds - self._solved(budget)[0]
+
     def _far(self, candidate: Candidate, budget: int, share: float) -> bool:
         """Whether more than a share of the step lies between a plan and the bound for ``budget``."""
-        gap = candidate.simulation.extra_seconds - self.graph.overhead_seconds - self._solved(budget)[0]
-        return gap > share * self.graph.plain_seconds
+        return self.distance(candidate.simulation.extra_seconds, budget) > share * self.graph.plain_seconds
 
     def _between(self, low: int, budget: int) -> list[Candidate]:
         """What paths for budgets between ``low``, which can be met, and ``budget`` come to."""
         return [
-            c for share in _LOWER if low < budget for c in self._walked(low + int(share * (budget - low)))
+            c
+            for share in _LOWER
+            if low < budget
+            for c in self._walked(low + int(share * (budget - low)), self.master)
         ]
 
-    def _walked(self, budget: int) -> list[Candidate]:
+    def _walked(self, budget: int, master: Master) -> list[Candidate]:
         """What paths through the stages come to that fit in ``budget``, as exact simulations correct what the
         stages say.
         """
         found: list[Candidate] = []
-        self.master.restore()
+        master.restore()
         target = budget
         for _ in range(5):
-            path = self.master.best(target)
+            path = master.best(target)
             if path is None:
                 break
-            candidate = self.search.candidate(self.master.stored(path[1]))
+            candidate = self.search.candidate(master.stored(path[1]))
             over = candidate.simulation.peak_bytes - budget
             if over <= 0:
                 same = any(candidate.stored == other.stored for other in found)
@@ -222,8 +282,8 @@ class Planner:
                     break
             elif over < 0.01 * budget:
                 target -= over
-            self.master.correct(path[1], candidate.simulation.top_bytes)
-        self.master.restore()
+            master.correct(path[1], candidate.simulation.top_bytes)
+        master.restore()
         return found
 
     def bound(self, budget: int) -> Bound:
@@ -234,13 +294,22 @@ class Planner:
             self.bounds[budget] = self._solved(budget)[0]
         return Bound(self.bounds[budget] + self.graph.overhead_seconds, self.relaxation.least_peak())
 
-    def improve(self, best: Candidate, budget: int) -> Candidate:
+    def improve(
+        self, best: Candidate, budget: int, enough: float = _GOOD_GAP, most_columns: int = _WHOLE_COLUMNS
+    ) -> Candidate:
         """Where the gap to the bound is wide, take decisions from the bound's own program: rounded, then in
-        whole numbers; those that exceed the budget are turned round at the peak until they fit."""
+        whole numbers; those that exceed the budget are turned round at the peak until they fit.
+
+        Args:
+            best: a plan.
+            budget: its budget.
+            enough: the gap, as a share of the step, that is not wide.
+            most_columns: the largest program that is solved in whole numbers.
+        """
         current().say("comparing with the best possible")
         relaxation = self.relaxation
         values, column = relaxation.values, relaxation.column
-        good = _GOOD_GAP * self.graph.plain_seconds
+        good = enough * self.graph.plain_seconds
         alike = len(self.stages) >= _ALIKE * len(set(self.stages.signature))
         target = budget
         for attempt in range(3):
@@ -256,7 +325,8 @@ class Planner:
                 best.simulation.extra_seconds - self.graph.overhead_seconds - self.bounds[budget]
                 > _WIDE_GAP * self.graph.plain_seconds
             )
-            if len(relaxation.program.cost) <= (_WHOLE_COLUMNS if wide or not alike else _ALIKE_COLUMNS):
+            columns = min(most_columns, _WHOLE_COLUMNS if wide or not alike else _ALIKE_COLUMNS)
+            if len(relaxation.program.cost) <= columns:
                 sharper, whole = relaxation.solve_whole(target, _NODES, 0.2 * good / max(bound, good))
                 if not attempt and sharper < float("inf"):
                     self.bounds[budget] = max(bound, sharper)

@@ -85,7 +85,7 @@ class StepTracer(Interceptor):
         self._device = device
         self._measures = device.type == "cpu" and available()
         self._seconds: dict[Any, list[Callable[[], float]]] = {}
-        self._scratch: dict[Any, int] = {}
+        self._scratch: dict[Any, list[int]] = {}
         self._cost: Any = None  # of the operation at hand
         self._sparse: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._costs: list[Any] = []  # for each operation, what equal calls share
@@ -380,7 +380,7 @@ class StepTracer(Interceptor):
             with peak("cpu", "allocator") as seen:
                 result, seconds = self.clock.time(call)
                 live = max(0, seen.live_bytes)
-            self._scratch[cost] = max(self._scratch.get(cost, 0), seen.peak_bytes - live)
+            self._scratch.setdefault(cost, []).append(seen.peak_bytes - live)
         self._seconds.setdefault(cost, []).append(seconds)
         return result
 
@@ -399,7 +399,13 @@ class StepTracer(Interceptor):
         return statistics.median(read() for read in reads) if reads else 0.0
 
     def _scratch_of(self, cost: Any) -> int:
-        return max(self._scratch.get(cost, 0), self._scratch.get((cost, "cold"), 0))
+        """What one of equal calls takes at most. The threads of a collective may let go of an earlier one's
+        buffers while it runs, which looks like scratch: there the middle one counts.
+        """
+        found = [*self._scratch.get(cost, ()), *self._scratch.get((cost, "cold"), ())]
+        if found and getattr(cost[0], "namespace", "") == "_c10d_functional":
+            return statistics.median_low(found)
+        return max(found, default=0)
 
     def _unsafe(self, info: OpInfo, reads: list[int], outputs: list[torch.Tensor]) -> str:
         if not self.in_region:
