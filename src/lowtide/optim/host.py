@@ -12,18 +12,18 @@ from torch import Tensor
 
 from lowtide import budget as budgets
 from lowtide.optim import budgeted, checkpoint
+from lowtide.optim.background import BackgroundUpdater
 from lowtide.optim.balance import Balance, balance
-from lowtide.optim.beside import Beside
 from lowtide.optim.clip import clip_
 from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import Group, Kernel, check_options, kernel_of
-from lowtide.optim.link import Link, link_for
+from lowtide.optim.link import WHAT, Link, link_for
 from lowtide.optim.modes import check_modes, fraction_of
 from lowtide.optim.pipeline import Task, Updater
 from lowtide.optim.slots import Placement, Slot
 from lowtide.optim.stream import GradientStream, sent
 from lowtide.optim.tensors import check_gradient, flat_gradient, is_shared, local
-from lowtide.optim.tier import DiskTier, MemoryTier, Tier
+from lowtide.store.pool import FilePool, Pool
 
 Host = Literal["auto", "memory", "disk"]
 
@@ -56,7 +56,7 @@ class HostOptimizer(torch.optim.Optimizer):
         host: ``"memory"`` (page-locked for CUDA) or ``"disk"`` (files without a name, mapped into memory).
             ``"auto"`` is disk where the device is the CPU itself, else memory.
         host_folder: for ``"disk"``; the system's folder for temporary files without it.
-        host_limit: most bytes on the host tier, a number or text such as ``"8GiB"``.
+        host_limit: most bytes of its state on the host, a number or text such as ``"8GiB"``.
         device_budget: for ``"auto"``: most bytes of optimizer state on the device; ``None`` is 0.9 of what is
             free.
         stream_gradients: gradients leave the device while backward produces them, and ``.grad`` holds a
@@ -155,16 +155,18 @@ class HostOptimizer(torch.optim.Optimizer):
         where = host if host != "auto" else "disk" if link.direct else "memory"
         if folder is not None and where == "memory":
             raise OptimError("host_folder= is for host='disk': leave it out, or put the state on disk")
-        tier: Tier = DiskTier(folder, limit) if where == "disk" else MemoryTier(link.pins, limit)
+        pool: Pool = link.memory(limit)
+        if where == "disk":
+            pool = FilePool(WHAT, "lower host_fraction", OptimError, limit, folder)
         self.host = where
-        self._updater = Updater(self.kernel, link, tier, chunk_bytes // 4 // 64 * 64)
+        self._updater = Updater(self.kernel, link, pool, chunk_bytes // 4 // 64 * 64)
         self._placement = Placement(
-            self.kernel, tier, masters, host_copies=not link.direct or self.delayed or self.overlap_update
+            self.kernel, pool, masters, host_copies=not link.direct or self.delayed or self.overlap_update
         )
-        gradients = tier if link.direct or where == "memory" else MemoryTier(link.pins, limit)
+        gradients = pool if link.direct or where == "memory" else link.memory(limit)
         keeps = link.direct and where == "memory"
         self._stream = GradientStream(self._updater, gradients, keeps, self)
-        self._beside = Beside(self._updater, self._stream)
+        self._background = BackgroundUpdater(self._updater, self._stream)
         self._opened = True
         if self.stream_gradients:
             self._watch()
@@ -204,8 +206,8 @@ class HostOptimizer(torch.optim.Optimizer):
     @property
     def host_bytes(self) -> int:
         """Bytes taken on the host: state, masters, gradients and buffers."""
-        tiers = {id(tier): tier for tier in (self._placement.tier, self._stream.tier, self._updater.staging)}
-        return sum(tier.used_bytes for tier in tiers.values())
+        pools = {self._placement.pool, self._stream.pool, self._updater.staging}
+        return sum(pool.used_bytes for pool in pools)
 
     # ---- placement -------------------------------------------------------------------------------
 
@@ -304,7 +306,7 @@ class HostOptimizer(torch.optim.Optimizer):
         if self.stream_gradients:
             self._watch()
         with self._or_torn("an update beside backward could not be finished"):
-            self._beside.finish_early(self.param_groups)
+            self._background.finish_early(self.param_groups)
         self._finish_late()
         device, host = self._tasks()
         self._steps += 1
@@ -327,7 +329,7 @@ class HostOptimizer(torch.optim.Optimizer):
             self._commit(device)
             self._commit(done if late else host)
             if late:
-                self._beside.update_late(now)
+                self._background.update_late(now)
         return loss
 
     def _tasks(self) -> tuple[list[Task], list[Task]]:
@@ -404,7 +406,7 @@ class HostOptimizer(torch.optim.Optimizer):
         if slot.updated:
             self._whole = "an update that ran beside backward was never finished by step()"
         self._check_whole()
-        self._beside.update_early(slot, self._group_of(slot.parameter))
+        self._background.update_early(slot, self._group_of(slot.parameter))
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
@@ -427,7 +429,7 @@ class HostOptimizer(torch.optim.Optimizer):
             OptimError: an update that ran beside backward was not finished by `step`.
         """
         if any(slot.updated for slot in self._slots.values()):
-            self._beside.quiet()
+            self._background.quiet()
             self._whole = "gradients were cleared after updates had run beside backward, before step()"
             self._check_whole()
         super().zero_grad(set_to_none)
@@ -468,7 +470,7 @@ class HostOptimizer(torch.optim.Optimizer):
     def _finish_late(self) -> None:
         """Wait for the update of the step before, and let the parameters see it."""
         with self._or_torn("a delayed update failed"):
-            self._beside.wait_late()
+            self._background.wait_late()
         waiting = [slot for slot in self._slots.values() if slot.pending]
         if not waiting:
             return
@@ -515,10 +517,10 @@ class HostOptimizer(torch.optim.Optimizer):
             OptimError: the last update did not finish.
         """
         self._check_whole()
-        if self._beside.early:
+        if self._background.early:
             raise OptimError("updates are running beside backward: call step() before state_dict()")
         with self._or_torn("a delayed update failed"):
-            self._beside.wait_late()
+            self._background.wait_late()
         self._show_late(slot for slot in self._slots.values() if slot.pending)
         return super().state_dict()
 
@@ -529,7 +531,7 @@ class HostOptimizer(torch.optim.Optimizer):
         Raises:
             OptimError: it does not fit these parameters; nothing has changed then.
         """
-        self._beside.quiet()
+        self._background.quiet()
         checkpoint.load(self, state_dict)
         self._whole = ""
 
@@ -541,7 +543,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Let go of hooks and threads; the optimizer cannot be used after."""
-        self._beside.close()
+        self._background.close()
         self._stream.close()
         self.link.close()
 
