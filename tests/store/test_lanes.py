@@ -162,6 +162,14 @@ def test_a_slot_is_not_written_to_while_a_lost_read_is_under_way(locked: list[in
     assert torch.equal(out, one)
 
 
+def test_a_read_comes_after_the_write_that_nobody_has_waited_for(locked: list[int]) -> None:
+    host = Host(streams=LazyStreams())
+    slot, out = host.take(100), torch.zeros(100, dtype=torch.uint8)
+    writing = host.write(noise(100, 1), slot)
+    host.read(slot, out).wait()
+    assert torch.equal(out, noise(100, 1)) and writing.done
+
+
 def test_the_disk_tier_goes_through_streams_of_its_own(tmp_path: Path, locked: list[int]) -> None:
     streams = LazyStreams()
     disk = Disk(tmp_path, streams=streams)

@@ -148,8 +148,7 @@ class Peak:
 
     @property
     def reserved_bytes(self) -> int | None:
-        """On CUDA the most that the allocator held of the device so far, fragments included, else ``None``.
-        """
+        """On CUDA the most that the allocator held of the device so far, fragments included, else None."""
         return self.read().reserved_bytes
 
 
