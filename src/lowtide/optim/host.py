@@ -263,9 +263,7 @@ class HostOptimizer(torch.optim.Optimizer):
         return budgeted.step_bytes(self)
 
     def choose_host_fraction(self, extra_seconds: Callable[[float], float]) -> float:
-        """With ``host_fraction="auto"``: set the share that takes the least time together with
-        ``extra_seconds(share)``, and return it.
-        """
+        """With ``host_fraction="auto"``: set and return the share of least time, ``extra_seconds`` added."""
         with torch.no_grad():
             chosen = budgeted.choose(self, extra_seconds)
         self.set_host_fraction(chosen)
