@@ -2,7 +2,7 @@
 are.
 
 The planner takes both as plain data. `Supply` is who knows; in a process that runs steps that is
-`lowtide.store.measure`, which nothing else of this folder reaches.
+`lowtide.run.links`, which nothing else of this folder reaches.
 """
 
 from __future__ import annotations
@@ -29,16 +29,14 @@ class CodecFacts:
         name: by which plans know it.
         gentler: the codec that is used instead where backward is not linear in the value; empty for none.
         replayable_from: whether an operation may be replayed from what comes back.
-        scratch_bytes: the most it allocates beyond what it returns, for a chunk.
-        chunk_elements: elements that it takes at a time.
+        scratch: from a value's elements and the device to the most that is allocated beyond what is returned.
         encoded_bytes: from a value's elements and the name of its dtype to the most bytes that it takes.
     """
 
     name: str
     gentler: str
     replayable_from: bool
-    scratch_bytes: int
-    chunk_elements: int
+    scratch: Callable[[int, str], int]
     encoded_bytes: Callable[[int, str], int]
 
 
@@ -60,6 +58,6 @@ class Supply(Protocol):
 
 def supply() -> Supply:
     """Who knows in this process."""
-    from lowtide.store import measure
+    from lowtide.run import links
 
-    return measure
+    return links

@@ -16,7 +16,7 @@ from lowtide.run.tape import Ref, bring_back
 from lowtide.run.watch import StepWatch
 
 if TYPE_CHECKING:
-    from lowtide.run.moved import Mover
+    from lowtide.run.moved import TransferEngine
 
 
 class Kept:
@@ -25,7 +25,7 @@ class Kept:
     __slots__ = ("mover", "tensor", "version", "watch")
 
     def __init__(
-        self, tensor: torch.Tensor, watch: StepWatch | None = None, mover: Mover | None = None
+        self, tensor: torch.Tensor, watch: StepWatch | None = None, mover: TransferEngine | None = None
     ) -> None:
         self.mover = mover
         # what a node made itself, it must not hold: autograd would never let go of either; nor may a mask
@@ -59,7 +59,7 @@ class Evicted:
         tensor: torch.Tensor,
         checked: int | None,
         watch: StepWatch | None = None,
-        mover: Mover | None = None,
+        mover: TransferEngine | None = None,
     ) -> None:
         self.mover = mover
         self.ref = ref

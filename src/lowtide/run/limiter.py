@@ -33,7 +33,7 @@ from lowtide.run.key import StepKey, step_key
 from lowtide.run.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
 from lowtide.run.later import later_steps_told
 from lowtide.run.look import Look
-from lowtide.run.moved import Mover, prepare
+from lowtide.run.moved import TransferEngine, prepare
 from lowtide.run.overhead import executor_overhead
 from lowtide.run.planning import Planner, Policy
 from lowtide.run.quiet import quiet
@@ -460,7 +460,11 @@ class Limiter:
             prepare(plan, self.stores, torch.device(plan.device))
         timing = listener is None and kind.wants_pace()
         kind.timed = watch if timing else kind.timed
-        mover = Mover(plan, self.stores, self.verify != "never" and kind.steps == 0) if plan.moves else None
+        mover = (
+            TransferEngine(plan, self.stores, self.verify != "never" and kind.steps == 0)
+            if plan.moves
+            else None
+        )
         recorder_kind = TimedRecorder if timing else Follower
         recorder = recorder_kind(
             director,

@@ -38,7 +38,7 @@ from lowtide.run.verify import copied, why_not_reproduced
 from lowtide.run.watch import StepWatch
 
 if TYPE_CHECKING:
-    from lowtide.run.moved import Fetch, Mover
+    from lowtide.run.moved import Fetch, TransferEngine
 
 Verify = Literal["first", "always", "never"]
 
@@ -80,7 +80,7 @@ class Recorder(Interceptor):
         check: bool = False,
         watch: StepWatch | None = None,
         room: Callable[[int], int] | None = None,
-        mover: Mover | None = None,
+        mover: TransferEngine | None = None,
     ) -> None:
         private.keep_dynamo_out()
         self.director = director
@@ -425,7 +425,7 @@ class Recorder(Interceptor):
             if (
                 value.node is not None
                 and not isinstance(value.node, Node)
-                and not value.node.parcel.replayable_from
+                and not value.node.stored.replayable_from
             ):
                 raise Unrecordable  # too little of it comes back
             return value

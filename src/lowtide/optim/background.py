@@ -4,9 +4,8 @@
 
 from __future__ import annotations
 
-import weakref
 from collections.abc import Callable, Iterable, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -17,11 +16,12 @@ from lowtide.optim.kernels import detached_options
 from lowtide.optim.pipeline import Task, Updater
 from lowtide.optim.slots import Slot
 from lowtide.optim.stream import GradientStream, sent
+from lowtide.store.lanes import ThreadLane, Transfer
 
 Groups = Iterable[dict[str, Any]]
 
 
-class Beside:
+class BackgroundUpdater:
     """Runs host updates in a thread. They write masters and state; parameters change when
     `HostOptimizer.step` copies back.
 
@@ -33,10 +33,10 @@ class Beside:
     def __init__(self, updater: Updater, stream: GradientStream) -> None:
         self.updater = updater
         self.stream = stream
-        self._early: list[tuple[Slot, Future[None]]] = []
+        self._early: list[tuple[Slot, Transfer]] = []
         self._options: dict[int, dict[str, Any]] = {}
-        self._late: Future[None] | None = None
-        self._worker: ThreadPoolExecutor | None = None
+        self._late: Transfer | None = None
+        self._worker: ThreadLane | None = None
 
     # ---- beside backward -------------------------------------------------------------------------
 
@@ -61,8 +61,8 @@ class Beside:
             OptimError: they used other hyper-parameters than `step` would, or a gradient that is not there
                 any more.
         """
-        for _, future in self._early:
-            future.result()
+        for _, transfer in self._early:
+            transfer.wait()
         early, self._early = self._early, []
         options, self._options = self._options, {}
         for group in groups:
@@ -101,31 +101,30 @@ class Beside:
     def wait_late(self) -> None:
         """Wait for the updates of `update_late`, and raise what they raised."""
         if self._late is not None:
-            self._late.result()
+            self._late.wait()
             self._late = None
 
     # ---- the thread ------------------------------------------------------------------------------
 
     def quiet(self) -> None:
         """Wait for everything, whatever comes of it."""
-        for _, future in self._early:
-            future.exception()
-        if self._late is not None:
-            self._late.exception()
+        for transfer in (*(transfer for _, transfer in self._early), self._late):
+            if transfer is not None:
+                with suppress(Exception):
+                    transfer.wait()
         self._early, self._options, self._late = [], {}, None
 
     def close(self) -> None:
         """Let go of the thread."""
         self.quiet()
         if self._worker is not None:
-            self._worker.shutdown(wait=True)
+            self._worker.close()
             self._worker = None
 
-    def _submit(self, work: Callable[[], None]) -> Future[None]:
+    def _submit(self, work: Callable[[], None]) -> Transfer:
         if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "lowtide-optim")
-            weakref.finalize(self, self._worker.shutdown, wait=False)
-        return self._worker.submit(_without_gradients, work)
+            self._worker = ThreadLane("optim")
+        return self._worker.do(lambda: _without_gradients(work))
 
 
 def _without_gradients(work: Callable[[], None]) -> None:
