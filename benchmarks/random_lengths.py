@@ -40,7 +40,7 @@ def build() -> torch.nn.Module:
 
     logging.set_verbosity_error()
     torch.manual_seed(0)
-    shape = dict(vocab_size=128, n_positions=LONGEST, n_embd=64, n_layer=4, n_head=4)
+    shape: dict[str, Any] = dict(vocab_size=128, n_positions=LONGEST, n_embd=64, n_layer=4, n_head=4)
     return GPT2LMHeadModel(GPT2Config(**shape, bos_token_id=0, eos_token_id=0, use_cache=False)).train()
 
 
