@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide import private
 
@@ -134,9 +133,9 @@ class OpInfo:
 
 
 @cache
-def op_info(func: torch._ops.OpOverload) -> OpInfo:
+def op_info(func: private.OpOverload) -> OpInfo:
     """The facts about an overload, worked out once."""
-    schema = func._schema
+    schema = private.schema_of(func)
     name = str(func)
     written = tuple(
         argument.name if argument.kwarg_only else position
@@ -195,7 +194,7 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
-def asks(func: torch._ops.OpOverload) -> bool:
+def asks(func: private.OpOverload) -> bool:
     """Whether what a call returns, or how large it is, depends on the numbers in its arguments; for what
     masks pick see `masks_of`.
     """
@@ -207,7 +206,7 @@ def is_mask(index: torch.Tensor | None) -> bool:
     return index is not None and index.dtype in (torch.bool, torch.uint8)
 
 
-def masks_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> list[torch.Tensor]:
+def masks_of(func: private.OpOverload, args: Sequence[Any]) -> list[torch.Tensor]:
     """The masks by which an indexing call picks elements: how many it picks depends on what is in them."""
     return [index for index in args[1] if is_mask(index)] if str(func) in _BY_MASK else []
 
@@ -257,14 +256,14 @@ def has_plain_storage(tensor: torch.Tensor) -> bool:
     wrapper, or zeros that autograd stands for without memory."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn:
         return False
-    return not tensor._is_zerotensor() and not is_wrapper(tensor) and not _is_hollow(tensor)
+    return not private.is_zero_tensor(tensor) and not is_wrapper(tensor) and not _is_hollow(tensor)
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
     """Whether the tensor is of a subclass that answers every operation itself and has no memory under it
     (`torch.masked`).
     """
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, FakeTensor):
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, private.FakeTensor):
         return False
     return private.answers_itself(tensor)
 

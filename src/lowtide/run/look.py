@@ -285,8 +285,8 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     alias.set_(alone, tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_conj():
-        alias = torch._conj(alias)  # pyright: ignore
-    return torch._neg_view(alias) if tensor.is_neg() else alias  # pyright: ignore
+        alias = private.conjugated(alias)
+    return private.negated(alias) if tensor.is_neg() else alias
 
 
 class _LittleMemory(Recorder):

@@ -7,8 +7,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.run.told import warn
 from lowtide.trace.fake import Faker
@@ -127,7 +127,7 @@ def _rests_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
             item.dtype,
             item.device,
             item.untyped_storage().nbytes(),
-            item._version,
+            private.version_of(item),
         )
 
     def described(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -179,7 +179,7 @@ def _step_peak(twin: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -
     return _peak(tracer)
 
 
-class _AnyNumber(TorchDispatchMode):
+class _AnyNumber(private.TorchDispatchMode):
     """Lets a fake number be read: what an optimizer allocates does not depend on how many steps it has
     counted.
     """
@@ -197,7 +197,7 @@ def _bytes(items: Any) -> int:
     for item in items:
         if isinstance(item, torch.Tensor) and item.layout is torch.strided:
             storage = item.untyped_storage()
-            seen[storage._cdata] = storage.nbytes()
+            seen[private.storage_address(storage)] = storage.nbytes()
     return sum(seen.values())
 
 

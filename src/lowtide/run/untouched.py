@@ -7,8 +7,8 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
+from lowtide import private
 from lowtide.trace.random_state import gpus_of, same_random
 
 
@@ -47,7 +47,7 @@ def apart(arguments: Any) -> Any:
     def alone(tensor: torch.Tensor) -> torch.Tensor:
         return tensor.detach().requires_grad_(tensor.requires_grad) if tensor.requires_grad else tensor
 
-    return pytree.tree_map_only(torch.Tensor, alone, arguments)
+    return private.tree_map_only(torch.Tensor, alone, arguments)
 
 
 def _same(a: torch.Tensor, b: torch.Tensor) -> bool:

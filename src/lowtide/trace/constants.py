@@ -9,10 +9,10 @@ import weakref
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage
+from lowtide.private import FakeTensor
 from lowtide.trace.fake import is_small_constant
 
 _FEW = 1 << 16

@@ -9,13 +9,14 @@ from typing import Any
 
 import torch
 
+from lowtide import private
 from lowtide.ops import asks, masks_of, tensors_of
 
 GROUPED = "aten._grouped_mm.default"
 """A product of matrices in groups, the ends of which are an argument."""
 
 
-def fit(func: torch._ops.OpOverload, args: Sequence[Any], trues: Sequence[int] = ()) -> None:
+def fit(func: private.OpOverload, args: Sequence[Any], trues: Sequence[int] = ()) -> None:
     """Write to such arguments of a call: so many elements of masks are true, groups are of equal size, and
     lengths are one.
 

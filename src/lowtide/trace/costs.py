@@ -15,11 +15,10 @@ from functools import lru_cache
 from typing import Any, TypeVar
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry
 
+from lowtide import private
+from lowtide.private import OpOverload, TorchDispatchMode, tree_leaves, tree_map
 from lowtide.trace.sizes import family_of, parts, read_off, scratch_of, work_of
 from lowtide.trace.specs import OpCost, OpSpec, TensorSpec, flops, runnable
 
@@ -135,7 +134,7 @@ class Bench:
         if short:
             self._patterns.clear()
         run, func = self._run_cuda if _is_cuda(spec) else self._run_cpu, spec.func
-        known = {data.untyped_storage()._cdata for data in inputs.values()}
+        known = {private.storage_key(data) for data in inputs.values()}
 
         def watched() -> tuple[float, Any, int, bool]:
             """Seconds of a run, its output, its scratch in bytes, and whether the watching took time
@@ -248,7 +247,7 @@ class Bench:
     def _mutated(spec: OpSpec, inputs: Mapping[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.dtype]]:
         """The storages that the operation writes to, to be filled again before every run."""
         found: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
-        for at, argument in enumerate(spec.func._schema.arguments):
+        for at, argument in enumerate(private.schema_of(spec.func).arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
             value = spec.kwargs.get(argument.name, spec.args[at] if at < len(spec.args) else None)
@@ -267,7 +266,7 @@ def _own(out: Any, known: set[int]) -> list[torch.UntypedStorage]:
     return [
         s
         for s in storages(leaf for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor))
-        if s._cdata not in known
+        if private.storage_address(s) not in known
     ]
 
 
@@ -509,7 +508,7 @@ def _undisturbed(cuda: bool) -> Iterator[None]:
         counting_allocator().install()
     try:
         devices = list(range(torch.cuda.device_count())) if cuda else []
-        with aside(), same_torch_random(devices), torch.no_grad(), torch._C._AutoDispatchBelowAutograd():
+        with aside(), same_torch_random(devices), torch.no_grad(), private.below_autograd():
             yield
     finally:
         if counted:
@@ -538,13 +537,11 @@ class _Recorder(TorchDispatchMode):
         kwargs = kwargs or {}
         out = func(*args, **kwargs)
         reads = [
-            leaf.untyped_storage()._cdata
+            private.storage_key(leaf)
             for leaf in tree_leaves((args, kwargs))
             if isinstance(leaf, torch.Tensor)
         ]
-        writes = [
-            leaf.untyped_storage()._cdata for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)
-        ]
+        writes = [private.storage_key(leaf) for leaf in tree_leaves(out) if isinstance(leaf, torch.Tensor)]
         self.rows.append((func, args, kwargs, reads, writes))
         return out
 

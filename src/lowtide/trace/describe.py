@@ -59,7 +59,7 @@ def _describe(item: Any, keys: dict[int, int]) -> Any:
         if not has_plain_storage(item):
             return TensorSpec(0, item.dtype, tuple(item.shape), (), 0, item.device, -1)
         storage = item.untyped_storage()
-        number = keys.setdefault(storage._cdata, len(keys))
+        number = keys.setdefault(private.storage_address(storage), len(keys))
         shape, offset = tuple(item.shape), int(item.storage_offset())
         return TensorSpec(storage.nbytes(), item.dtype, shape, item.stride(), offset, item.device, number)
     if isinstance(item, (tuple, list)):

@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch.utils import _pytree as pytree
 
 from lowtide import private
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
@@ -165,7 +164,7 @@ class StepTracer(Interceptor):
             self.events.append(Event(kind, index))
 
     def _watch(self, storage: torch.UntypedStorage, on_end: Callable[[], None]) -> None:
-        key = storage._cdata
+        key = private.storage_address(storage)
 
         def ended(_: object) -> None:
             self._known.pop(key, None)
@@ -183,7 +182,7 @@ class StepTracer(Interceptor):
     def _storage_of(self, tensor: torch.Tensor, producer: int | None = None) -> int:
         """The id of the tensor's storage, registered now if it is new."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = private.storage_address(storage)
         found = self._known.get(key)
         if found is not None:
             return found
@@ -352,7 +351,9 @@ class StepTracer(Interceptor):
         A view holds its base, and the engine adds out of place where anybody holds the bytes.
         """
         producer = self.values[reads[0]]["producer"] if reads else None
-        return producer is not None and self._nodes[producer] not in (None, node) and not first._is_view()
+        return (
+            producer is not None and self._nodes[producer] not in (None, node) and not private.is_view(first)
+        )
 
     def _add_operation(
         self, index: int, name: str, reads: tuple[int, ...], random: bool, reason: str, cost: Any
@@ -461,7 +462,7 @@ class StepTracer(Interceptor):
             self.event("done", number)
             on_end()
 
-        self._handed_out[storage._cdata] = self.saved[number]["value"]
+        self._handed_out[private.storage_address(storage)] = self.saved[number]["value"]
         self._watch(storage, ended)
 
     def releases(self, number: int) -> None:
@@ -561,21 +562,21 @@ def apart(
         return copies[-1][1]
 
     with unseen():
-        given, named = pytree.tree_map_only(torch.Tensor, copied, (args, kwargs))
+        given, named = private.tree_map_only(torch.Tensor, copied, (args, kwargs))
     result = run(lambda: _waited_for(proceed(func, given, named)))
     written = {id(tensor) for tensor in written_tensors(op_info(func), given, named)}
     with unseen():
         if not written:
-            return pytree.tree_map_only(torch.Tensor, torch.clone, result)
+            return private.tree_map_only(torch.Tensor, torch.clone, result)
         for tensor, copy in copies:
             if id(copy) in written:
                 tensor.copy_(copy)
     originals = {private.storage_key(copy): tensor for tensor, copy in copies}
-    return pytree.tree_map_only(torch.Tensor, lambda tensor: originals[private.storage_key(tensor)], result)
+    return private.tree_map_only(torch.Tensor, lambda tensor: originals[private.storage_key(tensor)], result)
 
 
 def _waited_for(result: Any) -> Any:
-    return pytree.tree_map_only(torch.Tensor, private.wait_for_collective, result)
+    return private.tree_map_only(torch.Tensor, private.wait_for_collective, result)
 
 
 def _cost_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,12 +8,11 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.utils import _pytree as pytree
 
 from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.ops import OpInfo, has_plain_storage
+from lowtide.private import FakeTensor, FakeTensorMode
 
 SMALL_BYTES = 1 << 24
 """Tensors of integers and truth values up to this size are real in a trace."""
@@ -75,7 +74,7 @@ class Faker:
 
     def tree(self, items: Any) -> Any:
         """The same nest of containers with fake tensors in place of real ones."""
-        return pytree.tree_map_only(torch.Tensor, self.tensor, items)
+        return private.tree_map_only(torch.Tensor, self.tensor, items)
 
 
 class Unchanged(Faker):

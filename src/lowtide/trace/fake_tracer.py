@@ -15,8 +15,6 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import private
 from lowtide.errors import TraceError
@@ -31,6 +29,7 @@ from lowtide.ops import (
     tensors_of,
     written_tensors,
 )
+from lowtide.private import FakeTensor, TorchDispatchMode
 from lowtide.trace.constants import Unknown, stays_real
 from lowtide.trace.contents import GROUPED
 from lowtide.trace.costs import OpSpec
@@ -150,7 +149,7 @@ class Tracer(TorchDispatchMode):
 
     def watch(self, storage: torch.UntypedStorage, on_end: Callable[[], None]) -> None:
         """Call ``on_end`` when the storage ends, if that is before the trace does."""
-        key = storage._cdata
+        key = private.storage_address(storage)
 
         def ended(_: object) -> None:
             if not self.closed:
@@ -163,7 +162,7 @@ class Tracer(TorchDispatchMode):
     def _storage_of(self, tensor: torch.Tensor, producer: int | None = None) -> int:
         """The id of the tensor's storage, registered now if it is new."""
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = private.storage_address(storage)
         found = self._known.get(key)
         if found is not None:
             return found

@@ -12,7 +12,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide import private
 
 # of the matrices, and of the copy: activations of large steps do not lie in the processor's cache
 _SIDE, _MOVED_BYTES = 512, 1 << 26
@@ -40,7 +41,7 @@ def aside() -> Iterator[None]:
     """Out of every mode that the caller may be in: dispatch modes, torch functions, autocast, deterministic
     filling.
     """
-    with _disable_current_modes(), torch._C.DisableTorchFunction(), ExitStack() as stack:
+    with private.without_dispatch_modes(), private.without_torch_functions(), ExitStack() as stack:
         for kind in ("cpu", "cuda"):
             if torch.is_autocast_enabled(kind):
                 stack.enter_context(torch.autocast(kind, enabled=False))

@@ -16,8 +16,8 @@ from dataclasses import replace
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves, tree_map
 
+from lowtide.private import tree_leaves, tree_map
 from lowtide.trace.specs import OpCost, OpSpec, TensorSpec, runnable
 
 SIZABLE_SECONDS = 1e-3

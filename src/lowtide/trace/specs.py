@@ -6,9 +6,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from lowtide import private
+from lowtide.private import OpOverload, tree_leaves, tree_map
 
 from .roofline import aside
 
@@ -136,7 +137,7 @@ def runnable(func: OpOverload) -> bool:
     """Whether an operation may be run on made-up inputs: ATen's own only, for others may talk to other
     processes or to the world.
     """
-    return func.namespace in _RUN_NAMESPACES and func._schema.name not in _NEVER_RUN
+    return func.namespace in _RUN_NAMESPACES and private.schema_of(func).name not in _NEVER_RUN
 
 
 def flops(spec: OpSpec) -> int:

@@ -6,6 +6,8 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lowtide import private
+
 if TYPE_CHECKING:
     from lowtide.trace.costs import OpSpec
 
@@ -26,7 +28,7 @@ def staging_bytes(spec: OpSpec) -> int:
     tensors = spec.tensors()
     if spec.func.namespace != "_c10d_functional" or not tensors or tensors[0].device.type != "cpu":
         return 0
-    name = spec.func._schema.name.removeprefix("_c10d_functional::")
+    name = private.schema_of(spec.func).name.removeprefix("_c10d_functional::")
     return {"all_gather_into_tensor": spec.output_bytes, "reduce_scatter_tensor": spec.input_bytes()}.get(
         name, 0
     )

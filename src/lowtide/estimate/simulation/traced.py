@@ -77,14 +77,12 @@ def pretended_group(size: int) -> Iterator[Any]:
     if size == 1:
         yield None
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise EstimateError(
             "simulate --tp above 1 sets up its own pretended ranks: call it where torch.distributed is not "
             "initialized"
         )
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=size, store=private.fake_store())
     try:
         yield dist.group.WORLD
     finally:
