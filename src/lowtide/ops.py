@@ -42,14 +42,11 @@ _RUNNING_STATISTICS = {
     "aten._batch_norm_with_update.default": None,
     "aten._batch_norm_with_update_functional.default": None,
 }
-_SUM_OF_PATCHES = "aten.col2im.default"
-_UNREDUCED = {  # where a loss's reduction stands
-    "aten.mse_loss.default": 2,
-    "aten.smooth_l1_loss.default": 2,
-    "aten.soft_margin_loss.default": 2,
-    "aten.binary_cross_entropy.default": 3,
+_REAL_ONLY = {  # on fake tensors what they reserve for backward is empty
+    "aten.mkldnn_rnn_layer.default",
+    "aten._cudnn_rnn.default",
+    "aten.miopen_rnn.default",
 }
-_REAL_ONLY = {"aten.mkldnn_rnn_layer.default"}  # on fake tensors its workspace is empty
 _VIEWS = {"aten._unsafe_view.default"}  # whatever its schema says
 _LOOSE = {  # a workspace or table, parts of which are never written and never read
     "aten.mkldnn_rnn_layer.default": (3,),
@@ -65,6 +62,8 @@ _COLLECTIVE_NAMESPACES = {
     "fsdp",
     "symm_mem",
 }
+IS_COLLECTIVE = "it is a collective"
+"""Why an operation is not replayable that only all ranks can run again."""
 FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.all_reduce.default",
@@ -74,12 +73,6 @@ FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional.reduce_scatter_tensor.default",
 }
 _QUESTIONS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_BY_MASK = {
-    "aten.index.Tensor",
-    "aten.index_put.default",
-    "aten.index_put_.default",
-    "aten._index_put_impl_.default",
-}
 _UNREPLAYABLE = {
     "aten.set_.source_Storage": "it swaps a tensor's storage",
     "aten.set_.source_Storage_storage_offset": "it swaps a tensor's storage",
@@ -152,7 +145,7 @@ def op_info(func: private.OpOverload) -> OpInfo:
     out_variant = any(isinstance(w, str) for w in written)
     reason = _UNREPLAYABLE.get(name, "")
     if func.namespace in _COLLECTIVE_NAMESPACES:
-        reason = "it is a collective"
+        reason = IS_COLLECTIVE
     return OpInfo(
         name=name,
         is_view=is_view,
@@ -195,37 +188,8 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
 
 
 def asks(func: private.OpOverload) -> bool:
-    """Whether what a call returns, or how large it is, depends on the numbers in its arguments; for what
-    masks pick see `masks_of`.
-    """
-    return not _QUESTIONS.isdisjoint(func.tags) and str(func) not in _BY_MASK
-
-
-def is_mask(index: torch.Tensor | None) -> bool:
-    """Whether an index says of every element whether it is meant."""
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def masks_of(func: private.OpOverload, args: Sequence[Any]) -> list[torch.Tensor]:
-    """The masks by which an indexing call picks elements: how many it picks depends on what is in them."""
-    return [index for index in args[1] if is_mask(index)] if str(func) in _BY_MASK else []
-
-
-def hidden_bytes(info: OpInfo, args: Sequence[Any]) -> int:
-    """Bytes of the storage that a result really stands on, where it is larger than the result: fake tensors
-    do not show it.
-
-    The one element of a reduced loss stands on the unreduced result, which its kernel reduces where it lies,
-    and a sum of patches on a storage that was as large as they are when the kernel made it.
-    """
-    if info.name == _SUM_OF_PATCHES:
-        return int(args[0].numel()) * args[0].element_size()
-    position = _UNREDUCED.get(info.name)
-    if position is None or (len(args) > position and args[position] == 0):
-        return 0
-    first, second = args[0], args[1]
-    shape = torch.broadcast_shapes(first.shape, second.shape)
-    return int(shape.numel()) * torch.promote_types(first.dtype, second.dtype).itemsize
+    """Whether what a call returns, or how large it is, depends on the numbers in its arguments."""
+    return not _QUESTIONS.isdisjoint(func.tags)
 
 
 def tensors_of(items: Any) -> Iterator[torch.Tensor]:
@@ -270,7 +234,12 @@ def _is_hollow(tensor: torch.Tensor) -> bool:
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a subclass that holds other tensors (DTensor and the like)."""
-    return type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__")
+    return is_wrapper_type(type(tensor))
+
+
+def is_wrapper_type(kind: type) -> bool:
+    """Whether tensors of this type hold other tensors."""
+    return kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__")
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:

@@ -185,6 +185,7 @@ def test_conjugated_and_negated_are_views() -> None:
 def test_sparse_parts_of_what_is_not_coalesced() -> None:
     x = torch.sparse_coo_tensor([[1, 1]], [2.0, 3.0], (4,), check_invariants=True)
     indices, values = private.sparse_parts(x)
+    assert private.stored_elements(x) == 2
     assert not x.is_coalesced() and indices.tolist() == [[1, 1]] and values.tolist() == [2.0, 3.0]
 
 

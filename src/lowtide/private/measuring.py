@@ -36,3 +36,8 @@ def cuda_history_events() -> list[list[dict[str, Any]]]:
 def stop_cuda_history() -> None:
     """Record no longer."""
     torch.cuda.memory._record_memory_history(None)
+
+
+def occupy_gpu(cycles: int) -> None:
+    """Queue a kernel on the current CUDA stream that does nothing for so many cycles of the GPU's clock."""
+    torch.cuda._sleep(cycles)  # pyright: ignore

@@ -108,6 +108,11 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     return tensor._indices(), tensor._values()
 
 
+def stored_elements(tensor: torch.Tensor) -> int:
+    """How many elements a sparse tensor in coordinates holds, those that fall together apart."""
+    return tensor._nnz()
+
+
 def wrapper_of(kind: type, shape: Any, dtype: torch.dtype, device: torch.device, strides: Any = None) -> Any:
     """A tensor of a subclass that has no memory of its own."""
     made: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]

@@ -11,8 +11,8 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.run.told import warn
-from lowtide.trace.fake import Faker
-from lowtide.trace.fake_tracer import Tracer
+from lowtide.trace.fake.tensors import Faker
+from lowtide.trace.fake.tracer import FakeTracer
 
 
 @dataclass(frozen=True)
@@ -171,7 +171,8 @@ def own_share(item: Any) -> Any:
 
 
 def _step_peak(twin: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> int:
-    tracer = Tracer()
+    device = next((p.device for p in _parameters(twin)), torch.device("cpu"))
+    tracer = FakeTracer(device=device)
     with tracer:
         step = kind.step
         step.__wrapped__(twin) if hasattr(step, "__wrapped__") else twin.step()  # type: ignore[attr-defined]
@@ -201,7 +202,7 @@ def _bytes(items: Any) -> int:
     return sum(seen.values())
 
 
-def _peak(tracer: Tracer) -> int:
+def _peak(tracer: FakeTracer) -> int:
     made = {op["index"]: 0 for op in tracer.operations}
     for storage in tracer.storages:
         if storage["producer"] is not None:
