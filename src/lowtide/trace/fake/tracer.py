@@ -165,7 +165,8 @@ class FakeTracer(Tracer, TorchDispatchMode):
         with self._pause():
             self.unpacks(handle.saved)
             if handle.kept is not None:
-                self.hands_out(handle.saved, None)
+                known = self.known(handle.kept) is not None  # the alias of a real constant is a fake
+                self.hands_out(handle.saved, None if known else handle.kept.untyped_storage())
                 return handle.kept
             tensor = torch.empty_strided(
                 handle.shape, handle.strides, dtype=handle.dtype, device=handle.device
