@@ -81,7 +81,7 @@ def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
     """Give every parameter, buffer and tensor attribute of ``modules`` a fake for the length of the block."""
     with same_attributes(modules):
         for module in dict.fromkeys(module for root in modules for module in root.modules()):
-            tables: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+            tables: Any = (module._parameters, module._buffers)
             for table in tables:
                 for name, tensor in table.items():
                     if tensor is not None:
