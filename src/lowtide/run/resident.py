@@ -10,6 +10,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import PlanError
+from lowtide.meter import storages
 from lowtide.run.told import warn
 from lowtide.trace.fake.tensors import Faker
 from lowtide.trace.fake.tracer import FakeTracer
@@ -194,12 +195,7 @@ class _AnyNumber(private.TorchDispatchMode):
 
 
 def _bytes(items: Any) -> int:
-    seen: dict[int, int] = {}
-    for item in items:
-        if isinstance(item, torch.Tensor) and item.layout is torch.strided:
-            storage = item.untyped_storage()
-            seen[private.storage_address(storage)] = storage.nbytes()
-    return sum(seen.values())
+    return sum(s.nbytes() for s in storages(item for item in items if isinstance(item, torch.Tensor)))
 
 
 def _peak(tracer: FakeTracer) -> int:

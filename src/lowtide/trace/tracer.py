@@ -97,6 +97,7 @@ class Tracer:
         self._watches: list[weakref.ref[torch.UntypedStorage]] = []
         self._names: dict[int, tuple[StorageKind, str]] = {}
         self._given: set[int] = set()
+        self._elsewhere: set[int] = set()  # storages of other devices
         self._module_names: dict[int, str] = {}
         self._uninitialized: set[int] = set()
         # made in the step, later written by a kernel whose schema does not say so
@@ -211,9 +212,17 @@ class Tracer:
         elif kind is None:
             kind = "input"
         number = len(self.storages)
-        bytes_ = storage.nbytes() if tensor.device.type == self.device.type else 0
+        here = tensor.device.type == self.device.type
+        if not here:
+            self._elsewhere.add(number)
         self.storages.append(
-            {"id": number, "bytes": bytes_, "kind": kind, "producer": producer, "name": name}
+            {
+                "id": number,
+                "bytes": storage.nbytes() if here else 0,
+                "kind": kind,
+                "producer": producer,
+                "name": name,
+            }
         )
         self._known[key] = number
         self._watch(storage, lambda: None if number in self._given else self.event("free", number))
@@ -343,7 +352,8 @@ class Tracer:
         value = self.value_of(tensor)
         storage = self.storages[self.values[value]["storage"]]
         wanted = self._wanted(value)
-        droppable = self.in_region and storage["producer"] is not None and wanted is not False
+        made_here = storage["producer"] is not None and storage["id"] not in self._elsewhere
+        droppable = self.in_region and made_here and wanted is not False
         number = len(self.saved)
         self.saved.append(
             {
