@@ -87,13 +87,13 @@ def test_skipped_by_dynamo_breaks_the_graph() -> None:
 def test_keep_dynamo_out() -> None:
     from torch._dynamo import trace_rules
 
-    from lowtide.run.tape import digest
+    from lowtide.interception import interceptors
 
     private.keep_dynamo_out()
     before = len(trace_rules.SKIP_DIRS)
     private.keep_dynamo_out()
     assert len(trace_rules.SKIP_DIRS) == before
-    assert trace_rules.check(digest.__code__)
+    assert trace_rules.check(interceptors.__code__)
 
 
 def test_a_mode_that_ignores_compile_internals_leaves_compiled_calls_compiled() -> None:
