@@ -12,15 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide import private
 
 
-def test_has_kernel() -> None:
-    aten = torch.ops.aten
-    assert private.has_kernel(aten.mul.out, "cpu") and private.has_kernel(
-        aten.native_layer_norm.default, "cpu"
-    )
-    assert not private.has_kernel(aten.native_layer_norm.out, "cpu")  # generated: it is made of the other one
-    assert not private.has_kernel(aten.mul.out, "hpu")
-
-
 def test_call_turns_lazy_conjugation_on_inside_a_mode() -> None:
     class Calls(TorchDispatchMode):
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:

@@ -2,22 +2,10 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 import torch
 
 from lowtide import private
-
-
-def test_suggested_memory_format_is_what_kernels_go_by() -> None:
-    x = torch.ones(2, 3, 4, 5)
-    assert private.suggested_memory_format(x) is torch.contiguous_format
-    assert private.suggested_memory_format(x.to(memory_format=torch.channels_last)) is torch.channels_last
-    assert (
-        private.suggested_memory_format(torch.ones(2, 3, 1, 1).as_strided((2, 3, 1, 1), (3, 1, 3, 3)))
-        is torch.channels_last
-    )
 
 
 def test_fake_tensors_refuse_to_give_an_address() -> None:
@@ -48,18 +36,6 @@ def test_a_fake_tensor_is_known() -> None:
     with FakeTensorMode():
         assert private.is_fake(torch.ones(1))
     assert not private.is_fake(torch.ones(1))
-
-
-def test_is_fake_of_tells_whose_fake_it_is() -> None:
-    class Pretends:
-        @property
-        def __class__(self) -> Any:  # type: ignore[override]
-            raise AssertionError("asked for more than its type")
-
-    mine, other = private.fake_mode(), private.fake_mode()
-    fake = mine.from_tensor(torch.ones(2))
-    assert private.is_fake_of(fake, mine) and not private.is_fake_of(fake, other)
-    assert not private.is_fake_of(torch.ones(2), mine) and not private.is_fake_of(Pretends(), mine)
 
 
 def test_the_storage_of_a_fake_is_of_the_meta_device_and_ends_with_it() -> None:

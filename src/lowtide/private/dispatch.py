@@ -63,13 +63,6 @@ def similar_overloads(func: Any) -> list[Any]:
     return [getattr(packet, name) for name in (func._overloadname, *packet.overloads())]
 
 
-def has_kernel(func: Any, device: str) -> bool:
-    """Whether an overload has a kernel of its own for a kind of device: one that is made of other operations
-    does not count.
-    """
-    return torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), device.upper())
-
-
 def has_kernel_at(name: str, key: str) -> bool:
     """Whether there is a kernel of an operation at a dispatch key, both by their names."""
     return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)

@@ -8,7 +8,6 @@ from __future__ import annotations
 from contextlib import AbstractContextManager
 
 import torch
-from torch._prims_common import suggest_memory_format
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
 from torch._subclasses.fake_tensor import unset_fake_temporarily
@@ -26,13 +25,6 @@ def fake_mode() -> FakeTensorMode:
     return mode
 
 
-def is_fake_of(item: object, mode: FakeTensorMode) -> bool:
-    """Whether ``item`` is a fake tensor that ``mode`` made. Its type alone is asked: some objects do
-    something when asked for more.
-    """
-    return issubclass(type(item), FakeTensor) and item.fake_mode is mode  # type: ignore[attr-defined]
-
-
 def without_fake_mode() -> AbstractContextManager[object]:
     """Operations in the block see no fake tensor mode, whatever is active outside."""
     return unset_fake_temporarily()
@@ -46,10 +38,3 @@ def is_fake_mode_active() -> bool:
 def is_fake(tensor: torch.Tensor) -> bool:
     """Whether a tensor has no content to look at."""
     return isinstance(tensor, FakeTensor)
-
-
-def suggested_memory_format(tensor: torch.Tensor) -> torch.memory_format:
-    """The format that kernels take a tensor to have, by its strides: channels-last or, where they do not say
-    so, contiguous.
-    """
-    return suggest_memory_format(tensor)

@@ -98,10 +98,6 @@ class OpSpec:
         """The tensor leaves, in argument order."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, TensorSpec)]
 
-    def touched_bytes(self) -> int:
-        """Bytes that it reads and writes."""
-        return sum(leaf.bytes for leaf in self.tensors()) + self.output_bytes
-
     def input_bytes(self) -> int:
         """Bytes of the distinct input storages."""
         sizes: dict[int, int] = {}
