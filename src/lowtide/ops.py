@@ -72,7 +72,6 @@ FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional.broadcast.default",
     "_c10d_functional.reduce_scatter_tensor.default",
 }
-_QUESTIONS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 _UNREPLAYABLE = {
     "aten.set_.source_Storage": "it swaps a tensor's storage",
     "aten.set_.source_Storage_storage_offset": "it swaps a tensor's storage",
@@ -185,11 +184,6 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     if position is None:
         return True
     return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
-
-
-def asks(func: private.OpOverload) -> bool:
-    """Whether what a call returns, or how large it is, depends on the numbers in its arguments."""
-    return not _QUESTIONS.isdisjoint(func.tags)
 
 
 def tensors_of(items: Any) -> Iterator[torch.Tensor]:

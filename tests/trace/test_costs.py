@@ -128,6 +128,16 @@ def test_integers_are_valid_indices_and_masks_let_everything_through() -> None:
     mask = spec_of(4, 4, dtype=torch.bool, key=1)
     assert one(OpSpec(aten.masked_fill.Scalar, (spec_of(4, 4), mask, 0.0))).source == "measured"
     assert one(OpSpec(aten.bernoulli.default, (spec_of(100),))).source == "measured"
+    rows = spec_of(3, dtype=torch.int64, key=1)
+    assert one(OpSpec(aten.index.Tensor, (spec_of(1, 8), [rows]))).source == "measured"
+
+
+def test_lengths_are_one() -> None:
+    lengths = spec_of(5, dtype=torch.int64)
+    args = (torch.zeros(5, dtype=torch.int64),)
+    spec = OpSpec(aten.repeat_interleave.Tensor, (lengths,))
+    measure._fit(spec, args)
+    assert args[0].tolist() == [1] * 5 and one(spec).source == "measured"
 
 
 def test_random_state_stays_as_it_was() -> None:

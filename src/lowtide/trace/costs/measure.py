@@ -13,7 +13,7 @@ import torch
 
 from lowtide import private
 from lowtide.meter import available, counting_allocator, peak, storages
-from lowtide.ops import asks, tensors_of
+from lowtide.ops import tensors_of
 from lowtide.private import tree_leaves, tree_map
 from lowtide.progress import current
 from lowtide.trace.clock import Clock
@@ -30,6 +30,7 @@ _HEAVY = 2  # times its share, and the run to warm up counts
 _ALONE = 6  # times what each would get if all got the same, and an operation runs only once
 _PATIENCE = 9  # times the time budget, before operations are estimated: what counts most has been run by then
 _GROUPED = "aten._grouped_mm.default"
+_QUESTIONS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def measure_costs(
@@ -238,12 +239,14 @@ def _argument(leaf: Any, inputs: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _fit(spec: OpSpec, args: Any) -> None:
-    """Write to arguments that say how much there is to do: groups are of equal size, and lengths are one."""
+    """Write to arguments that say how much there is to do: groups are of equal size, and lengths are one.
+    Indices stay zero, and masks true.
+    """
     if str(spec.func) == _GROUPED and len(args) > 2 and args[2] is not None:
         first, second, ends = args[:3]
         rows = second.shape[-1] if first.dim() == 3 else first.shape[0 if second.dim() == 3 else 1]
         ends.copy_(torch.arange(1, len(ends) + 1, device=ends.device) * rows // len(ends))
-    elif asks(spec.func):
+    elif not _QUESTIONS.isdisjoint(spec.func.tags) and "index" not in str(spec.func):
         for tensor in tensors_of(args):
             if not (tensor.is_floating_point() or tensor.is_complex()):
                 tensor.fill_(1)
