@@ -45,7 +45,7 @@ def in_torch_checkpoint() -> bool:
     """Whether what autograd saves here goes to ``torch.utils.checkpoint``, of the kind that is not
     reentrant.
     """
-    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
     return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
 
 

@@ -71,7 +71,7 @@ class RuleDirector(RegionDirector):
 @functools.cache
 def _makes_tensors(func: Overload) -> bool:
     """Whether an operation returns tensors: what reads a number off one does not."""
-    return any("Tensor" in str(one.type) for one in func._schema.returns)
+    return any("Tensor" in str(one.type) for one in private.schema_of(func).returns)
 
 
 def director_for(policy: RegionPolicy) -> ScopeDirector:
