@@ -142,10 +142,10 @@ def test_storage_address_is_storage_key() -> None:
 
 def test_version_of_counts_writes() -> None:
     x = torch.ones(4)
-    before = private.version_of(x)
+    before = private.version(x)
     x.add_(1)
     x[1:].mul_(2)
-    assert private.version_of(x) == before + 2
+    assert private.version(x) == before + 2
 
 
 def test_nobody_sees_a_version_witness_made() -> None:
@@ -236,4 +236,4 @@ def test_version() -> None:
     tensor = torch.zeros(1).add_(1)
     with torch.inference_mode():
         made = torch.zeros(1).add_(1)
-    assert (private.version_of(tensor), private.version_of(made)) == (1, 0)
+    assert (private.version(tensor), private.version(made)) == (1, 0)

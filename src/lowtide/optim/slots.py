@@ -121,11 +121,11 @@ class Slot:
 
     def wrote(self) -> None:
         """The parameter is as we left it."""
-        self.version = private.version_of(local(self.parameter))
+        self.version = private.version(local(self.parameter))
 
     def written_by_others(self) -> bool:
         """Whether somebody else wrote to the parameter since our last write."""
-        return private.version_of(local(self.parameter)) != self.version
+        return private.version(local(self.parameter)) != self.version
 
     def joined(self, name: str) -> Tensor | tuple[Tensor, Tensor]:
         """A piece of state in the parameter's shape, or as (device, host) stretches where it is split."""

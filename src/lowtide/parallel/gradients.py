@@ -59,7 +59,7 @@ class _Mark:
         if self.summed is not None and parameter.grad is not None:
             gradient, version = self.summed
             # one write since the sum is this very addition; a zero_() before it would make two
-            if gradient() is parameter.grad and private.version_of(parameter.grad) == version + 1:
+            if gradient() is parameter.grad and private.version(parameter.grad) == version + 1:
                 self.mixed = True
         self.summed = None
         self.partial = True
@@ -69,7 +69,7 @@ class _Mark:
         """The gradient holds the sum."""
         self.partial = False
         if parameter.grad is not None:
-            self.summed = (weakref.ref(parameter.grad), private.version_of(parameter.grad))
+            self.summed = (weakref.ref(parameter.grad), private.version(parameter.grad))
 
 
 def mark_partial_gradient(parameter: Tensor, group: Any = None) -> None:

@@ -23,7 +23,7 @@ def storage_key(tensor: torch.Tensor) -> int:
     return torch._C._storage_address(tensor)  # type: ignore[attr-defined]
 
 
-def version_of(tensor: torch.Tensor) -> int:
+def version(tensor: torch.Tensor) -> int:
     """How often the tensor was written in place; tensors made in inference mode do not count that."""
     return 0 if tensor.is_inference() else tensor._version
 

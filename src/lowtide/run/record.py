@@ -431,7 +431,7 @@ class Recorder(Interceptor):
             return value
         reference = self._held.get(key)
         value = reference() if reference is not None else None
-        if value is not None and value.held is not None and private.version_of(value.held) == value.version:
+        if value is not None and value.held is not None and private.version(value.held) == value.version:
             return value
         value = LiveValue.stored(tensor)
         self._held[key] = weakref.ref(value)
@@ -466,14 +466,14 @@ class Recorder(Interceptor):
                 continue
             reference = self._held.get(private.storage_key(tensor))
             value = reference() if reference is not None else None
-            if value is None or value.held is None or private.version_of(value.held) != value.version:
+            if value is None or value.held is None or private.version(value.held) != value.version:
                 continue
             if value.readers > 0:
                 storage = value.held.untyped_storage().clone()
                 copy = torch.empty(0, dtype=value.held.dtype, device=value.held.device)
                 held = value.held
                 value.held = copy.set_(storage, held.storage_offset(), held.shape, held.stride())  # type: ignore[call-overload]
-                value.version = private.version_of(value.held)
+                value.version = private.version(value.held)
 
     def _fits(self, extra_bytes: int, ran: int = 0) -> bool:
         """Whether the budget leaves room for ``extra_bytes`` beside the operation at hand."""

@@ -128,7 +128,7 @@ def _rests_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
             item.dtype,
             item.device,
             item.untyped_storage().nbytes(),
-            private.version_of(item),
+            private.version(item),
         )
 
     def described(parameter: torch.Tensor) -> tuple[Any, ...]:

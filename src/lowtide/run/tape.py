@@ -54,7 +54,7 @@ class LiveValue:
         """A value that stays, held by reference."""
         value = cls(None, tensor.untyped_storage().nbytes())
         value.held = private.versioned_alias(tensor)
-        value.version = private.version_of(value.held)
+        value.version = private.version(value.held)
         return value
 
     def read(self) -> None:
@@ -72,10 +72,10 @@ class LiveValue:
         """
         if self.held is None:
             return self.cached
-        if private.version_of(self.held) != self.version:
+        if private.version(self.held) != self.version:
             raise ReplayError(
                 "a tensor that a recomputation starts from was modified by an in-place operation after the "
-                f"forward pass (version {private.version_of(self.held)}, expected {self.version}, shape "
+                f"forward pass (version {private.version(self.held)}, expected {self.version}, shape "
                 f"{tuple(self.held.shape)}): write to a copy, or keep that region with "
                 "lowtide.policies.keep_all"
             )
@@ -124,7 +124,7 @@ class Standing:
     __slots__ = ("tensor", "version")
 
     def __init__(self, tensor: torch.Tensor) -> None:
-        self.tensor, self.version = tensor, private.version_of(tensor)
+        self.tensor, self.version = tensor, private.version(tensor)
 
     def here(self) -> torch.Tensor:
         """The tensor.
@@ -132,7 +132,7 @@ class Standing:
         Raises:
             ReplayError: it was overwritten since.
         """
-        if private.version_of(self.tensor) != self.version:
+        if private.version(self.tensor) != self.version:
             raise ReplayError(
                 "a sparse tensor that a recomputation reads was modified by an in-place operation after the "
                 "forward pass: write to a copy, or keep that region with lowtide.policies.keep_all"
