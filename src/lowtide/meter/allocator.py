@@ -18,7 +18,8 @@ from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide import private
 
 from .build import library
 from .errors import MeterError
@@ -116,7 +117,7 @@ class CountingAllocator:
         Returns:
             The bytes taken over.
         """
-        return sum(self._adopt(storage._cdata) for storage in storages(tensors))
+        return sum(self._adopt(private.storage_address(storage)) for storage in storages(tensors))
 
     def mark(self) -> int:
         """Open a watermark register; give it back with `close_mark`. ``mark_peak``, ``mark_live``: bytes
@@ -161,7 +162,7 @@ def _load() -> CountingAllocator | MeterError:
         allocator.install()
         try:
             mark = allocator.mark()
-            with _disable_current_modes():
+            with private.without_dispatch_modes():
                 block = torch.empty(12345, dtype=torch.uint8, device="cpu")
             seen = allocator.mark_live(mark)
             del block

@@ -6,9 +6,11 @@ from __future__ import annotations
 
 import threading
 from dataclasses import replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 import torch
+
+from lowtide import private
 
 from .reading import Moments, Reading
 
@@ -88,11 +90,9 @@ class _History:
 
     def start(self) -> None:
         """Begin, unless the program records its own memory history."""
-        if torch._C._cuda_isHistoryEnabled():
+        if private.is_cuda_history_recorded():
             return
-        torch.cuda.memory._record_memory_history(
-            "all", context=None, max_entries=_MAX_EVENTS, clear_history=True
-        )
+        private.record_cuda_history(_MAX_EVENTS)
         self.recording = True
 
     def stop(self) -> Moments:
@@ -100,9 +100,9 @@ class _History:
         if not self.recording:
             return ()
         try:
-            traces: Any = dict(torch.cuda.memory._snapshot()).get("device_traces", [])
+            traces = private.cuda_history_events()
         finally:
-            torch.cuda.memory._record_memory_history(None)
+            private.stop_cuda_history()
         events = traces[self.device] if self.device < len(traces) else []
         steps = [event for event in events if event["action"] in ("alloc", "free_requested")]
         live, moments = 0, []

@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from typing import Any
 
-from torch._C._autograd import DeviceType, _profiler_enabled
 from torch.profiler import ProfilerActivity, profile
+
+from lowtide import private
 
 from .errors import MeterError
 from .reading import Reading
@@ -26,7 +27,7 @@ class ProfilerRegister:
 
     def open(self) -> None:
         """Begin. Raises MeterError while another profiler runs."""
-        if _profiler_enabled():
+        if private.is_profiler_enabled():
             raise MeterError(
                 "memory cannot be measured here: without the counting allocator (which needs a C++ "
                 "compiler) the profiler measures it, and a profiler is running already (nested peaks need "
@@ -52,7 +53,7 @@ class ProfilerRegister:
         seen = [
             (e.start_ns(), e.nbytes())
             for e in results.events()
-            if e.name() == "[memory]" and e.device_type() == DeviceType.CPU
+            if e.name() == "[memory]" and e.device_type() == private.cpu_device_type
         ]
         seen.sort(key=lambda event: event[0])
         live = peak = count = 0

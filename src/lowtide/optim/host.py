@@ -15,8 +15,9 @@ from lowtide.optim import budgeted, checkpoint
 from lowtide.optim.background import BackgroundUpdater
 from lowtide.optim.balance import Balance, balance
 from lowtide.optim.clip import clip_
+from lowtide.optim.elementwise import kernel_of
 from lowtide.optim.errors import OptimError
-from lowtide.optim.kernels import Group, Kernel, check_options, kernel_of
+from lowtide.optim.kernels import Group, Kernel, check_options
 from lowtide.optim.link import WHAT, Link, link_for
 from lowtide.optim.modes import check_modes, fraction_of
 from lowtide.optim.pipeline import Task, Updater

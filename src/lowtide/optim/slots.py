@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide import private
 from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import Group, Kernel
 from lowtide.optim.layout import cuts, granule
@@ -120,11 +121,11 @@ class Slot:
 
     def wrote(self) -> None:
         """The parameter is as we left it."""
-        self.version = local(self.parameter)._version
+        self.version = private.version(local(self.parameter))
 
     def written_by_others(self) -> bool:
         """Whether somebody else wrote to the parameter since our last write."""
-        return local(self.parameter)._version != self.version
+        return private.version(local(self.parameter)) != self.version
 
     def joined(self, name: str) -> Tensor | tuple[Tensor, Tensor]:
         """A piece of state in the parameter's shape, or as (device, host) stretches where it is split."""

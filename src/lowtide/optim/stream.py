@@ -16,6 +16,7 @@ from typing import Any, Protocol, TypeVar
 import torch
 from torch import Tensor
 
+from lowtide import private
 from lowtide.optim.errors import OptimError
 from lowtide.optim.layout import spans
 from lowtide.optim.pipeline import DEPTH, Updater
@@ -63,15 +64,13 @@ class SentGradient(torch.Tensor):
         """What sent it."""
         return _still(self._stream)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = private.no_torch_function
 
     @staticmethod
     def __new__(
         cls, like: Tensor, slot: Slot, stream: GradientStream, device_elements: Tensor | None
     ) -> SentGradient:
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
+        made: Any = private.wrapper_of(cls, like.shape, like.dtype, like.device, like.stride())
         made._slot, made._stream, made.device_elements = (
             weakref.ref(slot),
             weakref.ref(stream),

@@ -42,11 +42,10 @@ from lowtide.run.refuse import refuse_sharded
 from lowtide.run.rehearse import Listener
 from lowtide.run.timed import TimedRecorder
 from lowtide.run.told import OWN_OFF, own_checkpointing, warn
-from lowtide.run.untouched import apart, untouched
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
-from lowtide.trace.describe import tensors_inside
-from lowtide.trace.loss import loss_to_plan_for
+from lowtide.trace.results import loss_to_plan_for, tensors_inside
+from lowtide.trace.untouched import untouched, without_history
 
 BUDGET_CHANGED = "the budget was changed"
 
@@ -403,7 +402,7 @@ class Limiter:
                 on_end=graphs.append,
                 claims=kind.claims,
             )
-            given, named = apart((args, kwargs))
+            given, named = without_history((args, kwargs))
             result = look.run(self.forward, given, named)
             try:
                 loss = loss_to_plan_for(result, self.loss_fn, self.model)

@@ -21,7 +21,7 @@ from lowtide.plan.plan import Plan
 from lowtide.plan.simulate import plain
 from lowtide.plan.slab import without_slab
 from lowtide.progress import working
-from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over, with_collectives
+from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
 from lowtide.run.claims import beside, replayed_gathers, same_forward, with_seconds_of
 from lowtide.run.gradients import with_standing_gradients
 from lowtide.run.kinds import Kind
@@ -29,6 +29,7 @@ from lowtide.run.overhead import executor_overhead
 from lowtide.run.resident import KnownNeed, OptimizerNeed
 from lowtide.run.shares import beyond, within
 from lowtide.run.unseen import overlapped_bytes, with_overhead
+from lowtide.trace.settle import with_collectives
 
 Policy = str | Callable[..., Plan]
 

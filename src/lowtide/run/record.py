@@ -398,7 +398,7 @@ class Recorder(Interceptor):
             extent: how many of its bytes say something, where anybody asks.
         """
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = private.storage_address(storage)
         value = LiveValue(node, storage.nbytes())
         if extent is not None:
             value.extent = extent
@@ -410,7 +410,7 @@ class Recorder(Interceptor):
 
     def _mark_blank(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = private.storage_address(storage)
         blank = self._blank
         blank[key] = weakref.ref(storage, lambda _: blank.pop(key, None))
 
@@ -497,7 +497,7 @@ class Recorder(Interceptor):
         return Attributed(tensor, packed) if tensor.__dict__ else packed
 
     def _packed(self, tensor: torch.Tensor) -> Kept | Evicted:
-        entry = self._given.get(tensor.untyped_storage()._cdata)
+        entry = self._given.get(private.storage_key(tensor))
         if entry is None:
             return Kept(tensor, self.watch, self.mover)
         if not self.check:

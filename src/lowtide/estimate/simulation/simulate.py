@@ -25,8 +25,7 @@ from lowtide.graph import StepGraph
 from lowtide.plan import policies
 from lowtide.plan.blocks import default_blocks, full_stored, region_stored, regions_of, sqrt_stored
 from lowtide.plan.simulate import Simulation, Simulator
-from lowtide.trace.costs import OpCost
-from lowtide.trace.describe import Signature
+from lowtide.trace.costs.specs import OpCost, Signature
 
 Pair = tuple[Traced, Traced | None]
 """A chunk's trace with gradients there, and the one that makes them."""

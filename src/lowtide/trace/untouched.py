@@ -1,14 +1,85 @@
-"""Random states: read them before a step that is only looked at, and put them back after it."""
+"""Run a step and leave no trace of it: random states, gradients, buffers, and what modules hold."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
 import torch
+
+from lowtide import private
+
+
+@contextmanager
+def untouched(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Afterwards gradients, buffers, parameters' data, module attributes and random states are what they
+    were.
+    """
+    parameters = list(dict.fromkeys(p for root in modules for p in root.parameters()))
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+    buffers = [(buffer, buffer.detach().clone()) for root in modules for buffer in root.buffers()]
+    try:
+        with same_random(modules, gpus_of(modules)), same_attributes(modules):
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, gradient, copy in gradients:
+                if gradient is not None and copy is not None:
+                    gradient.copy_(copy)
+                parameter.grad = gradient
+            for buffer, copy in buffers:
+                if not _same(buffer, copy):
+                    buffer.copy_(copy)
+
+
+@contextmanager
+def same_attributes(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Afterwards every module has the attributes that it had, and its containers (tables of parameters, hooks
+    and submodules included) hold what they held.
+
+    A module that caches tensors on itself keeps none of them; one that installs hooks at its first step and
+    notes that it did has neither the hooks nor the note.
+    """
+    everyone = dict.fromkeys(module for root in modules for module in root.modules())
+    before = [(module, dict(module.__dict__), _contents(module)) for module in everyone]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for container, items in contents:
+                if isinstance(container, list):
+                    container[:] = items
+                else:
+                    container.clear()
+                    container.update(items)
+
+
+def _contents(module: torch.nn.Module) -> list[tuple[Any, Any]]:
+    return [(item, item.copy()) for item in module.__dict__.values() if isinstance(item, (dict, list, set))]
+
+
+def without_history(arguments: Any) -> Any:
+    """The same arguments with tensors that have no history: a backward ends there."""
+
+    def alone(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad) if tensor.requires_grad else tensor
+
+    return private.tree_map_only(torch.Tensor, alone, arguments)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    try:
+        return torch.equal(a, b)
+    except RuntimeError:
+        return False
+
+
+# ---- random states ------------------------------------------------------------------------------
 
 
 @contextmanager

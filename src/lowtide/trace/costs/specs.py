@@ -6,11 +6,15 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch._ops import OpOverload
-from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from .roofline import aside
+from lowtide import private
+from lowtide.ops import has_plain_storage
+from lowtide.private import OpOverload, tree_leaves, tree_map
+from lowtide.trace.costs.roofline import outside_modes
+
+Signature = tuple[Any, ...]
+"""What equal calls share."""
 
 _RUN_NAMESPACES = frozenset({"aten", "prims"})
 _NEVER_RUN = frozenset({
@@ -83,22 +87,16 @@ class OpSpec:
         func: the ATen (or custom) overload.
         args, kwargs: its arguments.
         output_bytes: bytes of the storages that it allocates for its outputs, 0 when not known.
-        trues: how many elements of each mask that it picks by are true; none where that is not known.
     """
 
     func: OpOverload
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(default_factory=dict)
     output_bytes: int = 0
-    trues: tuple[int, ...] = ()
 
     def tensors(self) -> list[TensorSpec]:
         """The tensor leaves, in argument order."""
         return [leaf for leaf in tree_leaves((self.args, self.kwargs)) if isinstance(leaf, TensorSpec)]
-
-    def touched_bytes(self) -> int:
-        """Bytes that it reads and writes."""
-        return sum(leaf.bytes for leaf in self.tensors()) + self.output_bytes
 
     def input_bytes(self) -> int:
         """Bytes of the distinct input storages."""
@@ -118,25 +116,19 @@ class OpCost:
         seconds: time of one run, the Python call included.
         scratch_bytes: the most it allocates beyond its outputs while it runs; where estimated, only what a
             collective moves through.
-        source: ``measured`` where the operation was run, ``scaled`` where a part of it was, ``interpolated``
-            between calls that differ in size alone, ``estimated`` by a roofline.
-        family: what calls that differ in size alone share, empty where nothing is to be read off such a call.
-        flops, bytes: the call's size.
+        source: ``measured`` where the operation was run, ``estimated`` by a roofline where it was not.
     """
 
     seconds: float
     scratch_bytes: int
-    source: Literal["measured", "scaled", "interpolated", "estimated"]
-    family: str = ""
-    flops: int = 0
-    bytes: int = 0
+    source: Literal["measured", "estimated"]
 
 
 def runnable(func: OpOverload) -> bool:
     """Whether an operation may be run on made-up inputs: ATen's own only, for others may talk to other
     processes or to the world.
     """
-    return func.namespace in _RUN_NAMESPACES and func._schema.name not in _NEVER_RUN
+    return func.namespace in _RUN_NAMESPACES and private.schema_of(func).name not in _NEVER_RUN
 
 
 def flops(spec: OpSpec) -> int:
@@ -147,7 +139,7 @@ def flops(spec: OpSpec) -> int:
     if formula is None:
         return 0
     try:
-        with aside(), torch.no_grad():
+        with outside_modes(), torch.no_grad():
             args, kwargs = tree_map(_meta, (spec.args, spec.kwargs))
             out = spec.func(*args, **kwargs) if runnable(spec.func) else None
             return int(formula(*args, **kwargs, out_val=out))
@@ -159,3 +151,57 @@ def _meta(leaf: Any) -> Any:
     if isinstance(leaf, TensorSpec):
         return torch.empty_strided(leaf.shape, leaf.stride, dtype=leaf.dtype, device="meta")
     return torch.device("meta") if isinstance(leaf, torch.device) else leaf
+
+
+def signature_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, OpSpec]:
+    """A hashable key that equal calls share, and the same call with tensors described instead of held."""
+    keys: dict[int, int] = {}
+    described = tuple(_describe(item, keys) for item in args)
+    named = {name: _describe(item, keys) for name, item in kwargs.items()}
+    signature = (func, described, tuple(sorted(named.items())))
+    return signature, OpSpec(func, described, named)
+
+
+def _describe(item: Any, keys: dict[int, int]) -> Any:
+    """An argument with tensors described; ``keys`` numbers the storages of the call in order of
+    appearance.
+    """
+    if isinstance(item, torch.Tensor):
+        if not has_plain_storage(item):
+            return TensorSpec(0, item.dtype, tuple(item.shape), (), 0, item.device, -1)
+        storage = item.untyped_storage()
+        number = keys.setdefault(private.storage_address(storage), len(keys))
+        shape, offset = tuple(item.shape), int(item.storage_offset())
+        return TensorSpec(storage.nbytes(), item.dtype, shape, item.stride(), offset, item.device, number)
+    if isinstance(item, (tuple, list)):
+        return tuple(_describe(part, keys) for part in item)
+    if (
+        isinstance(
+            item, (int, float, str, bool, torch.dtype, torch.device, torch.layout, torch.memory_format)
+        )
+        or item is None
+    ):
+        return item
+    return repr(item) if not isinstance(item, torch.Generator) else None
+
+
+def staging_bytes(spec: OpSpec) -> int:
+    """Bytes that Gloo allocates for a functional collective of CPU tensors beyond the result, from its start
+    until it has ended.
+
+    An all-gather lands in one flat tensor and is copied from there to the result. A reduce-scatter sums a
+    copy of its input. An all-reduce works in the result. Collectives of tensors on a device move through
+    buffers that NCCL keeps for the whole run: 0.
+
+    >>> import torch
+    >>> from lowtide.trace.costs.specs import OpSpec
+    >>> staging_bytes(OpSpec(torch.ops.aten.relu.default, (), {}, 64))
+    0
+    """
+    tensors = spec.tensors()
+    if spec.func.namespace != "_c10d_functional" or not tensors or tensors[0].device.type != "cpu":
+        return 0
+    name = private.schema_of(spec.func).name.removeprefix("_c10d_functional::")
+    return {"all_gather_into_tensor": spec.output_bytes, "reduce_scatter_tensor": spec.input_bytes()}.get(
+        name, 0
+    )
