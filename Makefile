@@ -2,7 +2,9 @@
 #   make train   train a small GPT under a memory budget and show what the budget did   (ARGS="--model llama-small --budget 50%")
 #                go on with the last run, for more steps where it is to be longer                 (ARGS="--resume --steps 300")
 #   make test    the tests, doctests included                                           (ARGS="tests/train -k checkpoint")
-#   make lint    ruff and pyright
+#   make lint    ruff, pyright, and that imports run one way
+#   make versions  what rests on PyTorch's private interfaces, and a core of the tests, on each version that is supported
+#                (PIP_ARGS="--index-url ..." for builds without CUDA)
 #   make bench   the benchmarks; results go to benchmarks/results
 #   make install only the set-up;  make clean  removes it
 
@@ -13,8 +15,13 @@ PYTHON  ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11;
              $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 RUN     := runs/$(shell date +%Y%m%d-%H%M%S)
 ARGS    ?=
+# What `make versions` installs in turn, each in a folder of its own, and the tests that it runs there.
+TORCHES ?= 2.11.0 2.12.0 2.13.0
+CORE    := tests/private tests/run/test_interception.py tests/run/test_scope.py tests/run/test_looked_at.py \
+           tests/trace/test_eager.py tests/parallel/test_pipelining_private.py
+PIP_ARGS ?=
 
-.PHONY: install train test lint format bench clean
+.PHONY: install train test lint format versions bench clean
 
 install: $(STAMP)
 
@@ -39,14 +46,29 @@ test: $(STAMP)
 lint: $(STAMP)
 	$(BIN)/ruff check
 	$(BIN)/ruff format --check
+	$(BIN)/lint-imports
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
 
+versions:
+	@for version in $(TORCHES); do \
+		venv=$(VENV)-torch-$$version; \
+		test -e $$venv/.installed || { \
+			$(PYTHON) -m venv --clear $$venv && \
+			grep -v '^torch==' constraints.txt > $$venv/constraints.txt && \
+			$$venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \
+				--constraint $$venv/constraints.txt "torch==$$version" --editable '.[all]' && \
+			touch $$venv/.installed; } || exit 1; \
+		echo "PyTorch $$version:"; \
+		$$venv/bin/python -m pytest --numprocesses 2 --dist loadfile $(CORE) $(ARGS) || failed="$$failed $$version"; \
+	done; \
+	test -z "$$failed" || { echo "not as on the others:$$failed" >&2; exit 1; }
+
 bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis

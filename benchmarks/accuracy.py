@@ -1,7 +1,7 @@
 """Predicted against measured: peak bytes and extra seconds of planned steps, on six models at four budgets
 each.
 
-python -m benchmarks accuracy
+python -m benchmarks accuracy [--quick]
 
 Two predictions are scored, each against what the paired rounds measure: the *forecast*, read before any step
 runs under the plan, and the *calibrated* times, read when the rounds are over. The forecast is what chose the
@@ -14,6 +14,7 @@ measured and not the system's.
 
 from __future__ import annotations
 
+import os
 import statistics
 import time
 import warnings
@@ -26,6 +27,7 @@ from benchmarks.common import (
     keep_pages,
     median_difference,
     paired,
+    quick,
     rounds_within,
     save,
     step_of,
@@ -120,11 +122,12 @@ def rows_of(case: Case, seconds_for_a_row: float = 40.0) -> list[dict[str, Any]]
 
 def main() -> None:
     """Run and write benchmarks/results/accuracy.json."""
+    os.environ["LOWTIDE_CACHE"] = "off"  # each plan is searched for
     warnings.simplefilter("ignore")
     pages = keep_pages()
     rows: list[dict[str, Any]] = []
     for case in six():
-        rows += rows_of(case)
+        rows += rows_of(case, 8.0 if quick() else 40.0)
         names = ("within_budget", "peak_holds", "forecast_holds", "forecast_plain_holds", "calibrated_holds")
         held = {name: sum(row[name] for row in rows) for name in names}
         save("accuracy", rows, held={**held, "of": len(rows)}, pages_kept=pages)

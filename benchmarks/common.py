@@ -12,6 +12,7 @@ import os
 import platform
 import random
 import statistics
+import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -22,6 +23,9 @@ from typing import Any
 import torch
 
 from lowtide import __version__, meter
+
+QUICK = "--quick"
+"""An argument of ``python -m benchmarks``: fewer rounds, for benchmarks that take minutes then."""
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -49,6 +53,11 @@ class Case:
     batch: Callable[[], dict[str, Any]]
 
 
+def quick() -> bool:
+    """Whether few rounds are asked for."""
+    return QUICK in sys.argv
+
+
 def machine() -> dict[str, Any]:
     """The machine as far as it matters for a figure."""
     model = platform.processor()
@@ -68,6 +77,7 @@ def machine() -> dict[str, Any]:
         "processor": model,
         "cores": os.cpu_count(),
         "threads": torch.get_num_threads(),
+        **({"quick": True} if quick() else {}),
     }
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()

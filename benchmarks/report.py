@@ -139,9 +139,10 @@ def planning(found: dict[str, Any]) -> str:
         [
             row["model"],
             row["budget"],
-            f"{row['seconds']:.1f}",
-            f"{row['trace_seconds']:.1f}",
-            f"{row['solve_seconds']:.1f}",
+            f"{row['plain_step_seconds']:.1f}",
+            f"{row['first_step_seconds']:.1f}",
+            f"{row['solve_seconds']:.2f}",
+            f"{row['carried_seconds']:.2f}" if row["carried_seconds"] is not None else "searched",
             f"{100 * row['gap']:.2f} %",
             _percent(row["extra"]),
             "yes" if row["holds"] else "**no**",
@@ -151,9 +152,10 @@ def planning(found: dict[str, Any]) -> str:
     head = [
         "model",
         "budget",
-        "seconds",
-        "tracing and timing",
-        "solving",
+        "plain step s",
+        "first step s",
+        "planning s",
+        "known before s",
         "gap, of the step",
         "predicted extra",
         "holds",
@@ -479,8 +481,9 @@ def main() -> None:
     found = _load("planning_time")
     if found:
         text = (
-            "From the model to the plan: tracing, timing operations, solving and bounding. What the first "
-            "plan of a process imports and measures once, whatever it is for, comes on top: "
+            "The first step is looked at while it runs, and planned for at its end. Planning is solving and "
+            "bounding; *known before*: from the decisions that an earlier run kept. What the first plan of a "
+            "process imports and measures once, whatever it is for, comes on top: "
             f"{found['first_of_process_seconds']:.1f} s for a tiny model."
         )
         parts += ["", "## Planning", "", _where(found), "", text, "", planning(found)]

@@ -23,10 +23,10 @@ if TYPE_CHECKING:
     from lowtide.plan.layout import layout
     from lowtide.run.apply import apply
     from lowtide.run.limit import Handle, handle_of, limit_memory
+    from lowtide.run.links import measure_links
     from lowtide.run.scope import checkpoint, checkpointing
     from lowtide.run.step import trace
     from lowtide.run.told import LowtideWarning
-    from lowtide.store.measure import measure_links
     from lowtide.store.stores import Stores
 
 __version__ = "0.1.0"
@@ -51,7 +51,7 @@ _HOMES = {
     "layout": "lowtide.plan.layout",
     "limit_memory": "lowtide.run.limit",
     "measure": "lowtide.meter",
-    "measure_links": "lowtide.store.measure",
+    "measure_links": "lowtide.run.links",
     "policies": "lowtide.plan.policies",
 }
 

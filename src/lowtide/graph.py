@@ -1,12 +1,11 @@
 """The step graph: what one training step does to memory, as pure data.
 
 A step is one forward and backward of a model on one micro-batch. The tracer records it as operations,
-storages, values (one version of one
-storage: what an operation wrote), saved tensors (what autograd keeps from forward to backward) and one
-ordered list of events. Nothing here holds a tensor, imports torch or does I/O, so a graph can be saved,
-compared and planned on anywhere.
+storages, values (one version of one storage: what an operation wrote), saved tensors (what autograd keeps
+from forward to backward) and one ordered list of events. Nothing here holds a tensor, imports torch or does
+I/O, so a graph can be saved, compared and planned on anywhere.
 
-The trace is taken with every droppable saved tensor *given up* at once, so the events show each storage's
+The trace is taken with every droppable saved tensor *evicted* at once, so the events show each storage's
 natural life: how long the program itself needs it. What autograd would add is known from the ``pack`` and
 ``release`` events, and `lowtide.plan.simulate` puts the two together for any set of decisions.
 """
@@ -29,8 +28,10 @@ EventKind = Literal["op", "free", "pack", "unpack", "done", "release"]
 saved tensor's id otherwise.
 
 ``op``       the operation runs: the storages whose ``producer`` it is are allocated before it, its scratch
-comes and goes within it ``free``     the last natural reference to the storage is gone (references that
-autograd would hold do not count) ``pack``     autograd saves a tensor
+             comes and goes within it
+``free``     the last natural reference to the storage is gone (references that autograd would hold do not
+             count)
+``pack``     autograd saves a tensor
 ``unpack``   a backward node asks for a saved tensor
 ``done``     what that ``unpack`` handed out is no longer referenced
 ``release``  autograd gives the saved tensor up for good
@@ -50,7 +51,7 @@ class Storage:
 
     Attributes:
         id: position in ``StepGraph.storages``.
-        bytes: its size.
+        bytes: its size on the device that the budget is about: 0 for a storage of another one.
         kind: see `StorageKind`.
         producer: index of the operation that allocates it, or ``None`` when it stood before the step.
         name: a parameter's or buffer's qualified name, else empty.
@@ -210,14 +211,6 @@ class StepGraph:
         events = [event for event in self.events if event not in held]
         ended = [event for event in self.events if event in held]
         return replace(self, events=(*events, *ended)) if ended else self
-
-    def withheld_storages(self) -> frozenset[int]:
-        """Those of the step's own that stay, at most, with such outputs' history, beside the outputs."""
-        held = {
-            index if kind == "free" else self.values[self.saved[index].value].storage
-            for kind, index in self.withheld
-        }
-        return frozenset(storage for storage in held if self.storages[storage].producer is not None)
 
     def structure(self) -> list[Any]:
         """Everything but times and scratch, as nested lists: two traces of one step agree on it."""

@@ -7,9 +7,6 @@ a kernel of our own stands at a dispatch key that PyTorch keeps for uses outside
 and above the devices. The key is let in for a thread while an `Interceptor` is active on it, so that
 everything else of PyTorch runs as it does in a plain step. Views have no kernel there and pass without
 Python; tensor subclasses come apart above it.
-
-Private interfaces of PyTorch, seen in 2.11 to 2.13: the key and its registration, the thread's set of
-included keys, objects in its thread state.
 """
 
 from __future__ import annotations
@@ -17,18 +14,19 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
+
+from lowtide import private
 
 _KEY = "Fake"
 _STATE = "lowtide.interception"
-_include = torch._C._dispatch_tls_set_dispatch_key_included
-_included = torch._C._dispatch_tls_is_dispatch_key_included
-_state_of_thread = torch._C._get_obj_in_tls
-_has_state = torch._C._is_key_in_tls
+_include = private.include_key
+_included = private.is_key_included
+_state_of_thread = private.thread_object
+_has_state = private.has_thread_object
 
 
 class Interceptor:
@@ -81,7 +79,7 @@ class _Thread:
 
 def _thread() -> _Thread:
     if not _has_state(_STATE):
-        torch._C._stash_obj_in_tls(_STATE, _Thread())
+        private.set_thread_object(_STATE, _Thread())
     return _state_of_thread(_STATE)
 
 
@@ -137,6 +135,28 @@ def seen() -> bool:
     return _included(_KEY)
 
 
+def watchers() -> list[Any]:
+    """Who sees this thread's operations: the interceptors, then the dispatch modes (a trace on fake tensors
+    is one), outermost first.
+    """
+    return [*interceptors(), *private.mode_stack()]
+
+
+def is_given_up(tensor: torch.Tensor) -> bool:
+    """Whether a recomputing scope around this code brings ``tensor`` back for anyone who saves it, so that
+    saving it costs nothing.
+    """
+    return any(one.gives_up(tensor) for one in watchers() if hasattr(one, "gives_up"))
+
+
+def without_modes() -> AbstractContextManager[object]:
+    """Operations in the block are seen by nobody: neither recorded nor made fake."""
+    stack = ExitStack()
+    stack.enter_context(private.without_dispatch_modes())
+    stack.enter_context(unseen())  # pyright: ignore
+    return stack
+
+
 class _Kernel:
     """What stands at the key for one overload."""
 
@@ -155,7 +175,7 @@ class _Kernel:
             thread is None
             or thread.level >= 0
             or not thread.active
-            or (args and isinstance(args[0], FakeTensor))
+            or (args and isinstance(args[0], private.FakeTensor))
         ):
             return _passed(func, keyset & _BELOW, args, kwargs)
         _include(_KEY, False)
@@ -183,20 +203,20 @@ def _run(func: Any, below: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> 
     if (len(args) > 1 and type(args[1]) in _NUMBERS and _takes_tensor(func)) or (
         args and type(args[0]) in _NUMBERS
     ):
-        with torch._C._AutoDispatchBelowAutograd():
+        with private.below_autograd():
             return func(*args, **kwargs)
-    return func._handle.redispatch_boxed(below, *args, **kwargs)
+    return private.redispatch(func, below, *args, **kwargs)
 
 
 @functools.cache
 def _takes_tensor(func: Any) -> bool:
     """Whether an overload's second argument is a tensor."""
-    return str(func._schema.arguments[1].type) in ("Tensor", "Optional[Tensor]")
+    return str(private.schema_of(func).arguments[1].type) in ("Tensor", "Optional[Tensor]")
 
 
 _DEVICES = ("CPU", "CUDA", "PrivateUse1")
 _NUMBERS = frozenset({int, float, bool, complex})
-_BELOW = torch._C._dispatch_keyset_full_after(_KEY)
+_BELOW = private.keys_below(_KEY)
 
 
 def _overload(name: str) -> Any:
@@ -215,7 +235,7 @@ class _Registered:
     """
 
     def __init__(self) -> None:
-        other = torch._C._dispatch_library("IMPL", "_", "", __file__, 1)
+        other = private.kernel_library("_")
         other.fallback(_KEY, torch.library.fallthrough_kernel, False)
         self.libraries: dict[str, Any] = {"_": other}
         self.known: set[str] = set()
@@ -231,8 +251,7 @@ def _definitions() -> tuple[Any, ...]:
     """What changes where operations may have been added: to list them all takes milliseconds. Python defines
     them in `torch.library`, C++ in libraries that come with a module or by name.
     """
-    higher_order = len(torch._ops._higher_order_ops)
-    return len(sys.modules), len(torch.ops.loaded_libraries), higher_order, set(torch.library._defs)
+    return len(sys.modules), len(torch.ops.loaded_libraries), *private.defined_operations()
 
 
 def _register() -> None:
@@ -243,9 +262,8 @@ def _register() -> None:
     if registered.definitions == definitions:
         return
     registered.definitions, libraries = definitions, registered.libraries
-    for higher_order in torch._ops._higher_order_ops.values():
-        higher_order.non_fallthrough_keys = higher_order.non_fallthrough_keys.remove(_KEY)
-    new = set(torch._C._dispatch_get_all_op_names()) - registered.known
+    private.let_higher_order_operators_pass(_KEY)
+    new = set(private.all_operation_names()) - registered.known
     if not new:
         return
     registered.known |= new
@@ -255,7 +273,7 @@ def _register() -> None:
         if name in views or is_made_of_others(name):
             continue
         if namespace not in libraries:
-            libraries[namespace] = torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
+            libraries[namespace] = private.kernel_library(namespace)
         libraries[namespace].impl(rest, _KEY, _Kernel(name), True)
 
 
@@ -263,14 +281,14 @@ def is_made_of_others(name: str) -> bool:
     """Whether an overload (``aten::linear``) has no kernel of its own anywhere: only the operations that it
     calls are seen.
     """
-    has = torch._C._dispatch_has_kernel_for_dispatch_key
+    has = private.has_kernel_at
     return has(name, "CompositeImplicitAutograd") and not any(has(name, device) for device in _DEVICES)
 
 
 def _views() -> set[str]:
     """The overloads whose results are views of their arguments, by their schemas."""
     found: set[str] = set()
-    for schema in torch._C._jit_get_all_schemas():
+    for schema in private.all_schemas():
         returns = [one for one in schema.returns if "Tensor" in str(one.type)]
         writes = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
         if (

@@ -8,7 +8,6 @@ from functools import cache
 from typing import Any
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensor
 
 from lowtide import private
 
@@ -43,14 +42,11 @@ _RUNNING_STATISTICS = {
     "aten._batch_norm_with_update.default": None,
     "aten._batch_norm_with_update_functional.default": None,
 }
-_SUM_OF_PATCHES = "aten.col2im.default"
-_UNREDUCED = {  # where a loss's reduction stands
-    "aten.mse_loss.default": 2,
-    "aten.smooth_l1_loss.default": 2,
-    "aten.soft_margin_loss.default": 2,
-    "aten.binary_cross_entropy.default": 3,
+_REAL_ONLY = {  # on fake tensors what they reserve for backward is empty
+    "aten.mkldnn_rnn_layer.default",
+    "aten._cudnn_rnn.default",
+    "aten.miopen_rnn.default",
 }
-_REAL_ONLY = {"aten.mkldnn_rnn_layer.default"}  # on fake tensors its workspace is empty
 _VIEWS = {"aten._unsafe_view.default"}  # whatever its schema says
 _LOOSE = {  # a workspace or table, parts of which are never written and never read
     "aten.mkldnn_rnn_layer.default": (3,),
@@ -66,6 +62,8 @@ _COLLECTIVE_NAMESPACES = {
     "fsdp",
     "symm_mem",
 }
+IS_COLLECTIVE = "it is a collective"
+"""Why an operation is not replayable that only all ranks can run again."""
 FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional.all_gather_into_tensor.default",
     "_c10d_functional.all_reduce.default",
@@ -73,13 +71,6 @@ FUNCTIONAL_COLLECTIVES = {
     "_c10d_functional.all_to_all_single.default",
     "_c10d_functional.broadcast.default",
     "_c10d_functional.reduce_scatter_tensor.default",
-}
-_QUESTIONS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
-_BY_MASK = {
-    "aten.index.Tensor",
-    "aten.index_put.default",
-    "aten.index_put_.default",
-    "aten._index_put_impl_.default",
 }
 _UNREPLAYABLE = {
     "aten.set_.source_Storage": "it swaps a tensor's storage",
@@ -134,9 +125,9 @@ class OpInfo:
 
 
 @cache
-def op_info(func: torch._ops.OpOverload) -> OpInfo:
+def op_info(func: private.OpOverload) -> OpInfo:
     """The facts about an overload, worked out once."""
-    schema = func._schema
+    schema = private.schema_of(func)
     name = str(func)
     written = tuple(
         argument.name if argument.kwarg_only else position
@@ -153,7 +144,7 @@ def op_info(func: torch._ops.OpOverload) -> OpInfo:
     out_variant = any(isinstance(w, str) for w in written)
     reason = _UNREPLAYABLE.get(name, "")
     if func.namespace in _COLLECTIVE_NAMESPACES:
-        reason = "it is a collective"
+        reason = IS_COLLECTIVE
     return OpInfo(
         name=name,
         is_view=is_view,
@@ -195,40 +186,6 @@ def draws(info: OpInfo, args: Sequence[Any], kwargs: dict[str, Any]) -> bool:
     return bool(args[position] if position < len(args) else kwargs.get("dropout_p", 0.0))
 
 
-def asks(func: torch._ops.OpOverload) -> bool:
-    """Whether what a call returns, or how large it is, depends on the numbers in its arguments; for what
-    masks pick see `masks_of`.
-    """
-    return not _QUESTIONS.isdisjoint(func.tags) and str(func) not in _BY_MASK
-
-
-def is_mask(index: torch.Tensor | None) -> bool:
-    """Whether an index says of every element whether it is meant."""
-    return index is not None and index.dtype in (torch.bool, torch.uint8)
-
-
-def masks_of(func: torch._ops.OpOverload, args: Sequence[Any]) -> list[torch.Tensor]:
-    """The masks by which an indexing call picks elements: how many it picks depends on what is in them."""
-    return [index for index in args[1] if is_mask(index)] if str(func) in _BY_MASK else []
-
-
-def hidden_bytes(info: OpInfo, args: Sequence[Any]) -> int:
-    """Bytes of the storage that a result really stands on, where it is larger than the result: fake tensors
-    do not show it.
-
-    The one element of a reduced loss stands on the unreduced result, which its kernel reduces where it lies,
-    and a sum of patches on a storage that was as large as they are when the kernel made it.
-    """
-    if info.name == _SUM_OF_PATCHES:
-        return int(args[0].numel()) * args[0].element_size()
-    position = _UNREDUCED.get(info.name)
-    if position is None or (len(args) > position and args[position] == 0):
-        return 0
-    first, second = args[0], args[1]
-    shape = torch.broadcast_shapes(first.shape, second.shape)
-    return int(shape.numel()) * torch.promote_types(first.dtype, second.dtype).itemsize
-
-
 def tensors_of(items: Any) -> Iterator[torch.Tensor]:
     """The tensors in an operation's arguments or results, in order."""
     if isinstance(items, torch.Tensor):
@@ -257,21 +214,26 @@ def has_plain_storage(tensor: torch.Tensor) -> bool:
     wrapper, or zeros that autograd stands for without memory."""
     if tensor.layout is not torch.strided or tensor.is_nested or tensor.is_quantized or tensor.is_mkldnn:
         return False
-    return not tensor._is_zerotensor() and not is_wrapper(tensor) and not _is_hollow(tensor)
+    return not private.is_zero_tensor(tensor) and not is_wrapper(tensor) and not _is_hollow(tensor)
 
 
 def _is_hollow(tensor: torch.Tensor) -> bool:
     """Whether the tensor is of a subclass that answers every operation itself and has no memory under it
     (`torch.masked`).
     """
-    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, FakeTensor):
+    if type(tensor) in (torch.Tensor, torch.nn.Parameter) or isinstance(tensor, private.FakeTensor):
         return False
     return private.answers_itself(tensor)
 
 
 def is_wrapper(tensor: torch.Tensor) -> bool:
     """Whether the tensor is a subclass that holds other tensors (DTensor and the like)."""
-    return type(tensor) is not torch.Tensor and hasattr(tensor, "__tensor_flatten__")
+    return is_wrapper_type(type(tensor))
+
+
+def is_wrapper_type(kind: type) -> bool:
+    """Whether tensors of this type hold other tensors."""
+    return kind is not torch.Tensor and hasattr(kind, "__tensor_flatten__")
 
 
 def is_sparse(tensor: torch.Tensor) -> bool:

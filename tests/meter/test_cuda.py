@@ -1,5 +1,5 @@
-"""CUDA: several readers share the one peak statistic of a device. The statistics are played here; on a CUDA
-machine they are real.
+"""CUDA: several readers share the one peak statistic of a device, of what is allocated and of what is
+reserved. The statistics are played here; on a CUDA machine they are real.
 """
 
 from __future__ import annotations
@@ -8,7 +8,8 @@ import pytest
 import torch
 
 from lowtide.meter import measure, peak
-from lowtide.meter.cuda import CudaMark
+from lowtide.meter.cuda import CudaRegister
+from lowtide.meter.reading import Reading
 
 
 class Played:
@@ -16,41 +17,65 @@ class Played:
 
     def __init__(self) -> None:
         self.live = self.most = self.count = 0
+        self.reserved = self.most_reserved = 1 << 20
 
     def alloc(self, size: int) -> None:
         self.live += size
         self.count += size > 0
         self.most = max(self.most, self.live)
 
+    def reserve(self, size: int) -> None:
+        self.reserved += size
+        self.most_reserved = max(self.most_reserved, self.reserved)
+
     def reset(self, device: int) -> None:
-        self.most = self.live
+        self.most, self.most_reserved = self.live, self.reserved
 
 
-def test_nested_marks_see_their_own_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def card(monkeypatch: pytest.MonkeyPatch) -> Played:
     card = Played()
     monkeypatch.setattr(torch.cuda, "memory_allocated", lambda device: card.live)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: card.most)
-    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 1 << 20)
-    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 1 << 20)
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: card.reserved)
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: card.most_reserved)
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: {"allocation.all.allocated": card.count})
     monkeypatch.setattr(torch.cuda, "reset_peak_memory_stats", card.reset)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    return card
+
+
+def test_nested_registers_see_their_own_peaks(card: Played) -> None:
     card.alloc(100)
-    outer, inner = CudaMark(torch.device("cuda", 0)), CudaMark(torch.device("cuda", 0))
+    outer, inner = CudaRegister(torch.device("cuda", 0)), CudaRegister(torch.device("cuda", 0))
     outer.open()
     card.alloc(900)
     card.alloc(-900)
     inner.open()
     card.alloc(50)
-    assert outer.read()[:3] == (900, 50, 100)
-    assert inner.read()[:2] == (50, 50)
+    assert outer.read() == Reading(900, 50, 2, 100, 1 << 20)
+    assert (inner.read().peak_bytes, inner.read().live_bytes) == (50, 50)
     card.alloc(1000)
     card.alloc(-1000)
-    inner.close()
+    found = inner.close()
     card.alloc(5000)
     card.alloc(-5000)
-    outer.close()
-    assert inner.read()[0] == 1050
-    assert outer.read() == (5050, 50, 100, 1 << 20, 4)
+    assert found.peak_bytes == 1050
+    assert outer.close() == Reading(5050, 50, 4, 100, 1 << 20)
+
+
+def test_what_the_allocator_reserved_stands_beside_what_was_allocated(card: Played) -> None:
+    with peak("cuda:0") as outer:
+        card.reserve(1000)
+        with peak("cuda:0") as inner:
+            card.reserve(500)
+            card.reserve(-700)
+        card.alloc(7)
+        assert outer.peak_bytes == 7
+    assert inner.reserved_bytes == outer.reserved_bytes == (1 << 20) + 1500
+    with peak("cpu") as here:
+        pass
+    assert here.reserved_bytes is None
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")

@@ -102,7 +102,7 @@ def test_out_of_host_memory(host: Any, tmp_path: Path) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, net.parameters(), strict=True))
     assert ours.host_bytes == 0
     assert not ours.state
-    ours._placement.tier.limit_bytes = None
+    ours._placement.pool.limit_bytes = None
     ours.step()
     plain_model = model()
     plain = torch.optim.AdamW(plain_model.parameters(), fused=True, **ADAMW)

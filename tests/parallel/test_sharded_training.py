@@ -126,7 +126,7 @@ def test_what_does_not_go_together_says_what_to_do(text: Path) -> None:
         ),
         ({"policy": None}, "--shard-parameters: say what is to fit: pass --budget"),
         ({"compare": True}, "--compare: .* leave it out with --shard-parameters"),
-        ({"optimizer_host_fraction": 0.5}, "--optimizer-host-fraction 0.5: it works with one process"),
+        ({"optimizer_host_fraction": 0.5}, "--optimizer-host-fraction 0.5: the budget of --shard"),
     ]:
         with pytest.raises(OptionError, match=expected):
             options(text, **{"dp": 2, "shard_parameters": True, "compare": None, **changes})

@@ -78,6 +78,27 @@ def test_hugging_face_models_are_shared_by_their_own_plan(text: Path) -> None:
             assert losses == pytest.approx(alone, rel=2e-5), case
 
 
+def hosted(text: Path) -> list[list[list[float]]]:
+    cases = [{"dp": 2}, {"tp": 2}, {"pp": 2}]
+    return [run(text, [case, {**case, "optimizer_host_fraction": 0.5}]) for case in cases]
+
+
+def test_the_optimizer_may_lie_on_the_host_of_every_rank(text: Path) -> None:
+    """Data parallel, tensor parallel and in stages: losses and norms of an optimizer on the device, bit by
+    bit.
+    """
+    for found in on_ranks(2, hosted, text):
+        for plain, moved in found:
+            assert moved == plain
+
+
+def test_what_several_processes_cannot_do_with_a_state_that_is_split(text: Path, tmp_path: Path) -> None:
+    with pytest.raises(OptionError, match="each choose their own"):
+        options(text, dp=2, optimizer_host_fraction="auto")
+    with pytest.raises(OptionError, match="leave out --checkpoint-dir"):
+        options(text, tp=2, optimizer_host_fraction=0.5, checkpoint_dir=tmp_path)
+
+
 def budgets(text: Path) -> tuple[list[float], list[float], dict[str, Any]]:
     warnings.simplefilter("ignore", lowtide.LowtideWarning)
     asked = options(

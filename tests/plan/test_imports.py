@@ -33,7 +33,7 @@ def test_one_file_reaches_for_codecs_and_speeds():
     reaching = {
         path.name
         for path in root.rglob("*.py")
-        if "lowtide.store import" in path.read_text() or "lowtide.store." in imports(path)
+        if any(f"lowtide.{room}" in imports(path) for room in ("store", "run"))
     }
     assert reaching == {"supply.py"}
 

@@ -57,7 +57,7 @@ OPTIONS: list[dict[str, Any]] = [
 ]
 
 
-@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("options", OPTIONS, ids="-".join)
 def test_the_same_call_gives_the_same_gradients(same: Any, options: dict[str, Any]) -> None:
     expected = grads(Stack(plainly))
     rival = grads(Stack(checkpoint, **{**options, "use_reentrant": False}))
@@ -109,7 +109,7 @@ def test_arguments_results_and_gradients_off() -> None:
             "Drop context_fn",
         ),
     ],
-    ids=lambda item: str(item)[:30],
+    ids=lambda item: "-".join(item) if isinstance(item, dict) else "",
 )
 def test_what_has_no_meaning_is_refused(options: dict[str, Any], says: str) -> None:
     with pytest.raises(PlanError, match=says):
@@ -135,7 +135,9 @@ def keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPo
 
 
 @pytest.mark.parametrize(
-    "policy", [keeps_products, [aten.addmm.default], lambda ctx, op, *args: op is aten.addmm.default], ids=str
+    "policy",
+    [keeps_products, [aten.addmm.default], lambda ctx, op, *args: op is aten.addmm.default],
+    ids=["function", "list", "lambda"],
 )
 def test_policies_of_selective_checkpointing(same: Any, policy: Any) -> None:
     context_fn = functools.partial(create_selective_checkpoint_contexts, policy)

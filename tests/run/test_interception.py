@@ -12,7 +12,19 @@ import torch
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.interception import _KEY, Interceptor, _included, interceptors, proceed, seen, unseen, visible
+from lowtide.interception import (
+    _KEY,
+    Interceptor,
+    _included,
+    interceptors,
+    is_given_up,
+    proceed,
+    seen,
+    unseen,
+    visible,
+    watchers,
+    without_modes,
+)
 
 
 class Names(Interceptor):
@@ -324,3 +336,52 @@ def test_nothing_is_held_afterwards() -> None:
     del names, y
     gc.collect()
     assert [watch() for watch in watches] == [None, None]
+
+
+# ---- who watches -------------------------------------------------------------------------------
+
+
+def test_is_given_up_asks_the_interceptors() -> None:
+    class Giving(Interceptor):
+        def gives_up(self, tensor: torch.Tensor) -> bool:
+            return tensor.numel() > 1
+
+        def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return proceed(func, args, kwargs)
+
+    one, two = torch.ones(1), torch.ones(2)
+    assert not is_given_up(two)
+    with Giving():
+        assert is_given_up(two)
+        assert not is_given_up(one)
+
+
+def test_without_modes_nothing_is_seen() -> None:
+    class Counting(TorchDispatchMode):
+        calls = 0
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            Counting.calls += 1
+            return func(*args, **(kwargs or {}))
+
+    with Counting():
+        with without_modes():
+            torch.ones(2) + 1
+        assert Counting.calls == 0
+        torch.ones(2) + 1
+        assert Counting.calls == 2
+
+
+def test_watchers_are_interceptors_and_dispatch_modes() -> None:
+    class Passing(Interceptor):
+        def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            return proceed(func, args, kwargs)
+
+    assert watchers() == []
+
+    class Counts(TorchDispatchMode):
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    with Passing() as passing, Counts() as counts:
+        assert watchers() == [passing, counts]

@@ -25,7 +25,7 @@ aten = torch.ops.aten
         [aten.gelu, "aten.tanh"],
         frozenset({aten.gelu, aten.exp.default}),
     ],
-    ids=str,
+    ids=["name", "tuple", "set", "mixed", "frozenset"],
 )
 def test_a_list_of_operations_is_a_rule(same: Any, operations: Any) -> None:
     plain, model = make(), make()

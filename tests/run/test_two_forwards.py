@@ -11,7 +11,7 @@ from torch import nn
 from torch.nn.functional import softplus
 
 import lowtide
-from lowtide.trace.overwritten import UNSETTLED
+from lowtide.trace.settle import UNSETTLED
 
 
 def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Sequential:

@@ -4,12 +4,16 @@ say.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import PlanError, meter
 from lowtide.store.codec import (
     CHUNK,
+    DEVICE_CHUNK,
     BFloat16,
     Blockwise,
     Codec,
@@ -19,6 +23,7 @@ from lowtide.store.codec import (
     Positive,
     Raw,
     Sparse,
+    chunk_elements,
     codec_named,
     pack_bits,
     unpack_bits,
@@ -144,6 +149,67 @@ def test_scratch_does_not_grow_with_the_tensor(codec: Codec) -> None:
         assert encoding.peak_bytes - encoded <= codec.scratch_bytes
         decoding = meter.measure(lambda out=out, parts=parts: codec.decode(parts, out), timeline=False)
         assert decoding.peak_bytes <= codec.scratch_bytes
+
+
+class Asked(TorchDispatchMode):
+    """Counts what makes the program wait for the device: numbers read, and sizes that depend on the data."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        waits = (torch.ops.aten._local_scalar_dense.default, torch.ops.aten.nonzero.default)
+        self.count += func in waits or func.overloadpacket is torch.ops.aten.index
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize(
+    ("codec", "most"),
+    [
+        (Dictionary(1), 1),
+        (Sparse(0.5), 5),
+        (Positive(), 0),
+        (BFloat16(), 0),
+        (Blockwise(8), 1),
+        (Blockwise(4), 1),
+    ],
+    ids=lambda c: getattr(c, "name", None),
+)
+def test_the_device_is_asked_once_whatever_the_size(codec: Codec, most: int) -> None:
+    """A list of numbers is read at once from a device, and number by number from main memory, where nobody
+    waits.
+    """
+    x = (torch.rand(4 * CHUNK + 9) < 0.3).float()
+    with Asked() as encoding:
+        parts = codec.encode(x)
+    with Asked() as decoding:
+        codec.decode(parts, torch.empty_like(x))
+    assert (encoding.count <= most, decoding.count) == (True, 0)
+
+
+def test_an_accelerator_takes_larger_chunks_and_the_planner_knows() -> None:
+    count = 100 * CHUNK
+    assert chunk_elements("cuda:1") == DEVICE_CHUNK == 32 * CHUNK
+    for codec in (Dictionary(1), Sparse(), Positive(), Blockwise(4)):
+        assert codec.scratch(count) == codec.scratch_bytes
+        assert codec.scratch(count, "cuda:1") == 32 * codec.scratch_bytes
+        assert codec.scratch(1000, "cuda") == codec.scratch(1000) < codec.scratch_bytes / 8
+    assert BFloat16().scratch(count, "cuda") == Raw().scratch(count) == 0
+
+
+def test_chunks_of_any_size_hold_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    x = torch.relu(torch.randn(5 * CHUNK + 77))
+    for make in (lambda: Sparse(0.6), Positive, lambda: Blockwise(8), lambda: Blockwise(4)):
+        small = make().encode(x)
+        with monkeypatch.context() as patched:
+            patched.setattr("lowtide.store.coding.CHUNK", 2 * CHUNK)
+            large = make().encode(x)
+            back = torch.empty_like(x)
+            make().decode(small, back)
+        assert all(torch.equal(a, b) for a, b in zip(small, large, strict=True))
+        again = torch.empty_like(x)
+        make().decode(large, again)
+        assert torch.equal(back, again)
 
 
 def test_stores_round_anew_each_time() -> None:

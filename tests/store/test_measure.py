@@ -7,8 +7,9 @@ from __future__ import annotations
 import pytest
 import torch
 
+from lowtide.store.lanes import Transfer
 from lowtide.store.measure import measure_tier
-from lowtide.store.tier import Slot, StoreError, Transfer
+from lowtide.store.tier import Slot, StoreError
 
 
 class Clock:

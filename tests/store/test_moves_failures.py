@@ -9,6 +9,7 @@ import os
 import subprocess
 import sys
 import textwrap
+import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -19,7 +20,7 @@ from moving_net import LOSSLESS, X, net, same, step
 
 import lowtide
 from lowtide import meter, policies
-from lowtide.store import pinned
+from lowtide.store import pool
 from lowtide.store.tier import StoreError
 
 
@@ -67,7 +68,7 @@ def test_a_slow_link_takes_time_and_nothing_else() -> None:
 
 def test_no_room_on_the_host_leaves_the_training_state_intact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither before the first step under a plan nor in the middle of one that needs more than the layout."""
-    room, real = False, pinned._Memory
+    room, real = False, pool._Mapping
 
     def reserve(*given: Any, **named: Any) -> Any:
         if not room:
@@ -77,7 +78,7 @@ def test_no_room_on_the_host_leaves_the_training_state_intact(monkeypatch: pytes
     plain, limited = net(layers=2), net(layers=2)
     handle = lowtide.limit_memory(limited, policy=LOSSLESS["host"])
     before = [p.detach().clone() for p in limited.parameters()]
-    monkeypatch.setattr(pinned, "_Memory", reserve)
+    monkeypatch.setattr(pool, "_Mapping", reserve)
     assert same(step(plain), step(limited))  # from which the plan is made
     for _ in range(2):
         with pytest.raises(
@@ -137,12 +138,12 @@ def test_kill_at_any_moment_of_a_step_leaves_no_file(tmp_path: Path) -> None:
 
 
 def test_the_file_goes_with_the_model(tmp_path: Path) -> None:
+    before = set(threading.enumerate())
     model = net(layers=1)
     handle = lowtide.limit_memory(model, policy=policies.offload("disk", str(tmp_path), min_bytes=1))
     for _ in range(2):  # the second under the plan
         step(model)
     assert list(tmp_path.iterdir()) == []
-    (tier,) = handle._limiter.stores.tiers.values()
-    thread = tier._writer._thread
+    assert any(thread.name.startswith("lowtide-disk") for thread in set(threading.enumerate()) - before)
     handle.remove()
-    assert not thread.is_alive()
+    assert set(threading.enumerate()) <= before

@@ -6,16 +6,14 @@ from __future__ import annotations
 
 import gc
 from pathlib import Path
-from typing import Any
 from unittest.mock import patch
 
 import pytest
 import torch
+from lazy_streams import LazyStreams
 
-from lowtide.optim.errors import OptimError
-from lowtide.optim.tier import MemoryTier
 from lowtide.store.host import Host
-from lowtide.store.pinned import host_bytes
+from lowtide.store.pool import MemoryPool, host_bytes
 from lowtide.store.tier import StoreError
 
 needs_maps = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the process's mappings")
@@ -65,28 +63,38 @@ def test_memory_is_unlocked_with_its_last_view_and_before_it_is_unmapped() -> No
 
 
 @needs_maps
-def test_the_optimizers_tier_and_the_stores_lock_the_same_way() -> None:
+def test_the_optimizers_pool_and_the_stores_lock_the_same_way() -> None:
     runtime = Runtime()
     with patch.object(torch.cuda, "cudart", lambda: runtime):
-        tier = MemoryTier(pin=True)
-        made = tier.zeros([(1000, torch.float32), (0, torch.float32), (7, torch.bfloat16)])
+        pinned = MemoryPool("state", "wait", StoreError, kind="pinned")
+        made = pinned.zeros([(1000, torch.float32), (0, torch.float32), (7, torch.bfloat16)])
         assert sorted(runtime.registered.values()) == [14, 4000] and [t.numel() for t in made] == [1000, 0, 7]
+        assert pinned.used_bytes == 4014
         del made
-        host: Any = Host()
-        host.device, host.counts.slab_bytes = torch.device("cuda"), 0
-        host._grow(8192)
-        host.device = torch.device("cpu")
+        host = Host(streams=LazyStreams())
+        slot = host.take(8192)
         assert sorted(runtime.registered.values()) == [8192]
-        host._drop()
+        slot.release()
+        host.close()
         gc.collect()
     assert runtime.there == [True] * 3
 
 
 def test_a_refusal_says_what_to_do() -> None:
     with patch.object(torch.cuda, "cudart", lambda: Runtime(code=2)):
-        with pytest.raises(OptimError, match=r"error 2.*ulimit -l.*host='disk'"):
-            MemoryTier(pin=True).zeros([(1000, torch.float32)])
-        host: Any = Host()
-        host.device = torch.device("cuda")
-        with pytest.raises(StoreError, match=r"error 2.*disk tier"):
-            host._grow(8192)
+        host = Host(streams=LazyStreams())
+        with pytest.raises(StoreError, match=r"no room for 8,192 bytes.*error 2.*ulimit -l.*disk tier"):
+            host.take(8192)
+
+
+@needs_maps
+def test_only_locked_memory_is_shared_with_forks() -> None:
+    """A fork must not move the pages that the device copies from; all else is this process's alone."""
+    with patch.object(torch.cuda, "cudart", Runtime):
+        for pin, kind in ((True, "s"), (False, "p")):
+            memory = host_bytes(4096, pin)
+            rows = [row.split() for row in Path("/proc/self/maps").read_text().splitlines()]
+            spans = [([int(edge, 16) for edge in row[0].split("-")], row[1]) for row in rows]
+            (found,) = [how for (start, stop), how in spans if start <= memory.data_ptr() < stop]
+            assert found.endswith(kind)
+            del memory

@@ -18,8 +18,8 @@ from lowtide.plan.layout import check
 from lowtide.plan.layout.slab import place_bytes, without_slab
 from lowtide.plan.simulate import Simulator
 from lowtide.run.resident import optimizer_need
+from lowtide.store.lanes import Transfer
 from lowtide.store.slab import Slab
-from lowtide.store.tier import Transfer
 
 FORMS = {
     "disk": Offload("disk"),
@@ -218,7 +218,8 @@ class Collective:
 
     over = False
 
-    def is_completed(self) -> bool:
+    @property
+    def done(self) -> bool:
         return self.over
 
 

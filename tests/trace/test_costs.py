@@ -14,21 +14,13 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_map
 
 from lowtide.meter import available, counting_allocator
-from lowtide.trace.costs import (
-    OpCost,
-    OpSpec,
-    Roofline,
-    TensorSpec,
-    calibrate,
-    estimate,
-    executor_overheads,
-    flops,
-    measure_costs,
-    runnable,
-)
+from lowtide.trace.clock import Clock
+from lowtide.trace.costs import measure
+from lowtide.trace.costs.measure import Bench, estimate, measure_costs
+from lowtide.trace.costs.roofline import Roofline, calibrate
+from lowtide.trace.costs.specs import OpCost, OpSpec, TensorSpec, flops, runnable
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -104,46 +96,6 @@ def test_scratch_is_what_comes_and_goes_within() -> None:
     assert cost.scratch_bytes >= 2 * 32 * 4  # a partial sum of both weight gradients per thread
 
 
-def test_a_few_heavy_operations_leave_time_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    clock, runs = [0.0], {}
-
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
-        seconds = 1.5 if func is aten.mm.default else 0.001
-        clock[0] += seconds
-        runs[args[0].shape] = runs.get(args[0].shape, 0) + 1
-        return seconds, func(*args, **kwargs)
-
-    monkeypatch.setattr("lowtide.trace.costs.Bench._run_cpu", staticmethod(run))
-    monkeypatch.setattr("lowtide.trace.costs.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    specs = {n: OpSpec(aten.mm.default, (spec_of(n, n), spec_of(n, n, key=1))) for n in (100, 101)}
-    specs |= {n: OpSpec(aten.neg.default, (spec_of(n, 2),)) for n in range(2, 22)}
-    costs = measure_costs(specs, roofline=Roofline(1e10, 1e10, 1e-6))
-    assert all(cost.source == "measured" for cost in costs.values())
-    assert costs[100].seconds == 1.5 and runs[100, 100] == runs[101, 101] == 1
-    assert all(runs[n, 2] >= 2 for n in range(2, 22))
-
-
-def test_a_run_that_is_slower_for_being_watched_counts_for_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
-    watching: list[bool] = []
-    clock = [0.0]
-
-    @contextmanager
-    def profiled(_: torch.device) -> Iterator[SimpleNamespace]:
-        watching.append(True)
-        yield SimpleNamespace(source="profiler", live_bytes=0, peak_bytes=1 << 20)
-        watching.clear()
-
-    def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[float, Any]:
-        seconds = 100.0 if watching else 0.5
-        clock[0] += seconds
-        return seconds, func(*args, **kwargs)
-
-    monkeypatch.setattr("lowtide.trace.costs.Bench._run_cpu", staticmethod(run))
-    monkeypatch.setattr("lowtide.trace.costs.time", SimpleNamespace(perf_counter=lambda: clock[0]))
-    monkeypatch.setattr("lowtide.trace.costs.peak", profiled)
-    assert one(OpSpec(aten.neg.default, (spec_of(4, 4),)), roofline=Roofline(1e10, 1e10, 1e-6)).seconds == 0.5
-
-
 def test_inputs_have_their_layout_and_share_storages() -> None:
     base = spec_of(8, 8)
     other = TensorSpec(base.storage_bytes, torch.float32, (4, 8), (1, 4), 32, CPU, 0)
@@ -162,8 +114,6 @@ def test_inputs_have_their_layout_and_share_storages() -> None:
     "dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64, torch.complex64]
 )
 def test_inputs_are_finite_and_not_denormal(dtype: torch.dtype) -> None:
-    from lowtide.trace.costs import Bench
-
     bench = Bench()
     data = bench._storage([spec_of(600_000, dtype=dtype)]).view(dtype)
     parts = (torch.view_as_real(data) if dtype.is_complex else data).double()
@@ -178,6 +128,16 @@ def test_integers_are_valid_indices_and_masks_let_everything_through() -> None:
     mask = spec_of(4, 4, dtype=torch.bool, key=1)
     assert one(OpSpec(aten.masked_fill.Scalar, (spec_of(4, 4), mask, 0.0))).source == "measured"
     assert one(OpSpec(aten.bernoulli.default, (spec_of(100),))).source == "measured"
+    rows = spec_of(3, dtype=torch.int64, key=1)
+    assert one(OpSpec(aten.index.Tensor, (spec_of(1, 8), [rows]))).source == "measured"
+
+
+def test_lengths_are_one() -> None:
+    lengths = spec_of(5, dtype=torch.int64)
+    args = (torch.zeros(5, dtype=torch.int64),)
+    spec = OpSpec(aten.repeat_interleave.Tensor, (lengths,))
+    measure._fit(spec, args)
+    assert args[0].tolist() == [1] * 5 and one(spec).source == "measured"
 
 
 def test_random_state_stays_as_it_was() -> None:
@@ -256,67 +216,6 @@ def test_absent_devices_are_estimated() -> None:
     assert one(OpSpec(aten.neg.default, (there,))).source == "estimated"
 
 
-@needs_allocator
-def test_a_memory_limit_holds_for_earlier_outputs_too() -> None:
-    allocator = counting_allocator()
-    specs = {
-        n: OpSpec(aten.neg.default, (spec_of(100_000 + n),), output_bytes=4 * (100_000 + n))
-        for n in range(10)
-    }
-    allocator.install()
-    try:
-        mark = allocator.mark()
-        calibrate()
-        allocator.close_mark(mark)
-        mark = allocator.mark()
-        measure_costs(specs, time_budget=0.2, memory_limit_bytes=1_000_000)
-        # the pattern and its making come on top
-        assert allocator.mark_peak(mark) <= 1_000_000 + (1 << 20) + 20_000_000
-        allocator.close_mark(mark)
-    finally:
-        allocator.uninstall()
-
-
-@needs_allocator
-def test_scratch_and_weights_count_once_where_a_limit_leaves_little_room() -> None:
-    image, weight = spec_of(1, 8, 16, 16, 16), spec_of(8, 8, 3, 3, 3, key=1)
-    spec = OpSpec(
-        aten.convolution.default,
-        (image, weight, None, [1, 1, 1], [1, 1, 1], [1, 1, 1], False, [0, 0, 0], 1),
-        output_bytes=8 * 16**3 * 4,
-    )
-    scratch = one(spec).scratch_bytes
-    assert scratch > 10 * spec.input_bytes()  # unfolded patches
-    stands = torch.randn(8, 8, 3, 3, 3)
-    before = stands.clone()
-    # the pattern comes on top; a copy of the weights would take 6,912 bytes
-    limit = 2 * image.bytes + scratch + 24_000
-    allocator = counting_allocator()
-    calibrate(room=limit)
-    allocator.install()
-    try:
-        mark = allocator.mark()
-        found = one(spec, memory_limit_bytes=limit, held_limit_bytes=limit, standing=[stands])
-        assert found.source == "measured"
-        assert found.scratch_bytes == scratch
-        assert allocator.mark_peak(mark) <= limit
-        allocator.close_mark(mark)
-    finally:
-        allocator.uninstall()
-    assert torch.equal(stands, before)
-
-
-def test_the_cache_is_used_and_filled() -> None:
-    known = OpCost(123.0, 5, "measured")
-    cache: dict[str, OpCost] = {"a": known}
-    specs = {"a": OpSpec(aten.neg.default, (spec_of(10),)), "b": OpSpec(aten.neg.default, (spec_of(20),))}
-    costs = measure_costs(specs, cache=cache, time_budget=0.05)
-    assert costs["a"] is known
-    assert cache["b"] == costs["b"]
-    assert set(cache) == {"a", "b"}
-    assert measure_costs({}) == {}
-
-
 def test_the_time_budget_is_kept_to() -> None:
     specs = {n: OpSpec(aten.mm.default, (spec_of(512 + n, 512), spec_of(512, 512, key=1))) for n in range(60)}
     calibrate()
@@ -350,28 +249,113 @@ def test_calibration_is_sensible_and_cached() -> None:
     assert calibrate() is line
 
 
-def test_executor_overheads() -> None:
-    found = executor_overheads()
-    assert 0 < found.record_seconds < 1e-2
-    assert 0 < found.replay_seconds < 1e-2
-    assert executor_overheads() is found
+class FakeClock:
+    """Time that passes only in runs: so many seconds for each call of an overload."""
+
+    def __init__(self, seconds: dict[Any, float]) -> None:
+        self.seconds, self.now, self.runs = seconds, 0.0, dict[Any, int]()
+        self.inputs: list[float] = []
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def of(self, device: torch.device) -> FakeClock:
+        """As `Clock`."""
+        return self
+
+    def time(self, call: Any) -> tuple[Any, Any]:
+        spec, args = (cell.cell_contents for cell in self._cells(call))
+        self.inputs.append(float(args[0].flatten()[0]))
+        key = (spec.func, args[0].shape)
+        self.runs[key] = self.runs.get(key, 0) + 1
+        taken = self.seconds.get(key, self.seconds.get(spec.func, 0.001))
+        self.now += taken
+        return call(), lambda: taken
+
+    @staticmethod
+    def _cells(call: Any) -> list[Any]:
+        found = dict(zip(call.__code__.co_freevars, call.__closure__, strict=True))
+        return [found["spec"], found["args"]]
 
 
-def test_in_place_operations_start_from_fresh_inputs() -> None:
-    # run after run on its own result it would reach denormals and zero
-    spec = OpSpec(aten.mul_.Scalar, (spec_of(100), 1e-30))
-    from lowtide.trace.costs import Bench
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> FakeClock:
+    found = FakeClock({})
+    monkeypatch.setattr(measure, "Clock", found.of)
+    monkeypatch.setattr(measure, "time", found)
+    return found
 
-    bench = Bench()
-    seen: list[float] = []
-    run = bench._run_cpu
 
-    def watched(func: Any, args: Any, kwargs: Any) -> Any:
-        seen.append(float(args[0][0]))
-        return run(func, args, kwargs)
+LINE = Roofline(1e10, 1e10, 1e-6)
 
-    bench._run_cpu = watched  # type: ignore[method-assign]
-    bench.time(spec, 0.001)
-    assert len(seen) >= 3
-    assert set(seen) == {seen[0]}
-    assert tree_map(type, seen[0]) is float
+
+def test_a_few_heavy_operations_leave_time_for_the_others(clock: FakeClock) -> None:
+    clock.seconds[aten.mm.default] = 1.5
+    specs = {n: OpSpec(aten.mm.default, (spec_of(n, n), spec_of(n, n, key=1))) for n in (100, 101)}
+    specs |= {n: OpSpec(aten.neg.default, (spec_of(n, 2),)) for n in range(2, 22)}
+    costs = measure_costs(specs, roofline=LINE)
+    assert all(cost.source == "measured" for cost in costs.values())
+    assert costs[100].seconds == 1.5 and clock.runs[aten.mm.default, (100, 100)] == 1
+    assert all(clock.runs[aten.neg.default, (n, 2)] >= 2 for n in range(2, 22))
+
+
+def test_what_would_take_too_long_is_estimated_by_how_far_off_lighter_calls_were(clock: FakeClock) -> None:
+    """The light one takes seven times its estimate; the heavy one would take 70 seconds."""
+    light, heavy = ((spec_of(n, 100), spec_of(100, 100, key=1)) for n in (1000, 5_000_000))
+    specs = {n: OpSpec(aten.mm.default, args) for n, args in enumerate((light, heavy))}
+    guess = [estimate(spec, LINE).seconds for spec in specs.values()]
+    clock.seconds[aten.mm.default] = 7 * guess[0]
+    costs = measure_costs(specs, roofline=LINE)
+    assert costs[0].source == "measured" and costs[1].source == "estimated"
+    assert costs[1].seconds == pytest.approx(7 * guess[1]) and guess[1] > 9
+
+
+def test_a_run_that_is_slower_for_being_watched_counts_for_nothing(
+    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    @contextmanager
+    def profiled(_: torch.device) -> Iterator[SimpleNamespace]:
+        clock.seconds[aten.neg.default] = 100.0
+        yield SimpleNamespace(source="profiler", live_bytes=0, peak_bytes=1 << 20)
+        clock.seconds[aten.neg.default] = 0.5
+
+    monkeypatch.setattr(measure, "peak", profiled)
+    assert one(OpSpec(aten.neg.default, (spec_of(4, 4),)), roofline=LINE).seconds == 0.5
+
+
+def test_in_place_operations_start_from_fresh_inputs(clock: FakeClock) -> None:
+    """Run after run on its own result it would reach denormals and zero."""
+    Bench().time(OpSpec(aten.mul_.Scalar, (spec_of(100), 1e-30)), share=0.01, long=1.0)
+    assert len(clock.inputs) >= 3 and set(clock.inputs) == {clock.inputs[0]}
+
+
+class Stream:
+    """A GPU's stream without a GPU: what is queued begins when it is there and what is before has ended."""
+
+    LAUNCH, KERNEL, BUSY = 8e-6, 2e-6, 100e-6
+
+    def __init__(self) -> None:
+        self.host = self.ends = 0.0
+
+    def queue(self, seconds: float) -> float:
+        self.host += self.LAUNCH
+        self.ends = max(self.host, self.ends) + seconds
+        return self.ends
+
+    def occupy(self) -> None:
+        self.queue(self.BUSY)
+
+    def event(self) -> Any:
+        at = self.queue(0.0)
+        return SimpleNamespace(
+            at=at, synchronize=lambda: None, elapsed_time=lambda later, at=at: (later.at - at) * 1e3
+        )
+
+
+def test_a_small_kernel_on_a_gpu_is_timed_and_not_its_launch() -> None:
+    stream = Stream()
+    clock = Clock(torch.device("cuda"), stream)
+    for _ in range(3):
+        result, seconds = clock.time(lambda: stream.queue(Stream.KERNEL))
+        assert seconds() == pytest.approx(Stream.KERNEL) and result == stream.ends
+    assert stream.host < 20 * Stream.LAUNCH, "the host never waited"

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -11,10 +14,16 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide import TraceError
+from lowtide import TraceError, private
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors
+from lowtide.ops import op_info
 from lowtide.plan.simulate import plain
+from lowtide.trace import eager
+from lowtide.trace.clock import Clock
+from lowtide.trace.eager import StepTracer
+from lowtide.trace.fake.tracer import FakeTracer
+from lowtide.trace.tracer import Call
 
 torch.set_num_threads(1)
 N = 16
@@ -410,3 +419,121 @@ def test_a_window_that_a_function_looks_into_is_real() -> None:
     assert [o.name for o in graph.operations] == [
         o.name for o in lowtide.trace(step, model=lin, costs=False).operations
     ]
+
+
+def test_buffers_that_go_beside_a_collective_are_not_its_scratch() -> None:
+    pytest.importorskip("torch.distributed")
+    import torch.distributed._functional_collectives
+
+    tracer = StepTracer(None, torch.device("cpu"))
+    gather = (torch.ops._c10d_functional.all_gather_into_tensor.default, (), ())
+    product = (torch.ops.aten.mm.default, (), ())
+    tracer._scratch = {gather: [128, 192, 128], product: [128, 192, 128]}
+    assert tracer._scratch_of(gather) == 128
+    assert tracer._scratch_of(product) == 192
+
+
+class Masked(nn.Module):
+    """Puts a mask of ones together from numbers and integers, and goes another way where it holds a zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        mask = torch.cat([torch.ones(x.shape[0], 3), torch.ones(x.shape[0], 5, dtype=torch.long)], dim=1)
+        h = self.inner(x)
+        if not torch.all(mask == 1):
+            h = h.masked_fill(mask == 0, 0).sin()
+        return {"loss": F.gelu(h).square().mean()}
+
+
+def test_a_mask_that_is_put_together_is_looked_at() -> None:
+    model = Masked()
+    graph = lowtide.trace(lambda x: model(x)["loss"], torch.randn(4, 8), model=model, costs=False, fake=True)
+    assert graph.source == "fake"
+    assert not any(operation.name == "aten.sin.default" for operation in graph.operations)
+
+
+class Handed(nn.Module):
+    """Two convolutions after a value that is cheap to bring back, in a step that fake tensors cannot
+    follow.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convs = nn.ModuleList([nn.Conv2d(8, 8, 3, padding=1) for _ in range(2)])
+
+    def forward(self, x: torch.Tensor, labels: torch.Tensor) -> Any:
+        h = F.interpolate(x, scale_factor=4, mode="bilinear")
+        for conv in self.convs:
+            h = conv(h).relu()
+        chosen = h.mean(1)[labels > 0]
+        return {"loss": chosen.square().sum() / torch.tensor(float(len(chosen.nonzero()) + 1))}
+
+
+def test_a_real_trace_knows_how_long_backward_holds_what_it_was_handed() -> None:
+    graph = lowtide.trace(
+        Handed(), torch.randn(2, 8, 8, 8, requires_grad=True), torch.ones(2, 32, 32), costs=False
+    )
+    place = {event.index: at for at, event in enumerate(graph.events) if event.kind == "op"}
+    ends = {event.index: at for at, event in enumerate(graph.events) if event.kind == "done"}
+    handed = {event.index: at for at, event in enumerate(graph.events) if event.kind == "unpack"}
+    released = {event.index: at for at, event in enumerate(graph.events) if event.kind == "release"}
+    checked = 0
+    for operation in graph.operations:
+        if operation.name == "aten.convolution_backward.default":
+            read = [
+                s
+                for s in graph.saved
+                if s.value in operation.reads
+                and s.droppable
+                and handed.get(s.id, -1) < place[operation.index] < released[s.id]
+            ]
+            near = [s for s in read if place[operation.index] - handed[s.id] < 8]
+            checked += len(near)
+            assert near and all(place[operation.index] < ends[s.id] <= released[s.id] for s in near)
+    assert checked >= 2
+
+
+# ---- devices -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [StepTracer, FakeTracer])
+def test_tensors_of_other_devices_count_no_bytes_and_are_not_evicted(kind: Any) -> None:
+    """The meta device stands for the host, beside a GPU."""
+    tracer = kind(None, torch.device("cpu"))
+    with tracer, private.fake_mode() if kind is FakeTracer else nullcontext():
+        here, there = (torch.ones(100, device=device).exp() for device in ("cpu", "meta"))
+        assert [tracer.packs(tensor)[1] for tensor in (here, there)] == [True, False]
+    graph = tracer.graph()
+    assert [o.name for o in graph.operations] == ["aten.ones.default", "aten.exp.default"] * 2
+    assert [s.bytes for s in graph.storages] == [400, 400, 0, 0]
+    assert [s.droppable for s in graph.saved] == [True, False]
+
+
+def test_scratch_is_read_by_the_meter_of_the_steps_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    @contextmanager
+    def peak(device: torch.device) -> Iterator[SimpleNamespace]:
+        asked.append(device)
+        yield SimpleNamespace(peak_bytes=1000, live_bytes=400)
+
+    monkeypatch.setattr(eager, "peak", peak)
+    tracer = StepTracer(None, torch.device("cuda"))
+    tracer.clock = Clock(torch.device("cpu"))
+    tracer.in_region = False
+    with tracer:
+        torch.ones(2, device="meta").exp()
+    assert asked == [torch.device("cuda")] * 2
+    assert [o.scratch_bytes for o in tracer.graph().operations] == [600, 600]
+
+
+@pytest.mark.parametrize("name", ["mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"])
+def test_what_fake_tensors_reserve_nothing_for_is_run_for_real(name: str) -> None:
+    func = getattr(torch.ops.aten, name).default
+    tracer = FakeTracer()
+    call = Call(func, (), {}, op_info(func), [], [], [], ())
+    with pytest.raises(TraceError, match="run the step for real"):
+        tracer.run(call)

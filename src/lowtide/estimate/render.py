@@ -44,8 +44,9 @@ def _stages(found: Estimate) -> list[Stage]:
     return [found.stages[round(index * step)] for index in range(SHOWN_STAGES)]
 
 
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.2f}"
+def gib(count: int, digits: int = 2) -> str:
+    """Bytes as GiB without the unit, for a column whose heading has it."""
+    return f"{count / 2**30:.{digits}f}"
 
 
 def summary_table(found: Estimate) -> Table:
@@ -71,12 +72,12 @@ def summary_table(found: Estimate) -> Table:
         row: list[str | Text] = [
             str(stage.index),
             str(stage.layers),
-            *(_gib(stage.bytes(kind)) for kind in KINDS),
-            _gib(stage.total_bytes),
+            *(gib(stage.bytes(kind)) for kind in KINDS),
+            gib(stage.total_bytes),
         ]
         if found.config.memory_bytes is not None:
             left = int(found.config.memory_bytes) - stage.total_bytes
-            row.append(Text(_gib(left), style="green" if left >= 0 else "bold red"))
+            row.append(Text(gib(left), style="green" if left >= 0 else "bold red"))
             row.append(f"{stage.whole_micro_batches} of {float(stage.micro_batches_in_flight):.3g}")
         table.add_row(*row)
     return table
@@ -281,7 +282,7 @@ def suggestion_table(found: Suggestions) -> Table:
             str(config.recompute),
             _place(config.offload_optimizer),
             "chunked" if config.chunked_loss else "whole",
-            _gib(one.total_bytes),
+            gib(one.total_bytes),
             f"{one.time.total:.3g}",
             f"{one.tokens_per_second:,.0f}",
         )

@@ -7,7 +7,7 @@ compiler is; on CUDA the allocator's own statistics. See `measure`, `peak`, `res
 from .allocator import CountingAllocator, available, counting_allocator
 from .errors import MeterError
 from .machine import free_main_memory
-from .measure import Measurement, Peak, measure, peak
+from .measure import Measurement, Peak, measurable, measure, peak
 from .resident import resident_bytes, resident_tensors, storages
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "available",
     "counting_allocator",
     "free_main_memory",
+    "measurable",
     "measure",
     "peak",
     "resident_bytes",

@@ -12,14 +12,18 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Iterable
+from contextlib import ExitStack
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import _disable_current_modes
+
+from lowtide import private
 
 from .build import library
 from .errors import MeterError
+from .reading import Moments, Reading
 from .resident import storages
 
 _LOCK = threading.RLock()
@@ -113,7 +117,7 @@ class CountingAllocator:
         Returns:
             The bytes taken over.
         """
-        return sum(self._adopt(storage._cdata) for storage in storages(tensors))
+        return sum(self._adopt(private.storage_address(storage)) for storage in storages(tensors))
 
     def mark(self) -> int:
         """Open a watermark register; give it back with `close_mark`. ``mark_peak``, ``mark_live``: bytes
@@ -158,7 +162,7 @@ def _load() -> CountingAllocator | MeterError:
         allocator.install()
         try:
             mark = allocator.mark()
-            with _disable_current_modes():
+            with private.without_dispatch_modes():
                 block = torch.empty(12345, dtype=torch.uint8, device="cpu")
             seen = allocator.mark_live(mark)
             del block
@@ -197,3 +201,52 @@ def available() -> bool:
     """
     with _LOCK:
         return isinstance(_load(), CountingAllocator)
+
+
+class AllocatorRegister:
+    """A watermark register of the counting allocator.
+
+    Args:
+        allocator: it.
+        timeline: whether to log every allocation and free.
+    """
+
+    def __init__(self, allocator: CountingAllocator, timeline: bool = False) -> None:
+        self._allocator, self._timeline = allocator, timeline
+        self._mark = self._first = self._clock = 0
+
+    def open(self) -> None:
+        """Begin."""
+        with ExitStack() as undo:
+            self._allocator.install()
+            undo.callback(self._allocator.uninstall)
+            self._mark = self._allocator.mark()
+            undo.callback(self._allocator.close_mark, self._mark)
+            if self._timeline:
+                self._first, self._clock = self._allocator.log_open()
+            undo.pop_all()
+
+    def read(self) -> Reading:
+        """What there was so far."""
+        a, mark = self._allocator, self._mark
+        peak, live, count = a.mark_peak(mark), a.mark_live(mark), a.mark_count(mark)
+        return Reading(peak, live, count, a.mark_start(mark) or None)
+
+    def close(self) -> Reading:
+        """End, and say what there was."""
+        found = self.read()
+        last = self._allocator.log_close() if self._timeline else 0
+        self._allocator.close_mark(self._mark)
+        if self._timeline:
+            found = replace(found, timeline=self._moments(last, found.live_bytes))
+        self._allocator.uninstall()
+        return found
+
+    def _moments(self, last: int, end_bytes: int) -> Moments:
+        when, deltas = self._allocator.log_read(self._first, last)
+        live = end_bytes - sum(deltas)  # 0 but for a log that overflowed, whose oldest events are gone
+        moments = []
+        for at, delta in zip(when, deltas, strict=True):
+            live += delta
+            moments.append(((at - self._clock) * 1e-9, live))
+        return tuple(moments)

@@ -5,73 +5,81 @@ by any number of readers.
 from __future__ import annotations
 
 import threading
-from typing import Any, ClassVar
+from dataclasses import replace
+from typing import ClassVar
 
 import torch
 
-from .errors import MeterError
+from lowtide import private
+
+from .reading import Moments, Reading
 
 _LOCK = threading.Lock()
 _BLOCK = 512
 _MAX_EVENTS = 200_000
 
 
-class CudaMark:
-    """A peak register of one device. Opening one resets the device's peak statistic
-    (`torch.cuda.reset_peak_memory_stats`), after handing what it read to every register that is open: each
-    sees its own peak."""
+class CudaRegister:
+    """A peak register of one device.
+
+    Opening one resets the device's peak statistics (`torch.cuda.reset_peak_memory_stats`), after handing
+    what it
+    read to every register that is open: each sees its own peak.
+
+    Args:
+        device: whose memory.
+        timeline: whether to take the allocator's event history.
+    """
 
     # the statistic is the device's, so its readers are listed per device
-    _open: ClassVar[dict[int, list[CudaMark]]] = {}
+    _open: ClassVar[dict[int, list[CudaRegister]]] = {}
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, timeline: bool = False) -> None:
         self.device = device.index if device.index is not None else torch.cuda.current_device()
-        self._peak = self._peak_reserved = self._start = self._count = 0
+        self._history = _History(self.device) if timeline else None
+        self._peak = self._reserved = self._start = self._count = 0
 
     def open(self) -> None:
-        """Start counting."""
+        """Begin."""
+        if self._history is not None:
+            self._history.start()
         with _LOCK:
-            marks = self._open.setdefault(self.device, [])
             self._fold()
             self._start = self._peak = torch.cuda.memory_allocated(self.device)
-            self._peak_reserved = torch.cuda.memory_reserved(self.device)
+            self._reserved = torch.cuda.memory_reserved(self.device)
             self._count = self._allocated()
-            marks.append(self)
+            self._open.setdefault(self.device, []).append(self)
             torch.cuda.reset_peak_memory_stats(self.device)
 
-    def close(self) -> None:
-        """Stop counting."""
+    def close(self) -> Reading:
+        """End, and say what there was."""
+        found = self.read()
         with _LOCK:
-            self._fold()
             self._open[self.device].remove(self)
+        if self._history is not None:
+            found = replace(found, timeline=self._history.stop())
+        return found
 
     def _fold(self) -> None:
-        peak, reserved = (
-            torch.cuda.max_memory_allocated(self.device),
-            torch.cuda.max_memory_reserved(self.device),
-        )
-        for mark in self._open.get(self.device, []):
-            mark._peak, mark._peak_reserved = max(mark._peak, peak), max(mark._peak_reserved, reserved)
+        """Hand the device's peaks to every open register."""
+        peak = torch.cuda.max_memory_allocated(self.device)
+        reserved = torch.cuda.max_memory_reserved(self.device)
+        for other in self._open.get(self.device, []):
+            other._peak, other._reserved = max(other._peak, peak), max(other._reserved, reserved)
 
     def _allocated(self) -> int:
         return int(torch.cuda.memory_stats(self.device).get("allocation.all.allocated", 0))
 
-    def read(self) -> tuple[int, int, int, int, int]:
-        """Peak and live bytes above the start, start bytes, most reserved bytes, blocks allocated."""
+    def read(self) -> Reading:
+        """What there was so far."""
         with _LOCK:
-            if self in self._open.get(self.device, []):
-                self._fold()
+            self._fold()
             live = torch.cuda.memory_allocated(self.device) - self._start
-            return (
-                self._peak - self._start,
-                live,
-                self._start,
-                self._peak_reserved,
-                self._allocated() - self._count,
-            )
+            count = self._allocated() - self._count
+            return Reading(self._peak - self._start, live, count, self._start, self._reserved)
 
 
-class CudaTimeline:
+class _History:
     """The allocator's event history between `start` and `stop`, without stack traces. Taken only where nobody
     records it already.
     """
@@ -82,37 +90,24 @@ class CudaTimeline:
 
     def start(self) -> None:
         """Begin, unless the program records its own memory history."""
-        if torch._C._cuda_isHistoryEnabled():
+        if private.is_cuda_history_recorded():
             return
-        torch.cuda.memory._record_memory_history(
-            "all", context=None, max_entries=_MAX_EVENTS, clear_history=True
-        )
+        private.record_cuda_history(_MAX_EVENTS)
         self.recording = True
 
-    def stop(self) -> tuple[tuple[float, int], ...]:
-        """End; (seconds since the first event, bytes live above the start), sizes rounded up to the
-        allocator's 512 bytes.
-        """
+    def stop(self) -> Moments:
+        """End; the seconds count from the first event, sizes are rounded up to the allocator's 512 bytes."""
         if not self.recording:
             return ()
         try:
-            traces: Any = dict(torch.cuda.memory._snapshot()).get("device_traces", [])
+            traces = private.cuda_history_events()
         finally:
-            torch.cuda.memory._record_memory_history(None)
-        steps = (
-            [e for e in traces[self.device] if e["action"] in ("alloc", "free_requested")]
-            if self.device < len(traces)
-            else []
-        )
-        live, events = 0, []
+            private.stop_cuda_history()
+        events = traces[self.device] if self.device < len(traces) else []
+        steps = [event for event in events if event["action"] in ("alloc", "free_requested")]
+        live, moments = 0, []
         for event in steps:
             size = -(-int(event["size"]) // _BLOCK) * _BLOCK
             live += size if event["action"] == "alloc" else -size
-            events.append(((event["time_us"] - steps[0]["time_us"]) * 1e-6, live))
-        return tuple(events)
-
-
-def check(device: torch.device) -> None:
-    """Raises MeterError where CUDA is not there."""
-    if not torch.cuda.is_available():
-        raise MeterError(f"memory on {device} cannot be measured: this process has no CUDA device")
+            moments.append(((event["time_us"] - steps[0]["time_us"]) * 1e-6, live))
+        return tuple(moments)

@@ -12,11 +12,11 @@ from typing import Any, Literal
 
 import torch
 
-from .allocator import available, counting_allocator
-from .cuda import CudaMark, CudaTimeline
-from .cuda import check as check_cuda
+from .allocator import AllocatorRegister, available, counting_allocator
+from .cuda import CudaRegister
 from .errors import MeterError
-from .profiler import ProfilerWatch, Watched
+from .profiler import ProfilerRegister
+from .reading import Reading, Register
 
 Source = Literal["allocator", "profiler", "cuda"]
 """What was read: the counting ``allocator`` or the ``profiler`` of main memory, or the statistics of CUDA's
@@ -59,7 +59,8 @@ def _device(device: torch.device | str | None) -> torch.device:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
     where = torch.device(device)
     if where.type == "cuda":
-        check_cuda(where)
+        if not torch.cuda.is_available():
+            raise MeterError(f"memory on {where} cannot be measured: this process has no CUDA device")
     elif where.type != "cpu":
         raise MeterError(f"memory on {where} cannot be measured; the meter knows 'cpu' and 'cuda'")
     return where
@@ -84,6 +85,13 @@ def _source(device: torch.device, source: Literal["auto"] | Source) -> Source:
     return source
 
 
+def measurable(device: torch.device) -> bool:
+    """Whether a device's memory can be read at any time, with the meter that is its own: scratch of single
+    operations, too.
+    """
+    return device.type == "cuda" or (device.type == "cpu" and available())
+
+
 class Peak:
     """Most bytes live during a block of code, above those live when it was entered; made by `peak`.
     Process-wide: every thread counts.
@@ -95,82 +103,53 @@ class Peak:
     def __init__(self, device: torch.device, source: Source) -> None:
         self.device = device
         self.source: Source = source
-        self._state: Literal["new", "open", "closed"] = "new"
-        self._mark = 0
-        self._cuda: CudaMark | None = None
-        self._watch: ProfilerWatch | None = None
-        self._kept: tuple[int, int, int] = (0, 0, 0)
+        self._register: Register | None = None
+        self._kept: Reading | None = None
 
     def __enter__(self) -> Peak:
-        if self._state != "new":
+        if self._register is not None or self._kept is not None:
             raise MeterError("a peak() measures one block: make another one for the next")
-        if self.source == "allocator":
-            allocator = counting_allocator()
-            allocator.install()
-            try:
-                self._mark = allocator.mark()
-            except MeterError:
-                allocator.uninstall()
-                raise
-        elif self.source == "cuda":
-            self._cuda = CudaMark(self.device)
-            self._cuda.open()
-        else:
-            self._watch = ProfilerWatch()
-            self._watch.start()
-        self._state = "open"
+        register = _register(self.device, self.source)
+        register.open()
+        self._register = register
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if self._watch is not None:
-            seen: Watched = self._watch.stop()
-            self._kept = (seen.peak_bytes, seen.end_bytes, seen.allocations)
-            self._watch = None
-        else:
-            self._kept = self._read()
-        self._state = "closed"
-        if self.source == "allocator":
-            allocator = counting_allocator()
-            allocator.close_mark(self._mark)
-            allocator.uninstall()
-        elif self._cuda is not None:
-            self._cuda.close()
+        assert self._register is not None
+        self._kept = self._register.close()
 
-    def _read(self) -> tuple[int, int, int]:
-        if self._state == "closed":
+    def read(self) -> Reading:
+        """All that is known so far."""
+        if self._kept is not None:
             return self._kept
-        if self._state == "new":
+        if self._register is None:
             raise MeterError(
                 "peak() counts from where its with-block is entered: write `with lowtide.meter.peak() as p: "
                 "...`"
             )
-        if self.source == "allocator":
-            allocator, mark = counting_allocator(), self._mark
-            return allocator.mark_peak(mark), allocator.mark_live(mark), allocator.mark_count(mark)
-        if self._cuda is not None:
-            found = self._cuda.read()
-            return found[0], found[1], found[4]
-        raise MeterError(
-            "without the counting allocator (which needs a C++ compiler) the peak is known only after the "
-            "with-block"
-        )
+        return self._register.read()
 
     @property
     def peak_bytes(self) -> int:
         """Most bytes live so far, above those at entry."""
-        return self._read()[0]
+        return self.read().peak_bytes
 
     @property
     def live_bytes(self) -> int:
         """Bytes live now, above those at entry; negative when older ones were freed."""
-        return self._read()[1]
+        return self.read().live_bytes
 
     @property
     def allocations(self) -> int:
         """Blocks allocated so far."""
-        return self._read()[2]
+        return self.read().allocations
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """On CUDA the most that the allocator held of the device so far, fragments included, else None."""
+        return self.read().reserved_bytes
 
 
 def peak(device: torch.device | str | None = None, source: Literal["auto"] | Source = "auto") -> Peak:
@@ -242,102 +221,44 @@ def measure(
         for _ in range(warmup):
             step(*args)
         times = [_timed(step, args, where)[0] for _ in range(repeats - 1)]
-        if allocator is not None:
-            seconds, result = _by_allocator(step, args, timeline)
-        elif found == "cuda":
-            seconds, result = _by_cuda(step, args, timeline, where)
-        else:
-            seconds, result = _by_profiler(step, args, timeline)
+        _synchronize(where)
+        register = _register(where, found, timeline)
+        register.open()
+        try:
+            seconds, value = _timed(step, args, where)
+        finally:
+            reading = register.close()
     finally:
         if allocator is not None:
             allocator.uninstall()
-    return Measurement(seconds=statistics.median(times or [seconds]), source=found, **result)
+    return Measurement(
+        peak_bytes=reading.peak_bytes,
+        start_bytes=reading.start_bytes,
+        end_bytes=reading.live_bytes,
+        timeline=reading.timeline,
+        seconds=statistics.median(times or [seconds]),
+        value=value,
+        source=found,
+        allocations=reading.allocations,
+        reserved_bytes=reading.reserved_bytes,
+    )
+
+
+def _register(device: torch.device, source: Source, timeline: bool = False) -> Register:
+    """What is read, not open yet."""
+    if source == "allocator":
+        return AllocatorRegister(counting_allocator(), timeline)
+    return CudaRegister(device, timeline) if source == "cuda" else ProfilerRegister(timeline)
 
 
 def _timed(step: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> tuple[float, Any]:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _synchronize(device)
     begin = time.perf_counter()
     value = step(*args)
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    _synchronize(device)
     return time.perf_counter() - begin, value
 
 
-def _by_allocator(
-    step: Callable[..., Any], args: tuple[Any, ...], timeline: bool
-) -> tuple[float, dict[str, Any]]:
-    allocator = counting_allocator()
-    mark = allocator.mark()
-    first = clock = last = 0
-    try:
-        if timeline:
-            first, clock = allocator.log_open()
-        try:
-            seconds, value = _timed(step, args, torch.device("cpu"))
-            peak_bytes, end_bytes = allocator.mark_peak(mark), allocator.mark_live(mark)
-            start, count = allocator.mark_start(mark), allocator.mark_count(mark)
-        finally:
-            if timeline:
-                last = allocator.log_close()
-    finally:
-        allocator.close_mark(mark)
-    when, deltas = allocator.log_read(first, last) if timeline else ([], [])
-    live = end_bytes - sum(deltas)  # 0 but for a log that overflowed, whose oldest events are gone
-    moments: list[tuple[float, int]] = []
-    for at, delta in zip(when, deltas, strict=True):
-        live += delta
-        moments.append(((at - clock) * 1e-9, live))
-    facts: dict[str, Any] = {
-        "peak_bytes": peak_bytes,
-        "start_bytes": start or None,
-        "end_bytes": end_bytes,
-        "allocations": count,
-    }
-    return seconds, {**facts, "timeline": tuple(moments), "value": value}
-
-
-def _by_cuda(
-    step: Callable[..., Any], args: tuple[Any, ...], timeline: bool, device: torch.device
-) -> tuple[float, dict[str, Any]]:
-    mark = CudaMark(device)
-    history = CudaTimeline(mark.device)
-    torch.cuda.synchronize(device)
-    if timeline:
-        history.start()
-    events: tuple[tuple[float, int], ...] = ()
-    try:
-        mark.open()
-        try:
-            seconds, value = _timed(step, args, device)
-            peak_bytes, end_bytes, start, reserved, count = mark.read()
-        finally:
-            mark.close()
-    finally:
-        if timeline:
-            events = history.stop()
-    facts: dict[str, Any] = {
-        "peak_bytes": peak_bytes,
-        "start_bytes": start,
-        "end_bytes": end_bytes,
-        "allocations": count,
-    }
-    return seconds, {**facts, "reserved_bytes": reserved, "timeline": events, "value": value}
-
-
-def _by_profiler(
-    step: Callable[..., Any], args: tuple[Any, ...], timeline: bool
-) -> tuple[float, dict[str, Any]]:
-    watch = ProfilerWatch()
-    watch.start()
-    try:
-        seconds, value = _timed(step, args, torch.device("cpu"))
-    finally:
-        seen = watch.stop()
-    facts: dict[str, Any] = {
-        "peak_bytes": seen.peak_bytes,
-        "start_bytes": None,
-        "end_bytes": seen.end_bytes,
-        "allocations": seen.allocations,
-    }
-    return seconds, {**facts, "timeline": seen.events if timeline else (), "value": value}
+def _synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

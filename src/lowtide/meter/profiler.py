@@ -4,43 +4,30 @@ while it watches.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
-from torch._C._autograd import DeviceType, _profiler_enabled
 from torch.profiler import ProfilerActivity, profile
 
+from lowtide import private
+
 from .errors import MeterError
+from .reading import Reading
 
 
-@dataclass(frozen=True, slots=True)
-class Watched:
-    """What the profiler saw, in bytes above the start.
+class ProfilerRegister:
+    """The CPU's allocations as the profiler sees them. Frees of blocks from before the start are not seen.
 
-    Attributes:
-        peak_bytes: most bytes live.
-        end_bytes: bytes live at the end.
-        allocations: blocks allocated.
-        events: (seconds since the start, bytes live after the event).
+    Args:
+        timeline: whether to keep every event.
     """
 
-    peak_bytes: int
-    end_bytes: int
-    allocations: int
-    events: tuple[tuple[float, int], ...]
-
-
-class ProfilerWatch:
-    """Watch the CPU's allocations from `start` to `stop`. Frees of blocks from before the start are not
-    seen.
-    """
-
-    def __init__(self) -> None:
+    def __init__(self, timeline: bool = False) -> None:
+        self._timeline = timeline
         self._profile: Any = None
 
-    def start(self) -> None:
+    def open(self) -> None:
         """Begin. Raises MeterError while another profiler runs."""
-        if _profiler_enabled():
+        if private.is_profiler_enabled():
             raise MeterError(
                 "memory cannot be measured here: without the counting allocator (which needs a C++ "
                 "compiler) the profiler measures it, and a profiler is running already (nested peaks need "
@@ -50,8 +37,15 @@ class ProfilerWatch:
         watch.__enter__()
         self._profile = watch
 
-    def stop(self) -> Watched:
-        """End, and say what was seen."""
+    def read(self) -> Reading:
+        """Raises MeterError: it is known at the end only."""
+        raise MeterError(
+            "without the counting allocator (which needs a C++ compiler) the peak is known only after the "
+            "with-block"
+        )
+
+    def close(self) -> Reading:
+        """End, and say what there was."""
         watch, self._profile = self._profile, None
         watch.__exit__(None, None, None)
         results = watch.profiler.kineto_results
@@ -59,14 +53,14 @@ class ProfilerWatch:
         seen = [
             (e.start_ns(), e.nbytes())
             for e in results.events()
-            if e.name() == "[memory]" and e.device_type() == DeviceType.CPU
+            if e.name() == "[memory]" and e.device_type() == private.cpu_device_type
         ]
         seen.sort(key=lambda event: event[0])
-        live, peak, count = 0, 0, 0
-        events: list[tuple[float, int]] = []
+        live = peak = count = 0
+        moments = []
         for at, size in seen:
             live += size
             peak = max(peak, live)
             count += size > 0
-            events.append(((at - begin) * 1e-9, live))
-        return Watched(peak, live, count, tuple(events))
+            moments.append(((at - begin) * 1e-9, live))
+        return Reading(peak, live, count, timeline=tuple(moments) if self._timeline else ())

@@ -6,7 +6,8 @@ from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._pytree import tree_leaves
+
+from lowtide import private
 
 
 def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
@@ -16,7 +17,7 @@ def storages(tensors: Iterable[torch.Tensor]) -> list[torch.UntypedStorage]:
     for tensor in tensors:
         for plain in plain_parts(tensor):
             storage = plain.untyped_storage()
-            found.setdefault(storage._cdata, storage)
+            found.setdefault(private.storage_address(storage), storage)
     return list(found.values())
 
 
@@ -31,7 +32,7 @@ def plain_parts(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
             if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
                 yield from plain_parts(inner)
     elif tensor.layout == torch.sparse_coo:
-        yield from (tensor._indices(), tensor._values())
+        yield from private.sparse_parts(tensor)
     elif tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
         yield from (tensor.crow_indices(), tensor.col_indices(), tensor.values())
     elif tensor.layout in (torch.sparse_csc, torch.sparse_bsc):
@@ -51,7 +52,7 @@ def resident_tensors(
     if optimizer is not None:
         optimizer = innermost(optimizer)
         own = getattr(optimizer, "resident_state", None)  # of an optimizer whose state is partly elsewhere
-        leaves: list[Any] = tree_leaves(
+        leaves: list[Any] = private.tree_leaves(
             [own() if own is not None else list(optimizer.state.values()), optimizer.param_groups]
         )
         found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
+from lowtide import private
 from lowtide.optim.errors import OptimError
 from lowtide.optim.pipeline import copies_of
 from lowtide.optim.slots import Slot
@@ -127,7 +128,7 @@ def load(optimizer: HostOptimizer, state_dict: dict[str, Any]) -> None:
         OptimError: it does not fit; nothing has changed then.
     """
     state_dict = dict(state_dict)
-    for hook in optimizer._optimizer_load_state_dict_pre_hooks.values():
+    for hook in private.load_pre_hooks(optimizer):
         state_dict = hook(optimizer, state_dict) or state_dict
     before = optimizer.param_groups
     groups, saved = _matched(optimizer, state_dict)
@@ -151,7 +152,7 @@ def load(optimizer: HostOptimizer, state_dict: dict[str, Any]) -> None:
     optimizer.state.clear()
     for parameter, slot in optimizer._slots.items():
         _fill(optimizer, slot, saved.get(parameter, {}))
-    for hook in optimizer._optimizer_load_state_dict_post_hooks.values():
+    for hook in private.load_post_hooks(optimizer):
         hook(optimizer)
 
 

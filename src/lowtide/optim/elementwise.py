@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from lowtide.optim.errors import OptimError
-from lowtide.optim.kernels import Group, Kernel, Operands
+from lowtide.optim.kernels import FUSED, Group, Kernel, Operands, check_options
 
 _SHAPES = ((5, 32), (104,))
 _STEPS = 8  # RAdam changes its rule at the sixth
@@ -207,3 +207,22 @@ def _by_stretches(
             kernel.update(group, operands)
             operands.begun = [True]
     return parameters
+
+
+def kernel_of(kind: Any, options: Mapping[str, Any]) -> Kernel:
+    """The kernel of an optimizer class made with ``options``, which ``kind`` itself checks.
+
+    Raises:
+        OptimError: it does not treat every element alone, or an option cannot be served.
+    """
+    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
+        raise OptimError(
+            f"HostOptimizer wraps a class of optimizers, such as torch.optim.AdamW, and was given {kind!r}"
+        )
+    found = FUSED.get(kind)
+    check_options(options, fused=found is not None)
+    if found is None:
+        return ElementwiseKernel(kind, options)
+    kernel = found()
+    kernel.defaults = kind([torch.zeros(1, requires_grad=True)], **{**options, "fused": True}).defaults
+    return kernel

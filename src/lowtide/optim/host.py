@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -12,18 +12,20 @@ from torch import Tensor
 
 from lowtide import budget as budgets
 from lowtide.optim import budgeted, checkpoint
+from lowtide.optim.background import BackgroundUpdater
 from lowtide.optim.balance import Balance, balance
-from lowtide.optim.beside import Beside
 from lowtide.optim.clip import clip_
+from lowtide.optim.elementwise import kernel_of
 from lowtide.optim.errors import OptimError
-from lowtide.optim.kernels import Group, Kernel, check_options, kernel_of
-from lowtide.optim.link import Link, link_for
+from lowtide.optim.kernels import Group, Kernel, check_options
+from lowtide.optim.link import WHAT, Link, link_for
 from lowtide.optim.modes import check_modes, fraction_of
 from lowtide.optim.pipeline import Task, Updater
 from lowtide.optim.slots import Placement, Slot
 from lowtide.optim.stream import GradientStream, sent
-from lowtide.optim.tensors import check_gradient, flat_gradient, is_shared, local
-from lowtide.optim.tier import DiskTier, MemoryTier, Tier
+from lowtide.optim.tasks import tasks_of
+from lowtide.optim.tensors import is_shared, local
+from lowtide.store.pool import FilePool, Pool
 
 Host = Literal["auto", "memory", "disk"]
 
@@ -56,7 +58,7 @@ class HostOptimizer(torch.optim.Optimizer):
         host: ``"memory"`` (page-locked for CUDA) or ``"disk"`` (files without a name, mapped into memory).
             ``"auto"`` is disk where the device is the CPU itself, else memory.
         host_folder: for ``"disk"``; the system's folder for temporary files without it.
-        host_limit: most bytes on the host tier, a number or text such as ``"8GiB"``.
+        host_limit: most bytes of its state on the host, a number or text such as ``"8GiB"``.
         device_budget: for ``"auto"``: most bytes of optimizer state on the device; ``None`` is 0.9 of what is
             free.
         stream_gradients: gradients leave the device while backward produces them, and ``.grad`` holds a
@@ -122,49 +124,43 @@ class HostOptimizer(torch.optim.Optimizer):
         self._whole = ""  # why the state is not whole, if it is not
         self._steps = 0
         self._holding_back = False
-        self._settings = (
-            host,
-            host_folder,
-            None if host_limit is None else budgets.parse(host_limit),
-            masters,
-            chunk_bytes,
-        )
-        self._link = link
         self._opened = False
         super().__init__(params, self.kernel.defaults)
-        self._check_one_device()
-        self._open()
+        device = self._one_device()
+        self.link = link if link is not None else link_for(device)
+        """the way between device and host; it counts bytes"""
+        self.host = host if host != "auto" else "disk" if self.link.direct else "memory"
+        limit = None if host_limit is None else budgets.parse(host_limit)
+        self._open(host_folder, limit, masters, chunk_bytes)
         self.register_state_dict_post_hook(checkpoint.whole_state)
 
     # ---- set-up ----------------------------------------------------------------------------------
 
-    def _check_one_device(self) -> None:
+    def _one_device(self) -> torch.device:
         devices = {local(p).device for group in self.param_groups for p in group["params"]}
         if len(devices) > 1:
             raise OptimError(
                 f"the parameters lie on {', '.join(sorted(map(str, devices)))}: make one HostOptimizer for "
                 "each device"
             )
+        return devices.pop()
 
-    def _open(self) -> None:
-        """What depends on the device: link, tier, buffers, hooks."""
-        host, folder, limit, masters, chunk_bytes = self._settings
-        device = next(local(p).device for group in self.param_groups for p in group["params"])
-        link = self._link if self._link is not None else link_for(device)
-        self._link = link
-        where = host if host != "auto" else "disk" if link.direct else "memory"
-        if folder is not None and where == "memory":
+    def _open(
+        self, folder: str | os.PathLike[str] | None, limit: int | None, masters: bool, chunk_bytes: int
+    ) -> None:
+        """What depends on the device: memory, buffers, hooks."""
+        link, in_memory = self.link, self.host == "memory"
+        if folder is not None and in_memory:
             raise OptimError("host_folder= is for host='disk': leave it out, or put the state on disk")
-        tier: Tier = DiskTier(folder, limit) if where == "disk" else MemoryTier(link.pins, limit)
-        self.host = where
-        self._updater = Updater(self.kernel, link, tier, chunk_bytes // 4 // 64 * 64)
-        self._placement = Placement(
-            self.kernel, tier, masters, host_copies=not link.direct or self.delayed or self.overlap_update
-        )
-        gradients = tier if link.direct or where == "memory" else MemoryTier(link.pins, limit)
-        keeps = link.direct and where == "memory"
-        self._stream = GradientStream(self._updater, gradients, keeps, self)
-        self._beside = Beside(self._updater, self._stream)
+        pool: Pool = link.memory(limit)
+        if not in_memory:
+            pool = FilePool(WHAT, "lower host_fraction", OptimError, limit, folder)
+        own_copies = not link.direct or self.delayed or self.overlap_update
+        gradients = pool if link.direct or in_memory else link.memory(limit)
+        self._updater = Updater(self.kernel, link, pool, chunk_bytes // 4 // 64 * 64)
+        self._placement = Placement(self.kernel, pool, masters, own_copies)
+        self._stream = GradientStream(self._updater, gradients, link.direct and in_memory, self)
+        self._background = BackgroundUpdater(self._updater, self._stream)
         self._opened = True
         if self.stream_gradients:
             self._watch()
@@ -178,18 +174,12 @@ class HostOptimizer(torch.optim.Optimizer):
         super().add_param_group(param_group)
         if self._opened:
             try:
-                self._check_one_device()
+                self._one_device()
             except OptimError:
                 self.param_groups.pop()
                 raise
             if self.stream_gradients:
                 self._watch()
-
-    @property
-    def link(self) -> Link:
-        """The way between device and host; it counts bytes."""
-        assert self._link is not None
-        return self._link
 
     @property
     def host_elements(self) -> int:
@@ -204,8 +194,8 @@ class HostOptimizer(torch.optim.Optimizer):
     @property
     def host_bytes(self) -> int:
         """Bytes taken on the host: state, masters, gradients and buffers."""
-        tiers = {id(tier): tier for tier in (self._placement.tier, self._stream.tier, self._updater.staging)}
-        return sum(tier.used_bytes for tier in tiers.values())
+        pools = {self._placement.pool, self._stream.pool, self._updater.staging}
+        return sum(pool.used_bytes for pool in pools)
 
     # ---- placement -------------------------------------------------------------------------------
 
@@ -249,9 +239,7 @@ class HostOptimizer(torch.optim.Optimizer):
         gradients.
         """
         fraction = fraction_of(host_fraction)
-        if any(sent(p.grad) is not None for p in self._slots) or any(
-            slot.pending for slot in self._slots.values()
-        ):
+        if any(slot.pending or sent(p.grad) is not None for p, slot in self._slots.items()):
             raise OptimError(
                 "an update is under way: call step() and zero_grad(), and with delayed=True finish(), "
                 "before set_host_fraction()"
@@ -276,9 +264,7 @@ class HostOptimizer(torch.optim.Optimizer):
         return budgeted.step_bytes(self)
 
     def choose_host_fraction(self, extra_seconds: Callable[[float], float]) -> float:
-        """With ``host_fraction="auto"``: set the share that takes the least time together with
-        ``extra_seconds(share)``, and return it.
-        """
+        """With ``host_fraction="auto"``: set and return the share of least time, ``extra_seconds`` added."""
         with torch.no_grad():
             chosen = budgeted.choose(self, extra_seconds)
         self.set_host_fraction(chosen)
@@ -304,16 +290,14 @@ class HostOptimizer(torch.optim.Optimizer):
         if self.stream_gradients:
             self._watch()
         with self._or_torn("an update beside backward could not be finished"):
-            self._beside.finish_early(self.param_groups)
+            self._background.finish_early(self.param_groups)
         self._finish_late()
-        device, host = self._tasks()
+        device, host = tasks_of(self.param_groups, self.slot_of)
         self._steps += 1
         late = self.delayed and self._steps > self.delay_after
         updater, link = self._updater, self.link
-        done, now = (
-            [task for task in host if task.slot.updated],
-            [task for task in host if not task.slot.updated],
-        )
+        done = [task for task in host if task.slot.updated]
+        now = [task for task in host if not task.slot.updated]
         with self._or_torn("the last update was interrupted"):
             link.begin_step()
             for task in (*device, *now):
@@ -327,42 +311,8 @@ class HostOptimizer(torch.optim.Optimizer):
             self._commit(device)
             self._commit(done if late else host)
             if late:
-                self._beside.update_late(now)
+                self._background.update_late(now)
         return loss
-
-    def _tasks(self) -> tuple[list[Task], list[Task]]:
-        """What there is to update on the device, and on the host in the order in which gradients arrive.
-        Changes nothing.
-        """
-        device: list[Task] = []
-        host: list[Task] = []
-        for group in self.param_groups:
-            for parameter in group["params"]:
-                gradient = parameter.grad
-                if gradient is None:
-                    continue
-                check_gradient(gradient)
-                slot = self._slots.get(parameter) or self.slot_of(parameter)
-                if not slot.elements:
-                    continue
-                stand_in = sent(gradient)
-                if stand_in is not None:
-                    held = stand_in.stream.current(stand_in)
-                    if slot.device is not None:
-                        assert stand_in.device_elements is not None
-                        device.append(Task(slot, slot.device, group, stand_in.device_elements))
-                    if slot.host is not None:
-                        host.append(Task(slot, slot.host, group, held.elements, held))
-                    continue
-                elements = flat_gradient(local(gradient), local(parameter))
-                if slot.device is None or slot.host is None:
-                    (host if slot.device is None else device).append(
-                        Task(slot, slot.parts()[0], group, elements)
-                    )
-                    continue
-                device.append(Task(slot, slot.device, group, elements[: slot.cut]))
-                host.append(Task(slot, slot.host, group, elements[slot.cut :]))
-        return device, host[::-1]
 
     def _commit(self, tasks: list[Task]) -> None:
         """These updates are done."""
@@ -404,7 +354,7 @@ class HostOptimizer(torch.optim.Optimizer):
         if slot.updated:
             self._whole = "an update that ran beside backward was never finished by step()"
         self._check_whole()
-        self._beside.update_early(slot, self._group_of(slot.parameter))
+        self._background.update_early(slot, self._group_of(slot.parameter))
 
     def _group_of(self, parameter: Tensor) -> dict[str, Any]:
         return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
@@ -427,7 +377,7 @@ class HostOptimizer(torch.optim.Optimizer):
             OptimError: an update that ran beside backward was not finished by `step`.
         """
         if any(slot.updated for slot in self._slots.values()):
-            self._beside.quiet()
+            self._background.quiet()
             self._whole = "gradients were cleared after updates had run beside backward, before step()"
             self._check_whole()
         super().zero_grad(set_to_none)
@@ -468,7 +418,7 @@ class HostOptimizer(torch.optim.Optimizer):
     def _finish_late(self) -> None:
         """Wait for the update of the step before, and let the parameters see it."""
         with self._or_torn("a delayed update failed"):
-            self._beside.wait_late()
+            self._background.wait_late()
         waiting = [slot for slot in self._slots.values() if slot.pending]
         if not waiting:
             return
@@ -482,23 +432,22 @@ class HostOptimizer(torch.optim.Optimizer):
             self.link.begin_step()
             self._updater.copy_back([(slot, slot.host) for slot in waiting if slot.host is not None])
             self.link.settle()
+        self._show_late()
         for slot in waiting:
             slot.pending = False
             slot.wrote()
-        self._show_late(waiting)
 
-    def _show_late(self, slots: Iterable[Slot]) -> None:
-        for slot in slots:
-            assert slot.host is not None
-            slot.host.fresh = False
-            checkpoint.show_state(self, slot)
+    def _show_late(self) -> None:
+        for slot in self._slots.values():
+            if slot.pending and slot.host is not None:
+                slot.host.fresh = False
+                checkpoint.show_state(self, slot)
 
     @torch.no_grad()
     def finish(self) -> None:
         """Let the parameters see a delayed update now: at the end of training, or before evaluating.
 
-        Training that goes on after it differs from training without it, by the schedule that ``delayed``
-        stands for.
+        Training that goes on after it differs from training without it.
         """
         self._check_whole()
         self._finish_late()
@@ -506,8 +455,7 @@ class HostOptimizer(torch.optim.Optimizer):
     # ---- checkpoints -----------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """The state in the form of the wrapped optimizer's, with ``master`` for 16-bit parameters, wherever
-        it lies.
+        """The state in the form of the wrapped optimizer's, with ``master`` for 16-bit parameters.
 
         Tensors are the live ones, as for every optimizer, except for the one parameter that is split.
 
@@ -515,11 +463,11 @@ class HostOptimizer(torch.optim.Optimizer):
             OptimError: the last update did not finish.
         """
         self._check_whole()
-        if self._beside.early:
+        if self._background.early:
             raise OptimError("updates are running beside backward: call step() before state_dict()")
         with self._or_torn("a delayed update failed"):
-            self._beside.wait_late()
-        self._show_late(slot for slot in self._slots.values() if slot.pending)
+            self._background.wait_late()
+        self._show_late()
         return super().state_dict()
 
     @torch.no_grad()
@@ -529,7 +477,7 @@ class HostOptimizer(torch.optim.Optimizer):
         Raises:
             OptimError: it does not fit these parameters; nothing has changed then.
         """
-        self._beside.quiet()
+        self._background.quiet()
         checkpoint.load(self, state_dict)
         self._whole = ""
 
@@ -541,7 +489,7 @@ class HostOptimizer(torch.optim.Optimizer):
 
     def close(self) -> None:
         """Let go of hooks and threads; the optimizer cannot be used after."""
-        self._beside.close()
+        self._background.close()
         self._stream.close()
         self.link.close()
 

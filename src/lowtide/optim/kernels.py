@@ -131,32 +131,11 @@ class SGDKernel(Kernel):
                 buffers[i] = buffer
 
 
-_FUSED: dict[type[torch.optim.Optimizer], type[Kernel]] = {
+FUSED: dict[type[torch.optim.Optimizer], type[Kernel]] = {
     torch.optim.AdamW: AdamKernel,
     torch.optim.Adam: AdamKernel,
     torch.optim.SGD: SGDKernel,
 }
-
-
-def kernel_of(kind: Any, options: Mapping[str, Any]) -> Kernel:
-    """The kernel of an optimizer class made with ``options``, which ``kind`` itself checks.
-
-    Raises:
-        OptimError: it does not treat every element alone, or an option cannot be served.
-    """
-    if not (isinstance(kind, type) and issubclass(kind, torch.optim.Optimizer)):
-        raise OptimError(
-            f"HostOptimizer wraps a class of optimizers, such as torch.optim.AdamW, and was given {kind!r}"
-        )
-    found = _FUSED.get(kind)
-    check_options(options, fused=found is not None)
-    if found is None:
-        from lowtide.optim.elementwise import ElementwiseKernel
-
-        return ElementwiseKernel(kind, options)
-    kernel = found()
-    kernel.defaults = kind([torch.zeros(1, requires_grad=True)], **{**options, "fused": True}).defaults
-    return kernel
 
 
 _FIXED = {"capturable": (False,), "differentiable": (False,)}

@@ -2,6 +2,7 @@
 
 `DirectLink` is for a device whose memory the host's processor works on itself (a CPU), `CudaLink` for CUDA,
 and `ThrottledLink` treats main memory as a device at the far end of a slow link, for tests and benchmarks.
+Transfers are those of `lowtide.store.lanes`.
 """
 
 from __future__ import annotations
@@ -10,17 +11,22 @@ import threading
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable
-from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import dataclass, field
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
+
+from lowtide.optim.errors import OptimError
+from lowtide.store.lanes import Event, StreamLane, Streams, ThreadLane, Transfer, finished
+from lowtide.store.pool import MemoryPool
 
 _SLEEP_SECONDS = 1e-3
 """By how much a sleep may last longer than asked."""
 
 Lane = Literal["down", "up", "device", "host"]
+
+WHAT = "the optimizer's host part"
 
 
 @dataclass(frozen=True)
@@ -37,24 +43,6 @@ class Move:
     begin: float
     end: float
     size: int
-
-
-class Transfer(Protocol):
-    """A transfer under way."""
-
-    def wait(self) -> None:
-        """Return when the host may read what was written, or reuse what was read."""
-        ...
-
-
-class Done:
-    """A transfer that is over."""
-
-    def wait(self) -> None:
-        """Nothing to wait for."""
-
-
-DONE = Done()
 
 
 @dataclass
@@ -80,6 +68,11 @@ class Link(ABC):
     pins = False
     """Whether transfers want page-locked host memory."""
 
+    def memory(self, limit_bytes: int | None = None) -> MemoryPool:
+        """Host memory as transfers want it."""
+        remedy = "lower host_fraction, or use host='disk'"
+        return MemoryPool(WHAT, remedy, OptimError, limit_bytes, "pinned" if self.pins else "tensors")
+
     @abstractmethod
     def down(self, host: Tensor, device: Tensor) -> Transfer:
         """Copy a stretch from the device to the host, after the work on the device that is already asked
@@ -98,7 +91,7 @@ class Link(ABC):
     def on_device(self, work: Callable[[], None], elements: int) -> Transfer:
         """Let the device update ``elements`` elements."""
         work()
-        return DONE
+        return finished()
 
     def on_host(self, work: Callable[[], None], elements: int) -> None:
         """Update ``elements`` elements on the host, now, in the calling thread."""
@@ -125,23 +118,12 @@ class DirectLink(Link):
     def down(self, host: Tensor, device: Tensor) -> Transfer:
         host.copy_(device)
         self.bytes_down += host.nbytes
-        return DONE
+        return finished()
 
     def up(self, device: Tensor, host: Tensor) -> Transfer:
         device.copy_(host)
         self.bytes_up += device.nbytes
-        return DONE
-
-
-class _Running:
-    """A transfer that another thread carries out."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        """Wait for the thread, and raise what it raised."""
-        self._future.result()
+        return finished()
 
 
 class ThrottledLink(Link):
@@ -169,12 +151,11 @@ class ThrottledLink(Link):
             "device": device_elements_per_second,
             "host": host_elements_per_second,
         }
-        self._lanes: dict[Lane, ThreadPoolExecutor] = {
-            lane: ThreadPoolExecutor(1, f"lowtide-{lane}") for lane in ("down", "up", "device")
-        }
+        lanes: tuple[Lane, ...] = ("down", "up", "device")
+        self._lanes = {lane: ThreadLane(lane) for lane in lanes}
         self._lock = threading.Lock()
-        self._open: list[Future[Any]] = []
-        self._free: dict[Lane, float] = dict.fromkeys(("down", "up", "device", "host"), 0.0)
+        self._open: list[Transfer] = []
+        self._free: dict[Lane, float] = dict.fromkeys(self.rates, 0.0)
 
     def down(self, host: Tensor, device: Tensor) -> Transfer:
         self.bytes_down += host.nbytes
@@ -197,20 +178,21 @@ class ThrottledLink(Link):
         """Wait for every lane, and raise what one of them raised."""
         with self._lock:
             waiting, self._open = self._open, []
-        wait(waiting)
-        for future in waiting:
-            future.result()
+        for lane in self._lanes.values():
+            lane.do(lambda: None).wait()
+        for transfer in waiting:
+            transfer.wait()
 
     def close(self) -> None:
         for lane in self._lanes.values():
-            lane.shutdown(wait=True)
+            lane.close()
 
     def _run(self, lane: Lane, work: Callable[[], Any], size: int) -> Transfer:
-        future = self._lanes[lane].submit(self._timed, lane, work, size)
+        transfer = self._lanes[lane].do(lambda: self._timed(lane, work, size), size)
         with self._lock:
-            self._open = [other for other in self._open if not other.done() or other.exception() is not None]
-            self._open.append(future)
-        return _Running(future)
+            self._open = [other for other in self._open if not other.done or other.error is not None]
+            self._open.append(transfer)
+        return transfer
 
     def _timed(self, lane: Lane, work: Callable[[], Any], size: int) -> None:
         """Do the work and then sleep, so that a lane that is kept busy runs at its rate on the average,
@@ -231,59 +213,40 @@ class ThrottledLink(Link):
 
 
 class CudaLink(Link):
-    """CUDA: a stream each way, ordered against the computing stream by events; host memory is page-locked."""
+    """CUDA: a stream each way, ordered against the computing stream by events; host memory is page-locked.
+
+    Args:
+        device: where parameters lie.
+        streams: the device's; found without it.
+    """
 
     pins = True
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(self, device: torch.device, streams: Streams | None = None) -> None:
         super().__init__()
         self.device = device
-        self._down = torch.cuda.Stream(device)
-        self._up = torch.cuda.Stream(device)
-        self._ready: Any = None
+        self.streams = streams if streams is not None else Streams(device)
+        self._down, self._up = StreamLane(self.streams), StreamLane(self.streams)
+        self._ready: tuple[Event, ...] = ()
+        """within a step: what copies wait for, so that none waits for the device's own update"""
 
     def down(self, host: Tensor, device: Tensor) -> Transfer:
         self.bytes_down += host.nbytes
-        return self._copy(self._down, host, device)
+        return self._down.copy([(host, device)], device, host.nbytes, self._ready)
 
     def up(self, device: Tensor, host: Tensor) -> Transfer:
         self.bytes_up += device.nbytes
-        return self._copy(self._up, device, host)
-
-    def _copy(self, stream: torch.cuda.Stream, target: Tensor, source: Tensor) -> Transfer:
-        if self._ready is not None:  # within a step nothing waits for the device's own update
-            stream.wait_event(self._ready)
-        else:
-            stream.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(stream):
-            target.copy_(source, non_blocking=True)
-            event = torch.cuda.Event()
-            event.record(stream)
-        for tensor in (target, source):
-            if tensor.is_cuda:
-                tensor.record_stream(stream)
-        return _Recorded(event)
+        return self._up.copy([(device, host)], device, device.nbytes, self._ready)
 
     def begin_step(self) -> None:
-        self._ready = torch.cuda.current_stream(self.device).record_event()
+        self._ready = (self.streams.mark(self.streams.current()),)
 
     def settle(self) -> None:
-        torch.cuda.current_stream(self.device).wait_stream(self._up)
-        self._ready = None
+        self.streams.order(self.streams.current(), self.streams.mark(self._up.stream))
+        self._ready = ()
 
     def synchronize(self) -> None:
-        torch.cuda.synchronize(self.device)
-
-
-class _Recorded:
-    """A transfer that a CUDA stream carries out."""
-
-    def __init__(self, event: torch.cuda.Event) -> None:
-        self._event = event
-
-    def wait(self) -> None:
-        """Wait for the stream to pass the event."""
-        self._event.synchronize()
+        self.streams.synchronize()
 
 
 def link_for(device: torch.device) -> Link:
@@ -292,8 +255,6 @@ def link_for(device: torch.device) -> Link:
     Raises:
         OptimError: lowtide knows no way to it.
     """
-    from lowtide.optim.errors import OptimError
-
     if device.type == "cpu":
         return DirectLink()
     if device.type == "cuda":

@@ -16,9 +16,10 @@ from torch import Tensor
 
 from lowtide.optim.kernels import Group, Kernel, Operands, on_host
 from lowtide.optim.layout import spans
-from lowtide.optim.link import Link, Transfer
+from lowtide.optim.link import Link
 from lowtide.optim.slots import HostGradient, Part, Slot
-from lowtide.optim.tier import MemoryTier, Tier
+from lowtide.store.lanes import Transfer
+from lowtide.store.pool import Pool
 
 DEPTH = 3
 """Batches under way at once: one comes down, one is updated, one goes up."""
@@ -98,16 +99,16 @@ class Updater:
     Args:
         kernel: the arithmetic.
         link: the way between device and host.
-        tier: where the host parts lie.
+        pool: where the host parts lie.
         chunk_elements: elements of one batch, and of every buffer; a multiple of 64.
     """
 
-    def __init__(self, kernel: Kernel, link: Link, tier: Tier, chunk_elements: int) -> None:
+    def __init__(self, kernel: Kernel, link: Link, pool: Pool, chunk_elements: int) -> None:
         self.kernel = kernel
         self.link = link
-        self.tier = tier
+        self.pool = pool
         self.chunk_elements = chunk_elements
-        self.staging = MemoryTier(pin=link.pins)
+        self.staging = link.memory()
         self._buffers: dict[tuple[str, int, torch.dtype, torch.device], Tensor] = {}
 
     def buffer(self, use: str, index: int, dtype: torch.dtype, device: torch.device | None = None) -> Tensor:
@@ -194,7 +195,7 @@ class Updater:
         """Whether the host's update gains from batches: something moves beside it, or a buffer has to stay
         small.
         """
-        return not self.link.direct or self.tier.name == "disk" or self._converts(tasks)
+        return not self.link.direct or self.pool.name == "disk" or self._converts(tasks)
 
     def copy_back(self, tasks: Sequence[tuple[Slot, Part]]) -> None:
         """Write host parts that have been updated to their parameters."""
@@ -215,7 +216,7 @@ class Updater:
         """
         found: list[tuple[Tensor, Transfer | None]] = []
         place = 0
-        self.tier.prefetch(
+        self.pool.prefetch(
             [stretch.of(tensor) for stretch in batch for tensor in stretch.task.part.tensors()]
         )
         for stretch in batch:
@@ -253,7 +254,7 @@ class Updater:
                 continue
             target = stretch.task.slot.values(stretch.start, stretch.stop)
             source = stretch.of(stretch.task.part.master)
-            if not self.link.direct and (source.dtype != target.dtype or self.tier.name == "disk"):
+            if not self.link.direct and (source.dtype != target.dtype or self.pool.name == "disk"):
                 count = source.numel()
                 rounded = self.buffer("parameter", index, target.dtype)[place : place + count]
                 place += count

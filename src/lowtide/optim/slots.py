@@ -10,12 +10,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from lowtide import private
 from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import Group, Kernel
 from lowtide.optim.layout import cuts, granule
-from lowtide.optim.link import Transfer
 from lowtide.optim.tensors import check, flat, local, shaped, sharded_like
-from lowtide.optim.tier import Spec, Tier
+from lowtide.store.lanes import Transfer
+from lowtide.store.pool import Pool, Spec
 
 
 @dataclass
@@ -120,11 +121,11 @@ class Slot:
 
     def wrote(self) -> None:
         """The parameter is as we left it."""
-        self.version = local(self.parameter)._version
+        self.version = private.version(local(self.parameter))
 
     def written_by_others(self) -> bool:
         """Whether somebody else wrote to the parameter since our last write."""
-        return local(self.parameter)._version != self.version
+        return private.version(local(self.parameter)) != self.version
 
     def joined(self, name: str) -> Tensor | tuple[Tensor, Tensor]:
         """A piece of state in the parameter's shape, or as (device, host) stretches where it is split."""
@@ -149,13 +150,13 @@ class Placement:
 
     Args:
         kernel: whose state is kept.
-        tier: where the host parts lie.
+        pool: where the host parts lie.
         masters: keep 16-bit parameters in float32 beside them.
         host_copies: the host keeps its own copy of parameters even where it could write to them.
     """
 
     kernel: Kernel
-    tier: Tier
+    pool: Pool
     masters: bool
     host_copies: bool
 
@@ -194,7 +195,7 @@ class Placement:
             self.host_specs(piece, group, piece.numel() - slot.cut)
             for slot, piece, (_, group) in zip(slots, pieces, parameters, strict=True)
         ]
-        on_host = iter(self.tier.zeros([spec for some in specs for spec in some if spec[0]]))
+        on_host = iter(self.pool.zeros([spec for some in specs for spec in some if spec[0]]))
         try:
             for slot, piece, (_, group) in zip(slots, pieces, parameters, strict=True):
                 if slot.cut:
@@ -202,7 +203,7 @@ class Placement:
                 if slot.cut < piece.numel():
                     slot.host = self._host_part(piece, group, slot.cut, on_host)
         except BaseException as error:
-            self.tier.give_back(list(on_host))
+            self.pool.give_back(list(on_host))
             self.forget(slots)
             if isinstance(error, RuntimeError) and not isinstance(error, OptimError):
                 raise OptimError(
@@ -215,7 +216,7 @@ class Placement:
         """Give the host memory of slots back."""
         for slot in slots:
             if slot.host is not None:
-                self.tier.give_back(slot.host.tensors())
+                self.pool.give_back(slot.host.tensors())
 
     def _device_part(self, piece: Tensor, group: Group, elements: int) -> Part:
         dtype = self.update_dtype(piece)

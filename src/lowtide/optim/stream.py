@@ -11,21 +11,23 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
 
+from lowtide import private
 from lowtide.optim.errors import OptimError
 from lowtide.optim.layout import spans
-from lowtide.optim.link import Transfer
 from lowtide.optim.pipeline import DEPTH, Updater
 from lowtide.optim.slots import HostGradient, Slot
 from lowtide.optim.tensors import check_gradient, flat_gradient, is_partial, local, sharded_like
-from lowtide.optim.tier import Tier
+from lowtide.store.lanes import ThreadLane, Transfer
+from lowtide.store.pool import Pool
 
 _IN_FLIGHT_CHUNKS = 4
+"""Gradients under way may take so many chunks of device memory, or twice the largest of them."""
+
 _Kept = TypeVar("_Kept")
 
 
@@ -62,15 +64,13 @@ class SentGradient(torch.Tensor):
         """What sent it."""
         return _still(self._stream)
 
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
+    __torch_function__ = private.no_torch_function
 
     @staticmethod
     def __new__(
         cls, like: Tensor, slot: Slot, stream: GradientStream, device_elements: Tensor | None
     ) -> SentGradient:
-        made: Any = torch.Tensor._make_wrapper_subclass(
-            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device
-        )
+        made: Any = private.wrapper_of(cls, like.shape, like.dtype, like.device, like.stride())
         made._slot, made._stream, made.device_elements = (
             weakref.ref(slot),
             weakref.ref(stream),
@@ -135,22 +135,23 @@ class GradientStream:
 
     Args:
         updater: gives link and buffers.
-        tier: where gradients lie on the host.
+        pool: where gradients lie on the host.
         keeps: gradients may simply stay where they are, since host and device memory are the same.
         owner: knows the slots, and is told when a gradient has been sent or added to.
     """
 
-    def __init__(self, updater: Updater, tier: Tier, keeps: bool, owner: Owner) -> None:
+    def __init__(self, updater: Updater, pool: Pool, keeps: bool, owner: Owner) -> None:
         self.updater = updater
         self.link = updater.link
-        self.tier = tier
+        self.pool = pool
         self.keeps = keeps
         self.norm_order: float | None = None
         self._owner = weakref.ref(owner)
-        self._flying: deque[tuple[Transfer, int]] = deque()
-        self._adding: dict[int, Future[None]] = {}
+        self._flying: deque[tuple[list[Transfer], int]] = deque()
+        self._largest = 0
+        self._adding: dict[int, Transfer] = {}
         self._turn = 0
-        self._worker: ThreadPoolExecutor | None = None
+        self._worker: ThreadLane | None = None
         self._hooks: dict[Tensor, Any] = {}
         weakref.finalize(self, _remove, self._hooks)
 
@@ -173,7 +174,7 @@ class GradientStream:
         """Remove the hooks, and let go of the thread."""
         _remove(self._hooks)
         if self._worker is not None:
-            self._worker.shutdown(wait=True)
+            self._worker.close()
             self._worker = None
 
     def _take(self, parameter: Tensor) -> None:
@@ -202,9 +203,11 @@ class GradientStream:
         if self.norm_order is not None:
             held.norm = (self.norm_order, torch.linalg.vector_norm(piece, self.norm_order))
         if held.elements.data_ptr() != elements[slot.cut :].data_ptr():
+            target = held.elements
             for start, stop in spans(slot.cut, elements.numel(), self.updater.chunk_elements):
-                target = held.elements[start - slot.cut : stop - slot.cut]
-                held.transfers.append(self._fly(self.link.down(target, elements[start:stop]), target.nbytes))
+                part = target[start - slot.cut : stop - slot.cut]
+                held.transfers.append(self.link.down(part, elements[start:stop]))
+            self._fly(held.transfers.copy(), target.nbytes)
         on_device = elements[: slot.cut].clone() if slot.cut else None
         made = SentGradient(piece, slot, self, on_device)
         slot.placeholder = weakref.ref(made)
@@ -217,11 +220,11 @@ class GradientStream:
             slot.gradient = HostGradient(elements[slot.cut :])
             return slot.gradient
         if slot.gradient is not None and slot.gradient.elements.dtype != elements.dtype:
-            self.tier.give_back([slot.gradient.elements])
+            self.pool.give_back([slot.gradient.elements])
             slot.gradient = None
         if slot.gradient is None:
             slot.gradient = HostGradient(
-                self.tier.zeros([(slot.host.stop - slot.host.start, elements.dtype)])[0]
+                self.pool.zeros([(slot.host.stop - slot.host.start, elements.dtype)])[0]
             )
         slot.gradient.wait()
         slot.gradient.scales, slot.gradient.norm = [], None
@@ -241,7 +244,7 @@ class GradientStream:
             return
         chosen = [(slot, slot.host.stop - slot.host.start) for slot in slots if slot.host is not None]
         made = iter(
-            self.tier.zeros(
+            self.pool.zeros(
                 [(count, slot.parameter.dtype) for slot, count in chosen for _ in range(1 + twice)]
             )
         )
@@ -256,7 +259,7 @@ class GradientStream:
         """
         held = slot.gradient
         if held is None or held.elements.dtype != elements.dtype:
-            held = slot.gradient = HostGradient(self.tier.zeros([(elements.numel(), elements.dtype)])[0])
+            held = slot.gradient = HostGradient(self.pool.zeros([(elements.numel(), elements.dtype)])[0])
         for start, stop in spans(0, elements.numel(), self.updater.chunk_elements):
             held.transfers.append(self.link.down(held.elements[start:stop], elements[start:stop]))
         held.scales, held.norm = [], None
@@ -266,7 +269,7 @@ class GradientStream:
         """Give the memory of a slot's gradients back."""
         for held in (slot.gradient, slot.spare):
             if held is not None and not self.keeps:
-                self.tier.give_back([held.elements])
+                self.pool.give_back([held.elements])
         slot.gradient = slot.spare = None
 
     def add(self, stand_in: SentGradient, gradient: Tensor) -> None:
@@ -294,7 +297,7 @@ class GradientStream:
             turn = self._turn = self._turn + 1
             before = self._adding.pop(turn % DEPTH, None)
             if before is not None:
-                before.result()
+                before.wait()
             near = self.updater.buffer("add", turn, elements.dtype)[: stop - start]
             coming = self.link.down(near, elements[start:stop])
             target = held.elements[start - slot.cut : stop - slot.cut]
@@ -308,8 +311,8 @@ class GradientStream:
                 if last:
                     self._norm(slot, held)
 
-            self._adding[turn % DEPTH] = future = self.worker.submit(add)
-            held.transfers.append(_Future(future))
+            self._adding[turn % DEPTH] = adding = self.worker.do(add)
+            held.transfers.append(adding)
 
     def _norm(self, slot: Slot, held: HostGradient) -> None:
         """Gather the norm of a gradient that was added up on the host; of a split one the device has a
@@ -341,34 +344,29 @@ class GradientStream:
             )
         return slot.gradient
 
-    def _fly(self, transfer: Transfer, size: int) -> Transfer:
-        """Bound what is under way: the device memory of gradients in flight does not grow with the model."""
-        self._flying.append((transfer, size))
-        total = sum(size for _, size in self._flying)
-        limit = _IN_FLIGHT_CHUNKS * self.updater.chunk_elements * 4
-        while total > limit:
-            oldest, size = self._flying.popleft()
-            oldest.wait()
-            total -= size
-        return transfer
+    def _fly(self, transfers: list[Transfer], size: int) -> None:
+        """Bound what is under way, so that the device memory of gradients in flight does not grow with the
+        model.
+
+        The program goes on. Where the way down is slower than backward, the device waits for the oldest
+        gradient before it makes more, and never because a single one is large.
+        """
+        self._flying.append((transfers, size))
+        self._largest = max(self._largest, size)
+        limit = max(_IN_FLIGHT_CHUNKS * self.updater.chunk_elements * 4, 2 * self._largest)
+        while self._flying and all(transfer.done for transfer in self._flying[0][0]):
+            for transfer in self._flying.popleft()[0]:
+                transfer.wait()  # lets go of the memory
+        while sum(size for _, size in self._flying) > limit:
+            for transfer in self._flying.popleft()[0]:
+                transfer.join()
 
     @property
-    def worker(self) -> ThreadPoolExecutor:
+    def worker(self) -> ThreadLane:
         """The thread that adds up gradients."""
         if self._worker is None:
-            self._worker = ThreadPoolExecutor(1, "lowtide-gradients")
+            self._worker = ThreadLane("gradients")
         return self._worker
-
-
-class _Future:
-    """A transfer that ends when a future does."""
-
-    def __init__(self, future: Future[Any]) -> None:
-        self._future = future
-
-    def wait(self) -> None:
-        """Wait, and raise what was raised."""
-        self._future.result()
 
 
 def _still(reference: weakref.ReferenceType[_Kept]) -> _Kept:

@@ -2,17 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 
+from lowtide import private
 from lowtide.optim.errors import OptimError
 
 
 def is_sharded(tensor: Tensor) -> bool:
     """Whether a tensor is a ``DTensor``, of which this process holds a part."""
-    return hasattr(tensor, "_local_tensor")
+    return private.is_distributed(tensor)
 
 
 def is_shared(parameter: Tensor) -> bool:
@@ -31,21 +30,14 @@ def local(tensor: Tensor) -> Tensor:
     """What this process holds of a tensor: the tensor itself unless it is sharded. Version counter and
     storage are the tensor's own.
     """
-    return getattr(tensor, "_local_tensor", tensor)
+    return private.local_tensor(tensor)
 
 
 def sharded_like(piece: Tensor, like: Tensor) -> Tensor:
     """``piece`` as this process's part of a tensor that is laid out like ``like``; ``piece`` itself when that
     is not sharded.
-
-    ``DTensor.from_local`` would move what lies on the host to the mesh's device.
     """
-    if not is_sharded(like):
-        return piece
-    from torch.distributed.tensor import DTensor
-
-    make: Any = DTensor
-    return make(piece, like._spec, requires_grad=False)  # type: ignore[attr-defined]
+    return private.distributed_like(piece, like) if is_sharded(like) else piece
 
 
 def dense(tensor: Tensor) -> bool:

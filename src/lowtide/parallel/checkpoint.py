@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowtide import private
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.layers import ParallelModule
 from lowtide.parallel.partition import Partition
@@ -46,7 +47,7 @@ class SharedTensor(Tensor):
 
     @staticmethod
     def __new__(cls, tensor: Tensor, where: Partition) -> SharedTensor:
-        self = Tensor._make_wrapper_subclass(cls, where.shape, dtype=tensor.dtype, device=tensor.device)  # type: ignore[attr-defined]
+        self = private.wrapper_of(cls, where.shape, tensor.dtype, tensor.device)
         self.tensor, self.local, self.where = tensor, _local(tensor), where
         return self
 

@@ -15,10 +15,10 @@ from torch import Tensor
 
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.groups import TensorGroup
-from lowtide.private import wait_for_collective
+from lowtide.private import collectives, wait_for_collective
 
 if dist.is_available():
-    import torch.distributed._functional_collectives
+    functional = collectives()
 
 
 class Pending:
@@ -54,7 +54,7 @@ def gather(x: Tensor, group: TensorGroup, dimension: int = 0) -> Pending:
     if group.size == 1:
         return Pending(x, running=False)
     shard = x.movedim(dimension, 0).contiguous()
-    whole = torch.ops._c10d_functional.all_gather_into_tensor(shard, group.size, group.name)
+    whole = functional.all_gather_into_tensor(shard, group.size, group.name)
     return Pending(whole, lambda y: y.movedim(0, dimension))
 
 
@@ -62,9 +62,7 @@ def gather_features(x: Tensor, group: TensorGroup) -> Pending:
     """Concatenate every rank's ``x`` along the last dimension, contiguously."""
     if group.size == 1:
         return Pending(x, running=False)
-    whole = torch.ops._c10d_functional.all_gather_into_tensor(
-        x.contiguous().unsqueeze(0), group.size, group.name
-    )
+    whole = functional.all_gather_into_tensor(x.contiguous().unsqueeze(0), group.size, group.name)
     return Pending(whole, lambda y: y.movedim(0, -2).flatten(-2))
 
 
@@ -79,7 +77,7 @@ def reduce_scatter(
     check_divides(x, dimension, group, "the sequence")
     own = x.dtype
     rows = x.movedim(dimension, 0).to(wider(own, dtype)).contiguous()
-    piece = torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", group.size, group.name)
+    piece = functional.reduce_scatter_tensor(rows, "sum", group.size, group.name)
     return Pending(piece, lambda y: y.to(own).movedim(0, dimension))
 
 
@@ -97,9 +95,9 @@ def all_reduce(
     own = x.dtype
     wide = x.to(wider(own, dtype)).contiguous()
     if in_place or wide is not x:
-        result = torch.ops._c10d_functional.all_reduce_(wide, op, group.name)
+        result = functional.all_reduce_(wide, op, group.name)
     else:
-        result = torch.ops._c10d_functional.all_reduce(wide, op, group.name)
+        result = functional.all_reduce(wide, op, group.name)
     return Pending(result, lambda y: y.to(own))
 
 

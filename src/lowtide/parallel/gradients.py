@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
+from lowtide import private
 from lowtide.parallel.collectives import all_reduce
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.groups import TensorGroup, tensor_group
@@ -58,7 +59,7 @@ class _Mark:
         if self.summed is not None and parameter.grad is not None:
             gradient, version = self.summed
             # one write since the sum is this very addition; a zero_() before it would make two
-            if gradient() is parameter.grad and parameter.grad._version == version + 1:
+            if gradient() is parameter.grad and private.version(parameter.grad) == version + 1:
                 self.mixed = True
         self.summed = None
         self.partial = True
@@ -68,7 +69,7 @@ class _Mark:
         """The gradient holds the sum."""
         self.partial = False
         if parameter.grad is not None:
-            self.summed = (weakref.ref(parameter.grad), parameter.grad._version)
+            self.summed = (weakref.ref(parameter.grad), private.version(parameter.grad))
 
 
 def mark_partial_gradient(parameter: Tensor, group: Any = None) -> None:
@@ -152,7 +153,7 @@ def mark_partial_gradients(model: torch.nn.Module) -> None:
     >>> mark_partial_gradients(torch.nn.Linear(2, 2))
     """
     for module in model.modules():
-        for hook in module._forward_pre_hooks.values():
+        for hook in private.forward_pre_hooks(module):
             if isinstance(hook, Marker):
                 hook.mark(module, by_hand=True)
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.groups import ALONE, TensorGroup, tensor_group
 from lowtide.parallel.shared import over_ranks, refuse_partial, share_of
-from lowtide.private import without_torch_function
+from lowtide.private import is_distributed, without_torch_function
 
 
 @torch.no_grad()
@@ -128,9 +128,7 @@ def clip_grad_norm(
 
 def is_shared(parameters: Iterable[Tensor]) -> bool:
     """Whether other ranks hold parts of any of the parameters."""
-    return any(
-        share_of(parameter) is not None or hasattr(parameter, "_local_tensor") for parameter in parameters
-    )
+    return any(share_of(parameter) is not None or is_distributed(parameter) for parameter in parameters)
 
 
 def total_norm(
@@ -176,7 +174,7 @@ def _groups_of(parameter: Tensor) -> list[Any]:
     """
     groups: list[Any] = []
     sharded: Any = parameter
-    if hasattr(sharded, "_local_tensor"):
+    if is_distributed(sharded):
         gradient: Any = sharded.grad if hasattr(sharded.grad, "placements") else sharded
         for dimension, placement in enumerate(gradient.placements):
             if placement.is_replicate():

@@ -12,6 +12,7 @@ from typing import Any
 
 import torch.distributed as dist
 
+from lowtide import private
 from lowtide.parallel.errors import ParallelError
 
 
@@ -109,10 +110,8 @@ def _from_name(name: str, rank: int, size: int) -> TensorGroup:
     """A pickled group, found again in the process that loads it."""
     if size == 1:
         return ALONE
-    from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore
-
     try:
-        found = _of_process_group(_resolve_process_group(name))  # pyright: ignore
+        found = _of_process_group(private.process_group_named(name))
     except (RuntimeError, ValueError, LookupError) as error:
         raise ParallelError(
             f"a layer shared by {size} ranks was unpickled where their process group {name!r} does not "

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lowtide.interception import is_given_up
 from lowtide.parallel.collectives import Pending, all_reduce, gather, reduce_scatter
 from lowtide.parallel.groups import TensorGroup
-from lowtide.private import is_given_up
 
 
 class _ColumnLinears(torch.autograd.Function):

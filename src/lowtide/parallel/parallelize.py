@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from lowtide import private
 from lowtide.parallel.embedding import ParallelEmbedding
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.gradients import Marker
@@ -327,7 +328,7 @@ class _Job:
                 self.shared[id(whole)] = part
             setattr(layer, key, part)
         layer.train(source.training)
-        for hook in layer._forward_pre_hooks.values():
+        for hook in private.forward_pre_hooks(layer):
             if isinstance(hook, Marker):
                 hook.mark(layer)  # the parameters were placeholders so far
         return layer

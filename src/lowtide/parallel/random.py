@@ -19,9 +19,9 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import broadcast
 
+from lowtide.interception import without_modes
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.groups import TensorGroup, tensor_group
-from lowtide.private import without_modes
 
 
 class RandomTracker:

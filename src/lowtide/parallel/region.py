@@ -18,13 +18,13 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
+from lowtide.interception import is_given_up
 from lowtide.parallel.collectives import Pending, gather, reduce_scatter
 from lowtide.parallel.errors import ParallelWarning
 from lowtide.parallel.groups import TensorGroup
 from lowtide.parallel.layers import ColumnParallelLinear, SharedHeadsLinear
 from lowtide.parallel.linear import flat_rows
 from lowtide.parallel.mappings import copy_to_tensor_model_parallel_region
-from lowtide.private import is_given_up
 
 
 class Source:

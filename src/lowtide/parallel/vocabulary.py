@@ -6,8 +6,9 @@ from __future__ import annotations
 
 from torch import Tensor
 
+from lowtide.interception import without_modes
 from lowtide.parallel.errors import ParallelError
-from lowtide.private import assert_on_device, is_fake, without_modes
+from lowtide.private import assert_on_device, is_fake
 
 
 def check_tokens(tokens: Tensor, size: int, what: str, ignore_index: int | None = None) -> None:

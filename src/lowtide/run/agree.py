@@ -20,7 +20,6 @@ import torch
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.interception import unseen
-from lowtide.ops import FUNCTIONAL_COLLECTIVES
 from lowtide.plan.data import Plan
 
 LEARNING_STEPS = 4
@@ -126,18 +125,3 @@ def _is_group(group: Any) -> bool:
     return (
         getattr(group, "process_group", None) is not None and hasattr(group, "global_rank") and group.size > 1
     )
-
-
-def with_collectives(graph: StepGraph) -> StepGraph:
-    """The graph with its functional collectives replayable, as they are where all ranks run them again."""
-    if any(operation.name.startswith("_c10d_functional.wait_tensor") for operation in graph.operations):
-        return graph  # someone else's, which a trace shows as an operation and a run does not
-    operations = tuple(
-        replace(operation, replayable=True, reason="")
-        if operation.name in FUNCTIONAL_COLLECTIVES
-        and operation.phase == "forward"
-        and operation.reason == "it is a collective"
-        else operation
-        for operation in graph.operations
-    )
-    return replace(graph, operations=operations)

@@ -11,7 +11,7 @@ import torch
 from lowtide.errors import PlanError
 from lowtide.plan.data import Plan
 from lowtide.run.direct import PlanDirector
-from lowtide.run.moved import Mover, prepare
+from lowtide.run.moved import TransferEngine, prepare
 from lowtide.run.record import Findings, Recorder, Verify
 from lowtide.store.stores import Stores
 
@@ -76,7 +76,7 @@ class apply:
             self._director,
             verify=verify,
             check=self.verify == "always",
-            mover=Mover(self.plan, self.stores, verify) if self.plan.moves else None,
+            mover=TransferEngine(self.plan, self.stores, verify) if self.plan.moves else None,
         )
         self._stack = ExitStack()
         self._stack.enter_context(recorder.recording())

@@ -20,6 +20,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from lowtide import private
+
 if TYPE_CHECKING:
     from lowtide.run.tape import Node
 
@@ -63,14 +65,14 @@ def taking_generator(func: Any) -> tuple[Any, int]:
     """The overload of a random operation that takes a generator besides (``None`` if there is none), and at
     which position.
     """
-    if not isinstance(func, torch._ops.OpOverload):
+    if not isinstance(func, private.OpOverload):
         return None, 0
-    wanted = [(a.name, str(a.type)) for a in func._schema.arguments if a.name != "generator"]
-    for name in (func._overloadname, *func.overloadpacket.overloads()):
-        arguments = getattr(func.overloadpacket, name)._schema.arguments
+    wanted = [(a.name, str(a.type)) for a in private.schema_of(func).arguments if a.name != "generator"]
+    for other in private.similar_overloads(func):
+        arguments = private.schema_of(other).arguments
         places = [place for place, a in enumerate(arguments) if a.name == "generator"]
         if places and [(a.name, str(a.type)) for a in arguments if a.name != "generator"] == wanted:
-            return getattr(func.overloadpacket, name), places[0]
+            return other, places[0]
     return None, 0
 
 

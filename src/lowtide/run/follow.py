@@ -152,7 +152,7 @@ class Follower(Recorder):
         """An argument with references in place of tensors, whose values join ``inputs``."""
         if not isinstance(item, torch.Tensor):
             return [self._noted(part, inputs) for part in item] if isinstance(item, (list, tuple)) else item
-        given = self._given.get(item.untyped_storage()._cdata)
+        given = self._given.get(private.storage_key(item))
         value = given[0] if given is not None and type(given[0].node) is Node else self._value_of(item)
         inputs[id(value)] = value
         return Ref(value, item)

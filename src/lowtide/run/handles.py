@@ -16,7 +16,7 @@ from lowtide.run.tape import Ref, bring_back
 from lowtide.run.watch import StepWatch
 
 if TYPE_CHECKING:
-    from lowtide.run.moved import Mover
+    from lowtide.run.moved import TransferEngine
 
 
 class Kept:
@@ -25,7 +25,7 @@ class Kept:
     __slots__ = ("mover", "tensor", "version", "watch")
 
     def __init__(
-        self, tensor: torch.Tensor, watch: StepWatch | None = None, mover: Mover | None = None
+        self, tensor: torch.Tensor, watch: StepWatch | None = None, mover: TransferEngine | None = None
     ) -> None:
         self.mover = mover
         # what a node made itself, it must not hold: autograd would never let go of either; nor may a mask
@@ -33,7 +33,7 @@ class Kept:
         self.tensor = (
             tensor if tensor.is_leaf or not has_plain_storage(tensor) else private.unseen_alias(tensor)
         )
-        self.version = self.tensor._version
+        self.version = private.version(self.tensor)
         self.watch = watch
 
     def unpack(self) -> torch.Tensor:
@@ -59,13 +59,13 @@ class Evicted:
         tensor: torch.Tensor,
         checked: int | None,
         watch: StepWatch | None = None,
-        mover: Mover | None = None,
+        mover: TransferEngine | None = None,
     ) -> None:
         self.mover = mover
         self.ref = ref
         self.asked = True  # it counts among the readers when all of it stands
         self.witness = private.version_witness(tensor)
-        self.version = self.witness._version
+        self.version = private.version(self.witness)
         self.digest = checked
         self.watch = watch
         self.asked = False
@@ -180,18 +180,18 @@ def unpack(packed: Any) -> torch.Tensor:
     # most are: the fewest calls between two kernels
     if type(packed) is Kept and packed.watch is None and packed.mover is None:
         tensor = packed.tensor
-        if tensor._version == packed.version:
+        if private.version(tensor) == packed.version:
             return tensor
     return packed if isinstance(packed, torch.Tensor) else packed.unpack()
 
 
 def _check_version(tensor: torch.Tensor, expected: int, shape: torch.Size | None = None) -> None:
-    if tensor._version != expected:
+    if private.version(tensor) != expected:
         kind = tensor.type().removeprefix("torch.")
         shape = tensor.shape if shape is None else shape  # nested tensors have none to ask for
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [torch.{kind} {list(shape)}] is at version {tensor._version}; expected version "
-            f"{expected} instead. Hint: enable anomaly detection to find the operation that failed to "
-            "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+            f"operation: [torch.{kind} {list(shape)}] is at version {private.version(tensor)}; expected "
+            f"version {expected} instead. Hint: enable anomaly detection to find the operation that failed "
+            "to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
         )

@@ -6,7 +6,8 @@ import math
 from typing import Any, NamedTuple
 
 import torch
-from torch.utils import _pytree as pytree
+
+from lowtide import private
 
 
 class StepKey(NamedTuple):
@@ -73,7 +74,7 @@ def _leaf(item: Any) -> Any:
 
 def step_key(model: torch.nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepKey:
     """The key of a step of ``model`` with these arguments, now."""
-    leaves, structure = pytree.tree_flatten((args, kwargs))
+    leaves, structure = private.tree_flatten((args, kwargs))
     parameters = list(model.parameters())
     device = parameters[0].device.type if parameters else "cpu"
     autocast = (

@@ -21,7 +21,7 @@ from lowtide.run.record import Verify
 from lowtide.run.refuse import refuse_other_kinds, refuse_sharded
 from lowtide.run.told import limit_line, warn
 from lowtide.store.stores import Stores
-from lowtide.trace.describe import tensors_inside
+from lowtide.trace.results import tensors_inside
 
 
 class Handle:

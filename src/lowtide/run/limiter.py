@@ -33,7 +33,7 @@ from lowtide.run.key import StepKey, step_key
 from lowtide.run.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
 from lowtide.run.later import later_steps_told
 from lowtide.run.look import Look
-from lowtide.run.moved import Mover, prepare
+from lowtide.run.moved import TransferEngine, prepare
 from lowtide.run.overhead import executor_overhead
 from lowtide.run.planning import Planner, Policy
 from lowtide.run.quiet import quiet
@@ -42,11 +42,10 @@ from lowtide.run.refuse import refuse_sharded
 from lowtide.run.rehearse import Listener
 from lowtide.run.timed import TimedRecorder
 from lowtide.run.told import OWN_OFF, own_checkpointing, warn
-from lowtide.run.untouched import apart, untouched
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
-from lowtide.trace.describe import tensors_inside
-from lowtide.trace.loss import loss_to_plan_for
+from lowtide.trace.results import loss_to_plan_for, tensors_inside
+from lowtide.trace.untouched import untouched, without_history
 
 BUDGET_CHANGED = "the budget was changed"
 
@@ -403,7 +402,7 @@ class Limiter:
                 on_end=graphs.append,
                 claims=kind.claims,
             )
-            given, named = apart((args, kwargs))
+            given, named = without_history((args, kwargs))
             result = look.run(self.forward, given, named)
             try:
                 loss = loss_to_plan_for(result, self.loss_fn, self.model)
@@ -460,7 +459,11 @@ class Limiter:
             prepare(plan, self.stores, torch.device(plan.device))
         timing = listener is None and kind.wants_pace()
         kind.timed = watch if timing else kind.timed
-        mover = Mover(plan, self.stores, self.verify != "never" and kind.steps == 0) if plan.moves else None
+        mover = (
+            TransferEngine(plan, self.stores, self.verify != "never" and kind.steps == 0)
+            if plan.moves
+            else None
+        )
         recorder_kind = TimedRecorder if timing else Follower
         recorder = recorder_kind(
             director,

@@ -28,8 +28,8 @@ from lowtide.run.record import Recorder
 from lowtide.run.scope import blocks_of
 from lowtide.run.tape import LiveValue
 from lowtide.run.watch import open_peak
-from lowtide.trace.describe import tensors_inside
 from lowtide.trace.eager import StepTracer, apart
+from lowtide.trace.results import tensors_inside
 
 
 class Look:
@@ -111,18 +111,9 @@ class Look:
             stack.callback(recorder.close)
             for tensor in inputs:
                 tracer.given(tensor)
-            if self._model is None:
-                hooks = torch.nn.modules.module
-                before = hooks.register_module_forward_pre_hook(self._module_begins)
-                after = hooks.register_module_forward_hook(self._module_ends, always_call=True)
-                stack.callback(before.remove)
-                stack.callback(after.remove)
-            else:
-                for module in _open_modules(self._model):
-                    before = module.register_forward_pre_hook(self._module_begins, prepend=True)
-                    after = module.register_forward_hook(self._module_ends, prepend=True, always_call=True)
-                    stack.callback(before.remove)
-                    stack.callback(after.remove)
+            named = _open_modules(self._model) if self._model is not None else None
+            stack.enter_context(tracer.following_modules(named))
+            if self._model is not None:
                 for block in blocks_of(self._model):
                     stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
                     stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
@@ -141,12 +132,6 @@ class Look:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(self._backward_begins)
                 tensor.grad_fn.metadata["lowtide", id(self)] = graph  # pyright: ignore
-
-    def _module_begins(self, module: torch.nn.Module, _: Any) -> None:
-        self.tracer.enter_module(module)
-
-    def _module_ends(self, *_: object) -> None:
-        self.tracer.exit_module()
 
     def beside(self, result: Any) -> None:
         """Another forward ran beside the step and returned ``result``: a backward through that one alone
@@ -285,8 +270,8 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     alias.set_(alone, tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_conj():
-        alias = torch._conj(alias)  # pyright: ignore
-    return torch._neg_view(alias) if tensor.is_neg() else alias  # pyright: ignore
+        alias = private.conjugated(alias)
+    return private.negated(alias) if tensor.is_neg() else alias
 
 
 class _LittleMemory(Recorder):

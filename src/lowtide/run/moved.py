@@ -1,34 +1,45 @@
-"""Carry out a plan's moves: copies out while forward goes on, copies in ahead of backward's need. The rules
-are those of `lowtide.plan.simulate.transfers`.
+"""Carry out a plan's moves: copies out while forward goes on, copies in ahead of backward's need.
 
-A moved value comes back like a replayed one: its node (`Fetch`) is an operation without inputs. The node
-holds what is stored, and goes when autograd lets go of the last saved tensor that rests on it.
+The rules are those of `lowtide.plan.simulate.transfers`. A moved value comes back like a replayed one: its
+node (`Fetch`) is an operation without inputs. The node holds what is stored (`StoredTensor`), and goes when
+autograd lets go of the last saved tensor that rests on it.
 """
 
 from __future__ import annotations
 
 import weakref
 from collections import deque
-from typing import Any
+from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 
 from lowtide import private
 from lowtide.interception import unseen
 from lowtide.plan.data import Compress, Move, Plan, Shard, ahead_bytes, stages
+from lowtide.plan.layout import find
 from lowtide.run.digest import digest
 from lowtide.run.tape import LiveValue
-from lowtide.store.codec import CodecError
+from lowtide.store.codec import Codec, CodecError
+from lowtide.store.lanes import Transfer
+from lowtide.store.shard import Gather, Replicas
 from lowtide.store.slab import Place
 from lowtide.store.stores import Stores
-from lowtide.store.tier import Slot, Transfer
+from lowtide.store.tier import Slot, Tier
 
 
-class Parcel:
+class StoredTensor:
     """What is stored of one value.
 
-    Attributes:
+    Args:
         move: what the plan says of it.
+        number: which of the plan's moves that is.
+        tensor: shows the value.
+        stores: where it goes.
+        verify: check that what is sharded is replicated.
+
+    Attributes:
+        move: as given.
         exact: whether every bit comes back.
         replayable_from: whether operations may be replayed from what comes back.
         note: why it is kept as it is after all, else empty.
@@ -36,60 +47,58 @@ class Parcel:
 
     __slots__ = (
         "__weakref__", "_arriving", "_codec", "_device", "_dtype", "_elements", "_gathering", "_group",
-        "_kept", "_parts", "_places", "_reads", "_slab",
-        "_slot", "_stores", "_writes", "exact", "move", "note", "replayable_from",
+        "_kept", "_parts", "_places", "_reads", "_slab", "_slot", "_stores", "_writes",
+        "exact", "move", "note", "replayable_from",
     )  # fmt: skip
 
     def __init__(self, move: Move, number: int, tensor: torch.Tensor, stores: Stores, verify: bool) -> None:
-        self.move = move
-        self.note = ""
+        self.move, self.note = move, ""
         self.exact = self.replayable_from = True
-        self._device, self._dtype = tensor.device, tensor.dtype
-        self._stores = stores
+        self._stores, self._device = stores, tensor.device
         # for the first time that the value comes back; what asks again has memory of its own
         self._slab = stores.slab
         nbytes = tensor.untyped_storage().nbytes()
-        if nbytes % tensor.element_size():
-            self._dtype = torch.uint8
+        self._dtype = torch.uint8 if nbytes % tensor.element_size() else tensor.dtype
         self._elements = nbytes // self._dtype.itemsize
+        self._kept: torch.Tensor | None = None
+        self._codec: Codec | None = None
+        self._group: Replicas | None = None
         first, then = stages(move.decision)
         flat = _flat(tensor, self._dtype)
-        self._kept: torch.Tensor | None = None
-        self._codec = self._group = None
-        parts: tuple[torch.Tensor, ...] = (flat,)
+        self._parts: tuple[torch.Tensor, ...] = (flat,)
         if isinstance(first, Shard):
             self._group = stores.group(first.group, first.size)
             if verify:
-                self._group.check(
-                    digest(tensor, nbytes), f"a saved value of {nbytes:,} bytes (shape {tuple(tensor.shape)})"
-                )
-            parts = (self._group.cut(flat),)
+                what = f"a saved value of {nbytes:,} bytes (shape {tuple(tensor.shape)})"
+                self._group.check(digest(tensor, nbytes), what)
+            self._parts = (self._group.cut(flat),)
         elif isinstance(first, Compress):
-            self._codec = stores.codec(first.codec)
-            self.replayable_from = self._codec.replayable_from
-            try:
-                parts = self._codec.encode(flat)
-                self.exact = self._codec.bitwise
-            except CodecError as error:
-                self.note, self._codec, self._kept = str(error), None, flat
-                self.replayable_from = True
-        self._parts: tuple[torch.Tensor, ...] = parts
+            self._encode(stores.codec(first.codec), flat)
         self._slot: Slot | None = None
-        self._gathering: _Room | None = None
+        self._gathering: _Destination | None = None
+        self._arriving: _Destination | None = None
         self._places: list[tuple[int, int, torch.dtype]] = []
+        """(where in the slot, elements, dtype) of each part"""
         self._writes: list[Transfer] = []
         self._reads: list[Transfer] = []
-        self._arriving: _Room | None = None
         if then is not None and self._kept is None:
-            tier = stores.tier(then.tier, then.path, self._device)
-            self._slot = tier.take(
-                _slot_bytes([p.numel() * p.element_size() for p in parts], tier.align), number
-            )
-            at = 0
-            for part in parts:
-                self._places.append((at, part.numel(), part.dtype))
-                self._writes.append(tier.write(part.view(torch.uint8), self._slot, at))
-                at += _slot_bytes([part.numel() * part.element_size()], tier.align)
+            self._write(stores.tier(then.tier, then.path, self._device), number)
+
+    def _encode(self, codec: Codec, flat: torch.Tensor) -> None:
+        try:
+            self._parts = codec.encode(flat)
+        except CodecError as error:
+            self.note, self._kept = str(error), flat
+        else:
+            self._codec, self.exact, self.replayable_from = codec, codec.bitwise, codec.replayable_from
+
+    def _write(self, tier: Tier, number: int) -> None:
+        """Start copying out."""
+        starts, total = _packed([part.nbytes for part in self._parts], tier.align)
+        self._slot = tier.take(total, number)
+        for at, part in zip(starts, self._parts, strict=True):
+            self._places.append((at, part.numel(), part.dtype))
+            self._writes.append(tier.write(part.view(torch.uint8), self._slot, at))
 
     @property
     def waiting_bytes(self) -> int:
@@ -102,10 +111,10 @@ class Parcel:
         return self._slot is not None or self._group is not None
 
     def settle(self) -> None:
-        """Wait for the copy out, and let go of what it copied from."""
+        """Order the device behind the copy out, and let go of what it copied from."""
         writes, self._writes = self._writes, []
         for transfer in writes:
-            transfer.wait()
+            transfer.join()
         if self._slot is not None:
             self._parts = ()
 
@@ -113,7 +122,7 @@ class Parcel:
         """Start fetching, if it is not under way."""
         if self._slot is None:
             if self._group is not None and self._gathering is None:
-                self._gathering = self._gather(self._parts[0])
+                self._gathering = self._gather(self._group, self._parts[0])
             return
         if self._reads:
             return
@@ -124,20 +133,19 @@ class Parcel:
             self._reads.append(self._slot.tier.read(self._slot, target, at))
         room.pending(self._reads)
 
-    def _room(self, sizes: list[int], at: int) -> _Room:
-        """Where bytes of these sizes come to: at their place in the slab, if it is free, or in memory of
+    def _room(self, sizes: list[int], at: int) -> _Destination:
+        """Where bytes of these sizes come to: at their place in the slab if it is free, or in memory of
         their own.
         """
-        starts = [sum(-(-size // _PART_ALIGN) * _PART_ALIGN for size in sizes[:k]) for k in range(len(sizes))]
-        taken = self._slab.take(at, starts[-1] + sizes[-1]) if self._slab is not None and at >= 0 else None
+        starts, total = _packed(sizes, _PART_ALIGN)
+        taken = self._slab.take(at, total) if self._slab is not None and at >= 0 else None
         if taken is None:
             self._stores.unplaced += 1
-        return _Room(starts, sizes, self._device, taken)
+        return _Destination(starts, sizes, self._device, taken)
 
-    def _gather(self, part: torch.Tensor) -> _Room:
-        assert self._group is not None
-        room = self._room([part.numel() * part.element_size() * self._group.size], self.move.place)
-        room.pending([self._group.gather(part, room.targets[0])])
+    def _gather(self, group: Replicas, part: torch.Tensor) -> _Destination:
+        room = self._room([part.nbytes * group.size], self.move.place)
+        room.pending([group.gather(part, room.targets[0])])
         return room
 
     def fetch(self) -> torch.Tensor:
@@ -150,40 +158,34 @@ class Parcel:
             self._slab = None
 
     def _fetch(self) -> torch.Tensor:
-        arrived: _Room | None = None
-        parts: tuple[torch.Tensor, ...] = self._parts
+        arrived: _Destination | None = None
+        parts = self._parts
         if self._slot is not None:
             self.begin()
-            room, self._arriving, self._reads = self._arriving, None, []
-            assert room is not None
-            room.wait()
-            arrived = room  # it lies there until the value has been put together
+            arrived, self._arriving, self._reads = self._arriving, None, []
+            assert arrived is not None  # held until the value has been put together: it lies there
+            arrived.join()
             parts = tuple(
                 part.view(dtype) for part, (_, _, dtype) in zip(arrived.targets, self._places, strict=True)
             )
         if self._group is not None:
-            gathering, self._gathering = self._gathering, None
-            room = gathering if gathering is not None else self._gather(parts[0])
-            del gathering
-            room.wait()
-            return room.tensors[0].view(self._dtype)
-        if self._codec is not None:
-            out = (
-                self._room([self._elements * self._dtype.itemsize], self.move.place)
-                .tensors[0]
-                .view(self._dtype)
-            )
-            self._codec.decode(parts, out)
-            return out
-        assert arrived is not None
-        return arrived.tensors[0].view(self._dtype)
+            room, self._gathering = self._gathering, None
+            room = room or self._gather(self._group, parts[0])
+            room.join()
+        elif self._codec is not None:
+            room = self._room([self._elements * self._dtype.itemsize], self.move.place)
+            self._codec.decode(parts, room.tensors[0].view(self._dtype))
+        else:
+            room = arrived
+        assert room is not None
+        return room.tensors[0].view(self._dtype)
 
 
 _PART_ALIGN = 64
 """Parts of an encoded form begin at multiples of this in the slab."""
 
 
-class _Room:
+class _Destination:
     """Where something comes to.
 
     Attributes:
@@ -201,42 +203,44 @@ class _Room:
         device: torch.device,
         taken: tuple[Place, torch.Tensor] | None,
     ) -> None:
-        self._pending: list[Any] = []
+        self._pending: list[Transfer | Gather] = []
         self._place: Place | None = None
         if taken is None:
-            self.tensors = [torch.empty(size, dtype=torch.uint8, device=device) for size in sizes]
-            self.targets = self.tensors
+            self.targets = self.tensors = [
+                torch.empty(size, dtype=torch.uint8, device=device) for size in sizes
+            ]
             return
         self._place, whole = taken
-        self.tensors = (
-            [whole]
-            if len(sizes) == 1
-            else [whole[at : at + size] for at, size in zip(starts, sizes, strict=True)]
-        )
-        self.targets = [self._place.target[at : at + size] for at, size in zip(starts, sizes, strict=True)]
+        spans = [(at, at + size) for at, size in zip(starts, sizes, strict=True)]
+        self.tensors = [whole] if len(sizes) == 1 else [whole[start:end] for start, end in spans]
+        self.targets = [self._place.target[start:end] for start, end in spans]
 
-    def pending(self, work: list[Any]) -> None:
+    def pending(self, work: Sequence[Transfer | Gather]) -> None:
         """This writes there; until it has, nobody else may."""
         self._pending = list(work)
         if self._place is not None:
             self._place.writing(work)
 
-    def wait(self) -> None:
-        """Return when the bytes are there; whoever wrote them is let go of."""
+    def join(self) -> None:
+        """Order the device behind what is written; whoever wrote it is let go of."""
         pending, self._pending = self._pending, []
         for work in pending:
-            work.wait()
+            work.join()
         if self._place is not None:
             self._place.writing([])
 
 
-def _slot_bytes(sizes: list[int], align: int) -> int:
-    """Bytes of parts that each begin at a multiple of ``align``."""
-    return (
-        sum(-(-size // align) * align for size in sizes[:-1]) + sizes[-1]
-        if len(sizes) > 1
-        else -(-sizes[0] // align) * align
-    )
+def _packed(sizes: list[int], align: int) -> tuple[list[int], int]:
+    """Where parts begin, each at a multiple of ``align``, and how many bytes they take.
+
+    >>> _packed([10, 3], 64)
+    ([0, 64], 67)
+    """
+    starts, end = [], 0
+    for size in sizes:
+        starts.append(-(-end // align) * align)
+        end = starts[-1] + size
+    return starts, end
 
 
 def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
@@ -255,14 +259,14 @@ class Fetch:
         output: the value.
     """
 
-    __slots__ = ("__weakref__", "exact", "func", "grad", "mover", "order", "output", "parcel")
+    __slots__ = ("__weakref__", "engine", "exact", "func", "grad", "order", "output", "stored")
 
-    def __init__(self, parcel: Parcel, mover: Mover, order: float) -> None:
+    def __init__(self, stored: StoredTensor, engine: TransferEngine, order: float) -> None:
         self.func = "a moved value"
-        self.parcel = parcel
-        self.mover = mover
+        self.stored = stored
+        self.engine = engine
         self.order = order
-        self.exact = parcel.exact
+        self.exact = stored.exact
         self.grad = False
         self.output: weakref.ref[LiveValue] | None = None
 
@@ -272,11 +276,11 @@ class Fetch:
 
     def fetch(self) -> torch.Tensor:
         """The bytes, now."""
-        self.mover.taken(self.parcel)
-        return self.parcel.fetch()
+        self.engine.taken(self.stored)
+        return self.stored.fetch()
 
 
-class Mover:
+class TransferEngine:
     """The moves of one forward.
 
     Args:
@@ -293,9 +297,9 @@ class Mover:
         self.stores = stores
         self.verify = verify
         self.notes: list[str] = []
-        self._waiting: deque[Parcel] = deque()
+        self._waiting: deque[StoredTensor] = deque()
         self._waiting_bytes = 0
-        self._order: list[weakref.ref[Parcel] | None] = [None] * sum(
+        self._order: list[weakref.ref[StoredTensor] | None] = [None] * sum(
             1 for move in plan.moves if move.fetched >= 0
         )
         self._next = 0
@@ -306,22 +310,22 @@ class Mover:
         """Store the value that ``tensor`` shows, the ``number``-th of the plan's moves (rules 1 and 2)."""
         move = self.plan.moves[number]
         with unseen():
-            parcel = Parcel(move, number, tensor, self.stores, self.verify)
-            if parcel.note:
-                self.notes.append(parcel.note)
+            stored = StoredTensor(move, number, tensor, self.stores, self.verify)
+            if stored.note:
+                self.notes.append(stored.note)
             if move.fetched >= 0:
-                self._order[move.fetched] = weakref.ref(parcel)
-            if parcel.waiting_bytes:
-                self._waiting.append(parcel)
-                self._waiting_bytes += parcel.waiting_bytes
+                self._order[move.fetched] = weakref.ref(stored)
+            if stored.waiting_bytes:
+                self._waiting.append(stored)
+                self._waiting_bytes += stored.waiting_bytes
                 while self._waiting_bytes > self.plan.window_bytes:
                     self._settle()
-        return Fetch(parcel, self, order)
+        return Fetch(stored, self, order)
 
     def _settle(self) -> None:
-        parcel = self._waiting.popleft()
-        self._waiting_bytes -= parcel.waiting_bytes
-        parcel.settle()
+        stored = self._waiting.popleft()
+        self._waiting_bytes -= stored.waiting_bytes
+        stored.settle()
 
     def begin(self) -> None:
         """Backward asks for a saved tensor: what is still on its way out is waited for."""
@@ -338,27 +342,26 @@ class Mover:
         room = self.plan.window_bytes - sum(self._early.values())
         while self._next < len(self._order):
             reference = self._order[self._next]
-            parcel = reference() if reference is not None else None
-            if parcel is not None and parcel.can_begin:
-                size = ahead_bytes(parcel.move.decision, parcel.move.bytes, parcel.move.encoded_bytes)
+            stored = reference() if reference is not None else None
+            if stored is not None and stored.can_begin:
+                size = ahead_bytes(stored.move.decision, stored.move.bytes, stored.move.encoded_bytes)
                 if size > room:
                     return
                 room -= size
-                self._early[id(parcel)] = size
+                self._early[id(stored)] = size
                 with unseen():
-                    parcel.begin()
+                    stored.begin()
             self._next += 1
 
-    def taken(self, parcel: Parcel) -> None:
+    def taken(self, stored: StoredTensor) -> None:
         """A value is in use: it is not ahead of need any more, and neither is anything before it."""
-        self._early.pop(id(parcel), None)
-        if parcel.move.fetched >= self._next:
-            self._order[parcel.move.fetched] = None
+        self._early.pop(id(stored), None)
+        if stored.move.fetched >= self._next:
+            self._order[stored.move.fetched] = None
 
 
 def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
-    """Lay out what every step under ``plan`` stores or places, and reserve it, if the stores are not laid out
-    for it already.
+    """Lay out what every step under ``plan`` stores or places, and reserve it, if that has not been done.
 
     Raises:
         StoreError: there is no room for it.
@@ -366,7 +369,7 @@ def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
     """
     if stores.prepared is plan:
         return
-    by_tier: dict[Any, tuple[list[int], list[int], list[int]]] = {}
+    lives: dict[Tier, list[tuple[int, int, int]]] = {}
     for number, move in enumerate(plan.moves):
         first, then = stages(move.decision)
         if isinstance(first, Compress):
@@ -376,15 +379,18 @@ def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
         if then is None:
             continue
         tier = stores.tier(then.tier, then.path, device)
-        lower, upper, size = by_tier.setdefault(tier, ([], [], []))
-        while len(size) < number:  # places of moves that go elsewhere
-            for places in (lower, upper, size):
-                places.append(0)
-        lower.append(move.born)
-        upper.append(max(move.gone, move.born + 1))
+        own = lives.setdefault(tier, [])
+        own += [(0, 0, 0)] * (number - len(own))  # places of moves that go elsewhere
         parts = 2 if isinstance(first, Compress) else 1  # a codec's parts begin at whole pages, too
-        size.append(move.encoded_bytes + (parts - 1) * tier.align)
-    for tier, expected in by_tier.items():
-        tier.expect(*expected)
+        own.append((move.born, max(move.gone, move.born + 1), move.encoded_bytes + (parts - 1) * tier.align))
+    for tier, own in lives.items():
+        tier.expect(_offsets(tuple(own), tier.align), [size for _, _, size in own])
     stores.reserve(plan.slab_bytes, device)
     stores.prepared = plan
+
+
+@lru_cache(maxsize=64)
+def _offsets(lives: tuple[tuple[int, int, int], ...], align: int) -> list[int]:
+    """Where each (from, until, bytes) lies; kinds of steps that take turns ask for the same again."""
+    lower, upper, size = zip(*lives, strict=True)
+    return find(lower, upper, size, align=align, seconds=2.0).offsets.tolist()

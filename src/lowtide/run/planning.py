@@ -14,11 +14,13 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.plan import make
+from lowtide.plan.cache import Cache, folder
+from lowtide.plan.carry import CARRIED, carried, keep
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over, with_collectives
+from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
 from lowtide.run.claims import beside, replayed_gathers, same_forward, with_seconds_of
 from lowtide.run.gradients import with_standing_gradients
 from lowtide.run.kinds import Kind
@@ -26,6 +28,7 @@ from lowtide.run.overhead import executor_overhead
 from lowtide.run.resident import KnownNeed, OptimizerNeed
 from lowtide.run.shares import beyond, within
 from lowtide.run.unseen import overlapped_bytes, with_overhead
+from lowtide.trace.settle import with_collectives
 
 Policy = str | Callable[..., Plan]
 
@@ -44,8 +47,8 @@ class Planner:
     Attributes:
         kept: operations that do not reproduce, with the reason: every plan keeps what they write.
         moved_bytes: of the optimizer's state, to the host.
-        solved: how many plans have been searched for; where the step fits as it is, there is nothing to
-            search.
+        solved: how many plans have been searched for. Where the step fits as it is, there is nothing to
+            search; where decisions that were made before lie near the bound, nothing to win.
     """
 
     def __init__(
@@ -71,6 +74,7 @@ class Planner:
         self._neighbours: Agreement | None = None
         # whether other ranks share the model: a copy of a model is not whole yet when this is made
         self._asked = False
+        self._cache = Cache(folder())
         self._need = KnownNeed()
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
 
@@ -192,7 +196,7 @@ class Planner:
         ):
             plan = without_slab(plan)  # it would stand beside optimizer.step(), too
         self._greatest_plain = self._plain_peak(graph)
-        self.solved += not plan.changes_nothing
+        self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
         kind.takes(graph, replace(plan, budget_bytes=limit))
 
     def _larger(self, refusal: BudgetError, kind: Kind, graph: StepGraph, limit: int | None) -> BudgetError:
@@ -216,6 +220,20 @@ class Planner:
         target, enough = limit, plain(graph).peak_bytes + margin_bytes  # for nothing to be evicted
         if limit is not None:
             target = (limit if enough <= limit else within(limit)) - margin_bytes
+        if limit is None or enough <= limit or self.policy != "optimal":
+            return self._searched(graph, limit, target, margin_bytes, enough)
+        room = limit - margin_bytes
+        plan = carried(graph, max(1, target or 0), self._cache.of(graph), room)
+        plan = plan or self._searched(graph, limit, target, margin_bytes, enough)
+        keep(self._cache, graph, plan, room)
+        return plan
+
+    def _searched(
+        self, graph: StepGraph, limit: int | None, target: int | None, margin_bytes: int, enough: int
+    ) -> Plan:
+        """The policy's plan for ``target`` bytes, or for the least that works where that is within the
+        limit.
+        """
         try:
             return make(graph, budget=None if target is None else max(1, target), policy=self.policy)
         except BudgetError as error:

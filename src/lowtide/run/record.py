@@ -38,7 +38,7 @@ from lowtide.run.verify import copied, why_not_reproduced
 from lowtide.run.watch import StepWatch
 
 if TYPE_CHECKING:
-    from lowtide.run.moved import Fetch, Mover
+    from lowtide.run.moved import Fetch, TransferEngine
 
 Verify = Literal["first", "always", "never"]
 
@@ -80,7 +80,7 @@ class Recorder(Interceptor):
         check: bool = False,
         watch: StepWatch | None = None,
         room: Callable[[int], int] | None = None,
-        mover: Mover | None = None,
+        mover: TransferEngine | None = None,
     ) -> None:
         private.keep_dynamo_out()
         self.director = director
@@ -398,7 +398,7 @@ class Recorder(Interceptor):
             extent: how many of its bytes say something, where anybody asks.
         """
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = private.storage_address(storage)
         value = LiveValue(node, storage.nbytes())
         if extent is not None:
             value.extent = extent
@@ -410,7 +410,7 @@ class Recorder(Interceptor):
 
     def _mark_blank(self, tensor: torch.Tensor) -> None:
         storage = tensor.untyped_storage()
-        key = storage._cdata
+        key = private.storage_address(storage)
         blank = self._blank
         blank[key] = weakref.ref(storage, lambda _: blank.pop(key, None))
 
@@ -425,7 +425,7 @@ class Recorder(Interceptor):
             if (
                 value.node is not None
                 and not isinstance(value.node, Node)
-                and not value.node.parcel.replayable_from
+                and not value.node.stored.replayable_from
             ):
                 raise Unrecordable  # too little of it comes back
             return value
@@ -497,7 +497,7 @@ class Recorder(Interceptor):
         return Attributed(tensor, packed) if tensor.__dict__ else packed
 
     def _packed(self, tensor: torch.Tensor) -> Kept | Evicted:
-        entry = self._given.get(tensor.untyped_storage()._cdata)
+        entry = self._given.get(private.storage_key(tensor))
         if entry is None:
             return Kept(tensor, self.watch, self.mover)
         if not self.check:

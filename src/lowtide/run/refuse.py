@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.plan import resolve
 from lowtide.store.stores import Stores
@@ -53,7 +54,7 @@ def refuse_other_kinds(
 def _takes_one(function: Callable[..., Any]) -> bool:
     """Whether a function can be called with one argument, as far as it says what it takes."""
     if isinstance(function, torch.nn.Module):
-        if function._forward_pre_hooks:  # which may add arguments
+        if private.forward_pre_hooks(function):  # which may add arguments
             return True
         function = function.forward
     try:

@@ -7,12 +7,13 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from lowtide import private
 from lowtide.errors import PlanError
+from lowtide.meter import storages
 from lowtide.run.told import warn
-from lowtide.trace.fake import Faker
-from lowtide.trace.fake_tracer import Tracer
+from lowtide.trace.fake.tensors import Faker
+from lowtide.trace.fake.tracer import FakeTracer
 
 
 @dataclass(frozen=True)
@@ -127,7 +128,7 @@ def _rests_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
             item.dtype,
             item.device,
             item.untyped_storage().nbytes(),
-            item._version,
+            private.version(item),
         )
 
     def described(parameter: torch.Tensor) -> tuple[Any, ...]:
@@ -171,7 +172,8 @@ def own_share(item: Any) -> Any:
 
 
 def _step_peak(twin: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -> int:
-    tracer = Tracer()
+    device = next((p.device for p in _parameters(twin)), torch.device("cpu"))
+    tracer = FakeTracer(device=device)
     with tracer:
         step = kind.step
         step.__wrapped__(twin) if hasattr(step, "__wrapped__") else twin.step()  # type: ignore[attr-defined]
@@ -179,7 +181,7 @@ def _step_peak(twin: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -
     return _peak(tracer)
 
 
-class _AnyNumber(TorchDispatchMode):
+class _AnyNumber(private.TorchDispatchMode):
     """Lets a fake number be read: what an optimizer allocates does not depend on how many steps it has
     counted.
     """
@@ -193,15 +195,10 @@ class _AnyNumber(TorchDispatchMode):
 
 
 def _bytes(items: Any) -> int:
-    seen: dict[int, int] = {}
-    for item in items:
-        if isinstance(item, torch.Tensor) and item.layout is torch.strided:
-            storage = item.untyped_storage()
-            seen[storage._cdata] = storage.nbytes()
-    return sum(seen.values())
+    return sum(s.nbytes() for s in storages(item for item in items if isinstance(item, torch.Tensor)))
 
 
-def _peak(tracer: Tracer) -> int:
+def _peak(tracer: FakeTracer) -> int:
     made = {op["index"]: 0 for op in tracer.operations}
     for storage in tracer.storages:
         if storage["producer"] is not None:

@@ -20,8 +20,8 @@ from lowtide.interception import is_made_of_others
 from lowtide.ops import op_info
 from lowtide.run.direct import IdleDirector, RegionDirector, ScopeDirector
 
-Overload = torch._ops.OpOverload
-Packet = torch._ops.OpOverloadPacket
+Overload = private.OpOverload
+Packet = private.OpOverloadPacket
 
 Rule = Callable[[str], bool] | Callable[[Overload, tuple[Any, ...], dict[str, Any]], bool]
 """From an operation, before it runs, to whether its results are evicted.
@@ -71,7 +71,7 @@ class RuleDirector(RegionDirector):
 @functools.cache
 def _makes_tensors(func: Overload) -> bool:
     """Whether an operation returns tensors: what reads a number off one does not."""
-    return any("Tensor" in str(one.type) for one in func._schema.returns)
+    return any("Tensor" in str(one.type) for one in private.schema_of(func).returns)
 
 
 def director_for(policy: RegionPolicy) -> ScopeDirector:

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import noop_context_fn
 
 from lowtide import private
 from lowtide.errors import PlanError
+from lowtide.interception import watchers
 from lowtide.run.direct import RegionDirector, ScopeDirector
 from lowtide.run.record import Verify
 from lowtide.run.reproduced import ScopeRecorder
@@ -133,7 +134,7 @@ def _scope(director: ScopeDirector, verify: Verify, place: int) -> Iterator[None
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         yield
         return
-    watcher = next((one for one in reversed(private.watchers()) if hasattr(one, "region")), None)
+    watcher = next((one for one in reversed(watchers()) if hasattr(one, "region")), None)
     if watcher is not None:
         with watcher.region(director):
             yield

@@ -4,6 +4,8 @@ or on fake tensors.
 
 from __future__ import annotations
 
+import functools
+import inspect
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
@@ -14,10 +16,9 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.run.look import Look
 from lowtide.run.unseen import with_overhead
-from lowtide.run.untouched import apart, untouched
-from lowtide.trace.describe import tensors_inside
-from lowtide.trace.loss import loss_of
-from lowtide.trace.step import device_of, find_modules, trace_fake
+from lowtide.trace.fake.step import trace_fake
+from lowtide.trace.results import loss_in, tensors_inside
+from lowtide.trace.untouched import untouched, without_history
 
 
 def trace(
@@ -62,8 +63,9 @@ def trace(
         )
     modules = [model] if model is not None else find_modules(step, args, kwargs)
     if fake:
-        return trace_fake(step, args, kwargs, modules, costs=costs)
-    graph = _trace_real(step, args, kwargs, modules)
+        graph = trace_fake(step, args, kwargs, modules, device_of(modules, args), costs=costs)
+    else:
+        graph = _trace_real(step, args, kwargs, modules)
     return with_overhead(graph) if costs else without_costs(graph)
 
 
@@ -74,34 +76,65 @@ def _trace_real(
     look = Look(root, torch.device(device_of(modules, args)))
     with untouched(modules), torch.enable_grad():
         try:
-            given, named = apart((args, kwargs))
+            given, named = without_history((args, kwargs))
             with look.forward(tensors_inside((given, named))):
                 result = step(*given, **named)
             ran = any(operation["phase"] == "backward" for operation in look.tracer.operations)
             if not ran:
-                loss = loss_of(result)
-                if loss is None:
-                    raise TraceError(
-                        f"the step returned {_described(result)}, in which there is no loss: return a scalar "
-                        "tensor that requires grad, or an output with .loss, or run backward in the step"
-                    )
+                loss = loss_in(result)
                 del result
-                (loss.sum() if loss.dim() else loss).backward()
+                loss.backward()
             return look.graph(root)
         finally:
             look.close()
-
-
-def _described(result: Any) -> str:
-    if not isinstance(result, torch.Tensor):
-        return type(result).__name__
-    return (
-        f"a tensor of shape {tuple(result.shape)} that "
-        f"{'requires' if result.requires_grad else 'does not require'} grad"
-    )
 
 
 def without_costs(graph: StepGraph) -> StepGraph:
     """The graph with every operation taking 0 seconds."""
     operations = tuple(replace(operation, seconds=0.0, scratch_bytes=0) for operation in graph.operations)
     return replace(graph, operations=operations, plain_seconds=0.0)
+
+
+def find_modules(
+    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> list[torch.nn.Module]:
+    """The modules that a callable can reach: itself, its arguments, what it is bound to, and the variables
+    that its code names.
+    """
+    found: list[torch.nn.Module] = []
+
+    def add(item: Any) -> None:
+        if isinstance(item, torch.nn.Module) and not any(item is known for known in found):
+            found.append(item)
+
+    add(step)
+    for item in [*args, *kwargs.values()]:
+        add(item)
+    function: Any = step
+    while isinstance(function, functools.partial):
+        for item in [*function.args, *function.keywords.values()]:
+            add(item)
+        function = function.func
+        add(function)
+    add(getattr(function, "__self__", None))
+    function = getattr(function, "__func__", function)
+    if inspect.isfunction(function):
+        variables = inspect.getclosurevars(function)
+        for item in [*variables.nonlocals.values(), *variables.globals.values()]:
+            add(item)
+            if inspect.isfunction(item):
+                inner = inspect.getclosurevars(item)
+                for deeper in [*inner.nonlocals.values(), *inner.globals.values()]:
+                    add(deeper)
+    return found
+
+
+def device_of(modules: list[torch.nn.Module], args: tuple[Any, ...]) -> str:
+    """The kind of device of the first tensor that the modules have, or that is given."""
+    for module in modules:
+        for tensor in [*module.parameters(), *module.buffers()]:
+            return tensor.device.type
+    for item in args:
+        if isinstance(item, torch.Tensor):
+            return item.device.type
+    return "cpu"

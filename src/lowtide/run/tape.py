@@ -112,9 +112,9 @@ class Ref:
         ):
             base = base.as_strided(self.shape, self.strides, self.offset)
         if base.is_conj() is not self.conjugate:
-            base = torch._conj(base)  # pyright: ignore
+            base = private.conjugated(base)
         if base.is_neg() is not self.negative:
-            base = torch._neg_view(base)  # pyright: ignore
+            base = private.negated(base)
         return base
 
 
@@ -264,7 +264,7 @@ def bring_back(value: LiveValue) -> torch.Tensor:
     uses[id(value)] = uses.get(id(value), 0) + 1
     with unseen(), private.replaying():
         for node in order:
-            torch._C._set_grad_enabled(node.grad)
+            private.set_grad_enabled(node.grad)
             _run(node, transient, uses)
     found = transient.pop(id(value), None)
     if found is None:

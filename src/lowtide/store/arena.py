@@ -2,16 +2,15 @@
 for what is not.
 
 ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: what a step stores is the same
-in every step, so where it lies is worked out once, by `lowtide.plan.layout`. A second forward before the
-first one's backward finds its places taken and gets others, which are reused by size.
+in every step, so where it lies is worked out once, by whoever knows the lifetimes. A second forward before
+the first one's backward finds its places taken and gets others, which are reused by size.
 """
 
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Sequence
 from dataclasses import dataclass
-
-from lowtide.plan.layout import find
 
 
 @dataclass(frozen=True, order=True, slots=True)
@@ -34,7 +33,7 @@ class Arena:
 
     Example:
         >>> arena = Arena(align=4)
-        >>> arena.expect(lower=[0, 2], upper=[2, 4], size=[10, 8])
+        >>> arena.expect(offsets=[0, 0], sizes=[10, 8])
         >>> arena.static_bytes
         12
         >>> arena.take(10, 0)
@@ -46,25 +45,18 @@ class Arena:
         self.static_bytes = 0
         self.taken_bytes = 0
         self._static: list[Region] = []
-        self._layouts: dict[tuple[tuple[int, ...], ...], tuple[list[Region], int]] = {}
         self._taken: list[Region] = []
         self._top = 0
         self._spare: dict[int, list[Region]] = {}
         self._extra: set[Region] = set()
 
-    def expect(self, lower: list[int], upper: list[int], size: list[int]) -> None:
-        """Lay out what every step takes from now on: half-open lifetimes in any unit, bytes. What was
-        expected before is laid out as it was then, so that kinds of steps may take turns."""
-        key = (tuple(lower), tuple(upper), tuple(size))
-        if key not in self._layouts:
-            found = find(lower, upper, size, align=self.align, seconds=2.0)
-            places = [
-                Region(int(at), int(at) + self._whole(bytes_))
-                for at, bytes_ in zip(found.offsets, size, strict=True)
-            ]
-            self._layouts[key] = places, found.height
-        self._static, height = self._layouts[key]
-        self.static_bytes = max(self.static_bytes, height)
+    def expect(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """Keep these places for what every step takes from now on."""
+        self._static = [
+            Region(at, at + self._whole(bytes_)) for at, bytes_ in zip(offsets, sizes, strict=True)
+        ]
+        ends = (region.end for region, bytes_ in zip(self._static, sizes, strict=True) if bytes_)
+        self.static_bytes = max(self.static_bytes, max(ends, default=0))
         self._top = max(self._top, self.static_bytes)
 
     def take(self, bytes_: int, number: int = -1) -> Region:

@@ -1,157 +1,50 @@
-"""Codecs: a saved value in fewer bytes, exactly or within a stated error.
-
-A codec has three methods: `Codec.encoded_bytes` says how many bytes it takes at most, `Codec.encode` turns a
-flat tensor into a few smaller ones, `Codec.decode` writes it back. All of them work in chunks of `CHUNK`
-elements, so that what they allocate on the way does not grow with the tensor (`scratch_bytes`), and draw
-random numbers from generators of their own.
-
-A user's own codec is a class with those three methods; give an instance to `lowtide.Compress` or to the
-policy ``compress``.
+"""Codecs: a saved value in fewer bytes, exactly or within a stated error. What they have in common stands in
+`lowtide.store.coding`.
 """
 
 from __future__ import annotations
 
-from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from collections.abc import Sequence
 
 import torch
 
-from lowtide.errors import LowtideError
+from lowtide.store.coding import (
+    CHUNK,
+    DEVICE_CHUNK,
+    Chunked,
+    Codec,
+    CodecError,
+    Form,
+    Parts,
+    bits_of,
+    ceil_div,
+    chunk_elements,
+    chunks,
+    pack_bits,
+    unpack_bits,
+    words,
+)
 
-CHUNK = 1 << 16
-"""Elements that are encoded or decoded at a time."""
-
-Parts = tuple[torch.Tensor, ...]
-
-
-class CodecError(LowtideError):
-    """A value does not fit a codec (too many distinct values, not finite): it has to stay as it is."""
-
-
-class Form(NamedTuple):
-    """What is known of a value before it exists.
-
-    Attributes:
-        elements: how many.
-        dtype: of each.
-    """
-
-    elements: int
-    dtype: torch.dtype
-
-    @property
-    def bytes(self) -> int:
-        """Bytes without a codec."""
-        return self.elements * self.dtype.itemsize
-
-
-class Codec(ABC):
-    """The way in and out of fewer bytes.
-
-    Attributes:
-        name: by which plans and tables know it.
-        lossless: whether `decode` gives back every bit, or at least what leaves gradients bitwise the same.
-        replayable_from: whether an operation may be replayed from what `decode` gives back.
-        error: the bound on the error in words, empty for a lossless one.
-        gentler: the name of the codec that policies use instead where backward is not linear in the value
-            (`lowtide.plan.moves.linear`), so that this one's error would bias the gradients; empty for none.
-        scratch_bytes: the most it allocates beyond what it returns.
-
-    Example:
-        >>> import torch
-        >>> class Half(Codec):
-        ...     name, error = "half", "relative 2**-11"
-        ...     def encoded_bytes(self, form):
-        ...         return 2 * form.elements
-        ...     def encode(self, flat):
-        ...         return (flat.half(),)
-        ...     def decode(self, parts, out):
-        ...         out.copy_(parts[0])
-        >>> x = torch.randn(100)
-        >>> y = torch.empty(100)
-        >>> Half().decode(Half().encode(x), y)
-        >>> bool((x - y).abs().max() < 0.01)
-        True
-    """
-
-    name: str = "own"
-    lossless: bool = False
-    replayable_from: bool = True
-    error: str = ""
-    gentler: str = ""
-    scratch_bytes: int = 16 * CHUNK
-
-    @property
-    def bitwise(self) -> bool:
-        """Whether `decode` gives back every bit."""
-        return self.lossless
-
-    @abstractmethod
-    def encoded_bytes(self, form: Form) -> int:
-        """The most bytes that a value of this form takes, or its own bytes where the codec does not apply."""
-
-    @abstractmethod
-    def encode(self, flat: torch.Tensor) -> Parts:
-        """Smaller tensors for a flat one.
-
-        Raises:
-            CodecError: this value cannot be encoded; it is kept instead.
-        """
-
-    @abstractmethod
-    def decode(self, parts: Parts, out: torch.Tensor) -> None:
-        """Write the value into ``out``, flat and of the form that was encoded."""
+__all__ = [
+    "CHUNK",
+    "DEVICE_CHUNK",
+    "BFloat16",
+    "Blockwise",
+    "Codec",
+    "CodecError",
+    "Dictionary",
+    "Form",
+    "Positive",
+    "Raw",
+    "Sparse",
+    "chunk_elements",
+    "codec_named",
+    "pack_bits",
+    "unpack_bits",
+]
 
 
-def chunks(elements: int) -> Iterator[slice]:
-    """Slices of at most `CHUNK` elements."""
-    for start in range(0, elements, CHUNK):
-        yield slice(start, min(start + CHUNK, elements))
-
-
-def _ceil(a: int, b: int) -> int:
-    return -(-a // b)
-
-
-_WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-"""Whole numbers of so many bytes."""
-
-
-def pack_bits(codes: torch.Tensor, bits: int) -> torch.Tensor:
-    """Codes of 1, 2, 4 or 8 bits, one a byte, packed; a multiple of 8 codes fills whole bytes.
-
-    >>> pack_bits(torch.tensor([1, 0, 1, 1, 0, 0, 0, 0], dtype=torch.uint8), 1)
-    tensor([13], dtype=torch.uint8)
-    """
-    each = 8 // bits
-    short = -codes.numel() % each
-    if short:
-        codes = torch.cat([codes, codes.new_zeros(short)])
-    whole = codes.view(_WORDS[each])
-    packed = whole.clone()
-    # the k-th byte's bits move down next to those before it; what is above the lowest byte is dropped
-    for k in range(1, each):
-        packed |= whole >> (k * (8 - bits))
-    return packed.to(torch.uint8)
-
-
-def unpack_bits(packed: torch.Tensor, bits: int, count: int) -> torch.Tensor:
-    """What `pack_bits` packed, one a byte."""
-    each = 8 // bits
-    whole = packed.to(_WORDS[each])
-    codes = whole & ((1 << bits) - 1)
-    for k in range(1, each):
-        codes |= (whole << (k * (8 - bits))) & ((1 << bits) - 1 << 8 * k)
-    return codes.view(torch.uint8)[:count]
-
-
-def words(flat: torch.Tensor) -> torch.Tensor:
-    """The same bits as integers."""
-    return flat.view(_WORDS[flat.element_size()])
-
-
-class Dictionary(Codec):
+class Dictionary(Chunked):
     """Lossless, for values of few distinct numbers: dropout masks (one bit an element), comparisons, small
     integers.
 
@@ -170,7 +63,7 @@ class Dictionary(Codec):
 
     def encoded_bytes(self, form: Form) -> int:
         """``bits`` an element, and the dictionary."""
-        return _ceil(form.elements * self.bits, 8) + (1 << self.bits) * form.dtype.itemsize
+        return ceil_div(form.elements * self.bits, 8) + (1 << self.bits) * form.dtype.itemsize
 
     def encode(self, flat: torch.Tensor) -> Parts:
         """Codes and the numbers that they stand for."""
@@ -178,7 +71,7 @@ class Dictionary(Codec):
         if self.bits == 1 and source.numel():
             return self._encode_two(source)
         known = source.new_empty(0)
-        for part in chunks(source.numel()):
+        for part in chunks(source):
             here = source[part]
             if known.numel():
                 here = here[~torch.isin(here, known)]
@@ -187,36 +80,38 @@ class Dictionary(Codec):
             if known.numel() > 1 << self.bits:
                 raise CodecError(f"{self.name}: more than {1 << self.bits} distinct values")
         known = known.sort().values
-        codes = torch.empty(_ceil(source.numel() * self.bits, 8), dtype=torch.uint8, device=flat.device)
-        for part in chunks(source.numel()):
+        codes = torch.empty(ceil_div(source.numel() * self.bits, 8), dtype=torch.uint8, device=flat.device)
+        for part in chunks(source):
             code = torch.searchsorted(known, source[part], out_int32=True).to(torch.uint8)
-            codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)] = pack_bits(code, self.bits)
+            codes[bits_of(part, self.bits)] = pack_bits(code, self.bits)
         return codes, known
 
     def _encode_two(self, source: torch.Tensor) -> Parts:
         """Two numbers need no search: they are the least and the largest."""
         least, largest = torch.aminmax(source)
-        codes = torch.empty(_ceil(source.numel(), 8), dtype=torch.uint8, device=source.device)
-        for part in chunks(source.numel()):
+        codes = torch.empty(ceil_div(source.numel(), 8), dtype=torch.uint8, device=source.device)
+        fits = []
+        for part in chunks(source):
             here = source[part]
             code = here == largest
-            if not bool(((here == least) | code).all()):
-                raise CodecError(f"{self.name}: more than 2 distinct values")
-            codes[part.start // 8 : _ceil(part.stop, 8)] = pack_bits(code.view(torch.uint8), 1)
+            fits.append(((here == least) | code).all())
+            codes[bits_of(part)] = pack_bits(code.view(torch.uint8), 1)
+        if not bool(torch.stack(fits).all()):
+            raise CodecError(f"{self.name}: more than 2 distinct values")
         return codes, torch.stack([least, largest])
 
     def decode(self, parts: Parts, out: torch.Tensor) -> None:
         """Look the codes up."""
         codes, known = parts
         target = words(out)
-        for part in chunks(target.numel()):
-            packed = codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)]
+        for part in chunks(target):
+            packed = codes[bits_of(part, self.bits)]
             torch.index_select(
                 known, 0, unpack_bits(packed, self.bits, part.stop - part.start).int(), out=target[part]
             )
 
 
-class Sparse(Codec):
+class Sparse(Chunked):
     """Lossless, for values with many zeros (ReLU's output, what dropout leaves): a bit an element and what is
     not zero.
 
@@ -235,41 +130,51 @@ class Sparse(Codec):
 
     def encoded_bytes(self, form: Form) -> int:
         """A bit an element and at most ``most`` of the elements."""
-        return _ceil(form.elements, 8) + int(form.elements * self.most) * form.dtype.itemsize
+        return ceil_div(form.elements, 8) + int(form.elements * self.most) * form.dtype.itemsize
 
     def encode(self, flat: torch.Tensor) -> Parts:
         """Which differ from zero, and those."""
         source = words(flat)
-        count = sum(int(torch.count_nonzero(source[part])) for part in chunks(source.numel()))
-        if count > int(source.numel() * self.most):
-            raise CodecError(f"{self.name}: {count / source.numel():.2f} of the elements differ from zero")
-        mask = torch.empty(_ceil(source.numel(), 8), dtype=torch.uint8, device=flat.device)
-        kept = source.new_empty(count)
+        counts = [torch.count_nonzero(source[part]) for part in chunks(source)]
+        found: list[int] = torch.stack(counts).tolist() if counts else []
+        if sum(found) > int(source.numel() * self.most):
+            raise CodecError(
+                f"{self.name}: {sum(found) / source.numel():.2f} of the elements differ from zero"
+            )
+        mask = torch.empty(ceil_div(source.numel(), 8), dtype=torch.uint8, device=flat.device)
+        kept = source.new_empty(sum(found))
         at = 0
-        for part in chunks(source.numel()):
-            here = source[part]
-            there = here != 0
-            mask[part.start // 8 : _ceil(part.stop, 8)] = pack_bits(there.to(torch.uint8), 1)
-            found = here[there]
-            kept[at : at + found.numel()] = found
-            at += found.numel()
+        for part, count in zip(chunks(source), found, strict=True):
+            there = source[part] != 0
+            mask[bits_of(part)] = pack_bits(there.view(torch.uint8), 1)
+            where = torch.nonzero_static(there, size=count).view(-1)
+            torch.index_select(source[part], 0, where, out=kept[at : at + count])
+            at += count
         return mask, kept
 
     def decode(self, parts: Parts, out: torch.Tensor) -> None:
         """Zeros, and the others where they were."""
         mask, kept = parts
         target = words(out)
-        at = 0
-        for part in chunks(target.numel()):
-            there = unpack_bits(mask[part.start // 8 : _ceil(part.stop, 8)], 1, part.stop - part.start).bool()
-            count = int(there.sum())
-            here = target[part]
-            here.zero_()
-            here[there] = kept[at : at + count]
-            at += count
+        if not kept.numel():
+            target.zero_()
+            return
+        before = torch.zeros((), dtype=torch.int64, device=out.device)
+        for part in chunks(target):
+            there = unpack_bits(mask[bits_of(part)], 1, part.stop - part.start)
+            before = _spread(kept, there, before, target[part])
 
 
-class Positive(Codec):
+def _spread(kept: torch.Tensor, there: torch.Tensor, before: torch.Tensor, out: torch.Tensor) -> torch.Tensor:
+    """Write kept elements where they were, after ``before`` others; returns how many are written by then."""
+    place = there.cumsum(0).add_(before)
+    before = place[-1].clone()
+    torch.index_select(kept, 0, place.sub_(1).clamp_(min=0), out=out)
+    out.mul_(there)
+    return before
+
+
+class Positive(Chunked):
     """One bit an element: whether it is above zero. Lossless for ReLU's backward, which asks for nothing
     else; the policy checks that nobody else reads the value."""
 
@@ -281,25 +186,23 @@ class Positive(Codec):
 
     def encoded_bytes(self, form: Form) -> int:
         """A bit an element."""
-        return _ceil(form.elements, 8)
+        return ceil_div(form.elements, 8)
 
     def encode(self, flat: torch.Tensor) -> Parts:
         """The bits."""
-        mask = torch.empty(_ceil(flat.numel(), 8), dtype=torch.uint8, device=flat.device)
-        for part in chunks(flat.numel()):
+        mask = torch.empty(ceil_div(flat.numel(), 8), dtype=torch.uint8, device=flat.device)
+        for part in chunks(flat):
             # threshold_backward drops the gradient where x <= 0, so that NaN passes it on
-            mask[part.start // 8 : _ceil(part.stop, 8)] = pack_bits((~(flat[part] <= 0)).to(torch.uint8), 1)
+            mask[bits_of(part)] = pack_bits((~(flat[part] <= 0)).to(torch.uint8), 1)
         return (mask,)
 
     def decode(self, parts: Parts, out: torch.Tensor) -> None:
         """Ones and zeros."""
-        for part in chunks(out.numel()):
-            out[part] = unpack_bits(
-                parts[0][part.start // 8 : _ceil(part.stop, 8)], 1, part.stop - part.start
-            )
+        for part in chunks(out):
+            out[part] = unpack_bits(parts[0][bits_of(part)], 1, part.stop - part.start)
 
 
-class Raw(Codec):
+class Raw(Chunked):
     """The bytes as they are: what a value that does not fit its codec is kept as."""
 
     name = "raw"
@@ -319,7 +222,7 @@ class Raw(Codec):
         out.copy_(parts[0])
 
 
-class BFloat16(Codec):
+class BFloat16(Chunked):
     """Half the bytes of float32: 8 bits of precision, float32's range."""
 
     name = "bfloat16"
@@ -341,7 +244,7 @@ class BFloat16(Codec):
         out.copy_(parts[0])
 
 
-class Blockwise(Codec):
+class Blockwise(Chunked):
     """Whole numbers of 8 or 4 bits, spread over the range of each block and rounded at random so that the
     expected value is exact.
 
@@ -382,7 +285,7 @@ class Blockwise(Codec):
         """``bits`` an element and four bytes a block."""
         if not form.dtype.is_floating_point:
             return form.bytes
-        return _ceil(form.elements * self.bits, 8) + 4 * _ceil(form.elements, self.block)
+        return ceil_div(form.elements * self.bits, 8) + 4 * ceil_div(form.elements, self.block)
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
@@ -394,9 +297,9 @@ class Blockwise(Codec):
         if not flat.dtype.is_floating_point:
             raise CodecError(f"{self.name}: {flat.dtype} is no floating-point type")
         source = self._generator(flat.device)
-        codes = torch.empty(_ceil(flat.numel() * self.bits, 8), dtype=torch.uint8, device=flat.device)
-        ranges = torch.empty(2, _ceil(flat.numel(), self.block), dtype=torch.bfloat16, device=flat.device)
-        for part in chunks(flat.numel()):
+        codes = torch.empty(ceil_div(flat.numel() * self.bits, 8), dtype=torch.uint8, device=flat.device)
+        ranges = torch.empty(2, ceil_div(flat.numel(), self.block), dtype=torch.bfloat16, device=flat.device)
+        for part in chunks(flat):
             here = flat[part].to(torch.float32, copy=True)
             short = -here.numel() % self.block
             if short:
@@ -404,7 +307,7 @@ class Blockwise(Codec):
             here = here.view(-1, self.block)
             low = _upwards(here.amin(1).neg_()).neg_()
             step = _upwards(here.amax(1).sub_(low).div_(self.levels))
-            blocks = slice(part.start // self.block, _ceil(part.stop, self.block))
+            blocks = slice(part.start // self.block, ceil_div(part.stop, self.block))
             ranges[0, blocks], ranges[1, blocks] = low, step
             # a step below the normal numbers would make quotients that are off the scale
             here.sub_(low.unsqueeze(1)).div_(step.clamp_min_(1e-38).unsqueeze(1))
@@ -412,7 +315,7 @@ class Blockwise(Codec):
                 0.5 + 2**-17
             ).floor_().clamp_(0, self.levels)
             code = here.view(-1)[: part.stop - part.start].to(torch.int32).to(torch.uint8)
-            codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)] = pack_bits(code, self.bits)
+            codes[bits_of(part, self.bits)] = pack_bits(code, self.bits)
         if not bool(torch.isfinite(ranges).all()):
             raise CodecError(f"{self.name}: not every element is finite")
         return codes, ranges.view(-1)
@@ -422,10 +325,12 @@ class Blockwise(Codec):
         codes, ranges = parts
         ranges = ranges.view(2, -1)
         limits = torch.finfo(out.dtype)
-        for part in chunks(out.numel()):
-            packed = codes[part.start * self.bits // 8 : _ceil(part.stop * self.bits, 8)]
+        for part in chunks(out):
+            packed = codes[bits_of(part, self.bits)]
             here = unpack_bits(packed, self.bits, part.stop - part.start).to(torch.float32)
-            low, step = ranges[:, part.start // self.block : _ceil(part.stop, self.block)].to(torch.float32)
+            low, step = ranges[:, part.start // self.block : ceil_div(part.stop, self.block)].to(
+                torch.float32
+            )
             whole = here.numel() // self.block * self.block
             blocks = here[:whole].view(-1, self.block)
             count = blocks.shape[0]
@@ -440,7 +345,7 @@ def _noise(count: int, source: torch.Generator, device: torch.device) -> torch.T
     """Whole numbers from -32768 to 32767, each as likely as another: four of every 64 random bits, which is
     four times as fast as `torch.rand`.
     """
-    bits = torch.empty(_ceil(count, 4), dtype=torch.int64, device=device).random_(
+    bits = torch.empty(ceil_div(count, 4), dtype=torch.int64, device=device).random_(
         -(2**63), None, generator=source
     )  # type: ignore[call-overload]
     return bits.view(torch.int16)[:count].to(torch.float32)

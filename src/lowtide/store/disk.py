@@ -1,19 +1,23 @@
-"""The disk tier: one preallocated file without a name, read and written past the page cache by two
-threads.
-"""
+"""The disk tier: a preallocated file without a name, read and written past the page cache by two threads."""
 
 from __future__ import annotations
 
 import errno
-import mmap
 import os
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 import torch
+from torch import Tensor
 
 from lowtide.errors import PlanError
-from lowtide.store.tier import BUFFER_BYTES, Fault, StoreError, Tier
+from lowtide.store.lanes import Event, StreamLane, Streams
+from lowtide.store.pool import host_bytes, reserve, unnamed_file
+from lowtide.store.tier import Fault, StoreError, Tier
+
+BUFFER_BYTES = 4 << 20
+"""Size of the buffer that each thread moves bytes through: it does not grow with the model (ZeRO-R's C_B)."""
 
 PAGE = 4096
 _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
@@ -22,14 +26,18 @@ _IN_MEMORY = {"tmpfs", "ramfs", "devtmpfs"}
 class Disk(Tier):
     """Bytes in a file.
 
-    The file is unlinked as soon as it is open (or never gets a name, where the system can do that), so
-    nothing is left however the process ends. Its blocks are reserved before the first step, so that a full
-    disk is known then. Reads and writes go past the page cache where the file system allows, each through one
-    buffer of constant size.
+    Nothing of the file is left however the process ends. Its blocks are reserved before the first step, so
+    that a full disk is known then. Reads and writes go past the page cache where the file system allows,
+    each through a buffer of constant size; on a GPU that is page-locked, and each direction has a stream.
 
     Args:
         path: a folder on the disk to use; the system's folder for temporary files by default.
         fault: for tests.
+        device: whose bytes are kept.
+        streams: the device's, for tests.
+
+    Attributes:
+        direct: whether reads and writes go past the page cache.
 
     Raises:
         PlanError: the folder does not exist, cannot be written, or lies in main memory.
@@ -37,58 +45,54 @@ class Disk(Tier):
 
     name = "disk"
 
-    def __init__(self, path: str | os.PathLike[str] | None = None, fault: Fault | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        fault: Fault | None = None,
+        device: torch.device | str = "cpu",
+        streams: Streams | None = None,
+    ) -> None:
         self.path = Path(path if path is not None else tempfile.gettempdir())
         kind = file_system(self.path)
         if kind in _IN_MEMORY:
             raise PlanError(
                 f"{self.path} is a {kind}, which lies in main memory: give path= a folder on a disk"
             )
-        self.direct, self._file = _open(self.path)
-        super().__init__(PAGE, fault)
-        self._in = mmap.mmap(-1, BUFFER_BYTES)
-        self._out = mmap.mmap(-1, BUFFER_BYTES)
+        try:
+            self._file, self.direct = unnamed_file(self.path, direct=True)
+        except OSError as error:
+            raise PlanError(
+                f"{self.path} cannot hold lowtide's file ({error.strerror}): give path= a folder that can be "
+                "written"
+            ) from None
+        super().__init__(PAGE, device, fault, streams)
+        self._out, self._in = _Staging(self.streams), _Staging(self.streams)
 
     def _grow(self, end: int) -> None:
         try:
-            if hasattr(os, "posix_fallocate"):
-                os.posix_fallocate(self._file, 0, end)
-            else:
-                os.ftruncate(self._file, end)
+            reserve(self._file, end)
         except OSError as error:
             raise self._explain("reserve", error) from error
 
-    def _write(self, data: torch.Tensor, start: int) -> None:
-        view = memoryview(self._in)
-        staged = torch.frombuffer(self._in, dtype=torch.uint8)
-        for at in range(0, data.numel(), BUFFER_BYTES):
-            part = data[at : at + BUFFER_BYTES]
-            staged[: part.numel()].copy_(part)
-            _settle(data.device)
-            whole = -(-part.numel() // PAGE) * PAGE
-            done = 0
+    def _write(self, data: Tensor, start: int, ready: Event | None) -> None:
+        for at, part, buffer in self._out.pieces(data):
+            self._out.copy(buffer[: part.numel()], part, part, ready)
+            whole, done = -(-part.numel() // PAGE) * PAGE, 0
             while done < whole:
-                count = os.pwrite(self._file, view[done:whole], start + at + done)
-                if count <= 0:
-                    raise OSError(errno.EIO, "nothing was written")
-                done += count if count % PAGE == 0 else count // PAGE * PAGE
-                if count % PAGE and count < PAGE:
+                count = os.pwrite(self._file, buffer[done:whole].numpy().data, start + at + done)
+                if count < PAGE:
                     raise OSError(errno.EIO, f"only {count} bytes were written")
+                done += count // PAGE * PAGE
 
-    def _read(self, start: int, out: torch.Tensor) -> None:
-        view = memoryview(self._out)
-        staged = torch.frombuffer(self._out, dtype=torch.uint8)
-        for at in range(0, out.numel(), BUFFER_BYTES):
-            part = out[at : at + BUFFER_BYTES]
-            whole = -(-part.numel() // PAGE) * PAGE
-            done = 0
+    def _read(self, start: int, out: Tensor, ready: Event | None) -> None:
+        for at, part, buffer in self._in.pieces(out):
+            whole, done = -(-part.numel() // PAGE) * PAGE, 0
             while done < whole:
-                count = os.preadv(self._file, [view[done:whole]], start + at + done)
+                count = os.preadv(self._file, [buffer[done:whole].numpy().data], start + at + done)
                 if count < PAGE:
                     raise _Short(f"{at + done + count} of {out.numel()} bytes could be read")
                 done += count // PAGE * PAGE
-            part.copy_(staged[: part.numel()])
-            _settle(out.device)
+            self._in.copy(part, buffer[: part.numel()], part, ready)
 
     def _drop(self) -> None:
         os.close(self._file)
@@ -96,10 +100,8 @@ class Disk(Tier):
     def _explain(self, what: str, error: BaseException) -> StoreError:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
             try:
-                free = (
-                    f"{os.statvfs(self.path).f_bavail * os.statvfs(self.path).f_frsize:,} bytes are free "
-                    "there"
-                )
+                facts = os.statvfs(self.path)
+                free = f"{facts.f_bavail * facts.f_frsize:,} bytes are free there"
             except OSError:
                 free = "it is full"
             return StoreError(
@@ -118,37 +120,31 @@ class Disk(Tier):
         )
 
 
-def _settle(device: torch.device) -> None:
-    """Wait for copies from or to a GPU that this thread has queued: the buffer is used again at once."""
-    if device.type != "cpu":
-        torch.get_device_module(device.type).current_stream(device).synchronize()
+class _Staging:
+    """A thread's buffer between the device and the file, and its way to the device."""
+
+    def __init__(self, streams: Streams | None) -> None:
+        self._lane = StreamLane(streams) if streams is not None else None
+        self._pinned = streams is not None
+        self._buffer: Tensor | None = None
+
+    def pieces(self, data: Tensor) -> Iterator[tuple[int, Tensor, Tensor]]:
+        """Where each piece of ``data`` begins, the piece, and the buffer."""
+        if self._buffer is None:
+            self._buffer = host_bytes(BUFFER_BYTES, self._pinned)
+        for at in range(0, data.numel(), BUFFER_BYTES):
+            yield at, data[at : at + BUFFER_BYTES], self._buffer
+
+    def copy(self, target: Tensor, source: Tensor, held: Tensor, ready: Event | None) -> None:
+        """Copy after ``ready``, now: the buffer is used again at once."""
+        if self._lane is None or ready is None:
+            target.copy_(source)
+        else:
+            self._lane.copy([(target, source)], held, after=[ready]).wait()
 
 
 class _Short(Exception):
     """A read ended before its end."""
-
-
-def _open(folder: Path) -> tuple[bool, int]:
-    """Whether reads and writes go past the page cache, and a file that nobody else sees."""
-    unnamed, direct = getattr(os, "O_TMPFILE", 0), getattr(os, "O_DIRECT", 0)
-    for flags in (direct, 0):
-        try:
-            if unnamed:
-                return bool(flags), os.open(folder, unnamed | os.O_RDWR | flags, 0o600)
-        except OSError as error:
-            if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EROFS):
-                raise PlanError(
-                    f"{folder} cannot hold lowtide's file ({error.strerror}): give path= a folder that can "
-                    "be written"
-                ) from None
-    try:
-        handle, name = tempfile.mkstemp(prefix="lowtide-", dir=folder)
-    except OSError as error:
-        raise PlanError(
-            f"{folder} cannot hold lowtide's file ({error.strerror}): give path= a folder that can be written"
-        ) from None
-    os.unlink(name)
-    return False, handle
 
 
 def file_system(path: Path) -> str:

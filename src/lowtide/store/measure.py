@@ -1,5 +1,4 @@
-"""What planning rests on outside the step: what codecs make of values, how fast they, tiers and groups are,
-and what transfers take from a computation.
+"""How fast tiers, codecs and groups are here, as plain numbers.
 
 A tier on the CPU moves bytes on threads of its own. They share cores, caches, memory and the interpreter's
 lock with the step, even where a core is left over. So both are measured together, as they will run: matrix
@@ -11,23 +10,19 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch.nn import functional
 
 from lowtide import private
-from lowtide.plan.data import Codec as OwnCodec
-from lowtide.plan.data import CodecFacts, Compress, Link, Moving, Offload, Shard, stages
-from lowtide.plan.moves.placements import codecs_behind, decision_of
-from lowtide.progress import current
-from lowtide.store.codec import CHUNK, Codec, Form, codec_named
+from lowtide.store.codec import Codec
+from lowtide.store.disk import BUFFER_BYTES
 from lowtide.store.shard import Replicas
-from lowtide.store.stores import Stores
-from lowtide.store.tier import BUFFER_BYTES, Tier
+from lowtide.store.tier import Tier
 
 _SAMPLE = 1 << 20
 """Elements on which a codec is timed, where there is room."""
@@ -50,19 +45,22 @@ _ENOUGH_SECONDS = 2.0
 
 
 @dataclass(frozen=True, slots=True)
-class TierSpeed:
-    """What was measured of a tier.
+class Speed:
+    """What was measured of a tier, a codec or a group.
 
     Attributes:
-        write_bytes_per_second, read_bytes_per_second: beside a computation on a CPU, without one on a device
-            that copies by itself.
+        write_bytes_per_second, read_bytes_per_second: of one transfer at a time; beside a computation on a
+            CPU,
+            without one on a device that copies by itself.
+        latency_seconds: of each transfer.
         busy: share of a transfer's time by which a computation beside it takes longer; 0 where the device
             copies by itself.
     """
 
     write_bytes_per_second: float
     read_bytes_per_second: float
-    busy: float
+    latency_seconds: float = 0.0
+    busy: float = 0.0
 
 
 def measure_tier(
@@ -72,7 +70,7 @@ def measure_tier(
     compute: Callable[[], Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
     room_bytes: int | None = None,
-) -> TierSpeed:
+) -> Speed:
     """Move ``total_bytes`` there and back a few times, beside a computation.
 
     Args:
@@ -124,7 +122,8 @@ def measure_tier(
     busy = (statistics.median(lost[True]) * writing + statistics.median(lost[False]) * reading) / (
         writing + reading
     )
-    return TierSpeed(size * len(slots) / writing, size * len(slots) / reading, busy)
+    moved = size * len(slots)
+    return Speed(moved / writing, moved / reading, _LATENCY_SECONDS, busy)
 
 
 def _each(compute: Callable[[], Any], clock: Callable[[], float], over: Callable[[float], bool]) -> float:
@@ -161,76 +160,7 @@ def _width(room_bytes: int) -> int:
     return next((width for width in _WIDTHS if _kernel_bytes(width) <= room_bytes), _WIDTHS[-1])
 
 
-def codec_facts(name: str, own: Sequence[OwnCodec] = ()) -> CodecFacts:
-    """What the planner has to know of a codec, one of ``own`` or of lowtide's."""
-    codec = codec_named(name, cast("Sequence[Codec]", own))
-
-    def encoded_bytes(elements: int, dtype: str) -> int:
-        return codec.encoded_bytes(Form(elements, getattr(torch, dtype, torch.uint8)))
-
-    return CodecFacts(
-        codec.name, codec.gentler, codec.replayable_from, codec.scratch_bytes, CHUNK, encoded_bytes
-    )
-
-
-def link_speeds(
-    ways: Sequence[Moving], own: Sequence[OwnCodec], device: str, room_bytes: int | None = None
-) -> dict[str, Link]:
-    """How fast the tiers and codecs of some decisions are, measured now."""
-    return measure_links(
-        *ways, stores=Stores(codecs=cast("Sequence[Codec]", own)), device=device, room_bytes=room_bytes
-    )
-
-
-def measure_links(
-    *ways: str | Moving,
-    stores: Stores | None = None,
-    device: str | torch.device = "cpu",
-    room_bytes: int | None = None,
-) -> dict[str, Link]:
-    """How fast the tiers, codecs and groups of some decisions are here, by moving a few megabytes.
-
-    Args:
-        ways: decisions, or their short names.
-        stores: with the groups and codecs that ``ways`` name. Where there is a group, all its ranks have to
-            call this, and all get the same.
-        device: where values come from.
-        room_bytes: the most device memory that measuring tiers and codecs may take; ``None`` for up to 24
-            MiB.
-
-    Returns:
-        The speed of each by its name, as ``links=`` of the policies takes them.
-
-    Raises:
-        PlanError: a tier cannot be opened, or a group or codec is not there.
-
-    Example:
-        >>> sorted(measure_links("int8"))
-        ['int8']
-    """
-    place = torch.device(device)
-    found: dict[str, Link] = {}
-    current().say("timing transfers")
-    with Stores() as own:
-        known = stores or own
-        for decision in map(decision_of, ways):
-            first, then = stages(decision)
-            if isinstance(first, Compress):
-                for name in codecs_behind(first.codec, known.codecs):
-                    found.setdefault(name, _codec_link(known.codec(name), place, room_bytes))
-            elif isinstance(first, Shard) and first.group not in found:
-                found[first.group] = _group_link(known.group(first.group, first.size), place)
-            if then is not None and then.tier not in found:
-                found[then.tier] = _tier_link(own, then, place, room_bytes)
-    return found
-
-
-def _tier_link(stores: Stores, decision: Offload, device: torch.device, room_bytes: int | None) -> Link:
-    speed = measure_tier(stores.tier(decision.tier, decision.path, device), device, room_bytes=room_bytes)
-    return Link(speed.write_bytes_per_second, speed.read_bytes_per_second, _LATENCY_SECONDS, speed.busy)
-
-
-def _codec_link(codec: Codec, device: torch.device, room_bytes: int | None) -> Link:
+def measure_codec(codec: Codec, device: torch.device, room_bytes: int | None = None) -> Speed:
     """Seconds of encoding and decoding, on numbers that every codec takes: zeros and ones."""
     count = _SAMPLE if room_bytes is None else max(_SAMPLE_AT_LEAST, min(_SAMPLE, room_bytes // _CODEC_BYTES))
     x = torch.zeros(count, device=device)
@@ -245,23 +175,22 @@ def _codec_link(codec: Codec, device: torch.device, room_bytes: int | None) -> L
         seconds[0].append(middle - begin)
         seconds[1].append(_clock(device) - middle)
     encode, decode = (max(min(row), 1e-9) for row in seconds)
-    return Link(x.nbytes / encode, x.nbytes / decode)
+    return Speed(x.nbytes / encode, x.nbytes / decode)
 
 
-def _group_link(replicas: object, device: torch.device) -> Link:
+def measure_group(replicas: Replicas, device: torch.device) -> Speed:
     """Bytes a second of gathered values; the slowest rank's, on every rank."""
-    assert isinstance(replicas, Replicas)
     part = torch.ones(-(-_SAMPLE // replicas.size), device=device)
     whole = torch.empty(part.nbytes * replicas.size, dtype=torch.uint8, device=device)
     seconds = []
     for _ in range(3):
         begin = _clock(device)
-        replicas.gather(part, whole).wait()
+        replicas.gather(part, whole).join()
         seconds.append(_clock(device) - begin)
     slowest = torch.tensor(min(seconds), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=replicas.group)
     speed = whole.nbytes / max(float(slowest), 1e-9)
-    return Link(speed, speed, _LATENCY_SECONDS)
+    return Speed(speed, speed, _LATENCY_SECONDS)
 
 
 def _clock(device: torch.device) -> float:

@@ -128,12 +128,13 @@ class Gather:
     def __init__(self, replicas: Replicas, work: dist.Work | None) -> None:
         self._replicas, self._work = replicas, work
 
-    def is_completed(self) -> bool:
+    @property
+    def done(self) -> bool:
         """Whether nothing is written any more."""
         return self._work is None or self._work.is_completed()
 
-    def wait(self) -> None:
-        """Return when the parts are there.
+    def join(self) -> None:
+        """Order the device's work behind it; on a CPU, return when the parts are there.
 
         Raises:
             StoreError: another rank is gone.

@@ -10,12 +10,13 @@ from __future__ import annotations
 
 import threading
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch.utils.dlpack import from_dlpack, to_dlpack  # pyright: ignore[reportPrivateImportUsage]
 
-from lowtide.store.tier import Transfer
+from lowtide.store.lanes import Transfer
 
 
 class Place:
@@ -45,7 +46,7 @@ class Place:
         """
         return self._memory[self.start : self.end]
 
-    def writing(self, work: list[Any]) -> None:
+    def writing(self, work: Sequence[Any]) -> None:
         """These transfers or collectives write there; nothing does when there are none.
 
         A transfer is held by its worker until it is done, and if it fails its error holds much; a collective
@@ -60,10 +61,8 @@ class Place:
 
 
 def _done(work: Any) -> bool:
-    if isinstance(work, weakref.ref):
-        transfer = work()
-        return transfer is None or transfer.done
-    return work.is_completed()
+    found = work() if isinstance(work, weakref.ref) else work
+    return found is None or found.done
 
 
 class Slab:

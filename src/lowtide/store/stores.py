@@ -9,10 +9,10 @@ from typing import Any
 import torch
 
 from lowtide.errors import PlanError
-from lowtide.plan.data import Plan
 from lowtide.store.codec import Codec, codec_named
 from lowtide.store.disk import Disk
 from lowtide.store.host import Host
+from lowtide.store.shard import Replicas
 from lowtide.store.slab import Slab
 from lowtide.store.tier import Fault, Tier
 
@@ -53,12 +53,12 @@ class Stores:
                 f"groups={{'model': group}}"
             )
         self._given = dict(groups or {})
-        self._groups: dict[str, Any] = {}
+        self._groups: dict[str, Replicas] = {}
         self.codecs = tuple(codecs)
         self._used: dict[str, Codec] = {}
         self.fault = fault
         self.tiers: dict[tuple[str, str, str], Tier] = {}
-        self.prepared: Plan | None = None
+        self.prepared: object = None
         self.slab: Slab | None = None
         self.slab_allocations = 0
         self.unplaced = 0
@@ -79,7 +79,7 @@ class Stores:
         return self._given
 
     def fresh(self) -> Stores:
-        """Others with the same groups and codecs."""
+        """Others with the same groups and codecs, and nothing open."""
         return Stores(groups=self._given, codecs=self.codecs, fault=self.fault)
 
     def tier(self, name: str, path: str, device: torch.device) -> Tier:
@@ -88,13 +88,11 @@ class Stores:
         Raises:
             PlanError: it cannot be opened.
         """
-        key = (name, os.path.abspath(path) if path else "", str(device) if name == "host" else "")
-        found = self.tiers.get(key)
-        if found is None:
-            found = self.tiers[key] = (
-                Disk(path or None, self.fault) if name == "disk" else Host(device, self.fault)
-            )
-        return found
+        key = (name, os.path.abspath(path) if path else "", str(device))
+        if key not in self.tiers:
+            made = Disk(path or None, self.fault, device) if name == "disk" else Host(device, self.fault)
+            self.tiers[key] = made
+        return self.tiers[key]
 
     def codec(self, name: str) -> Codec:
         """The codec of that name, always the same one: its random numbers go on from value to value and from
@@ -104,7 +102,7 @@ class Stores:
             self._used[name] = codec_named(name, self.codecs)
         return self._used[name]
 
-    def group(self, name: str, size: int) -> Any:
+    def group(self, name: str, size: int) -> Replicas:
         """The replicas of that name.
 
         Raises:
@@ -116,8 +114,6 @@ class Stores:
                 f"stores=lowtide.Stores(groups={{{name!r}: group}})"
             )
         if name not in self._groups:
-            from lowtide.store.shard import Replicas
-
             self._groups[name] = Replicas(self._given[name], self.fault)
         found = self._groups[name]
         if found.size != size:

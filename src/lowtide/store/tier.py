@@ -1,33 +1,25 @@
 """What every tier does: take bytes in the background, give them back, count both.
 
 A `Tier` hands out *slots* (regions of one slab) and moves bytes between device tensors and slots.
-`Tier.write` and `Tier.read` return a `Transfer` at once; `Transfer.wait` ends when the bytes are there and
-raises what went wrong. A failed transfer never looks like a finished one.
+`Tier.write` and `Tier.read` return a `Transfer` at once. A failed transfer never looks like a finished one.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
 from lowtide.errors import LowtideError
 from lowtide.store.arena import Arena, Region
-
-BUFFER_BYTES = 4 << 20
-"""Size of the one buffer that each worker moves bytes through: it does not grow with the model (ZeRO-R's
-C_B).
-"""
+from lowtide.store.lanes import Event, Streams, ThreadLane, Transfer, streams_of
 
 Fault = Callable[[str, int], None]
-"""Called before every transfer with ``write`` or ``read`` and its bytes: tests delay and fail transfers with
-it.
-"""
+"""Called before every transfer with ``write`` or ``read`` and its bytes: tests delay and fail transfers."""
 
 
 class StoreError(LowtideError, RuntimeError):
@@ -54,38 +46,15 @@ class Counts:
     most_slab_bytes: int = 0
     allocations: int = 0
 
+    def wrote(self, bytes_: int) -> None:
+        """A write is through."""
+        self.written_bytes += bytes_
+        self.writes += 1
 
-class Transfer:
-    """One copy under way.
-
-    Attributes:
-        bytes: its size.
-    """
-
-    def __init__(self, bytes_: int) -> None:
-        self.bytes = bytes_
-        self._done = threading.Event()
-        self._error: BaseException | None = None
-
-    def finish(self, error: BaseException | None = None) -> None:
-        """The worker is through."""
-        self._error = error
-        self._done.set()
-
-    @property
-    def done(self) -> bool:
-        """Whether `wait` would return (or raise) at once."""
-        return self._done.is_set()
-
-    def wait(self) -> None:
-        """Return when the bytes are there.
-
-        Raises:
-            StoreError: they are not.
-        """
-        self._done.wait()
-        if self._error is not None:
-            raise self._error
+    def read(self, bytes_: int) -> None:
+        """A read is through."""
+        self.read_bytes += bytes_
+        self.reads += 1
 
 
 class Slot:
@@ -94,8 +63,15 @@ class Slot:
     __slots__ = ("bytes", "region", "tier", "writing")
 
     def __init__(self, tier: Tier, region: Region, bytes_: int) -> None:
-        self.tier, self.region, self.bytes = tier, region, bytes_
+        self.tier, self.bytes = tier, bytes_
+        self.region: Region | None = region
         self.writing: Transfer | None = None
+
+    @property
+    def start(self) -> int:
+        """Where it begins in the slab."""
+        assert self.region is not None, "the slot was released"
+        return self.region.start
 
     def release(self) -> None:
         """Give the bytes back, once nothing is being written to them any more."""
@@ -103,7 +79,7 @@ class Slot:
         if region is None:
             return
         if self.writing is not None and not self.writing.done:
-            self.tier.after(lambda: self.tier.free(region))
+            self.tier.after_writes(lambda: self.tier.free(region))
         else:
             self.tier.free(region)
 
@@ -111,83 +87,64 @@ class Slot:
         self.release()
 
 
-class Worker:
-    """One thread that does jobs in order; it ends with `close` or with the interpreter."""
-
-    def __init__(self, name: str) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=_work, args=(self._jobs,), name=name, daemon=True)
-        self._thread.start()
-
-    def do(self, job: Callable[[], None]) -> None:
-        """Do it after everything before it."""
-        self._jobs.put(job)
-
-    def close(self) -> None:
-        """Finish what is queued, then end."""
-        self._jobs.put(None)
-        if threading.current_thread() is not self._thread:
-            self._thread.join()
-
-
-def _work(jobs: queue.SimpleQueue[Callable[[], None] | None]) -> None:
-    while (job := jobs.get()) is not None:
-        job()
-        del job
-
-
-@dataclass
-class _State:
-    lock: threading.Lock = field(default_factory=threading.Lock)
-    closed: bool = False
-    retiring: bool = False
-    returned: deque[Region] = field(default_factory=deque)
-
-
 class Tier(ABC):
     """A place for bytes outside the device.
 
     Args:
         align: slots begin at multiples of this.
+        device: whose bytes are kept.
         fault: see `Fault`.
+        streams: the device's; found without it.
 
     Attributes:
         name: ``host`` or ``disk``.
         counts: what was moved.
-        align: as given.
+        align, device: as given.
     """
 
     name = ""
 
-    def __init__(self, align: int, fault: Fault | None = None) -> None:
+    def __init__(
+        self,
+        align: int,
+        device: torch.device | str,
+        fault: Fault | None = None,
+        streams: Streams | None = None,
+    ) -> None:
         self.counts = Counts()
-        self.align = align
+        self.device = torch.device(device)
+        self.align, self.fault = align, fault
+        self.streams = streams if streams is not None else streams_of(self.device)
         self.arena = Arena(align)
-        self.fault = fault
-        self._state = _State()
-        self._writer = Worker(f"lowtide-{self.name}-write")
-        self._reader = Worker(f"lowtide-{self.name}-read")
+        self._lock = threading.Lock()
+        self._closed = self._retiring = False
+        self._returned: deque[Region] = deque()
+        self._lanes: list[ThreadLane] = []
 
-    def expect(self, lower: list[int], upper: list[int], size: list[int]) -> None:
-        """Lay out statically what each step will take, and make the slab large enough for it at once.
+    # ---- slots -----------------------------------------------------------------------------------
+
+    def expect(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
+        """Keep these places for what each step will take, and make the slab large enough for them at once.
+
+        Args:
+            offsets, sizes: of each buffer, in bytes; buffers that never live at once may overlap.
 
         Raises:
             StoreError: there is no room for it.
         """
-        with self._state.lock:
+        with self._lock:
             self._collect()
-            self.arena.expect(lower, upper, size)
+            self.arena.expect(offsets, sizes)
             self._ensure(self.arena.static_bytes)
 
     def take(self, bytes_: int, number: int = -1) -> Slot:
-        """Bytes of the slab, where the static layout has them for the ``number``-th expected buffer, or
-        elsewhere when those are taken.
+        """Bytes of the slab: at the ``number``-th expected place, or elsewhere when that is taken.
 
         Raises:
             StoreError: there is no room.
         """
-        with self._state.lock:
-            if self._state.closed:
+        with self._lock:
+            if self._closed:
                 raise StoreError(
                     f"the {self.name} store is closed: its limit was removed while a step was under way"
                 )
@@ -202,37 +159,21 @@ class Tier(ABC):
         return Slot(self, region, bytes_)
 
     def free(self, region: Region) -> None:
-        """Give a region back. Never waits: the garbage collector may call this in the middle of anything,
-        `take` included.
-        """
-        self._state.returned.append(region)
-        if self._state.lock.acquire(blocking=False):
+        """Give a region back. Never waits: the garbage collector may call this in the middle of `take`."""
+        self._returned.append(region)
+        if self._lock.acquire(blocking=False):
             try:
                 self._collect()
-                over = self._state.retiring and not self.arena.taken_bytes
+                over = self._retiring and not self.arena.taken_bytes
             finally:
-                self._state.lock.release()
+                self._lock.release()
             if over:
                 self.close()
 
     def _collect(self) -> None:
         """Take in what was given back; the lock is held."""
-        returned = self._state.returned
-        while returned:
-            self.arena.free(returned.popleft())
-
-    def retire(self) -> None:
-        """Close as soon as nothing is stored any more."""
-        with self._state.lock:
-            self._state.retiring = True
-            self._collect()
-            over = not self.arena.taken_bytes
-        if over:
-            self.close()
-
-    def after(self, job: Callable[[], None]) -> None:
-        """Do ``job`` when everything that is being written now has been."""
-        self._writer.do(job)
+        while self._returned:
+            self.arena.free(self._returned.popleft())
 
     def _ensure(self, end: int) -> None:
         if end > self.counts.slab_bytes:
@@ -240,77 +181,101 @@ class Tier(ABC):
             self.counts.slab_bytes = end
             self.counts.allocations += 1
 
+    # ---- transfers -------------------------------------------------------------------------------
+
+    def lanes(self) -> list[ThreadLane]:
+        """The threads that write and read, begun when first asked for."""
+        if not self._lanes:
+            self._lanes = [ThreadLane(f"{self.name}-{what}") for what in ("write", "read")]
+        return self._lanes
+
+    def after_writes(self, job: Callable[[], None]) -> None:
+        """Do ``job`` when everything that is being written now has been, in the order of the lane."""
+        if self._lanes:
+            self._lanes[0].do(job)
+        else:
+            job()
+
     def write(self, data: torch.Tensor, slot: Slot, at: int = 0) -> Transfer:
         """Start copying a flat tensor of bytes into a slot, from ``at`` (a multiple of the tier's alignment)
         on; ``data`` may not change until the transfer is done."""
-        transfer = slot.writing = Transfer(data.numel())
-        assert slot.region is not None
-        start, ready, given = slot.region.start + at, _mark(data), [data]
-
-        def job() -> None:
-            try:
-                if self.fault is not None:
-                    self.fault("write", slot_bytes)
-                ready()
-                self._write(given.pop(), start)  # whoever waits may count on its bytes being free then
-                self.counts.written_bytes += slot_bytes
-                self.counts.writes += 1
-                transfer.finish()
-            except BaseException as error:
-                transfer.finish(self._explain("write", error))
-
-        slot_bytes = data.numel()
-        self._writer.do(job)
-        return transfer
+        slot.writing = self._move("write", data, slot.start + at)
+        return slot.writing
 
     def read(self, slot: Slot, out: torch.Tensor, at: int = 0) -> Transfer:
         """Start copying a slot, from ``at`` on, into a flat tensor of bytes."""
-        transfer = Transfer(out.numel())
-        writing, ready, given, count = slot.writing, _mark(out), [out], out.numel()
+        return self._move("read", out, slot.start + at, slot, slot.writing)
+
+    def _move(
+        self,
+        what: str,
+        data: torch.Tensor,
+        start: int,
+        keep: Slot | None = None,
+        before: Transfer | None = None,
+    ) -> Transfer:
+        """Hand a transfer to its thread; ``keep`` is held until it is over."""
+        count, given = data.numel(), [(data, keep)]
+        ready = self.streams.mark(self.streams.current()) if self.streams is not None else None
 
         def job() -> None:
             try:
-                if writing is not None:
-                    writing.wait()
+                if before is not None:
+                    before.wait()
                 if self.fault is not None:
-                    self.fault("read", count)
-                ready()
-                assert slot.region is not None
-                self._read(slot.region.start + at, given.pop())
-                self.counts.read_bytes += count
-                self.counts.reads += 1
-                transfer.finish()
+                    self.fault(what, count)
+                tensor, _ = given.pop()
+                if what == "write":
+                    self._write(tensor, start, ready)
+                    self.counts.wrote(count)
+                else:
+                    self._read(start, tensor, ready)
+                    self.counts.read(count)
+            except StoreError:
+                raise
             except BaseException as error:
-                transfer.finish(error if isinstance(error, StoreError) else self._explain("read", error))
+                raise self._explain(what, error) from error
 
-        self._reader.do(job)
-        return transfer
+        return self.lanes()[what == "read"].do(job, count)
+
+    # ---- the end ---------------------------------------------------------------------------------
+
+    def retire(self) -> None:
+        """Close as soon as nothing is stored any more."""
+        with self._lock:
+            self._retiring = True
+            self._collect()
+            over = not self.arena.taken_bytes
+        if over:
+            self.close()
 
     def close(self) -> None:
         """Finish what is under way, end the threads, give the bytes back."""
-        with self._state.lock:
-            if self._state.closed:
+        with self._lock:
+            if self._closed:
                 return
-            self._state.closed = True
-        self._writer.close()
-        self._reader.close()
+            self._closed = True
+        for lane in self._lanes:
+            lane.close()
         self._drop()
 
     def __del__(self) -> None:
-        if "_reader" in self.__dict__:
+        if "_lanes" in self.__dict__:
             self.close()
+
+    # ---- what a tier has to say ------------------------------------------------------------------
 
     @abstractmethod
     def _grow(self, end: int) -> None:
         """Make the slab reach to ``end``."""
 
     @abstractmethod
-    def _write(self, data: torch.Tensor, start: int) -> None:
-        """Copy bytes in; runs on the writer's thread."""
+    def _write(self, data: torch.Tensor, start: int, ready: Event | None) -> None:
+        """Copy bytes in, on the writer's thread, after ``ready``."""
 
     @abstractmethod
-    def _read(self, start: int, out: torch.Tensor) -> None:
-        """Copy bytes out; runs on the reader's thread."""
+    def _read(self, start: int, out: torch.Tensor, ready: Event | None) -> None:
+        """Copy bytes out, on the reader's thread, after ``ready``."""
 
     @abstractmethod
     def _drop(self) -> None:
@@ -319,12 +284,3 @@ class Tier(ABC):
     @abstractmethod
     def _explain(self, what: str, error: BaseException) -> StoreError:
         """An error that says what to do."""
-
-
-def _mark(tensor: torch.Tensor) -> Callable[[], None]:
-    """What a worker has to do before it touches ``tensor``: on a GPU, wait for what was queued before now."""
-    if tensor.device.type == "cpu":
-        return lambda: None
-    event = torch.get_device_module(tensor.device.type).Event()
-    event.record()
-    return event.synchronize

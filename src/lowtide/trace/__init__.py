@@ -1,6 +1,10 @@
 """Look: from a step to its `StepGraph`.
 
-``lowtide.trace(step, *args)`` runs one step and returns its graph; see `lowtide.run.step.trace`.
+Comes in: a step, operation by operation, and what autograd saves. Goes out: the graph as plain data, with the
+seconds and scratch bytes of its operations. `tracer` is what every trace is made of, `eager` records a step
+that runs, `fake` one that cannot run here, `costs` times operations for that one.
+
+``lowtide.trace(step, *args)`` is the verb; see `lowtide.run.step.trace`.
 """
 
 from __future__ import annotations

@@ -122,11 +122,24 @@ class TrainOptions:
         )
         for name in ("warmup", "weight_decay", "clip", "eval_every", "checkpoint_every", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "it cannot be negative")
+        several = self.optimizer_host_fraction is not None and self.tp * self.dp * self.pp > 1
         require(
-            self.optimizer_host_fraction is None or self.tp * self.dp * self.pp == 1,
+            not several or self.optimizer_host_fraction != "auto",
             "optimizer-host-fraction",
             self.optimizer_host_fraction,
-            "it works with one process: leave out --tp, --dp and --pp, or this",
+            "several processes would each choose their own: give a share from 0 to 1",
+        )
+        require(
+            not several or not self.shard_parameters,
+            "optimizer-host-fraction",
+            self.optimizer_host_fraction,
+            "the budget of --shard-parameters does not know of it: leave that out, or this",
+        )
+        require(
+            not several or self.checkpoint_dir is None,
+            "optimizer-host-fraction",
+            self.optimizer_host_fraction,
+            "several processes cannot save a state that is split: leave out --checkpoint-dir, or this",
         )
         if self.optimizer_host_fraction not in (None, "auto"):
             share = self.optimizer_host_fraction

@@ -16,7 +16,8 @@ from lowtide.models import ModelSpec, build_model
 from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
 from lowtide.progress import working
-from lowtide.trace.step import trace_fake
+from lowtide.run.unseen import with_overhead
+from lowtide.trace.fake.step import trace_fake
 from lowtide.train.options import DTYPES, check_device, check_file, check_policy, checked_spec, require
 from lowtide.train.part import raised
 
@@ -73,7 +74,10 @@ def make_plan(options: PlanOptions) -> Plan:
     policy = options.policy or "optimal"
     with working("planning", "planned") as work:
         work.say("tracing one step")
-        graph = trace_fake(step, (tokens, tokens.clone()), {}, [model], memory_limit_bytes=TIMED_BYTES)
+        inputs = (tokens, tokens.clone())
+        graph = with_overhead(
+            trace_fake(step, inputs, {}, [model], device.type, memory_limit_bytes=TIMED_BYTES)
+        )
         made = _planned(graph, options, policy)
         work.done(in_one_line(made))
     return made

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 
 from rich.box import SIMPLE_HEAD
@@ -10,14 +11,12 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.budget import format_bytes
-from lowtide.estimate.render import drawing
+from lowtide.estimate.render import drawing, gib
 from lowtide.estimate.render import title as config_title
 from lowtide.estimate.simulation.compose import FINE_TURNS
 from lowtide.estimate.simulation.simulate import StageSimulation, StepSimulation
 
-
-def _gib(count: int) -> str:
-    return f"{count / 2**30:.3f}"
+_gib = partial(gib, digits=3)
 
 
 def _table(name: str, columns: tuple[str, ...], left: tuple[str, ...] = ()) -> Table:

@@ -26,8 +26,7 @@ from lowtide.plan import policies
 from lowtide.plan.policies.recompute import attention_stored
 from lowtide.plan.simulate import Simulation, Simulator
 from lowtide.plan.split.blocks import default_blocks, full_stored, region_stored, regions_of, sqrt_stored
-from lowtide.trace.costs import OpCost
-from lowtide.trace.describe import Signature
+from lowtide.trace.costs.specs import OpCost, Signature
 
 Pair = tuple[Traced, Traced | None]
 """A chunk's trace with gradients there, and the one that makes them."""

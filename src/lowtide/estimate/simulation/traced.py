@@ -22,11 +22,11 @@ from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
 from lowtide.estimate.speed import EFFICIENCY
 from lowtide.graph import StepGraph
 from lowtide.plan.split.blocks import block_of
-from lowtide.run.agree import with_collectives
-from lowtide.trace.costs import OpCost, Roofline, flops, measure_costs, runnable
-from lowtide.trace.describe import Signature
-from lowtide.trace.fake_tracer import Tracer
-from lowtide.trace.staging import staging_bytes
+from lowtide.trace.costs.measure import measure_costs
+from lowtide.trace.costs.roofline import Roofline
+from lowtide.trace.costs.specs import OpCost, Signature, flops, runnable, staging_bytes
+from lowtide.trace.fake.tracer import FakeTracer
+from lowtide.trace.settle import with_collectives
 
 CALL_SECONDS = 5e-6
 """What launching one operation takes at least."""
@@ -55,14 +55,14 @@ class Traced:
     gradient_bytes: int
 
 
-class ScopedTracer(Tracer):
+class ScopedTracer(FakeTracer):
     """A trace of layers that are recomputed each as a whole, as a checkpointing scope around each would do
     it: what a layer made and saves comes back with the recomputation, so parallel layers save a gathered
         input rather than the shard that they would gather again."""
 
     def gives_up(self, tensor: Tensor) -> bool:
         """Whether the recomputation of a layer brings the tensor back."""
-        number = self._known.get(private.storage_key(tensor))
+        number = self.known(tensor)
         producer = None if number is None else self.storages[number]["producer"]
         return producer is not None and bool(block_of(self.operations[producer]["module"]))
 
@@ -77,14 +77,12 @@ def pretended_group(size: int) -> Iterator[Any]:
     if size == 1:
         yield None
         return
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
     if dist.is_initialized():
         raise EstimateError(
             "simulate --tp above 1 sets up its own pretended ranks: call it where torch.distributed is not "
             "initialized"
         )
-    dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
+    dist.init_process_group("fake", rank=0, world_size=size, store=private.fake_store())
     try:
         yield dist.group.WORLD
     finally:
@@ -160,7 +158,7 @@ def trace_chunk(
         with private.without_fake_mode():
             tokens = torch.zeros(config.micro_batch, config.seq, dtype=torch.long) if first else None
             targets = torch.zeros(config.micro_batch, config.seq, dtype=torch.long) if last else None
-        tracer = (ScopedTracer if whole_layers else Tracer)(piece)
+        tracer = (ScopedTracer if whole_layers else FakeTracer)(piece)
         try:
             with tracer.recording(), torch.enable_grad():
                 split = _one_micro_batch(piece, config, tracer, tokens, targets)
@@ -181,7 +179,7 @@ def trace_chunk(
             kinds["gradient"] = sum(
                 p.grad.untyped_storage().nbytes() for p in piece.parameters() if p.grad is not None
             )
-        graph = with_collectives(tracer.graph(device="cpu"))
+        graph = with_collectives(tracer.graph())
     if device is not None:
         graph = _with_roofline(graph, tracer, device)
     if scratch is not None:
@@ -190,7 +188,7 @@ def trace_chunk(
 
 
 def _one_micro_batch(
-    piece: nn.Module, config: Config, tracer: Tracer, tokens: Tensor | None, targets: Tensor | None
+    piece: nn.Module, config: Config, tracer: FakeTracer, tokens: Tensor | None, targets: Tensor | None
 ) -> int:
     """Forward and backward with the buffers that are received and sent; returns the number of the forward's
     events.
@@ -211,7 +209,7 @@ def _one_micro_batch(
     return split
 
 
-def _with_roofline(graph: StepGraph, tracer: Tracer, device: Device) -> StepGraph:
+def _with_roofline(graph: StepGraph, tracer: FakeTracer, device: Device) -> StepGraph:
     """The graph with seconds by a roofline of the device."""
     roof = Roofline(device.flops * EFFICIENCY, device.memory_bandwidth, CALL_SECONDS)
     seconds: dict[Signature, float] = {}
@@ -224,7 +222,7 @@ def _with_roofline(graph: StepGraph, tracer: Tracer, device: Device) -> StepGrap
     return replace(graph, operations=operations, plain_seconds=sum(op.seconds for op in operations))
 
 
-def _with_scratch(graph: StepGraph, tracer: Tracer, known: dict[Signature, OpCost]) -> StepGraph:
+def _with_scratch(graph: StepGraph, tracer: FakeTracer, known: dict[Signature, OpCost]) -> StepGraph:
     """The graph with what operations allocate beyond their outputs while they run here, and collectives over
     Gloo.
 

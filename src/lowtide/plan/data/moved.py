@@ -114,14 +114,12 @@ class CodecFacts:
         name: by which plans know it.
         gentler: the codec that is used instead where backward is not linear in the value; empty for none.
         replayable_from: whether an operation may be replayed from what comes back.
-        scratch_bytes: the most it allocates beyond what it returns, for a chunk.
-        chunk_elements: elements that it takes at a time.
+        scratch: from a value's elements and the device to the most that is allocated beyond what is returned.
         encoded_bytes: from a value's elements and the name of its dtype to the most bytes that it takes.
     """
 
     name: str
     gentler: str
     replayable_from: bool
-    scratch_bytes: int
-    chunk_elements: int
+    scratch: Callable[[int, str], int]
     encoded_bytes: Callable[[int, str], int]

@@ -110,7 +110,7 @@ def moved_of(
         elif isinstance(first, Compress):
             codec, elements = supply().codec_facts(first.codec, codecs), bytes_ // item
             encoded = min(bytes_, codec.encoded_bytes(elements, dtype))
-            scratch = min(codec.scratch_bytes, codec.scratch_bytes * elements // codec.chunk_elements + 4096)
+            scratch = codec.scratch(elements, sim.graph.device)
             speed = (links or {}).get(first.codec)
             encode = bytes_ / speed.write_bytes_per_second if speed else 0.0
             decode = bytes_ / speed.read_bytes_per_second if speed else 0.0

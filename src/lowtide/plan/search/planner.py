@@ -10,6 +10,7 @@ smallest budget replays that wait for each other set the peak, and the relaxatio
 from __future__ import annotations
 
 import threading
+from collections.abc import Iterable
 from functools import cached_property, lru_cache
 
 from lowtide.errors import PlanError
@@ -27,6 +28,9 @@ from lowtide.progress import current
 
 _GOOD_GAP = 0.005
 """Distance to the bound, as a share of the step's time, at which the search stops."""
+
+_BEGUN_GAP = 0.0025
+"""The distance up to which decisions that were made before do without a search."""
 
 _WIDE_GAP = 0.01
 """The distance, as a share of the step's time, from which the search for the smallest peak pays."""
@@ -66,6 +70,7 @@ class Planner:
         self.stages = find_stages(self.sim)
         self.relaxation = Relaxation(self.sim, self.stages)
         self._relaxed: dict[int, tuple[float, Floats]] = {}
+        self._whole_seconds: dict[int, float] = {}
         self._found_before: list[Candidate] = []
 
     @cached_property
@@ -114,6 +119,29 @@ class Planner:
         self._found_before.append(best)  # a larger budget is never slower
         return min((c for c in self._found_before if c.simulation.peak_bytes <= budget), key=lambda c: c.key)
 
+    def begun(self, starts: Iterable[frozenset[int]], budget: int, good: float) -> Candidate | None:
+        """The best plan that sets of stored values lead to, without a search, where it lies near the bound:
+        within `_BEGUN_GAP` or a share ``good`` of the step's time.
+        """
+        found: list[Candidate] = []
+        for stored in dict.fromkeys(starts):
+            try:
+                found.append(self.search.candidate(stored))
+            except PlanError:
+                continue
+        best = self._best(self._lowered(found, budget), budget, 1)
+        if best is None:
+            return None
+        distance = self.distance(best.simulation.extra_seconds, budget)
+        if distance > max(_BEGUN_GAP, good) * self.graph.plain_seconds:
+            return None
+        self._found_before.append(best)
+        return best
+
+    def distance(self, extra_seconds: float, budget: int) -> float:
+        """Seconds between a plan's extra time and what the relaxation says for ``budget`` bytes."""
+        return extra_seconds - self.graph.overhead_seconds - self._solved(budget)[0]
+
     def _searched(self, family: list[Candidate], budget: int) -> Candidate | None:
         """The best plan of a step that is too large for all its plans to be tried."""
         pool = [*family, *self._rounded(budget)]
@@ -142,7 +170,7 @@ class Planner:
         peak = self.relaxation.least_peak()
         if budget >= self.sim.plain_peak:
             return Bound(0.0, peak)
-        return Bound(self._solved(budget)[0] + self.graph.overhead_seconds, peak)
+        return Bound(self._floor(budget) + self.graph.overhead_seconds, peak)
 
     def _solved(self, budget: int) -> tuple[float, Floats]:
         """The relaxation's answer: seconds that no schedule undercuts, recording aside, and its decisions."""
@@ -150,11 +178,15 @@ class Planner:
             self._relaxed[budget] = self.relaxation.solve(budget)
         return self._relaxed[budget]
 
+    def _floor(self, budget: int) -> float:
+        """The same seconds, or those of whole decisions where `_whole` has asked for them."""
+        return max(self._solved(budget)[0], self._whole_seconds.get(budget, 0.0))
+
     def _far(self, best: Candidate | None, budget: int, share: float) -> bool:
         """Whether more than ``share`` of the step's time lies between a plan and the bound for ``budget``."""
         if best is None:
             return True
-        gap = best.simulation.extra_seconds - self.graph.overhead_seconds - self._solved(budget)[0]
+        gap = best.simulation.extra_seconds - self.graph.overhead_seconds - self._floor(budget)
         return gap > share * self.graph.plain_seconds
 
     def _best(self, pool: list[Candidate], budget: int, starts: int) -> Candidate | None:
@@ -184,13 +216,13 @@ class Planner:
     def _whole(self, budget: int) -> list[Candidate]:
         """The plan of the bound's program in whole numbers, which makes its bound sharper, too."""
         current().say("comparing with the best possible")
-        bound, point = self.relaxation.solve(budget)
+        bound, _ = self.relaxation.solve(budget)
         if bound == float("inf") or len(self.relaxation.program.cost) > _WHOLE_COLUMNS:
             return []
         good = _GOOD_GAP * self.graph.plain_seconds
         sharper, whole = self.relaxation.solve_whole(budget, 0.2 * good / max(bound, good))
         if sharper < float("inf"):
-            self._relaxed[budget] = (max(bound, sharper), point)
+            self._whole_seconds[budget] = sharper
         if whole is None:
             return []
         wish = frozenset(v for v, k in self.relaxation.column.items() if whole[k] > 0.5)

@@ -1,0 +1,46 @@
+"""What a meter reads, whatever it reads it from."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+Moments = tuple[tuple[float, int], ...]
+"""(seconds since the start, bytes live on top of the start) after every allocation and free, in order."""
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """Bytes since a register was opened.
+
+    Attributes:
+        peak_bytes: most bytes live, above those at the start.
+        live_bytes: bytes live now, above those at the start.
+        allocations: blocks allocated.
+        start_bytes: bytes that were live at the start, where they are known.
+        reserved_bytes: on CUDA the most that the allocator held of the device, else ``None``.
+        timeline: where it was asked for, and the register is closed.
+    """
+
+    peak_bytes: int
+    live_bytes: int
+    allocations: int
+    start_bytes: int | None = None
+    reserved_bytes: int | None = None
+    timeline: Moments = ()
+
+
+class Register(Protocol):
+    """Counts from `open` to `close`; any number may be open."""
+
+    def open(self) -> None:
+        """Begin."""
+        ...
+
+    def read(self) -> Reading:
+        """What there was so far; raises MeterError where that is known at the end only."""
+        ...
+
+    def close(self) -> Reading:
+        """End, and say what there was."""
+        ...

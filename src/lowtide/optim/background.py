@@ -1,0 +1,136 @@
+"""Updates that run in a thread of their own: beside backward (``overlap_update``), or beside the next step
+(``delayed``).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from lowtide.optim.errors import OptimError
+from lowtide.optim.kernels import detached_options
+from lowtide.optim.pipeline import Task, Updater
+from lowtide.optim.slots import Slot
+from lowtide.optim.stream import GradientStream, sent
+from lowtide.store.lanes import ThreadLane, Transfer
+
+Groups = Iterable[dict[str, Any]]
+
+
+class BackgroundUpdater:
+    """Runs host updates in a thread. They write masters and state; parameters change when
+    `HostOptimizer.step` copies back.
+
+    Args:
+        updater: what updates.
+        stream: where gradients lie.
+    """
+
+    def __init__(self, updater: Updater, stream: GradientStream) -> None:
+        self.updater = updater
+        self.stream = stream
+        self._early: list[tuple[Slot, Transfer]] = []
+        self._options: dict[int, dict[str, Any]] = {}
+        self._late: Transfer | None = None
+        self._worker: ThreadLane | None = None
+
+    # ---- beside backward -------------------------------------------------------------------------
+
+    def update_early(self, slot: Slot, group: dict[str, Any]) -> None:
+        """Begin the update of a slot whose gradient is on its way."""
+        assert slot.host is not None and slot.gradient is not None
+        options = self._options.setdefault(id(group), detached_options(group))
+        self.updater.refresh(slot)
+        slot.updated = True
+        task = Task(slot, slot.host, options, slot.gradient.elements, slot.gradient)
+        self._early.append((slot, self._submit(lambda: self.updater.update_host([task], copy_back=False))))
+
+    @property
+    def early(self) -> bool:
+        """Whether updates have begun beside backward."""
+        return bool(self._early)
+
+    def finish_early(self, groups: Groups) -> None:
+        """Wait for the updates that ran beside backward.
+
+        Raises:
+            OptimError: they used other hyper-parameters than `step` would, or a gradient that is not there
+                any more.
+        """
+        for _, transfer in self._early:
+            transfer.wait()
+        early, self._early = self._early, []
+        options, self._options = self._options, {}
+        for group in groups:
+            used = options.get(id(group))
+            if used is not None and any(_differ(used[name], group[name]) for name in used):
+                raise OptimError(
+                    "hyper-parameters changed after an update beside backward had begun: load the last "
+                    "checkpoint"
+                )
+        if any(sent(slot.parameter.grad) is None for slot, _ in early):
+            raise OptimError(
+                "a gradient was cleared after its update had run beside backward: load the last checkpoint"
+            )
+
+    # ---- beside the next step --------------------------------------------------------------------
+
+    def update_late(self, tasks: Sequence[Task]) -> None:
+        """Begin updates that parameters see with the next step. Gradients in ``.grad`` are copied before this
+        returns.
+        """
+        options: dict[int, dict[str, Any]] = {}
+        later: list[Task] = []
+        for task in tasks:
+            held = task.arriving if task.arriving is not None else self.stream.hold(task.slot, task.gradient)
+            group = options.setdefault(id(task.group), detached_options(task.group))
+            later.append(Task(task.slot, task.part, group, held.elements, held))
+        for task in later:
+            assert task.arriving is not None
+            task.arriving.wait()
+        for task in later:
+            task.slot.gradient, task.slot.spare = task.slot.spare, task.arriving
+            task.slot.placeholder = None
+            task.slot.pending = True
+        self._late = self._submit(lambda: self.updater.update_host(later, copy_back=False))
+
+    def wait_late(self) -> None:
+        """Wait for the updates of `update_late`, and raise what they raised."""
+        if self._late is not None:
+            self._late.wait()
+            self._late = None
+
+    # ---- the thread ------------------------------------------------------------------------------
+
+    def quiet(self) -> None:
+        """Wait for everything, whatever comes of it."""
+        for transfer in (*(transfer for _, transfer in self._early), self._late):
+            if transfer is not None:
+                with suppress(Exception):
+                    transfer.wait()
+        self._early, self._options, self._late = [], {}, None
+
+    def close(self) -> None:
+        """Let go of the thread."""
+        self.quiet()
+        if self._worker is not None:
+            self._worker.close()
+            self._worker = None
+
+    def _submit(self, work: Callable[[], None]) -> Transfer:
+        if self._worker is None:
+            self._worker = ThreadLane("optim")
+        return self._worker.do(lambda: _without_gradients(work))
+
+
+def _without_gradients(work: Callable[[], None]) -> None:
+    with torch.no_grad():
+        work()
+
+
+def _differ(a: Any, b: Any) -> bool:
+    return not torch.equal(a, b) if isinstance(a, Tensor) and isinstance(b, Tensor) else a is not b and a != b

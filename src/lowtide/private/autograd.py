@@ -1,0 +1,79 @@
+"""Autograd's engine: what runs now, what is called when it ends, and code below it.
+
+Seen in PyTorch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from lowtide.private.dispatch import INPLACE_OR_VIEW
+
+set_grad_enabled = torch._C._set_grad_enabled
+"""`torch.set_grad_enabled` as a plain function: no context manager is made."""
+
+below_autograd = torch._C._AutoDispatchBelowAutograd
+"""A context: operations in the block have no history, though gradients may be on."""
+
+
+def in_backward() -> bool:
+    """Whether the calling thread runs inside the autograd engine."""
+    return torch._C._current_graph_task_id() != -1
+
+
+def in_custom_backward() -> bool:
+    """Whether the calling thread runs the backward of a custom function."""
+    return isinstance(torch._C._current_autograd_node(), torch.autograd.function.BackwardCFunction)
+
+
+def node_key() -> Any:
+    """What tells the autograd node that runs on the calling thread from the others, without holding it;
+    ``None`` where none does.
+    """
+    node = torch._C._current_autograd_node()
+    if node is None:
+        return None
+    variable = getattr(node, "variable", None)  # nodes that accumulate leaves' gradients all have one number
+    return ("leaf", id(variable)) if variable is not None else (node.name(), node._sequence_nr())
+
+
+def in_torch_checkpoint() -> bool:
+    """Whether what autograd saves here goes to ``torch.utils.checkpoint``, of the kind that is not
+    reentrant.
+    """
+    hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
+    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+
+
+def at_backward_end(callback: Callable[[], None]) -> None:
+    """Call ``callback`` when the backward that runs on this thread has ended; an error that it raises leaves
+    that backward.
+    """
+    torch.autograd.Variable._execution_engine.queue_callback(callback)  # type: ignore[attr-defined]
+
+
+@contextmanager
+def replaying() -> Iterator[None]:
+    """Run recorded operations as they were recorded: below autograd and its view tracking (no history), and
+    below autocast (no second cast).
+
+    Grad mode may be set in the block and is put back after it: kernels look at it (oneDNN's LSTM makes its
+    workspace only with gradients on), and below autograd it does nothing else.
+    """
+    before = torch.is_grad_enabled()
+    try:
+        with torch._C._DisableAutocast(), torch._C._AutoDispatchBelowAutograd():
+            # Autograd alone is not enough: with gradients on, the key below it makes views that lose their
+            # conjugate bit.
+            excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(INPLACE_OR_VIEW)
+            torch._C._dispatch_tls_set_dispatch_key_excluded(INPLACE_OR_VIEW, True)
+            try:
+                yield
+            finally:
+                torch._C._dispatch_tls_set_dispatch_key_excluded(INPLACE_OR_VIEW, excluded)
+    finally:
+        torch._C._set_grad_enabled(before)

@@ -1,0 +1,162 @@
+"""The dispatcher: keys, kernels, schemas, modes, and objects in a thread's state.
+
+Seen in PyTorch 2.11 to 2.13. ``Fake`` is a key that PyTorch keeps for uses outside it; `lowtide.interception`
+stands there.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from operator import attrgetter
+from typing import Any
+
+import torch
+from torch._ops import OpOverload as OpOverload
+from torch._ops import OpOverloadPacket as OpOverloadPacket
+from torch.utils._python_dispatch import TorchDispatchMode as TorchDispatchMode
+from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
+
+INPLACE_OR_VIEW = torch._C.DispatchKey.ADInplaceOrView
+"""The key below autograd's, where views are tracked and version counters move."""
+
+_CONJUGATE = torch._C.DispatchKey.Conjugate
+_NEGATIVE = torch._C.DispatchKey.Negative
+_DISPATCH = torch._C.DispatchKey.Python
+
+# ---- keys of a thread ----------------------------------------------------------------------------
+
+include_key = torch._C._dispatch_tls_set_dispatch_key_included
+"""Let a key in for this thread, or no longer: its name, and a truth value."""
+
+is_key_included = torch._C._dispatch_tls_is_dispatch_key_included
+"""Whether a key, by its name, is let in for this thread."""
+
+thread_object = torch._C._get_obj_in_tls
+"""An object of the thread's state, by its name; autograd's threads have those of who called backward."""
+
+has_thread_object = torch._C._is_key_in_tls
+"""Whether the thread's state has an object of that name."""
+
+set_thread_object = torch._C._stash_obj_in_tls
+"""Put an object into the thread's state: its name, and the object."""
+
+
+def keys_below(key: str) -> Any:
+    """All keys from below ``key`` on, to be met with an operation's own."""
+    return torch._C._dispatch_keyset_full_after(key)  # type: ignore[arg-type]
+
+
+def redispatch(func: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
+    """Run an overload's kernel at the first of the keys."""
+    return func._handle.redispatch_boxed(keys, *args, **kwargs)
+
+
+# ---- operations ----------------------------------------------------------------------------------
+
+schema_of: Any = attrgetter("_schema")
+"""An overload's schema."""
+
+
+def similar_overloads(func: Any) -> list[Any]:
+    """The overloads of an operation, this one first."""
+    packet = func.overloadpacket
+    return [getattr(packet, name) for name in (func._overloadname, *packet.overloads())]
+
+
+def has_kernel_at(name: str, key: str) -> bool:
+    """Whether there is a kernel of an operation at a dispatch key, both by their names."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+
+
+def all_operation_names() -> list[str]:
+    """Every overload that there is by now, as ``aten::add.Tensor``."""
+    return torch._C._dispatch_get_all_op_names()
+
+
+def defined_operations() -> tuple[int, set[str]]:
+    """What grows where Python defines operations: how many higher-order operators there are, and the names
+    that `torch.library` has defined.
+    """
+    return len(torch._ops._higher_order_ops), set(torch.library._defs)
+
+
+def all_schemas() -> list[Any]:
+    """The schemas of every overload that there is by now."""
+    return torch._C._jit_get_all_schemas()
+
+
+def kernel_library(namespace: str) -> Any:
+    """What registers kernels for operations of a namespace (``_``: of all) for as long as it is held."""
+    return torch._C._dispatch_library("IMPL", namespace, "", __file__, 1)
+
+
+def let_higher_order_operators_pass(key: str) -> None:
+    """Higher-order operators (`torch.cond`) are not to ask for a kernel of theirs at ``key``."""
+    for operator in torch._ops._higher_order_ops.values():
+        operator.non_fallthrough_keys = operator.non_fallthrough_keys.remove(key)
+
+
+def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
+    """Call an operation with lazy conjugation and negation on, as in a plain step.
+
+    Inside a dispatch mode both are off, and operations that take conjugate views of their own
+    (``linalg_pinv`` of complex numbers) give wrong results there.
+    """
+    excluded, exclude = (
+        torch._C._dispatch_tls_is_dispatch_key_excluded,
+        torch._C._dispatch_tls_set_dispatch_key_excluded,
+    )
+    conjugate, negative = excluded(_CONJUGATE), excluded(_NEGATIVE)
+    if not (conjugate or negative):
+        return func(*args, **kwargs)
+    exclude(_CONJUGATE, False)
+    exclude(_NEGATIVE, False)
+    try:
+        return func(*args, **kwargs)
+    finally:
+        exclude(_CONJUGATE, conjugate)
+        exclude(_NEGATIVE, negative)
+
+
+# ---- modes and subclasses ------------------------------------------------------------------------
+
+
+def mode_stack() -> list[Any]:
+    """The dispatch modes that are active on this thread, outermost first."""
+    return _get_current_dispatch_mode_stack()
+
+
+def without_dispatch_modes() -> AbstractContextManager[object]:
+    """No dispatch mode sees the operations in the block."""
+    return _disable_current_modes()
+
+
+no_torch_function: Any = torch._C._disabled_torch_function_impl
+"""A subclass's ``__torch_function__`` that leaves everything to PyTorch, without a trip through Python."""
+
+
+def without_torch_function() -> AbstractContextManager[object]:
+    """Calls in the block take tensor subclasses for plain tensors: no ``__torch_function__`` is asked."""
+    return torch._C.DisableTorchFunctionSubclass()
+
+
+def without_torch_functions() -> AbstractContextManager[object]:
+    """As `without_torch_function`, and no mode for such functions is asked either (`torch.device` is one)."""
+    return torch._C.DisableTorchFunction()
+
+
+def answers_itself(tensor: torch.Tensor) -> bool:
+    """Whether the tensor's type answers every operation itself (``__torch_dispatch__``)."""
+    return torch._C._dispatch_keys(tensor).has(_DISPATCH)
+
+
+def transformed() -> bool:
+    """Whether this thread runs code that is being transformed: by torch.func, or by a trace for the compiler
+    or an export.
+    """
+    if torch._C._functorch.peek_interpreter_stack() is not None:  # type: ignore[attr-defined]
+        return True
+    keys = torch._C._TorchDispatchModeKey
+    return any(
+        torch._C._get_dispatch_mode(key) is not None for key in (keys.PROXY, keys.FAKE, keys.FUNCTIONAL)
+    )

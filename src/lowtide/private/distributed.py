@@ -1,0 +1,74 @@
+"""torch.distributed: functional collectives, groups by their names, DTensors, pretended ranks.
+
+Seen in PyTorch 2.11 to 2.13. What `torch.distributed.pipelining` has stands in `lowtide.parallel.pipelining`.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from lowtide.private.fake import is_fake
+
+
+def collectives() -> Any:
+    """The functional collectives: operations on tensors and the name of a group, waited for apart."""
+    import torch.distributed._functional_collectives  # registers them
+
+    return torch.ops._c10d_functional
+
+
+def wait_for_collective(tensor: torch.Tensor) -> torch.Tensor:
+    """The result of a functional collective, once it is there. On fake tensors nothing runs, and the fake
+    wait would make a copy.
+    """
+    return tensor if is_fake(tensor) else torch.ops._c10d_functional.wait_tensor(tensor)
+
+
+def process_group_named(name: str) -> Any:
+    """The process group of that name.
+
+    Raises:
+        RuntimeError, ValueError, LookupError: there is none in this process.
+    """
+    from torch.distributed.distributed_c10d import _resolve_process_group  # pyright: ignore
+
+    return _resolve_process_group(name)  # pyright: ignore
+
+
+def is_distributed(tensor: Any) -> bool:
+    """Whether a tensor is a ``DTensor``, of which this process holds a part."""
+    return hasattr(tensor, "_local_tensor")
+
+
+def local_tensor(tensor: torch.Tensor) -> torch.Tensor:
+    """What this process holds of a tensor, with its version counter: the tensor itself unless it is a
+    ``DTensor``.
+    """
+    return getattr(tensor, "_local_tensor", tensor)
+
+
+def distributed_like(piece: torch.Tensor, like: Any) -> torch.Tensor:
+    """``piece`` as this process's part of a ``DTensor`` that is laid out like ``like``.
+
+    ``DTensor.from_local`` would move what lies on the host to the mesh's device.
+    """
+    from torch.distributed.tensor import DTensor
+
+    make: Any = DTensor
+    return make(piece, like._spec, requires_grad=False)
+
+
+def fake_store() -> Any:
+    """A store for the ``fake`` backend, whose collectives move nothing: ranks that are not there."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    return FakeStore()
+
+
+def assert_on_device(condition: torch.Tensor, message: str) -> None:
+    """Raise where a tensor of one boolean is false: on a GPU without waiting for it, as a failed device-side
+    assertion.
+    """
+    torch._assert_async(condition, message)  # pyright: ignore

@@ -1,0 +1,62 @@
+"""Dynamo: what runs compiled, and what it is to leave alone. Importing it takes seconds, so nobody does here.
+
+Seen in PyTorch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether calling the module runs code that `torch.compile` made."""
+    if getattr(module, "_compiled_call_impl", None) is not None:
+        return True
+    dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
+    return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
+
+
+def compiled_call(module: torch.nn.Module) -> str:
+    """Name of the instance attribute that a call of a compiled module goes through."""
+    return "_compiled_call_impl" if getattr(module, "_compiled_call_impl", None) is not None else "forward"
+
+
+@contextmanager
+def out_of_dynamo() -> Iterator[bool]:
+    """Python code in the block is not compiled, whatever is outside; says whether it would have been.
+
+    What a compiled call calls back (hooks on saved tensors, for one) would otherwise be compiled itself. A
+    compiled call in the block runs compiled.
+    """
+    if "torch._dynamo.eval_frame" not in sys.modules:
+        yield False
+        return
+    set_eval_frame = torch._C._dynamo.eval_frame.set_eval_frame  # type: ignore[attr-defined]
+    before = set_eval_frame(None)
+    try:
+        yield before not in (None, False)
+    finally:
+        set_eval_frame(before)
+
+
+def keep_dynamo_out() -> None:
+    """From now on dynamo compiles nothing of lowtide: neither the hooks that a compiled call calls back, nor
+    what they call.
+    """
+    rules = sys.modules.get("torch._dynamo.trace_rules")
+    if rules is not None and not any(
+        str(folder).rstrip("/").endswith("/lowtide") for folder in rules.SKIP_DIRS
+    ):
+        rules.add("lowtide")
+
+
+def skipped_by_dynamo(function: Any) -> Any:
+    """Dynamo does not look into ``function`` when it traces a call of it, but breaks its graph there."""
+    function._torchdynamo_disable = True
+    function._torchdynamo_disable_msg = "lowtide runs it"
+    return function

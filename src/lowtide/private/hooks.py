@@ -1,0 +1,25 @@
+"""Hooks that modules and optimizers hold, as tables.
+
+Seen in PyTorch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+
+def forward_pre_hooks(module: torch.nn.Module) -> list[Any]:
+    """What runs before a module's forward, in that order."""
+    return list(module._forward_pre_hooks.values())
+
+
+def load_pre_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What an optimizer asks before it loads a state dict."""
+    return list(optimizer._optimizer_load_state_dict_pre_hooks.values())
+
+
+def load_post_hooks(optimizer: torch.optim.Optimizer) -> list[Any]:
+    """What an optimizer tells when it has loaded a state dict."""
+    return list(optimizer._optimizer_load_state_dict_post_hooks.values())

@@ -1,0 +1,140 @@
+"""Storages and the tensors over them: addresses, aliases, version counters, views, subclasses.
+
+Seen in PyTorch 2.11 to 2.13.
+"""
+
+from __future__ import annotations
+
+from operator import attrgetter
+from typing import Any
+
+import torch
+
+from lowtide.private.dispatch import INPLACE_OR_VIEW, include_key, is_key_included
+
+storage_address: Any = attrgetter("_cdata")
+"""The address of a storage object: unique while the storage lives, reused after."""
+
+
+def storage_key(tensor: torch.Tensor) -> int:
+    """The address of the tensor's storage object: unique while the storage lives, reused after. No Python
+    object is made for it.
+    """
+    return torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+
+
+def version(tensor: torch.Tensor) -> int:
+    """How often the tensor was written in place; tensors made in inference mode do not count that."""
+    return 0 if tensor.is_inference() else tensor._version
+
+
+def storage_use_count(storage: torch.UntypedStorage) -> int:
+    """How many references hold the storage, the Python object included."""
+    return torch._C._storage_Use_Count(storage._cdata)
+
+
+def borrowed_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
+    """Another storage object over the same bytes, which does not keep them: whoever uses it has to keep
+    ``storage``, too.
+    """
+    return torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())  # type: ignore[return-value]
+
+
+def versioned_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on the same storage that shares the version counter and has no autograd history; works below
+    autograd, too.
+
+    ``detach`` below autograd makes an alias with a version counter of its own, which later in-place writes
+    would not move. Letting the ADInplaceOrView key in for the one call gives an alias that shares the
+    counter.
+    """
+    excluded = torch._C._dispatch_tls_is_dispatch_key_excluded(INPLACE_OR_VIEW)
+    if not excluded:
+        return unseen_alias(tensor)
+    torch._C._dispatch_tls_set_dispatch_key_excluded(INPLACE_OR_VIEW, False)
+    try:
+        return unseen_alias(tensor)
+    finally:
+        torch._C._dispatch_tls_set_dispatch_key_excluded(INPLACE_OR_VIEW, True)
+
+
+def unseen_alias(tensor: torch.Tensor) -> torch.Tensor:
+    """``tensor.detach()`` that no dispatch mode sees, which saves a trip through Python."""
+    with torch._C._DisableTorchDispatch():
+        return tensor.detach()
+
+
+def version_witness(tensor: torch.Tensor) -> torch.Tensor:
+    """An empty tensor that shares the version counter of ``tensor`` but not its bytes.
+
+    Setting ``.data`` swaps the storage and leaves the counter, so the witness tells of in-place writes
+    without keeping anything alive. Nobody sees the two operations that make it.
+    """
+    seen = is_key_included("Fake")
+    if seen:
+        include_key("Fake", False)
+    try:
+        with torch._C._DisableTorchDispatch():
+            witness = tensor.detach()
+            witness.data = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    finally:
+        if seen:
+            include_key("Fake", True)
+    return witness
+
+
+def is_view(tensor: torch.Tensor) -> bool:
+    """Whether autograd takes the tensor for a view of another one."""
+    return tensor._is_view()
+
+
+def is_zero_tensor(tensor: torch.Tensor) -> bool:
+    """Whether the tensor stands for zeros that have no memory, as forward-mode differentiation makes them."""
+    return tensor._is_zerotensor()
+
+
+def conjugated(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the same bytes as their conjugate, whatever the tensor shows now."""
+    return torch._conj(tensor)  # pyright: ignore
+
+
+def negated(tensor: torch.Tensor) -> torch.Tensor:
+    """A view of the same bytes as their negative."""
+    return torch._neg_view(tensor)  # pyright: ignore
+
+
+def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """Indices and values of a sparse tensor in coordinates, coalesced or not."""
+    return tensor._indices(), tensor._values()
+
+
+def stored_elements(tensor: torch.Tensor) -> int:
+    """How many elements a sparse tensor in coordinates holds, those that fall together apart."""
+    return tensor._nnz()
+
+
+def wrapper_of(kind: type, shape: Any, dtype: torch.dtype, device: torch.device, strides: Any = None) -> Any:
+    """A tensor of a subclass that has no memory of its own."""
+    made: Any = torch.Tensor._make_wrapper_subclass  # type: ignore[attr-defined]
+    return made(kind, shape, strides=strides, dtype=dtype, device=device)
+
+
+def carried(tensor: torch.Tensor) -> torch.Tensor:
+    """What an unpack hook returns for autograd to hand out ``tensor`` itself, with its type and attributes.
+
+    For tensors that require grad: of these autograd hands out a detached copy of what the hook returns, a
+    plain tensor without attributes. A subclass that answers ``detach`` is asked for the copy.
+    """
+    made = wrapper_of(_Carrier, tensor.shape, tensor.dtype, tensor.device)
+    made.carries = tensor
+    return made
+
+
+class _Carrier(torch.Tensor):
+    """Answers ``detach`` with another tensor."""
+
+    carries: torch.Tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> torch.Tensor:
+        return args[0].carries

@@ -1,0 +1,85 @@
+"""What the planner has to know of the stores, as its own plain data: what codecs make of values, and how fast
+tiers, codecs and groups are here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import astuple
+from typing import cast
+
+import torch
+
+from lowtide.plan.data import Codec as OwnCodec
+from lowtide.plan.data import CodecFacts, Compress, Link, Moving, Shard, stages
+from lowtide.plan.moves.placements import codecs_behind, decision_of
+from lowtide.progress import current
+from lowtide.store.codec import Codec, Form, codec_named
+from lowtide.store.measure import measure_codec, measure_group, measure_tier
+from lowtide.store.stores import Stores
+
+
+def codec_facts(name: str, own: Sequence[OwnCodec] = ()) -> CodecFacts:
+    """What the planner has to know of a codec, one of ``own`` or of lowtide's."""
+    codec = codec_named(name, cast("Sequence[Codec]", own))
+
+    def encoded_bytes(elements: int, dtype: str) -> int:
+        return codec.encoded_bytes(Form(elements, getattr(torch, dtype, torch.uint8)))
+
+    return CodecFacts(codec.name, codec.gentler, codec.replayable_from, codec.scratch, encoded_bytes)
+
+
+def link_speeds(
+    ways: Sequence[Moving], own: Sequence[OwnCodec], device: str, room_bytes: int | None = None
+) -> dict[str, Link]:
+    """How fast the tiers and codecs of some decisions are, measured now."""
+    return measure_links(
+        *ways, stores=Stores(codecs=cast("Sequence[Codec]", own)), device=device, room_bytes=room_bytes
+    )
+
+
+def measure_links(
+    *ways: str | Moving,
+    stores: Stores | None = None,
+    device: str | torch.device = "cpu",
+    room_bytes: int | None = None,
+) -> dict[str, Link]:
+    """How fast the tiers, codecs and groups of some decisions are here, by moving a few megabytes.
+
+    Args:
+        ways: decisions, or their short names.
+        stores: with the groups and codecs that ``ways`` name. Where there is a group, all its ranks have to
+            call this, and all get the same.
+        device: where values come from.
+        room_bytes: the most device memory that measuring tiers and codecs may take; ``None`` for up to 24
+            MiB.
+
+    Returns:
+        The speed of each by its name, as ``links=`` of the policies takes them.
+
+    Raises:
+        PlanError: a tier cannot be opened, or a group or codec is not there.
+
+    Example:
+        >>> sorted(measure_links("int8"))
+        ['int8']
+    """
+    place = torch.device(device)
+    found: dict[str, Link] = {}
+    current().say("timing transfers")
+    with Stores() as own:
+        known = stores or own
+        for decision in map(decision_of, ways):
+            first, then = stages(decision)
+            if isinstance(first, Compress):
+                for name in codecs_behind(first.codec, known.codecs):
+                    if name not in found:
+                        found[name] = Link(*astuple(measure_codec(known.codec(name), place, room_bytes)))
+            elif isinstance(first, Shard) and first.group not in found:
+                found[first.group] = Link(
+                    *astuple(measure_group(known.group(first.group, first.size), place))
+                )
+            if then is not None and then.tier not in found:
+                tier = own.tier(then.tier, then.path, place)
+                found[then.tier] = Link(*astuple(measure_tier(tier, place, room_bytes=room_bytes)))
+    return found

@@ -1,0 +1,235 @@
+"""Transfers in the background: a lane for each direction, on a thread or on a stream of the device.
+
+A lane does what it is given in order. `ThreadLane` is a thread: copies within main memory, files.
+`StreamLane`
+is a stream: copies between an accelerator and page-locked memory. Both return a `Transfer` at once. The
+stores and the host optimizer move all their bytes this way.
+
+`Streams` is all that lowtide asks of an accelerator for it; tests put a stand-in in its place.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+
+Pairs = Iterable[tuple[Tensor, Tensor]]
+"""(target, source) of each copy."""
+
+
+class Transfer:
+    """A copy, or other work, under way.
+
+    There are two ways to wait. `wait` holds the program: after it the host may read what was written. `join`
+    holds the device: whatever is asked of it from then on comes after the transfer.
+
+    Attributes:
+        bytes: its size.
+        error: what went wrong, once it is over.
+    """
+
+    def __init__(self, bytes_: int = 0) -> None:
+        self.bytes = bytes_
+        self._done = threading.Event()
+        self.error: BaseException | None = None
+
+    def finish(self, error: BaseException | None = None) -> None:
+        """Whoever carries it out is through."""
+        self.error = error
+        self._done.set()
+
+    @property
+    def done(self) -> bool:
+        """Whether `wait` would return (or raise) at once."""
+        return self._done.is_set()
+
+    def wait(self) -> None:
+        """Return when it is over; raises what went wrong."""
+        self._done.wait()
+        if self.error is not None:
+            raise self.error
+
+    def join(self) -> None:
+        """Order the device's work behind it; on a thread's transfer that is `wait`."""
+        self.wait()
+
+
+def finished() -> Transfer:
+    """A transfer that is over."""
+    transfer = Transfer()
+    transfer.finish()
+    return transfer
+
+
+class ThreadLane:
+    """One thread that does jobs in order; it ends with `close`, with the lane, or with the interpreter.
+
+    >>> lane, seen = ThreadLane("example"), []
+    >>> lane.do(lambda: seen.append(1)).wait()
+    >>> seen
+    [1]
+    """
+
+    def __init__(self, name: str) -> None:
+        self._own: set[int] = set()
+        own = self._own  # a lane that its thread held would never go
+        self._executor = ThreadPoolExecutor(1, f"lowtide-{name}", lambda: own.add(threading.get_ident()))
+
+    def do(self, work: Callable[[], object], bytes_: int = 0) -> Transfer:
+        """Do it after everything before it; the transfer raises what it raises."""
+        transfer = Transfer(bytes_)
+        given = [work]  # let go of before anybody hears that it is over: its bytes are free then
+
+        def job() -> None:
+            error: BaseException | None = None
+            try:
+                given.pop()()
+            except BaseException as raised:
+                error = raised
+            transfer.finish(error)
+
+        self._executor.submit(job)
+        return transfer
+
+    def close(self) -> None:
+        """Finish what is queued, then end."""
+        self._executor.shutdown(wait=threading.get_ident() not in self._own)
+
+
+class Event(Protocol):
+    """A mark in a stream."""
+
+    def query(self) -> bool:
+        """Whether the stream has passed it."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when it has."""
+        ...
+
+
+class Streams:
+    """The streams and events of one accelerator.
+
+    Args:
+        device: it.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._module: Any = torch.get_device_module(device.type)
+
+    def new(self) -> Any:
+        """A stream beside the computing one."""
+        return self._module.Stream(self.device)
+
+    def current(self) -> Any:
+        """The stream that computes, as this thread has it."""
+        return self._module.current_stream(self.device)
+
+    def mark(self, stream: Any) -> Event:
+        """What ``stream`` has been asked to do until now."""
+        event = self._module.Event()
+        event.record(stream)
+        return event
+
+    def order(self, stream: Any, event: Event) -> None:
+        """What ``stream`` is asked to do from now on comes after ``event``."""
+        stream.wait_event(event)
+
+    def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
+        """Copy on ``stream``; the program goes on."""
+        with self._module.stream(stream):
+            target.copy_(source, non_blocking=True)
+
+    def synchronize(self) -> None:
+        """Return when the device has done all it was asked to."""
+        self._module.synchronize(self.device)
+
+
+def streams_of(device: torch.device) -> Streams | None:
+    """The streams of an accelerator; ``None`` for a CPU, which has none."""
+    return None if device.type == "cpu" else Streams(device)
+
+
+class StreamLane:
+    """Copies on a stream of their own.
+
+    Args:
+        streams: of the device.
+    """
+
+    def __init__(self, streams: Streams) -> None:
+        self.streams = streams
+        self.stream = streams.new()
+
+    def copy(self, pairs: Pairs, holds: object, bytes_: int = 0, after: Sequence[Event] = ()) -> Queued:
+        """Start copying.
+
+        Args:
+            pairs: targets and sources.
+            holds: what may not be freed before the copy has run: the tensors on the device.
+            bytes_: for the transfer.
+            after: what the copy waits for; without it, what the computing stream has been asked to do until
+                now.
+        """
+        origin = self.streams.current()
+        for event in after or (self.streams.mark(origin),):
+            self.streams.order(self.stream, event)
+        for target, source in pairs:
+            self.streams.copy(self.stream, target, source)
+        return Queued(self, origin, holds, bytes_)
+
+    def close(self) -> None:
+        """Finish what is queued."""
+        self.streams.mark(self.stream).synchronize()
+
+
+class Queued(Transfer):
+    """A copy on a stream.
+
+    It holds the device's tensor until somebody has waited. If nobody does, the stream that the tensor came
+    from waits before its memory is used again. (`torch.Tensor.record_stream` would have the allocator look
+    for finished copies instead, so that memory grew with how far the program runs ahead of the device.)
+
+    Attributes:
+        event: after the copy.
+    """
+
+    def __init__(self, lane: StreamLane, origin: Any, holds: object, bytes_: int) -> None:
+        self.bytes = bytes_
+        self._streams, self._origin = lane.streams, origin
+        self.event = lane.streams.mark(lane.stream)
+        self._holds: list[object] = [holds]
+
+    @property
+    def done(self) -> bool:
+        """Whether the copy has run."""
+        return self.event.query()
+
+    def wait(self) -> None:
+        """Return when the copy has run."""
+        self.event.synchronize()
+        self._holds.clear()
+
+    def join(self) -> None:
+        """Let the computing stream go on only after the copy."""
+        current = self._streams.current()
+        self._streams.order(current, self.event)
+        if current == self._origin:
+            self._holds.clear()
+        self._let_go()
+
+    def _let_go(self) -> None:
+        if self._holds:
+            self._streams.order(self._origin, self.event)
+            self._holds.clear()
+
+    def __del__(self) -> None:
+        if "_holds" in self.__dict__:
+            self._let_go()

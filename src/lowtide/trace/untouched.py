@@ -1,0 +1,157 @@
+"""Run a step and leave no trace of it: random states, gradients, buffers, and what modules hold."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import numpy as np
+import torch
+
+from lowtide import private
+
+
+@contextmanager
+def untouched(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
+    """Afterwards gradients, buffers, parameters' data, module attributes and random states are what they
+    were.
+    """
+    parameters = list(dict.fromkeys(p for root in modules for p in root.parameters()))
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+    buffers = [(buffer, buffer.detach().clone()) for root in modules for buffer in root.buffers()]
+    try:
+        with same_random(modules, gpus_of(modules)), same_attributes(modules):
+            yield
+    finally:
+        with torch.no_grad():
+            for parameter, gradient, copy in gradients:
+                if gradient is not None and copy is not None:
+                    gradient.copy_(copy)
+                parameter.grad = gradient
+            for buffer, copy in buffers:
+                if not _same(buffer, copy):
+                    buffer.copy_(copy)
+
+
+@contextmanager
+def same_attributes(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
+    """Afterwards every module has the attributes that it had, and its containers (tables of parameters, hooks
+    and submodules included) hold what they held.
+
+    A module that caches tensors on itself keeps none of them; one that installs hooks at its first step and
+    notes that it did has neither the hooks nor the note.
+    """
+    everyone = dict.fromkeys(module for root in modules for module in root.modules())
+    before = [(module, dict(module.__dict__), _contents(module)) for module in everyone]
+    try:
+        yield
+    finally:
+        for module, attributes, contents in before:
+            module.__dict__.clear()
+            module.__dict__.update(attributes)
+            for container, items in contents:
+                if isinstance(container, list):
+                    container[:] = items
+                else:
+                    container.clear()
+                    container.update(items)
+
+
+def _contents(module: torch.nn.Module) -> list[tuple[Any, Any]]:
+    return [(item, item.copy()) for item in module.__dict__.values() if isinstance(item, (dict, list, set))]
+
+
+def without_history(arguments: Any) -> Any:
+    """The same arguments with tensors that have no history: a backward ends there."""
+
+    def alone(tensor: torch.Tensor) -> torch.Tensor:
+        return tensor.detach().requires_grad_(tensor.requires_grad) if tensor.requires_grad else tensor
+
+    return private.tree_map_only(torch.Tensor, alone, arguments)
+
+
+def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
+    try:
+        return torch.equal(a, b)
+    except RuntimeError:
+        return False
+
+
+# ---- random states ------------------------------------------------------------------------------
+
+
+@contextmanager
+def same_random(modules: Sequence[torch.nn.Module] = (), devices: Sequence[int] = ()) -> Iterator[None]:
+    """Afterwards the random states of PyTorch, of NumPy and of Python are what they were: models draw masks
+    and layers to leave out from all.
+
+    Args:
+        modules: the generators that these have as attributes are put back, too.
+        devices: so are those of these GPUs.
+
+    Example:
+        >>> import random
+        >>> random.seed(1)
+        >>> with same_random():
+        ...     drawn = random.random()
+        >>> drawn == random.random()
+        True
+    """
+    generators = _generators(modules)
+    states = [read() for read, _ in generators]
+    try:
+        with same_torch_random(devices):
+            yield
+    finally:
+        for (_, write), state in zip(generators, states, strict=True):
+            write(state)
+
+
+@contextmanager
+def same_torch_random(devices: Sequence[int] = ()) -> Iterator[None]:
+    """`torch.random.fork_rng` that holds no tensor meanwhile: the budget of a small step has no room for the
+    five kilobytes of a state.
+    """
+    places = [None, *devices]
+    states = [
+        (torch.get_rng_state() if at is None else torch.cuda.get_rng_state(at)).numpy().tobytes()
+        for at in places
+    ]
+    try:
+        yield
+    finally:
+        for at, state in zip(places, states, strict=True):
+            tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+            torch.set_rng_state(tensor) if at is None else torch.cuda.set_rng_state(tensor, at)
+
+
+def gpus_of(modules: Sequence[torch.nn.Module]) -> list[int]:
+    """The GPUs on which the modules have parameters."""
+    devices = {parameter.device for module in modules for parameter in module.parameters()}
+    return sorted(device.index for device in devices if device.type == "cuda" and device.index is not None)
+
+
+def _generators(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, Any]]:
+    """How to read and to write the state of each source of random numbers that a model may draw from,
+    PyTorch's own apart.
+    """
+    found: dict[int, tuple[Any, Any]] = {
+        0: (random.getstate, random.setstate),
+        1: (lambda: np.random.get_state(legacy=False), np.random.set_state),
+    }
+    for item in (item for root in modules for module in root.modules() for item in module.__dict__.values()):
+        if isinstance(item, random.Random) and not isinstance(item, random.SystemRandom):
+            found[id(item)] = (item.getstate, item.setstate)
+        elif isinstance(item, np.random.RandomState):
+            found[id(item)] = (lambda item=item: item.get_state(legacy=False), item.set_state)
+        elif isinstance(item, np.random.Generator):
+            bits = item.bit_generator
+            found[id(bits)] = (
+                lambda bits=bits: bits.state,
+                lambda state, bits=bits: setattr(bits, "state", state),
+            )
+        elif isinstance(item, torch.Generator):
+            found[id(item)] = (item.get_state, item.set_state)
+    return list(found.values())

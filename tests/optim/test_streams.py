@@ -1,0 +1,82 @@
+"""The host optimizer over streams, on a stand-in that copies as late as it may: bits, waits and memory."""
+
+from __future__ import annotations
+
+from unittest.mock import patch
+
+import pytest
+import torch
+from lazy_streams import LazyStreams
+from torch import nn
+
+from lowtide.optim import CudaLink, HostOptimizer
+from lowtide.store import pool
+
+WIDTH = 64
+
+
+def net(dtype: torch.dtype) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*(nn.Linear(WIDTH, WIDTH) for _ in range(6)), nn.Linear(WIDTH, 8 * WIDTH)).to(dtype)
+
+
+def unpinned(count: int, pin: bool = False) -> torch.Tensor:
+    return torch.zeros(count, dtype=torch.uint8)
+
+
+def backward(model: nn.Module, step: int, dtype: torch.dtype) -> None:
+    for micro in range(2):
+        x = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(10 * step + micro))
+        model(x.to(dtype)).square().mean().backward()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("fraction", [0.4, 1.0])
+@pytest.mark.parametrize("options", [{}, {"stream_gradients": True}, {"delayed": True, "delay_after": 1}])
+def test_every_copy_is_waited_for(options: dict[str, bool], fraction: float, dtype: torch.dtype) -> None:
+    """The same bits as on a link that copies at once."""
+    found = []
+    for streams in (None, LazyStreams(eager=True)):
+        model = net(dtype)
+        with patch.object(pool, "host_bytes", unpinned):
+            link = CudaLink(torch.device("cpu"), streams) if streams is not None else None
+            optimizer = HostOptimizer(
+                torch.optim.AdamW,
+                model.parameters(),
+                host_fraction=fraction,
+                host="memory",
+                link=link,
+                chunk_bytes=1 << 13,
+                lr=0.01,
+                **options,  # type: ignore[arg-type]
+            )
+            for step in range(4):
+                optimizer.zero_grad()
+                backward(model, step, dtype)
+                optimizer.clip_grad_norm_(0.5)
+                optimizer.step()
+            if optimizer.delayed:
+                optimizer.finish()
+            optimizer.close()
+        found.append([p.detach().clone() for p in model.parameters()])
+    assert all(torch.equal(a, b) for a, b in zip(*found, strict=True))
+
+
+def test_backward_never_waits_for_the_link() -> None:
+    """Not even for a gradient that is larger than all the chunks that may be under way."""
+    streams, model = LazyStreams(eager=True), net(torch.float32)
+    with patch.object(pool, "host_bytes", unpinned):
+        optimizer = HostOptimizer(
+            torch.optim.AdamW,
+            model.parameters(),
+            stream_gradients=True,
+            link=CudaLink(torch.device("cpu"), streams),
+            chunk_bytes=1 << 12,
+        )
+        optimizer._place()
+        before = streams.waits
+        model(torch.ones(4, WIDTH)).square().mean().backward()
+        assert streams.waits == before
+        optimizer.step()
+        assert streams.waits > before
+        optimizer.close()

@@ -1,0 +1,136 @@
+"""Autograd's engine does what `lowtide.private.autograd` says."""
+
+from __future__ import annotations
+
+import threading
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide import private
+from lowtide.interception import Interceptor, proceed
+
+
+def test_in_backward() -> None:
+    seen: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda g: seen.append(private.in_backward()))
+    assert not private.in_backward()
+    y.sum().backward()
+    assert seen == [True] and not private.in_backward()
+
+
+def test_in_backward_is_the_threads_own() -> None:
+
+    seen: list[bool] = []
+
+    def hook(grad: torch.Tensor) -> None:
+        thread = threading.Thread(target=lambda: seen.append(private.in_backward()))
+        thread.start()
+        thread.join()
+
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(hook)
+    y.sum().backward()
+    assert seen == [False]
+
+
+def test_node_key_tells_whose_turn_it_is() -> None:
+    class Turns(Interceptor):
+        def __init__(self) -> None:
+            self.nodes: set[Any] = set()
+
+        def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+            self.nodes.add(private.node_key())
+            return proceed(func, args, kwargs)
+
+    assert private.node_key() is None
+    x = torch.ones(3, requires_grad=True)
+    with Turns() as turns:
+        (x.sin() * x.cos()).sum().backward()
+    assert {key[0] for key in turns.nodes if key} >= {"SinBackward0", "CosBackward0", "MulBackward0"}
+
+
+def test_at_backward_end() -> None:
+    order: list[str] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def hook(grad: torch.Tensor) -> None:
+        order.append("begin")
+        private.at_backward_end(lambda: order.append("end"))
+
+    y.register_hook(hook)
+    x.register_post_accumulate_grad_hook(lambda p: order.append("leaf"))
+    y.sum().backward()
+    assert order == ["begin", "leaf", "end"]
+
+
+def test_at_backward_end_lets_errors_out() -> None:
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+
+    def fail() -> None:
+        raise KeyError("out")
+
+    y.register_hook(lambda g: private.at_backward_end(fail))
+    with pytest.raises(KeyError, match="out"):
+        y.sum().backward()
+
+
+def test_replaying_is_below_autograd_and_autocast() -> None:
+    x = torch.ones(4, 4, requires_grad=True)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert (x @ x).dtype is torch.bfloat16
+        with private.replaying():
+            y = x @ x
+            assert y.dtype is torch.float32 and not y.requires_grad
+        assert (x @ x).dtype is torch.bfloat16 and (x @ x).requires_grad
+
+
+def test_replaying_ends_with_an_error_too() -> None:
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        with pytest.raises(KeyError), private.replaying():
+            raise KeyError
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is torch.bfloat16 and torch.is_grad_enabled()
+
+
+def test_set_grad_enabled() -> None:
+    private.set_grad_enabled(False)
+    try:
+        assert not torch.is_grad_enabled()
+    finally:
+        private.set_grad_enabled(True)
+    assert torch.is_grad_enabled()
+
+
+def test_below_autograd_there_is_no_history() -> None:
+    x = torch.ones(2, requires_grad=True)
+    with private.below_autograd():
+        y = x * 2
+        assert torch.is_grad_enabled() and not y.requires_grad
+    assert (x * 2).requires_grad
+
+
+def test_in_torch_checkpoint() -> None:
+    """And the name of the node that the other kind leaves, which `StepTracer` goes by."""
+    from torch.utils.checkpoint import checkpoint
+
+    from lowtide.trace import eager
+
+    found: list[bool] = []
+
+    def function(x: torch.Tensor) -> torch.Tensor:
+        found.append(private.in_torch_checkpoint())
+        return x.exp()
+
+    x = torch.randn(3, requires_grad=True)
+    function(x)
+    checkpoint(function, x, use_reentrant=False)
+    with torch.autograd.graph.save_on_cpu():
+        function(x)
+    assert found == [False, True, False]
+    assert checkpoint(function, x, use_reentrant=True).grad_fn.name() == eager._REENTRANT

@@ -1,0 +1,74 @@
+"""Every name of `lowtide.private` has a test, and nobody else takes private names from PyTorch."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import re
+from pathlib import Path
+
+import lowtide
+from lowtide import private
+
+PACKAGE = Path(inspect.getfile(lowtide)).parent
+STANDS_APART = (
+    PACKAGE / "parallel" / "pipelining.py"
+)  # its own test is tests/parallel/test_pipelining_private.py
+OURS = {"os._exit", "sys._getframe", "self._replace"}  # private to Python, or a named tuple's own
+
+
+def test_every_name_has_a_test() -> None:
+    text = "".join(file.read_text() for file in Path(__file__).parent.glob("test_*.py"))
+    assert [name for name in private.__all__ if f"private.{name}" not in text] == []
+
+
+def test_every_file_says_where_it_was_seen() -> None:
+    for file in (PACKAGE / "private").glob("[a-z]*.py"):
+        assert re.search(
+            r"Seen in PyTorch 2\.\d+ to 2\.\d+", ast.get_docstring(ast.parse(file.read_text())) or ""
+        )
+
+
+def test_nobody_else_takes_private_names() -> None:
+    trees = {
+        file: ast.parse(file.read_text())
+        for file in PACKAGE.rglob("*.py")
+        if file.parent.name != "private" and file != STANDS_APART
+    }
+    own = {name for tree in trees.values() for name in _defined(tree)}
+    found = [
+        f"{file.relative_to(PACKAGE)}: {name}"
+        for file, tree in trees.items()
+        for name in _taken(tree)
+        if name.rpartition(".")[2] not in own or name.startswith("torch.")
+    ]
+    assert [one for one in found if one.rpartition(": ")[2] not in OURS] == []
+
+
+def _defined(tree: ast.AST) -> set[str]:
+    """Names that the code gives to something itself."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef | ast.ClassDef):
+            found.add(node.name)
+        elif isinstance(node, ast.Attribute | ast.Name) and isinstance(node.ctx, ast.Store):
+            found.add(node.attr if isinstance(node, ast.Attribute) else node.id)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):  # __slots__
+            found.add(node.value)
+    return found
+
+
+def _taken(tree: ast.AST) -> set[str]:
+    """Private names that the code takes from others; operations (`torch.ops.aten._to_copy`) are none."""
+    found: set[str] = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and re.match("_[a-zA-Z]", node.attr):
+            name = ast.unparse(node)
+            if not name.startswith("torch.ops.aten."):
+                found.add(name)
+        elif isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
+            names = [f"{node.module}.{alias.name}" for alias in node.names]
+            found.update(name for name in names if "._" in name or "._internal" in name)
+        elif isinstance(node, ast.Import):
+            found.update(alias.name for alias in node.names if re.match(r"torch\..*\._|torch\._", alias.name))
+    return found

@@ -1,0 +1,114 @@
+"""Dynamo does what `lowtide.private.dynamo` says."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide import private
+
+
+class Backend:
+    def __init__(self) -> None:
+        self.compiled = 0
+
+    def __call__(self, module: Any, inputs: Any) -> Any:
+        self.compiled += 1
+        return module
+
+
+def test_is_compiled() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert not private.is_compiled(model)
+    assert private.is_compiled(torch.compile(model, backend="eager"))
+    twin = copy.deepcopy(model)
+    twin.compile(backend="eager")
+    assert private.is_compiled(twin)
+    assert not private.is_compiled(torch.nn.Sequential(model))
+
+
+def test_compiled_call_names_what_a_call_goes_through() -> None:
+    ran: list[str] = []
+    first, second = torch.compile(torch.nn.Linear(2, 2), backend="eager"), torch.nn.Linear(2, 2)
+    second.compile(backend="eager")
+    for module in (first, second):
+        name = private.compiled_call(module)
+        call = module.__dict__[name]
+        module.__dict__[name] = lambda x, call=call: (ran.append("called"), call(x))[1]
+        module(torch.ones(1, 2))
+    assert ran == ["called", "called"]
+
+
+def test_out_of_dynamo() -> None:
+    torch._dynamo.reset()
+    seen: list[bool] = []
+
+    @private.skipped_by_dynamo
+    def skipped(x: torch.Tensor) -> torch.Tensor:
+        with private.out_of_dynamo() as compiled:
+            seen.append(compiled)
+            return inner(x)
+
+    def inner(x: torch.Tensor) -> torch.Tensor:
+        return x.sin().cos()
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return skipped(x)
+
+    with private.out_of_dynamo() as compiled:
+        assert not compiled
+    backend = Backend()
+    torch.compile(outer, backend=backend)(torch.ones(3))
+    assert seen == [True] and backend.compiled == 0
+    torch.compile(inner, backend=backend)(torch.ones(3))
+    assert backend.compiled == 1
+
+
+def test_skipped_by_dynamo_breaks_the_graph() -> None:
+    torch._dynamo.reset()
+
+    @private.skipped_by_dynamo
+    def skipped(x: torch.Tensor) -> torch.Tensor:
+        return x
+
+    def outer(x: torch.Tensor) -> torch.Tensor:
+        return skipped(x.sin()).cos()
+
+    backend = Backend()
+    torch.compile(outer, backend=backend)(torch.ones(3))
+    assert backend.compiled == 2
+    with pytest.raises(Exception, match=r"lowtide runs it|disable"):
+        torch.compile(outer, backend=backend, fullgraph=True)(torch.ones(4))
+
+
+def test_keep_dynamo_out() -> None:
+    from torch._dynamo import trace_rules
+
+    from lowtide.interception import interceptors
+
+    private.keep_dynamo_out()
+    before = len(trace_rules.SKIP_DIRS)
+    private.keep_dynamo_out()
+    assert len(trace_rules.SKIP_DIRS) == before
+    assert trace_rules.check(interceptors.__code__)
+
+
+def test_a_mode_that_ignores_compile_internals_leaves_compiled_calls_compiled() -> None:
+    torch._dynamo.reset()
+
+    class Ignores(private.TorchDispatchMode):
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+        def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    backend = Backend()
+    function = torch.compile(lambda x: x.sin().cos(), backend=backend)
+    with Ignores():
+        function(torch.ones(3))
+    assert backend.compiled == 1
