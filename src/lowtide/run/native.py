@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from lowtide import interception
+from lowtide import interception, private
 from lowtide.native import extension
 from lowtide.ops import OpInfo, op_info
 from lowtide.plan.plan import ProgramStep
@@ -47,7 +47,7 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
             made.add(step.name, "", _CLOSER, [], [], -1, -1, step.stored, step.claimed, None)
             continue
         info = op_info(func)
-        places = {argument.name: at for at, argument in enumerate(func._schema.arguments)}
+        places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
         writes = [where if isinstance(where, int) else places[where] for where in info.written]
         statistics = list(info.running_statistics)
         training = -1 if info.training_position is None else info.training_position
@@ -75,4 +75,4 @@ def _overload(name: str) -> Any:
             found = getattr(found, part)
     except AttributeError:
         return None
-    return found if isinstance(found, torch._ops.OpOverload) else None
+    return found if isinstance(found, private.OpOverload) else None
