@@ -23,6 +23,7 @@ NAMES = (
     "parallel_memory",
     "layer_times",
     "long_sequence",
+    "recorder",
     "report",
 )
 

@@ -38,6 +38,8 @@ class Interceptor:
         """Run an operation: pass it on with `proceed`, and return what it returned."""
         raise NotImplementedError
 
+    core: Any = None
+    """the compiled recorder that takes what it can, or `None`"""
     _thread_state: _Thread | None = None
 
     def start(self) -> None:
@@ -45,6 +47,9 @@ class Interceptor:
         _register()
         thread = self._thread_state = _thread()
         thread.active = [*thread.active, self]
+        thread.choose()
+        if thread.core is not None:
+            _registered().native.activate(thread.core)
         _include(_KEY, True)
 
     def stop(self) -> None:
@@ -53,6 +58,7 @@ class Interceptor:
         if thread is None:
             return
         thread.active = [one for one in thread.active if one is not self]
+        thread.choose()
         if not thread.active and thread.level < 0:
             _include(_KEY, False)  # another thread's kernels find out by themselves
 
@@ -69,12 +75,21 @@ class _Thread:
     asked for that.
     """
 
-    __slots__ = ("active", "keyset", "level")
+    __slots__ = ("active", "core", "keyset", "level")
 
     def __init__(self) -> None:
         self.active: list[Interceptor] = []
         self.level = -1  # place of the interceptor that runs an operation now, -1 where none does
         self.keyset: Any = None
+        self.core: Any = None  # takes part as long as its interceptor is the only one
+
+    def choose(self) -> None:
+        """Whose compiled recorder takes part, if anyone's."""
+        if self.core is not None:
+            self.core.on = False
+        self.core = self.active[0].core if len(self.active) == 1 else None
+        if self.core is not None:
+            self.core.on = True
 
 
 def _thread() -> _Thread:
@@ -225,6 +240,10 @@ def _overload(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
+_PYTHON_KEY = "TESTING_ONLY_GenericWrapper"
+"""Where Python's kernels stand beside compiled ones, which call them there: nothing else uses this key."""
+
+
 class _Registered:
     """What stands at the key, for the life of the process.
 
@@ -232,19 +251,30 @@ class _Registered:
         libraries: hold our kernels, by namespace.
         known: overloads that have been looked at.
         definitions: as of `_definitions` when they were.
+        native: the compiled recorder, or ``None``.
     """
 
     def __init__(self) -> None:
-        other = private.kernel_library("_")
-        other.fallback(_KEY, torch.library.fallthrough_kernel, False)
-        self.libraries: dict[str, Any] = {"_": other}
+        self.fallback = private.kernel_library("_")
+        self.fallback.fallback(_KEY, torch.library.fallthrough_kernel, False)
+        self.libraries: dict[str, Any] = {}
         self.known: set[str] = set()
         self.definitions: tuple[Any, ...] = ()
+        self.native: Any = None
 
 
 @functools.cache
 def _registered() -> _Registered:
     return _Registered()
+
+
+def let_in(native: Any) -> None:
+    """From here on compiled kernels stand at the key, and call those in Python for what they do not take."""
+    registered = _registered()
+    registered.libraries.clear()
+    registered.known.clear()
+    registered.definitions, registered.native = (), native
+    _register()
 
 
 def _definitions() -> tuple[Any, ...]:
@@ -268,13 +298,18 @@ def _register() -> None:
         return
     registered.known |= new
     views = _views()
+    ours: list[tuple[str, str]] = []
     for name in sorted(new):
-        namespace, _, rest = name.partition("::")
         if name in views or is_made_of_others(name):
             continue
+        namespace, _, rest = name.partition("::")
+        ours.append((namespace, rest))
         if namespace not in libraries:
             libraries[namespace] = private.kernel_library(namespace)
-        libraries[namespace].impl(rest, _KEY, _Kernel(name), True)
+        key = _KEY if registered.native is None else _PYTHON_KEY
+        libraries[namespace].impl(rest, key, _Kernel(name), True)
+    if registered.native is not None:
+        registered.native.let_in(ours)
 
 
 def is_made_of_others(name: str) -> bool:

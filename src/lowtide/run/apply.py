@@ -12,6 +12,7 @@ from lowtide.errors import PlanError
 from lowtide.plan.data import Plan
 from lowtide.run.direct import PlanDirector
 from lowtide.run.moved import TransferEngine, prepare
+from lowtide.run.native import compiled_program
 from lowtide.run.record import Findings, Recorder, Verify
 from lowtide.store.stores import Stores
 
@@ -71,12 +72,13 @@ class apply:
         verify = self.verify != "never" and not self._verified
         if self.plan.moves:
             prepare(self.plan, self.stores, torch.device(self.plan.device))
-        self._director = PlanDirector(self.plan)
+        self._director = PlanDirector(self.plan.program, self.plan.moves)
         recorder = Recorder(
             self._director,
             verify=verify,
             check=self.verify == "always",
             mover=TransferEngine(self.plan, self.stores, verify) if self.plan.moves else None,
+            program=compiled_program(self.plan.program),
         )
         self._stack = ExitStack()
         self._stack.enter_context(recorder.recording())

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 from lowtide.ops import OpInfo
-from lowtide.plan.data import Compress, Plan, Shard, stages
+from lowtide.plan.data import Compress, Move, ProgramStep, Shard, stages
 
 _LOOK_AHEAD = 400
 
@@ -105,6 +106,9 @@ class IdleDirector:
 class PlanDirector:
     """Follows a plan's program, operation by operation.
 
+    Args:
+        program, moves: the plan's.
+
     Where the running step departs from the program (data-dependent routing), it looks ahead for where the two
     meet again; an operation that the plan does not know is recorded and given up, which is always safe; but
     not a collective, which other ranks may know.
@@ -117,9 +121,9 @@ class PlanDirector:
 
     asks: ClassVar[bool] = False
 
-    def __init__(self, plan: Plan) -> None:
-        self._program = plan.program
-        self._moves = plan.moves
+    def __init__(self, program: Sequence[ProgramStep], moves: Sequence[Move] = ()) -> None:
+        self._program = program
+        self._moves = moves
         self.at = 0
         self.departed = 0
         self.missed = 0

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,11 +22,9 @@ if TYPE_CHECKING:
 class Kept:
     """A saved tensor that stays."""
 
-    __slots__ = ("mover", "tensor", "version", "watch")
+    __slots__ = ("mover", "tensor", "version")
 
-    def __init__(
-        self, tensor: torch.Tensor, watch: StepWatch | None = None, mover: TransferEngine | None = None
-    ) -> None:
+    def __init__(self, tensor: torch.Tensor, mover: TransferEngine | None = None) -> None:
         self.mover = mover
         # what a node made itself, it must not hold: autograd would never let go of either; nor may a mask
         # that the model returns, too, look as if its caller held it
@@ -34,13 +32,9 @@ class Kept:
             tensor if tensor.is_leaf or not has_plain_storage(tensor) else private.unseen_alias(tensor)
         )
         self.version = private.version(self.tensor)
-        self.watch = watch
 
     def unpack(self) -> torch.Tensor:
         """The tensor, unless it was overwritten."""
-        return self._unpack() if self.watch is None else self.watch.unpacks(self._unpack, replays=False)
-
-    def _unpack(self) -> torch.Tensor:
         if self.mover is not None:
             self.mover.begin()
             self.mover.ahead()
@@ -77,7 +71,7 @@ class Evicted:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, replayed or from the cache of an earlier replay."""
-        return self._unpack() if self.watch is None else self.watch.unpacks(self._unpack, replays=True)
+        return self._unpack() if self.watch is None else self.watch.unpacks(self._unpack)
 
     def _unpack(self) -> torch.Tensor:
         if self.mover is None:
@@ -178,7 +172,7 @@ class _Part:
 def unpack(packed: Any) -> torch.Tensor:
     """What autograd gets back for what `Recorder.pack` returned."""
     # most are: the fewest calls between two kernels
-    if type(packed) is Kept and packed.watch is None and packed.mover is None:
+    if type(packed) is Kept and packed.mover is None:
         tensor = packed.tensor
         if private.version(tensor) == packed.version:
             return tensor
@@ -187,11 +181,15 @@ def unpack(packed: Any) -> torch.Tensor:
 
 def _check_version(tensor: torch.Tensor, expected: int, shape: torch.Size | None = None) -> None:
     if private.version(tensor) != expected:
-        kind = tensor.type().removeprefix("torch.")
-        shape = tensor.shape if shape is None else shape  # nested tensors have none to ask for
-        raise RuntimeError(
-            "one of the variables needed for gradient computation has been modified by an inplace "
-            f"operation: [torch.{kind} {list(shape)}] is at version {private.version(tensor)}; expected "
-            f"version {expected} instead. Hint: enable anomaly detection to find the operation that failed "
-            "to compute its gradient, with torch.autograd.set_detect_anomaly(True)."
-        )
+        overwritten(tensor, private.version(tensor), expected, tensor.shape if shape is None else shape)
+
+
+def overwritten(like: torch.Tensor, version: int, expected: int, shape: Sequence[int]) -> None:
+    """Raise what autograd raises where a saved tensor was overwritten."""
+    kind = like.type().removeprefix("torch.")
+    raise RuntimeError(
+        "one of the variables needed for gradient computation has been modified by an inplace "
+        f"operation: [torch.{kind} {list(shape)}] is at version {version}; expected version "
+        f"{expected} instead. Hint: enable anomaly detection to find the operation that failed to "
+        "compute its gradient, with torch.autograd.set_detect_anomaly(True)."
+    )

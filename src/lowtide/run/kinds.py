@@ -14,7 +14,6 @@ from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.plan.simulate import simulate_plan
 from lowtide.run.key import StepKey
-from lowtide.run.rehearse import Script
 from lowtide.run.watch import StepWatch
 
 _PACE_STEPS = 9  # are timed under a plan before it settles, and make up its pace from then on, too
@@ -44,7 +43,7 @@ class Kind:
         claims: gathers whose results layers save, in the next look.
         without_claims: the graph and plan of a step without claims, to compare with.
         steps: how many steps have run under the plan.
-        script: what a step under the plan taught of the next ones.
+        program: the plan's, as the compiled recorder knows it.
         timed: watches the time of the latest step.
         seconds: of the latest steps that were timed under the plan, and of recording and replaying in them
             where the host knows.
@@ -62,7 +61,7 @@ class Kind:
     claims: frozenset[int] = frozenset()
     without_claims: tuple[StepGraph, Plan] | None = None
     steps: int = 0
-    script: Script | None = None
+    program: Any = None
     timed: StepWatch | None = None
     seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
 
@@ -87,7 +86,7 @@ class Kind:
         """A plan has been made."""
         self.graph, self.plan = graph, plan
         self.look_again = self.solve_again = ""
-        self.script = self.timed = None
+        self.program = self.timed = None
         self.seconds.clear()
 
     # ---- pace ------------------------------------------------------------------------------------

@@ -28,19 +28,16 @@ from lowtide.progress import log
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector
 from lowtide.run.engage import Engagement
-from lowtide.run.follow import Follower
-from lowtide.run.key import StepKey, step_key
+from lowtide.run.key import Members, StepKey, step_key
 from lowtide.run.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
 from lowtide.run.later import later_steps_told
 from lowtide.run.look import Look
 from lowtide.run.moved import TransferEngine, prepare
+from lowtide.run.native import compiled_program
 from lowtide.run.overhead import executor_overhead
 from lowtide.run.planning import Planner, Policy
-from lowtide.run.quiet import quiet
 from lowtide.run.record import Recorder, Verify
 from lowtide.run.refuse import refuse_sharded
-from lowtide.run.rehearse import Listener
-from lowtide.run.timed import TimedRecorder
 from lowtide.run.told import OWN_OFF, own_checkpointing, warn
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
@@ -184,10 +181,8 @@ class Limiter:
                 "whose forward holds the transform, or use torch.autograd.grad",
             )
             return self._plainly(args, kwargs)
-        if any(
-            torch.nn.parameter.is_lazy(parameter)
-            for parameter in (*self.model.parameters(), *self.model.buffers())
-        ):
+        members = Members(self.model)
+        if members.are_lazy():
             self._tell(
                 "lazy",
                 "some parameters of this limited model are not initialized yet (lazy modules): this step "
@@ -195,7 +190,7 @@ class Limiter:
                 "the model once under torch.no_grad() before",
             )
             return self._plainly(args, kwargs)
-        if not any(parameter.requires_grad for parameter in self.model.parameters()):
+        if not any(parameter.requires_grad for parameter in members.parameters):
             if any(tensor.requires_grad for tensor in tensors_inside((args, kwargs))):
                 self._tell(
                     "untrained",
@@ -213,7 +208,7 @@ class Limiter:
             result = self._plainly(args, kwargs)
             self.local.look[0].beside(result)
             return result
-        kind = self.kind_for(args, kwargs)
+        kind = self.kind_for(args, kwargs, members)
         if kind.wants_look and kind.unseen_backward:
             self.prepare(args, kwargs)
         if kind.wants_look:
@@ -266,14 +261,14 @@ class Limiter:
             "limit on a module that runs them both",
         )
 
-    def kind_for(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+    def kind_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], members: Members | None = None) -> Kind:
         """What is known of steps with these arguments; what an earlier step taught is acted upon now.
 
         Raises:
             BudgetError: no plan fits.
         """
         with self.lock:
-            key = step_key(self.model, args, kwargs)
+            key = step_key(members or Members(self.model), args, kwargs)
             kind = self.kinds.get(key)
             if kind is None:
                 larger = plan_for_larger(self.kinds.values(), key)
@@ -332,7 +327,7 @@ class Limiter:
     # ---- looking ---------------------------------------------------------------------------------
 
     def _look(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        executor_overhead(self.device.type)  # now, and not when backward has ended
+        executor_overhead()  # now, and not when backward has ended
         look = Look(
             self.model,
             self.device,
@@ -447,50 +442,38 @@ class Limiter:
         self.planner.note_pace(kind)
         watch = StepWatch(lambda: self._compare(kind, watch, plan, director), self.device)
         self.local.watch = watch
-        director = PlanDirector(plan)
+        director = PlanDirector(plan.program, plan.moves)
         if plan.changes_nothing and (plan.budget_bytes is None or not kind.varies):
             kind.steps += 1
             result = self._plainly(args, kwargs)
             watch.forward_ends(tensors_inside(result))
             return result
-        script = kind.script if kind.script is not None and kind.script.plan is plan else None
-        listener = Listener(plan) if script is None and self.verify != "always" else None
         if plan.moves:
             prepare(plan, self.stores, torch.device(plan.device))
-        timing = listener is None and kind.wants_pace()
+        timing = kind.steps > 0 and kind.wants_pace()
         kind.timed = watch if timing else kind.timed
         mover = (
             TransferEngine(plan, self.stores, self.verify != "never" and kind.steps == 0)
             if plan.moves
             else None
         )
-        recorder_kind = TimedRecorder if timing else Follower
-        recorder = recorder_kind(
+        if kind.program is None:
+            kind.program = compiled_program(plan.program)
+        recorder = Recorder(
             director,
             check=self.verify == "always",
             watch=watch if timing else None,
             mover=mover,
-            script=script,
-            listener=listener,
+            program=kind.program,
         )
+        watch.replays = recorder.core.replays if recorder.core is not None else None
         with ExitStack() as stack:
             stack.enter_context(self._inside())
             stack.enter_context(recorder.recording())
             stack.enter_context(left_alone(self.model))
-            if script is not None:
-                stack.enter_context(quiet(script, recorder))
-            elif listener is not None:
-                listener.stay = kind.varies or any(
-                    isinstance(m.__dict__.get("forward"), Limiter)
-                    for m in self.model.modules()
-                    if m is not self.model
-                )
-                stack.enter_context(listener.listening(self.model))
             inside = time.perf_counter()
             result = self.forward(*args, **kwargs)
             outside = time.perf_counter()
-        if listener is not None and not director.departed:
-            kind.script = listener.script()
         kind.steps += 1
         if mover is not None and mover.notes and kind.steps == 1:
             warn(

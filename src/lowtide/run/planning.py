@@ -24,7 +24,6 @@ from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement
 from lowtide.run.claims import beside, replayed_gathers, same_forward, with_seconds_of
 from lowtide.run.gradients import with_standing_gradients
 from lowtide.run.kinds import Kind
-from lowtide.run.overhead import executor_overhead
 from lowtide.run.resident import KnownNeed, OptimizerNeed
 from lowtide.run.shares import beyond, within
 from lowtide.run.unseen import overlapped_bytes, with_overhead
@@ -151,8 +150,8 @@ class Planner:
         watch, kind.timed = kind.timed, None
         seconds = watch.seconds() if watch is not None else None
         if watch is not None and seconds is not None:
-            unseen = executor_overhead(watch.device.type).unseen_seconds * watch.entries
-            extra = watch.replay_seconds + watch.recording_seconds + unseen
+            assert kind.graph is not None
+            extra = watch.replay_seconds + watch.recording_seconds + kind.graph.overhead_seconds
             kind.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
 
     def limit(self, graph: StepGraph) -> int | None:

@@ -33,6 +33,7 @@ from lowtide.run.digest import digest, reach
 from lowtide.run.direct import Director, PlanDirector, ScopeDirector
 from lowtide.run.drawn import drawn
 from lowtide.run.handles import Attributed, Evicted, Kept, Wrapped, unpack
+from lowtide.run.native import compiled
 from lowtide.run.tape import LiveValue, Node, Ref, Standing, flat_results
 from lowtide.run.verify import copied, why_not_reproduced
 from lowtide.run.watch import StepWatch
@@ -70,6 +71,8 @@ class Recorder(Interceptor):
         room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its
             position in the forward; what does not fit is not run twice but checked by digest in backward.
         mover: carries out the plan's moves.
+        program: the plan's, as the compiled recorder knows it (`lowtide.run.native`), or ``None``. What is
+            verified or checked is Python's.
     """
 
     def __init__(
@@ -81,6 +84,7 @@ class Recorder(Interceptor):
         watch: StepWatch | None = None,
         room: Callable[[int], int] | None = None,
         mover: TransferEngine | None = None,
+        program: Any = None,
     ) -> None:
         private.keep_dynamo_out()
         self.director = director
@@ -94,8 +98,9 @@ class Recorder(Interceptor):
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
         self._held: dict[int, weakref.ref[LiveValue]] = {}
         self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
-        self._newest: weakref.ref[Node] | None = None
         self._order = 0
+        if program is not None and not self.check:
+            self.core = compiled().Core(self, program)
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -104,7 +109,9 @@ class Recorder(Interceptor):
         """
         with ExitStack() as stack:
             stack.callback(self.close)
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, unpack))
+            pack = self.core.pack if self.core is not None and self.mover is None else self.pack
+            back = compiled().unpack if self.core is not None else unpack
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, back))
             stack.enter_context(self)
             yield self
 
@@ -372,7 +379,6 @@ class Recorder(Interceptor):
             node.written.append((ref, matter[id(ref)], weakref.ref(value)))
             place += 1
         node.reads(node.inputs())
-        self._newest = weakref.ref(node)
 
     def _move(
         self, moves: tuple[int, ...], wrote: list[torch.Tensor], info: OpInfo, fresh: dict[int, int]
@@ -487,11 +493,11 @@ class Recorder(Interceptor):
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``: keep it, or hold what brings it back."""
         if type(tensor) is torch.nn.Parameter:  # the commonest, and no plan gives it up
-            packed = Kept(tensor, self.watch, self.mover)
+            packed = Kept(tensor, self.mover)
         elif is_wrapper(tensor):
             return Kept(tensor) if private.transformed() else Wrapped(tensor, self.pack)
         elif not has_plain_storage(tensor):
-            return Kept(tensor, self.watch)
+            return Kept(tensor)
         else:
             packed = self._packed(tensor)
         return Attributed(tensor, packed) if tensor.__dict__ else packed
@@ -499,7 +505,7 @@ class Recorder(Interceptor):
     def _packed(self, tensor: torch.Tensor) -> Kept | Evicted:
         entry = self._given.get(private.storage_key(tensor))
         if entry is None:
-            return Kept(tensor, self.watch, self.mover)
+            return Kept(tensor, self.mover)
         if not self.check:
             return self._give_up(entry[0], tensor)
         with unseen():  # digests are operations
@@ -508,7 +514,7 @@ class Recorder(Interceptor):
     def _give_up(self, value: LiveValue, tensor: torch.Tensor) -> Kept | Evicted:
         if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
             self._written_behind(value, tensor)
-            return Kept(tensor, self.watch)
+            return Kept(tensor)
         checked = value.digest
         exact = value.node is None or value.node.exact
         if not exact:

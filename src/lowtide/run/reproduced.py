@@ -107,7 +107,7 @@ class ScopeRecorder(Recorder):
         self._withdrawn = True
         return super()._written_behind(value, tensor)
 
-    def unpacks(self, unpack: Callable[[], torch.Tensor], replays: bool) -> torch.Tensor:
+    def unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Backward asks for a saved tensor: where its replay is another than the forward's, nothing of this
         run is trusted any more.
         """

@@ -17,6 +17,7 @@ from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import op_info
 from lowtide.run.drawn import drawn_again
+from lowtide.run.native import compiled
 
 if TYPE_CHECKING:
     from lowtide.run.moved import Fetch
@@ -156,12 +157,13 @@ class Node:
         device: where it ran.
         exact: whether its replay starts from the very bits of the forward.
         grad: whether gradients were on, which some kernels look at.
+        call: the call as the compiled recorder took it down, instead of ``args`` and ``kwargs``, or ``None``.
         claimed: whether layers that ask are told to save what it writes.
         waits: whether it counts among the readers of what it reads: until it has run once more, or is gone.
     """
 
     __slots__ = (
-        "__weakref__", "_inputs", "args", "claimed", "device", "exact", "func", "generator", "grad",
+        "__weakref__", "_inputs", "args", "call", "claimed", "device", "exact", "func", "generator", "grad",
         "kwargs", "order", "outputs", "random_state",
         "statistics", "waits", "written",
     )  # fmt: skip
@@ -172,6 +174,7 @@ class Node:
         self.device = device
         self.exact = True
         self.args: list[Any] = []
+        self.call: Any = None
         self.kwargs: dict[str, Any] = {}
         self.written: list[tuple[Ref, bool, weakref.ref[LiveValue]]] = []
         self.outputs: list[tuple[int, weakref.ref[LiveValue]]] = []
@@ -301,15 +304,16 @@ def _run(node: Node | Fetch, transient: dict[int, torch.Tensor], uses: dict[int,
                 base = _clone_storage(base, ref)
         substitutes[id(ref)] = base
 
-    args = [_argument(node, item, substitutes, transient) for item in node.args]
-    kwargs = {name: _argument(node, item, substitutes, transient) for name, item in node.kwargs.items()}
-    for position in node.statistics:
-        if isinstance(args[position], torch.Tensor):
-            args[position] = args[position].clone()
-    result = run_again(node, args, kwargs)
-    del args, kwargs
-    flat = flat_results(result)
-    del result
+    if node.call is not None:
+        flat = compiled().again(node.call, [_base(node, value, transient) for value in inputs])
+    else:
+        args = [_argument(node, item, substitutes, transient) for item in node.args]
+        kwargs = {name: _argument(node, item, substitutes, transient) for name, item in node.kwargs.items()}
+        for position in node.statistics:
+            if isinstance(args[position], torch.Tensor):
+                args[position] = args[position].clone()
+        flat = flat_results(run_again(node, args, kwargs))
+        del args, kwargs
     for position, output in node.outputs:
         _place(output(), flat[position], transient, uses)
     for ref, _, output in node.written:
@@ -329,18 +333,22 @@ def _argument(
     """A recorded argument with tensors in place of references."""
     if isinstance(item, Ref):
         base = substitutes.get(id(item))
-        if base is None:
-            base = transient.get(id(item.value))
-        if base is None:
-            base = item.value.here()
-        if base is None:
-            raise ReplayError(f"{node.func} lacks an input in its replay: please report this")
-        return item.view(base)
+        return item.view(_base(node, item.value, transient) if base is None else base)
     if isinstance(item, Standing):
         return item.here()
     if isinstance(item, list):
         return [_argument(node, part, substitutes, transient) for part in item]
     return item
+
+
+def _base(node: Node, value: LiveValue, transient: dict[int, torch.Tensor]) -> torch.Tensor:
+    """A tensor on a value that a replay reads."""
+    base = transient.get(id(value))
+    if base is None:
+        base = value.here()
+    if base is None:
+        raise ReplayError(f"{node.func} lacks an input in its replay: please report this")
+    return base
 
 
 def _place(

@@ -25,11 +25,17 @@ def overlapped_bytes(graph: StepGraph) -> int:
 
 
 def with_overhead(graph: StepGraph) -> StepGraph:
-    """The graph with what this executor adds to its operations here."""
-    overhead = executor_overhead(torch.device(graph.device).type)
-    forward = sum(1 for operation in graph.operations if operation.phase == "forward")
+    """The graph with what this executor adds to its operations here.
+
+    A GPU runs behind the host: what the host adds to an operation shows by as much as it is longer than the
+    operation.
+    """
+    overhead = executor_overhead()
+    behind = torch.device(graph.device).type != "cpu"
+    hidden = [op.seconds if behind else 0.0 for op in graph.operations if op.phase == "forward"]
     return replace(
         graph,
-        overhead_seconds=overhead.passing_seconds * forward,
-        replay_overhead_seconds=overhead.replayed_seconds,
+        overhead_seconds=sum(max(0.0, overhead.passing_seconds - seconds) for seconds in hidden),
+        replay_overhead_seconds=sum(max(0.0, overhead.replayed_seconds - seconds) for seconds in hidden)
+        / max(1, len(hidden)),
     )

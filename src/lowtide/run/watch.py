@@ -27,17 +27,16 @@ class StepWatch:
 
     Attributes:
         backwards: how many backwards through the step have ended.
-        replay_seconds, recording_seconds: time that bringing values back and recording took; they say nothing
-            on a GPU, where the host runs ahead.
-        entries: how often an operation or a saved tensor's hook went into Python.
+        recording_seconds: time around the forward; it says nothing on a GPU, where the host runs ahead.
+        replays: knows how long the compiled recorder's replays took, or ``None``.
     """
 
     def __init__(self, on_end: Callable[[], None], device: torch.device) -> None:
         self.device = device
         self.backwards = 0
-        self.replay_seconds = 0.0
         self.recording_seconds = 0.0
-        self.entries = 0
+        self.replays: Any = None
+        self._replay_seconds = 0.0
         self._on_end = on_end
         self._began = False
         self._awaited: list[weakref.ref[_Mark]] = []
@@ -50,6 +49,11 @@ class StepWatch:
         measured.
         """
         return self._peak.peak_bytes if self._peak is not None else None
+
+    @property
+    def replay_seconds(self) -> float:
+        """Time that bringing values back took; it says nothing on a GPU."""
+        return self._replay_seconds + (self.replays.seconds if self.replays is not None else 0.0)
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The forward returned ``outputs``: backward is expected to come from there."""
@@ -76,17 +80,12 @@ class StepWatch:
             self._marks.append(_now(self.device))
         private.at_backward_end(self._backward_ends)
 
-    def unpacks(self, unpack: Callable[[], torch.Tensor], *, replays: bool) -> torch.Tensor:
-        """What ``unpack`` hands to backward, counted and timed: as replaying, or as what recording costs."""
+    def unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What ``unpack`` brings back for backward, timed."""
         self.backward_begins()
         begin = time.perf_counter()
         found = unpack()
-        self.entries += 1
-        seconds = time.perf_counter() - begin
-        if replays:
-            self.replay_seconds += seconds
-        else:
-            self.recording_seconds += seconds
+        self._replay_seconds += time.perf_counter() - begin
         return found
 
     def _backward_ends(self) -> None:

@@ -29,14 +29,18 @@ from lowtide.progress import current
 _GOOD_GAP = 0.005
 """Distance to the bound, as a share of the step's time, at which the search stops."""
 
-_BEGUN_GAP = 0.0025
-"""The distance up to which decisions that were made before do without a search."""
+_NEAR_GAP = 0.0025
+"""The distance up to which decisions that were made before, or were rounded once, do as they are."""
 
 _WIDE_GAP = 0.01
 """The distance, as a share of the step's time, from which the search for the smallest peak pays."""
 
 _THRESHOLDS = (0.5, 0.99, 0.1)
 """Shares of a value, in the relaxed decisions, above which it is stored."""
+
+_TIGHTER = (0.97, 0.94)
+"""Shares of the budget whose relaxed decisions are rounded, too: the relaxation does not see all that replays
+hold, and what single decisions give up for that is given up less well."""
 
 _OVER = 0.25
 """How far beyond the budget, as a share of it, single decisions are tried to bring a plan back into it."""
@@ -121,7 +125,7 @@ class Planner:
 
     def begun(self, starts: Iterable[frozenset[int]], budget: int, good: float) -> Candidate | None:
         """The best plan that sets of stored values lead to, without a search, where it lies near the bound:
-        within `_BEGUN_GAP` or a share ``good`` of the step's time.
+        within `_NEAR_GAP` or a share ``good`` of the step's time.
         """
         found: list[Candidate] = []
         for stored in dict.fromkeys(starts):
@@ -133,7 +137,7 @@ class Planner:
         if best is None:
             return None
         distance = self.distance(best.simulation.extra_seconds, budget)
-        if distance > max(_BEGUN_GAP, good) * self.graph.plain_seconds:
+        if distance > max(_NEAR_GAP, good) * self.graph.plain_seconds:
             return None
         self._found_before.append(best)
         return best
@@ -144,7 +148,12 @@ class Planner:
 
     def _searched(self, family: list[Candidate], budget: int) -> Candidate | None:
         """The best plan of a step that is too large for all its plans to be tried."""
-        pool = [*family, *self._rounded(budget)]
+        pool = [*family, *self._rounded(budget, budget)]
+        best = self._best(pool, budget, 1)
+        if not self._far(best, budget, _NEAR_GAP):
+            return best
+        for share in _TIGHTER:
+            pool += self._rounded(int(share * budget), budget)
         best = self._best(pool, budget, 1)
         if not self._far(best, budget, _GOOD_GAP):
             return best
@@ -203,10 +212,10 @@ class Planner:
             for c in candidates
         ]
 
-    def _rounded(self, budget: int) -> list[Candidate]:
-        """Plans that store what the relaxed decisions mostly store."""
+    def _rounded(self, target: int, budget: int) -> list[Candidate]:
+        """Plans that store what the relaxed decisions for ``target`` bytes mostly store."""
         current().say("rounding the best possible")
-        bound, point = self._solved(budget)
+        bound, point = self._solved(target)
         if bound == float("inf"):
             return []
         column = self.relaxation.column

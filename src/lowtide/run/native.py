@@ -1,0 +1,78 @@
+"""The compiled half of the recorder (`recorder.cpp`), and what it is told of a plan's program.
+
+It takes the operations that the program has next and that need no closer look: those that are not recorded
+and overwrite nothing that the recorder knows, and those that are recorded, overwrite nothing and draw no
+random numbers. Everything else, a step that departs from its plan included, goes to the recorder in Python,
+operation by operation; both work on the same tables and the same tape. Without a compiler Python does it all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from lowtide import interception, private
+from lowtide.native import extension
+from lowtide.ops import OpInfo, op_info
+from lowtide.plan.data import ProgramStep
+
+_PASS, _RECORD, _CLOSER = 0, 1, 2
+
+
+@cache
+def compiled() -> Any:
+    """The compiled module, or ``None``."""
+    from lowtide.run import handles, tape
+
+    module = extension(Path(__file__).with_name("recorder.cpp"), "lowtide_recorder")
+    if module is not None:
+        module.know(tape.LiveValue, tape.Node, handles.unpack, tape.bring_back, handles.overwritten)
+        interception.let_in(module)
+    return module
+
+
+def compiled_program(steps: Sequence[ProgramStep]) -> Any:
+    """What the compiled half has to know of a plan's program, or ``None`` where there is none."""
+    module = compiled()
+    if module is None:
+        return None
+    made = module.Program()
+    for step in steps:
+        func = _overload(step.name)
+        if func is None:
+            made.add(step.name, "", _CLOSER, [], [], -1, -1, step.stored, step.claimed, None)
+            continue
+        info = op_info(func)
+        places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
+        writes = [where if isinstance(where, int) else places[where] for where in info.written]
+        statistics = list(info.running_statistics)
+        training = -1 if info.training_position is None else info.training_position
+        dropout = -1 if info.dropout_position is None or not info.random else info.dropout_position
+        name, _, overload = func.name().partition(".")
+        kind = _kind(step, info)
+        made.add(name, overload, kind, writes, statistics, training, dropout, step.stored, step.claimed, func)
+    return made
+
+
+def _kind(step: ProgramStep, info: OpInfo) -> int:
+    if step.moves or info.uninitialized:
+        return _CLOSER
+    if not step.replayed:
+        return _PASS
+    closer = info.written or info.running_statistics or info.collective or info.loose or info.reason
+    return _CLOSER if closer or (info.random and info.dropout_position is None) else _RECORD
+
+
+def _overload(name: str) -> Any:
+    """The overload of that name, or ``None``: a compiled module's call has no name of an operation."""
+    found: Any = torch.ops
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except AttributeError:
+        return None
+    return found if isinstance(found, private.OpOverload) else None
