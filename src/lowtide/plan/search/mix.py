@@ -146,6 +146,10 @@ class Mixer:
     def _whole(self, codec: str) -> bool:
         return supply().codec_facts(codec, self.codecs).replayable_from
 
+    def _saves(self, m: Moved) -> int:
+        """Bytes that moving a value frees on the device."""
+        return max(1, m.bytes - (0 if m.tier else m.encoded_bytes))
+
     def candidate(self, stored: frozenset[int], moves: Mapping[int, Moved], window: int) -> Mix:
         """``stored`` and ``moves``, closed and simulated; what a replay reads stays where its codec does not
         bring all of it back.
@@ -326,6 +330,10 @@ class Mixer:
         """Single decisions that would save time, what promises most seconds a byte first."""
         graph, sim = self.graph, self.sim
         found: list[tuple[float, Exchange]] = []
+        cheapest = sorted(
+            (self.best_placement[v] for v in self.ways if v in mix.stored),
+            key=lambda m: self._costs(m) / self._saves(m),
+        )
         for v, m in mix.moves.items():
             rate = self._costs(m) / sim.value_bytes[v]
             found += [(rate, Exchange((v,), (v,), {})), (rate, Exchange((), (v,), {}))]
@@ -341,6 +349,15 @@ class Mixer:
             gain = op.seconds + graph.replay_overhead_seconds
             rate = gain / max(1, sum(sim.value_bytes[w] for w in outputs))
             found.append((rate, Exchange(outputs, (), {})))
+            room, made = sum(sim.value_bytes[w] for w in outputs), dict[int, Moved]()
+            for m in cheapest:  # what moves instead makes room
+                if room <= 0:
+                    break
+                if m.value not in outputs:
+                    made[m.value] = m
+                    room -= self._saves(m)
+            if room <= 0 and gain > sum(map(self.relaxation.seconds_to_move, made.values())):
+                found.append((rate, Exchange(outputs, (), made)))
             going = {w: self.best_placement[w] for w in outputs if w in self.best_placement}
             if len(going) == len(outputs) and gain > sum(
                 map(self.relaxation.seconds_to_move, going.values())

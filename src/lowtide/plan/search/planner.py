@@ -38,9 +38,9 @@ _WIDE_GAP = 0.01
 _THRESHOLDS = (0.5, 0.99, 0.1)
 """Shares of a value, in the relaxed decisions, above which it is stored."""
 
-_TIGHTER = (0.97, 0.94)
-"""Shares of the budget whose relaxed decisions are rounded, too: the relaxation does not see all that replays
-hold, and what single decisions give up for that is given up less well."""
+_TIGHTER = 0.97
+"""The share of the budget whose relaxed decisions are rounded, too: the relaxation does not see all that
+replays hold, and single decisions choose less well what to evict for that."""
 
 _OVER = 0.25
 """How far beyond the budget, as a share of it, single decisions are tried to bring a plan back into it."""
@@ -152,9 +152,8 @@ class Planner:
         best = self._best(pool, budget, 1)
         if not self._far(best, budget, _NEAR_GAP):
             return best
-        for share in _TIGHTER:
-            pool += self._rounded(int(share * budget), budget)
-        best = self._best(pool, budget, 1)
+        pool += self._rounded(int(_TIGHTER * budget), budget)
+        best = self._best(pool, budget, _STARTS)
         if not self._far(best, budget, _GOOD_GAP):
             return best
         least = self.search.candidate(self.paths.stored(self.paths.least()[1]))
