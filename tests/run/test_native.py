@@ -22,7 +22,7 @@ from lowtide.run import limiter
 from lowtide.run.native import compiled
 from lowtide.run.record import Recorder
 
-pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(compiled(wait=True) is None, reason="there is no C++ compiler")
 
 N = 16
 

@@ -22,7 +22,6 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.interception import interceptors
 from lowtide.plan.data import Plan
 from lowtide.progress import log
 from lowtide.run.compiled import left_alone
@@ -39,6 +38,7 @@ from lowtide.run.planning import Planner, Policy
 from lowtide.run.record import Recorder, Verify
 from lowtide.run.refuse import refuse_sharded
 from lowtide.run.told import OWN_OFF, own_checkpointing, warn
+from lowtide.run.unlimited import AROUND_COMPILED, keeps_nothing, why_unlimited
 from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
 from lowtide.trace.results import loss_to_plan_for, tensors_inside
@@ -163,41 +163,17 @@ class Limiter:
             return self.forward(*args, **kwargs)
         with private.out_of_dynamo() as compiled:
             if compiled:
-                self._tell(
-                    "compiled",
-                    "torch.compile around a limited model does not reach into it: compile its submodules, "
-                    "which stay compiled",
-                )
+                self._tell("compiled", AROUND_COMPILED)
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        if not torch.is_grad_enabled() or torch.is_inference_mode_enabled() or _governed():
-            return self._plainly(args, kwargs)
-        if private.transformed():
-            self._tell(
-                "transformed",
-                "this limited model runs inside a function transform (torch.func.vmap, grad, jvp or the "
-                "like, torch.cond): such steps run as they are, without a limit. Put the limit on a module "
-                "whose forward holds the transform, or use torch.autograd.grad",
-            )
+        if keeps_nothing():
             return self._plainly(args, kwargs)
         members = Members(self.model)
-        if members.are_lazy():
-            self._tell(
-                "lazy",
-                "some parameters of this limited model are not initialized yet (lazy modules): this step "
-                "runs as it is, without a limit, and later ones within the budget. To limit it, too, run "
-                "the model once under torch.no_grad() before",
-            )
-            return self._plainly(args, kwargs)
-        if not any(parameter.requires_grad for parameter in members.parameters):
-            if any(tensor.requires_grad for tensor in tensors_inside((args, kwargs))):
-                self._tell(
-                    "untrained",
-                    "no parameter of this limited model requires grad, so its steps are not planned: what "
-                    "autograd keeps for the gradients of its inputs is not limited. Put the limit on a "
-                    "module around it that has parameters to train",
-                )
+        unlimited = why_unlimited(members, args, kwargs)
+        if unlimited is not None:
+            if unlimited.text:
+                self._tell(*unlimited)
             return self._plainly(args, kwargs)
         begin = time.perf_counter()
         if self.engagement is not None:
@@ -519,8 +495,3 @@ class Limiter:
             f"{budgets.format_bytes(plan.predicted_peak_bytes)} was predicted, {measured - limit:,} bytes "
             f"above the budget of {budgets.format_bytes(limit)}: {remedy}"
         )
-
-
-def _governed() -> bool:
-    """Whether another limited model around this one already governs what runs here."""
-    return any(isinstance(one, Recorder) for one in interceptors())

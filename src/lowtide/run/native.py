@@ -3,7 +3,8 @@
 It takes the operations that the program has next and that need no closer look: those that are not recorded
 and overwrite nothing that the recorder knows, and those that are recorded, overwrite nothing and draw no
 random numbers. Everything else, a step that departs from its plan included, goes to the recorder in Python,
-operation by operation; both work on the same tables and the same tape. Without a compiler Python does it all.
+operation by operation; both work on the same tables and the same tape. Without a compiler, and while it is
+compiled for the first time, Python does it all.
 """
 
 from __future__ import annotations
@@ -23,16 +24,34 @@ from lowtide.plan.data import ProgramStep
 _PASS, _RECORD, _CLOSER = 0, 1, 2
 
 
-@cache
-def compiled() -> Any:
-    """The compiled module, or ``None``."""
-    from lowtide.run import handles, tape
+_SOURCE = Path(__file__).with_name("recorder.cpp")
 
-    module = extension(Path(__file__).with_name("recorder.cpp"), "lowtide_recorder")
-    if module is not None:
-        module.know(tape.LiveValue, tape.Node, handles.unpack, tape.bring_back, handles.overwritten)
-        interception.let_in(module)
-    return module
+
+class _Loaded:
+    module: Any = None
+
+
+@cache
+def _loaded() -> _Loaded:
+    return _Loaded()
+
+
+def compiled(wait: bool = False) -> Any:
+    """The compiled module, or ``None`` where it cannot be compiled or is not compiled yet.
+
+    Args:
+        wait: compile it now (half a minute, once for each PyTorch and Python); else another process does.
+    """
+    loaded = _loaded()
+    if loaded.module is None and not interception.interceptors():
+        from lowtide.run import handles, tape
+
+        module = extension(_SOURCE, "lowtide_recorder", wait=wait)
+        if module is not None:
+            module.know(tape.LiveValue, tape.Node, handles.unpack, tape.bring_back, handles.overwritten)
+            interception.let_in(module)
+            loaded.module = module
+    return loaded.module
 
 
 def compiled_program(steps: Sequence[ProgramStep]) -> Any:

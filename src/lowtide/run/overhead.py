@@ -26,7 +26,7 @@ from lowtide.interception import Interceptor, proceed, unseen, visible
 from lowtide.ops import tensors_of
 from lowtide.plan.data import ProgramStep
 from lowtide.run.direct import PlanDirector
-from lowtide.run.native import compiled_program
+from lowtide.run.native import compiled, compiled_program
 from lowtide.run.record import Recorder
 
 _LAYERS = 6
@@ -61,11 +61,16 @@ class _Names(Interceptor):
         return result
 
 
-@lru_cache(maxsize=1)
 def executor_overhead() -> Overhead:
-    """Measured once per process (some tenths of a second), on the forward and backward of a model of 8
-    features on the CPU. It is the host's time; what of it hides behind a GPU's see `lowtide.run.unseen`.
+    """Measured once per process and recorder (some tenths of a second), on the forward and backward of a
+    model of 8 features on the CPU. It is the host's time; what of it hides behind a GPU's see
+    `lowtide.run.unseen`.
     """
+    return _measured(compiled() is not None)
+
+
+@lru_cache(maxsize=2)
+def _measured(in_cpp: bool) -> Overhead:
     with private.without_fake_mode(), unseen(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         weights = [torch.full((8, 8), 0.1, requires_grad=True) for _ in range(_LAYERS)]
         x = torch.full((2, 2, 8), 0.5)
@@ -111,13 +116,13 @@ def executor_overhead() -> Overhead:
         seconds(names)
 
         def under(replayed: bool) -> AbstractContextManager[Any]:
-            return Recorder(PlanDirector(programs[replayed]), program=compiled[replayed]).recording()
+            return Recorder(PlanDirector(programs[replayed]), program=known[replayed]).recording()
 
         programs = [
             tuple(ProgramStep(name, again, (not again,) * count) for name, count in names.found)
             for again in (False, True)
         ]
-        compiled = [compiled_program(steps) for steps in programs]
+        known = [compiled_program(steps) if in_cpp else None for steps in programs]
         plain, passing, replaying, kernels = [], [], [], []
         for _ in range(_ROUNDS):
             plain.append(seconds(nullcontext()))
