@@ -277,6 +277,11 @@ def let_in(native: Any) -> None:
     _register()
 
 
+def compiled_recorder() -> Any:
+    """The compiled recorder that was let in, or ``None``."""
+    return _registered().native
+
+
 def _definitions() -> tuple[Any, ...]:
     """What changes where operations may have been added: to list them all takes milliseconds. Python defines
     them in `torch.library`, C++ in libraries that come with a module or by name.

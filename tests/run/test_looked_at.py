@@ -333,8 +333,15 @@ class LeavesOut(nn.Module):
 
 
 @needs_meter
-@pytest.mark.parametrize("low", [True, False])
-@pytest.mark.parametrize("stays", [True, False])
+@pytest.mark.parametrize(
+    ("stays", "low"),
+    [
+        (True, True),
+        (False, False),
+        pytest.param(True, False, marks=pytest.mark.slow),
+        pytest.param(False, True, marks=pytest.mark.slow),
+    ],
+)
 def test_layers_left_out_by_chance_are_planned_for(low: bool, stays: bool, same: Callable[..., bool]) -> None:
     """The plan is for the longest step that was looked at; a longer one says so where it takes more than the
     budget.

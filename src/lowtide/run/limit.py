@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -129,6 +130,22 @@ class Handle:
                 self.model.__dict__["forward"] = limiter.original
         if limiter.own_stores:
             limiter.stores.retire()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """The model without its limit for the length of the block, to compare with; plans stay.
+
+        Raises:
+            PlanError: the limit was removed or replaced.
+        """
+        limiter = self._in_force()
+        if limiter.engagement is not None:
+            limiter.engagement.end()
+        limiter.removed = True
+        try:
+            yield
+        finally:
+            limiter.removed = False
 
     def _in_force(self) -> Limiter:
         """What governs the model's steps.

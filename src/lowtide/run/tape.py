@@ -14,10 +14,9 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.interception import unseen
+from lowtide.interception import compiled_recorder, unseen
 from lowtide.ops import op_info
 from lowtide.run.drawn import drawn_again
-from lowtide.run.native import compiled
 
 if TYPE_CHECKING:
     from lowtide.run.moved import Fetch
@@ -305,7 +304,7 @@ def _run(node: Node | Fetch, transient: dict[int, torch.Tensor], uses: dict[int,
         substitutes[id(ref)] = base
 
     if node.call is not None:
-        flat = compiled().again(node.call, [_base(node, value, transient) for value in inputs])
+        flat = compiled_recorder().again(node.call, [_base(node, value, transient) for value in inputs])
     else:
         args = [_argument(node, item, substitutes, transient) for item in node.args]
         kwargs = {name: _argument(node, item, substitutes, transient) for name, item in node.kwargs.items()}

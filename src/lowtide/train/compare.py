@@ -7,8 +7,8 @@ from __future__ import annotations
 import hashlib
 import statistics
 import time
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
@@ -130,7 +130,7 @@ def compare(
             loss.backward()
             return loss.detach()
 
-        with nullcontext() if planned else unlimited(model, handle):
+        with nullcontext() if planned else handle.paused():
             measured = meter.measure(step, device=device)
         return measured, standing, measured.seconds
 
@@ -164,17 +164,6 @@ def compare(
         extra,
         different,
     )
-
-
-@contextmanager
-def unlimited(model: nn.Module, handle: Any) -> Iterator[None]:
-    """The model as it was before `lowtide.limit_memory`, for the length of the block; its plans stay."""
-    limited = model.__dict__["forward"]
-    handle.remove()
-    try:
-        yield
-    finally:
-        model.__dict__["forward"] = limited
 
 
 def _measured(label: str, runs: list[meter.Measurement], standing: int) -> Measured:
