@@ -31,7 +31,7 @@ from lowtide import policies
 from lowtide.graph import StepGraph
 from lowtide.models import build_model
 from lowtide.models.presets import ModelConfig
-from lowtide.plan.plan import Compress, stages
+from lowtide.plan.data import Compress, stages
 from lowtide.store.codec import Form, codec_named
 
 DRAWS = 40

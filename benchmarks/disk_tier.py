@@ -21,7 +21,7 @@ import lowtide
 from benchmarks.cases import gpt
 from benchmarks.common import keep_pages, median_difference, paired, save, step_of, total_peak, twins
 from lowtide import policies
-from lowtide.plan.plan import stages
+from lowtide.plan.data import stages
 
 ROUNDS = 5
 

@@ -21,15 +21,16 @@ import os
 import statistics
 import sys
 import time
+from collections.abc import Collection
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 import lowtide
 from benchmarks.common import RESULTS, save
 from lowtide.plan.layout import check, find
-from lowtide.plan.lifetimes import lifetimes
+from lowtide.plan.simulate import Simulator
 
 SECONDS = 15.0
 PACKING_SECONDS = 60.0
@@ -37,6 +38,41 @@ COUNTS = (150, 180, 210, 240, 270, 300, 330, 360, 390, 420, 450)
 SHARES = (0.0, 0.4, 0.7)
 FOLDER = "LOWTIDE_PACKINGS"
 _FIELDS = {"lower": ("lower", "start"), "upper": ("upper", "end"), "size": ("size",)}
+
+
+class Lifetimes(NamedTuple):
+    """Half-open lifetimes in events of the step.
+
+    Attributes:
+        storage: ids of the storages that the step allocates.
+        lower, upper: the event that allocates each, and the first event at which it is gone.
+        size: bytes.
+    """
+
+    storage: list[int]
+    lower: list[int]
+    upper: list[int]
+    size: list[int]
+
+
+def lifetimes(graph: lowtide.StepGraph, stored: Collection[int] | None = None) -> Lifetimes:
+    """The lifetimes of what ``graph`` allocates when the values ``stored`` stay (``None``: all that autograd
+    saves, the plain step).
+
+    What replays allocate is not among them: it comes and goes within an unpack.
+    """
+    sim = Simulator(graph)
+    held = sim.simulate(sim.droppable if stored is None else stored).held_until
+    found = Lifetimes([], [], [], [])
+    for storage in graph.storages:
+        if storage.producer is None or not storage.bytes:
+            continue
+        end = max(sim.natural_end[storage.id], held.get(storage.id, 0))
+        found.storage.append(storage.id)
+        found.lower.append(sim.op_event[storage.producer])
+        found.upper.append(min(end + 1, sim.end) if end < sim.end else sim.end)
+        found.size.append(storage.bytes)
+    return found
 
 
 def _load(path: str, name: str) -> Any:
@@ -50,7 +86,7 @@ def _load(path: str, name: str) -> Any:
 
 def packings(shares: tuple[float, ...] = SHARES, counts: tuple[int, ...] = COUNTS) -> list[dict[str, Any]]:
     """A perfect packing for each share of coinciding cuts and each number of buffers."""
-    cut_square = _load("tests/plan/test_layout.py", "lowtide_layout_cases").cut_square
+    cut_square = _load("tests/plan/layout/test_layout.py", "lowtide_layout_cases").cut_square
     rows = []
     for share in shares:
         for count in counts:

@@ -11,7 +11,7 @@ from benchmarks.cases import gpt
 from benchmarks.common import save
 from lowtide import limit_memory, policies
 from lowtide.plan import make, plain
-from lowtide.plan.traffic import Link
+from lowtide.plan.data import Link
 
 SPEEDS = (20e6, 50e6, 100e6, 400e6, 2e9)
 SHARES = (0.8, 0.65, 0.55)

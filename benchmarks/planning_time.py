@@ -3,11 +3,10 @@
 python -m benchmarks planning_time [--quick]
 
 A model's first step under a limit is a real one that is looked at, and planned for at its end: it is stated
-beside a plain step. Then each budget is planned for from that step's graph as if nothing were known of its
-stages (``solve``), with other bytes resident (``again``), and from the decisions that an earlier run kept
-(``carried``; nothing where they are too far from the bound for that). What the first plan of a process
-imports and measures once is stated beside the rows. Times are medians of three; ``--quick`` takes one, and
-leaves out the largest model.
+beside a plain step. Then each budget is planned for from that step's graph (``solve``), with other bytes
+resident (``again``), and from the decisions that an earlier run kept (``carried``; nothing where they are too
+far from the bound for that). What the first plan of a process imports and measures once is stated beside the
+rows. Times are medians of three; ``--quick`` takes one, and leaves out the largest model.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from lowtide import BudgetError, limit_memory
 from lowtide.plan import make, plain
 from lowtide.plan.cache import Cache
 from lowtide.plan.carry import carried, keep
-from lowtide.plan.front import known_stages
-from lowtide.plan.optimal import planner_of
+from lowtide.plan.search.planner import planner_of
 
 LIMIT_SECONDS = {12: 2.0, 24: 4.0}
 """Layers -> what planning may take, the step itself apart."""
@@ -120,7 +118,6 @@ def _seconds(call: Any) -> float:
 
 def _forget() -> None:
     planner_of.cache_clear()
-    known_stages.cache_clear()
 
 
 def first_of_the_process() -> float:

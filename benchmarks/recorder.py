@@ -28,9 +28,9 @@ from torch.utils.checkpoint import checkpoint
 import lowtide
 from benchmarks.common import UNSETTLED, save
 from lowtide.graph import StepGraph
-from lowtide.plan.build import make_plan
-from lowtide.plan.plan import Plan
-from lowtide.plan.simulate import Simulator
+from lowtide.plan.data import Plan
+from lowtide.plan.policies import make_plan
+from lowtide.plan.simulate.simulator import Simulator
 
 WIDTH = 16
 ROWS = 16

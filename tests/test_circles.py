@@ -13,7 +13,7 @@ KNOWN = [
     # options check themselves with what only their own files know; those read the options
     {"options", "part", "ranks", "sharded", "stages"},
     # until speeds of links reach the planner as data
-    {"moves", "supply", "ways", "links"},
+    {"movable", "supply", "placements", "links"},
 ]
 
 

@@ -19,8 +19,8 @@ if TYPE_CHECKING:
     from lowtide.meter import Measurement, measure
     from lowtide.plan import make as plan
     from lowtide.plan import policies
+    from lowtide.plan.data import Chain, Compress, Keep, Offload, Plan, Recompute, Shard
     from lowtide.plan.layout import layout
-    from lowtide.plan.plan import Chain, Compress, Keep, Offload, Plan, Recompute, Shard
     from lowtide.run.apply import apply
     from lowtide.run.limit import Handle, handle_of, limit_memory
     from lowtide.run.links import measure_links
@@ -32,17 +32,17 @@ if TYPE_CHECKING:
 __version__ = "0.1.0"
 
 _HOMES = {
-    "Chain": "lowtide.plan.plan",
-    "Compress": "lowtide.plan.plan",
-    "Offload": "lowtide.plan.plan",
-    "Shard": "lowtide.plan.plan",
+    "Chain": "lowtide.plan.data",
+    "Compress": "lowtide.plan.data",
+    "Offload": "lowtide.plan.data",
+    "Shard": "lowtide.plan.data",
     "Stores": "lowtide.store.stores",
     "Handle": "lowtide.run.limit",
-    "Keep": "lowtide.plan.plan",
+    "Keep": "lowtide.plan.data",
     "LowtideWarning": "lowtide.run.told",
     "Measurement": "lowtide.meter",
-    "Plan": "lowtide.plan.plan",
-    "Recompute": "lowtide.plan.plan",
+    "Plan": "lowtide.plan.data",
+    "Recompute": "lowtide.plan.data",
     "StepGraph": "lowtide.graph",
     "apply": "lowtide.run.apply",
     "handle_of": "lowtide.run.limit",

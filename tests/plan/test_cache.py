@@ -18,7 +18,7 @@ from lowtide.plan import cache as caches
 from lowtide.plan.cache import Cache, Decisions, folder, program_digest
 from lowtide.plan.carry import CARRIED, carried
 from lowtide.plan.carry import keep as keep_plan
-from lowtide.plan.optimal import planner_of
+from lowtide.plan.search.planner import planner_of
 from lowtide.plan.simulate import plain
 
 
@@ -165,7 +165,7 @@ def test_a_plan_that_is_known_is_found_without_a_search():
     assert found is not None and found.predicted_peak_bytes <= budget and CARRIED in found.notes
     assert found.predicted_extra_seconds <= plan.predicted_extra_seconds + 1e-9
     assert found.bound_extra_seconds > 0 and found.gap <= cache.of(graph)[0].gap + 0.005
-    assert not {"quick", "master", "leanest"} & vars(planner_of(graph)).keys()
+    assert not {"paths", "smallest"} & vars(planner_of(graph)).keys()
 
 
 def test_decisions_for_another_size_are_made_to_fit():

@@ -15,8 +15,8 @@ import torch
 
 import lowtide
 from lowtide.graph import StepGraph
-from lowtide.plan.build import make_plan
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
+from lowtide.plan.policies import make_plan
 
 torch.set_num_threads(1)
 sys.path.insert(0, str(Path(__file__).parent))  # the helpers of this folder

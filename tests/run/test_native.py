@@ -15,9 +15,9 @@ import lowtide
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors
 from lowtide.meter import measure
-from lowtide.plan.build import make_plan
-from lowtide.plan.plan import Plan
-from lowtide.plan.simulate import Simulator
+from lowtide.plan.data import Plan
+from lowtide.plan.policies import make_plan
+from lowtide.plan.simulate.simulator import Simulator
 from lowtide.run import limiter
 from lowtide.run.native import compiled
 from lowtide.run.record import Recorder

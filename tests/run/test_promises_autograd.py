@@ -369,7 +369,7 @@ def test_overwriting_a_saved_tensor_raises_where_plain_does(
 
 
 def keep_most(graph: Any, budget: int | None = None) -> Any:
-    from lowtide.plan.build import make_plan
+    from lowtide.plan.policies import make_plan
 
     saved = {s.value for s in graph.saved if s.droppable}
     return make_plan(graph, stored=sorted(saved)[1:], budget=budget, bound=False)
@@ -438,7 +438,7 @@ def test_a_source_that_every_step_overwrites_is_kept() -> None:
 
 
 def make_everything(graph: Any) -> Any:
-    from lowtide.plan.build import make_plan
+    from lowtide.plan.policies import make_plan
 
     return make_plan(graph, stored=(), bound=False)
 

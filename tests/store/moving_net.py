@@ -12,7 +12,7 @@ from torch import nn
 import lowtide
 from lowtide import policies
 from lowtide.graph import StepGraph
-from lowtide.plan.plan import Offload, Plan
+from lowtide.plan.data import Offload, Plan
 
 torch.set_num_threads(1)
 

@@ -20,8 +20,7 @@ import lowtide
 from lowtide import meter, policies
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.plan import Chain, Compress, Offload, Plan, Shard
-from lowtide.plan.traffic import Link
+from lowtide.plan.data import Chain, Compress, Link, Offload, Plan, Shard
 from lowtide.store.codec import Codec, CodecError, Form
 
 

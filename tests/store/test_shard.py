@@ -23,8 +23,7 @@ from torch import nn
 import lowtide
 from lowtide import meter, policies
 from lowtide.errors import PlanError
-from lowtide.plan.plan import Shard, stages
-from lowtide.plan.traffic import Link
+from lowtide.plan.data import Link, Shard, stages
 
 pytestmark = needs_gloo
 ROWS, WIDTH, LAYERS = 33, 21, 3  # 693 elements: neither two nor four divide them

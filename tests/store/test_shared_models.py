@@ -25,8 +25,8 @@ from lowtide.models.llama import Llama
 from lowtide.models.stage import cut, stage_input
 from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
 from lowtide.parallel.window import Window
-from lowtide.plan.moves import movable
-from lowtide.plan.plan import Moving, Offload, Plan, Shard, stages
+from lowtide.plan.data import Moving, Offload, Plan, Shard, stages
+from lowtide.plan.moves.movable import movable
 from lowtide.plan.simulate import Simulator
 
 pytestmark = needs_gloo

@@ -13,10 +13,10 @@ from moving_net import X, net, same, step
 
 import lowtide
 from lowtide import meter, policies
+from lowtide.plan.data import Chain, Compress, Offload, Plan
 from lowtide.plan.layout import check
-from lowtide.plan.plan import Chain, Compress, Offload, Plan
+from lowtide.plan.layout.slab import place_bytes, without_slab
 from lowtide.plan.simulate import Simulator
-from lowtide.plan.slab import place_bytes, without_slab
 from lowtide.run.resident import optimizer_need
 from lowtide.store.lanes import Transfer
 from lowtide.store.slab import Slab
@@ -76,7 +76,7 @@ def test_places_that_are_taken_at_once_do_not_overlap() -> None:
     for window in (1, 100_000, 1 << 30):
         plan = policy_of(FORMS["encoded on disk"], "full", window)(graph, None)
         sim = Simulator(graph)
-        from lowtide.plan.moves import moved_of
+        from lowtide.plan.moves.movable import moved_of
 
         moved = moved_of(sim, {m.value: m.decision for m in plan.moves})
         spans = sim.moving(moved, plan.window_bytes, slab=True).simulate(plan.stored).spans

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from lowtide import cli
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
 
 SMALL = ["--model", "gpt-nano", "--batch", "8", "--seq", "128"]
 

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lowtide import meter
-from lowtide.plan.ways import _measured
+from lowtide.plan.moves.placements import _measured
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.memory import RunMeter

@@ -8,47 +8,44 @@ from __future__ import annotations
 
 import sys
 from functools import partial
+from importlib import import_module
 from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
-from lowtide.plan.decisions import Chain, Compress, Decision, Keep, Offload, Recompute, Shard
-from lowtide.plan.plan import ModuleRow, Plan
+from lowtide.budget import resolve as bytes_of
+from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
+from lowtide.plan.data import (
+    Chain,
+    Compress,
+    Decision,
+    Keep,
+    ModuleRow,
+    Offload,
+    Plan,
+    Recompute,
+    Shard,
+    in_one_line,
+)
+from lowtide.progress import working
 
 if TYPE_CHECKING:
-    from lowtide.graph import StepGraph
-    from lowtide.plan.build import make_plan
-    from lowtide.plan.feasible import close
-    from lowtide.plan.policies import Policy
-    from lowtide.plan.simulate import Simulation, Simulator, plain, simulate
+    from lowtide.plan.policies import Policy, make_plan
+    from lowtide.plan.simulate import Simulation, Simulator, close, plain
 
 __all__ = [
-    "Chain",
-    "Compress",
-    "Decision",
-    "Keep",
-    "ModuleRow",
-    "Offload",
-    "Plan",
-    "Recompute",
-    "Shard",
-    "Simulation",
-    "Simulator",
-    "close",
-    "make",
-    "make_plan",
-    "plain",
-    "resolve",
-    "simulate",
-]
+    "Chain", "Compress", "Decision", "Keep", "ModuleRow", "Offload", "Plan", "Recompute", "Shard",
+    "Simulation", "Simulator", "close", "make", "make_plan", "plain", "resolve",
+]  # fmt: skip
 
 _HOMES = {
     "Simulation": "simulate",
     "Simulator": "simulate",
+    "close": "simulate",
+    "make_plan": "policies",
     "plain": "simulate",
-    "close": "feasible",
-    "make_plan": "build",
 }
-
+"""Names whose folders import numpy and scipy: they are loaded when they are first used."""
 
 POLICIES = ("optimal", "keep_all", "full", "sqrt", "selective", "offload", "mixed", "compress")
 """Those that are known by name."""
@@ -60,9 +57,6 @@ def resolve(policy: str | Policy) -> Policy:
     Raises:
         PlanError: there is no such policy.
     """
-    from lowtide.errors import PlanError
-    from lowtide.plan import policies
-
     if callable(policy):
         return policy
     if policy not in POLICIES:
@@ -70,7 +64,7 @@ def resolve(policy: str | Policy) -> Policy:
             f"there is no policy {policy!r}: give one of {', '.join(sorted(POLICIES))}, or a function of "
             "(graph, budget)"
         )
-    return getattr(policies, policy)()
+    return getattr(import_module("lowtide.plan.policies"), policy)()
 
 
 def make(
@@ -95,22 +89,15 @@ def make(
         PlanError: ``graph`` is no step graph; the policy does not exist, does not apply to this graph, or
             returns no plan.
     """
-    from lowtide.errors import PlanError
-    from lowtide.graph import StepGraph
-
     if not isinstance(graph, StepGraph):
         raise PlanError(
             f"lowtide.plan takes a StepGraph, not {type(graph).__name__}: make one with lowtide.trace(step, "
             "*args)"
         )
-    from lowtide.progress import working
-
     chosen = resolve(policy)
     with working("planning", "planned", progress) as work:
         made = chosen(graph, _limit(graph, budget, chosen))
         if isinstance(made, Plan):
-            from lowtide.plan.explain import in_one_line
-
             work.done(in_one_line(made))
     if not isinstance(made, Plan):
         raise PlanError(
@@ -124,10 +111,8 @@ def _limit(graph: StepGraph, budget: str | int | None, policy: Policy) -> int | 
     """The budget in bytes."""
     if budget is None:
         return None
-    from lowtide.budget import resolve
-    from lowtide.plan.simulate import plain
-
-    return resolve(budget, plain(graph).peak_bytes, partial(_least_bytes, policy, graph), graph.device)
+    plain = import_module("lowtide.plan.simulate").plain
+    return bytes_of(budget, plain(graph).peak_bytes, partial(_least_bytes, policy, graph), graph.device)
 
 
 def _least_bytes(policy: Policy, graph: StepGraph) -> int:
@@ -149,8 +134,6 @@ class _Room(ModuleType):
 
     def __getattr__(self, name: str) -> Any:
         if name in _HOMES:
-            from importlib import import_module
-
             return getattr(import_module(f"lowtide.plan.{_HOMES[name]}"), name)
         raise AttributeError(f"module 'lowtide.plan' has no attribute {name!r}")
 

@@ -11,10 +11,10 @@ from collections.abc import Iterable
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.build import make_plan
 from lowtide.plan.cache import Cache, Decisions
-from lowtide.plan.optimal import planner_of
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
+from lowtide.plan.policies.build import make_plan
+from lowtide.plan.search.planner import planner_of
 
 CARRIED = "begun from decisions that were made before, which lie near the bound here, too"
 """A note of such plans."""

@@ -20,7 +20,7 @@ import torch
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.interception import unseen
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
 
 LEARNING_STEPS = 4
 """For how many steps under a plan ranks tell each other what they learned; nothing is learned later."""

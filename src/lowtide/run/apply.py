@@ -9,7 +9,7 @@ from typing import Self
 import torch
 
 from lowtide.errors import PlanError
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
 from lowtide.run.direct import PlanDirector
 from lowtide.run.moved import TransferEngine, prepare
 from lowtide.run.native import compiled_program

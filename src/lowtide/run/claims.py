@@ -15,7 +15,7 @@ from collections import deque
 from dataclasses import replace
 
 from lowtide.graph import StepGraph
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
 
 _GATHER = "_c10d_functional.all_gather_into_tensor.default"
 

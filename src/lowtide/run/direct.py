@@ -6,8 +6,7 @@ from collections.abc import Sequence
 from typing import Any, ClassVar, Protocol
 
 from lowtide.ops import OpInfo
-from lowtide.plan.decisions import Compress, Shard, stages
-from lowtide.plan.plan import Move, ProgramStep
+from lowtide.plan.data import Compress, Move, ProgramStep, Shard, stages
 
 _LOOK_AHEAD = 400
 

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from lowtide.graph import StepGraph
-from lowtide.plan.moves import simulate_plan
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
+from lowtide.plan.simulate import simulate_plan
 from lowtide.run.key import StepKey
 from lowtide.run.watch import StepWatch
 

@@ -13,7 +13,7 @@ from lowtide import private
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter.resident import innermost
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
 from lowtide.run.engage import Engagement
 from lowtide.run.key import StepKey
 from lowtide.run.limiter import Limiter

@@ -22,7 +22,7 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
 from lowtide.progress import log
 from lowtide.run.compiled import left_alone
 from lowtide.run.direct import PlanDirector

@@ -10,11 +10,9 @@ from typing import cast
 
 import torch
 
-from lowtide.plan.decisions import Compress, Moving, Shard, stages
-from lowtide.plan.supply import Codec as OwnCodec
-from lowtide.plan.supply import CodecFacts
-from lowtide.plan.traffic import Link
-from lowtide.plan.ways import codecs_behind, decision_of
+from lowtide.plan.data import Codec as OwnCodec
+from lowtide.plan.data import CodecFacts, Compress, Link, Moving, Shard, stages
+from lowtide.plan.moves.placements import codecs_behind, decision_of
 from lowtide.progress import current
 from lowtide.store.codec import Codec, Form, codec_named
 from lowtide.store.measure import measure_codec, measure_group, measure_tier

@@ -1,7 +1,7 @@
 """Carry out a plan's moves: copies out while forward goes on, copies in ahead of backward's need.
 
-The rules are those of `lowtide.plan.traffic`. A moved value comes back like a replayed one: its node
-(`Fetch`) is an operation without inputs. The node holds what is stored (`StoredTensor`), and goes when
+The rules are those of `lowtide.plan.simulate.transfers`. A moved value comes back like a replayed one: its
+node (`Fetch`) is an operation without inputs. The node holds what is stored (`StoredTensor`), and goes when
 autograd lets go of the last saved tensor that rests on it.
 """
 
@@ -16,9 +16,8 @@ import torch
 
 from lowtide import private
 from lowtide.interception import unseen
+from lowtide.plan.data import Compress, Move, Plan, Shard, ahead_bytes, stages
 from lowtide.plan.layout import find
-from lowtide.plan.plan import Compress, Move, Plan, Shard, stages
-from lowtide.plan.traffic import ahead_bytes
 from lowtide.run.digest import digest
 from lowtide.run.tape import LiveValue
 from lowtide.store.codec import Codec, CodecError

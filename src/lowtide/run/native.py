@@ -19,7 +19,7 @@ import torch
 from lowtide import interception, private
 from lowtide.native import extension
 from lowtide.ops import OpInfo, op_info
-from lowtide.plan.plan import ProgramStep
+from lowtide.plan.data import ProgramStep
 
 _PASS, _RECORD, _CLOSER = 0, 1, 2
 

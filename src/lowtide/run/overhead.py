@@ -24,7 +24,7 @@ from torch.nn import functional
 from lowtide import private
 from lowtide.interception import Interceptor, proceed, unseen, visible
 from lowtide.ops import tensors_of
-from lowtide.plan.plan import ProgramStep
+from lowtide.plan.data import ProgramStep
 from lowtide.run.direct import PlanDirector
 from lowtide.run.native import compiled, compiled_program
 from lowtide.run.record import Recorder

@@ -16,10 +16,9 @@ from lowtide.meter import resident_bytes
 from lowtide.plan import make
 from lowtide.plan.cache import Cache, folder
 from lowtide.plan.carry import CARRIED, carried, keep
-from lowtide.plan.explain import in_one_line
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan, in_one_line
+from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
-from lowtide.plan.slab import without_slab
 from lowtide.progress import working
 from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
 from lowtide.run.claims import beside, replayed_gathers, same_forward, with_seconds_of

@@ -8,7 +8,7 @@ import warnings
 import torch
 
 from lowtide.budget import format_bytes
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
 
 OWN_OFF = "turn the model's own gradient checkpointing off"
 """The first remedy where a model checkpoints on its own."""

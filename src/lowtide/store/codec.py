@@ -253,7 +253,8 @@ class Blockwise(Chunked):
     number and step are bfloat16, rounded so that the range is covered.
 
     The error of 4 bits is large enough to bias what goes through a function first, so policies use them where
-    backward is linear in the value (`lowtide.plan.linear`), 8 bits elsewhere, and replay nothing from them.
+    backward is linear in the value (`lowtide.plan.moves.linear`), 8 bits elsewhere, and replay nothing from
+    them.
 
     Args:
         bits: 8 or 4.

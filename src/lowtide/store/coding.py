@@ -58,7 +58,7 @@ class Codec(ABC):
         replayable_from: whether an operation may be replayed from what `decode` gives back.
         error: the bound on the error in words, empty for a lossless one.
         gentler: the name of the codec that policies use instead where backward is not linear in the value
-            (`lowtide.plan.linear`), so that this one's error would bias the gradients; empty for none.
+            (`lowtide.plan.moves.linear`), so that this one's error would bias the gradients; empty for none.
         scratch_bytes: the most it allocates beyond what it returns, for `CHUNK` elements or more; see
             `scratch`.
 

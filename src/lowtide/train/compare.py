@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from lowtide import meter
-from lowtide.plan.plan import Plan
+from lowtide.plan.data import Plan
 from lowtide.report.picture import Curve
 from lowtide.train.memory import free_bytes
 

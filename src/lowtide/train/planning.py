@@ -14,7 +14,7 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.models import ModelSpec, build_model
 from lowtide.plan import Plan, make
-from lowtide.plan.explain import in_one_line
+from lowtide.plan.data import in_one_line
 from lowtide.progress import working
 from lowtide.run.unseen import with_overhead
 from lowtide.trace.fake.step import trace_fake

@@ -23,8 +23,9 @@ from lowtide.estimate.simulation.traced import Traced, pretended_group, trace_ch
 from lowtide.estimate.total import stage_estimate
 from lowtide.graph import StepGraph
 from lowtide.plan import policies
-from lowtide.plan.blocks import default_blocks, full_stored, region_stored, regions_of, sqrt_stored
+from lowtide.plan.policies.recompute import attention_stored
 from lowtide.plan.simulate import Simulation, Simulator
+from lowtide.plan.split.blocks import default_blocks, full_stored, region_stored, regions_of, sqrt_stored
 from lowtide.trace.costs.specs import OpCost, Signature
 
 Pair = tuple[Traced, Traced | None]
@@ -253,7 +254,7 @@ def stored_values(config: Config, graph: StepGraph, policy: str | None = None) -
         )
         if policy is None and cores:  # the project's own models name the core
             return region_stored(simulator, regions_of(graph, cores))
-        return policies.attention_stored(graph, simulator)
+        return attention_stored(graph, simulator)
     raise EstimateError(
         f"--policy={name!r}: choose keep_all, full, sqrt or selective, or give --budget for the best plan "
         "within it"

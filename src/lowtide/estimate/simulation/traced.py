@@ -21,7 +21,7 @@ from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
 from lowtide.estimate.speed import EFFICIENCY
 from lowtide.graph import StepGraph
-from lowtide.plan.blocks import block_of
+from lowtide.plan.split.blocks import block_of
 from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import Roofline
 from lowtide.trace.costs.specs import OpCost, Signature, flops, runnable, staging_bytes

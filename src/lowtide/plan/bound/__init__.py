@@ -1,0 +1,9 @@
+"""How good a plan can be at best, by linear programs.
+
+In: a `Simulator` and a budget. Out: a `Bound`: seconds that no schedule within the budget undercuts, and the
+smallest peak; and the relaxed decisions that reach it, which the search rounds.
+"""
+
+from lowtide.plan.bound.relaxation import Bound, Relaxation, lower_bound
+
+__all__ = ["Bound", "Relaxation", "lower_bound"]

@@ -1,0 +1,27 @@
+"""What a plan is: plain data, saved as JSON, that needs neither torch nor a solver.
+
+In: nothing. Out: decisions (what may happen to a saved value), `Plan` (a decision for every saved value of a
+step, and what that is predicted to cost), `Moved` and `Link` (values that leave their place, and how fast).
+"""
+
+from lowtide.plan.data.decisions import (
+    Chain,
+    Compress,
+    Decision,
+    Keep,
+    Moving,
+    Offload,
+    Recompute,
+    Shard,
+    stages,
+)
+from lowtide.plan.data.moved import Codec, CodecFacts, Link, Links, Moved, ahead_bytes, gather_bytes
+from lowtide.plan.data.plan import PLAN_FORMAT, HasValue, Move, Plan, ProgramStep, in_one_line
+from lowtide.plan.data.table import ModuleRow
+
+__all__ = [
+    "PLAN_FORMAT", "Chain", "Codec", "CodecFacts", "Compress", "Decision", "HasValue", "Keep", "Link",
+    "Links", "ModuleRow", "Move",
+    "Moved", "Moving", "Offload", "Plan", "ProgramStep", "Recompute", "Shard", "ahead_bytes", "gather_bytes",
+    "in_one_line", "stages",
+]  # fmt: skip

@@ -1,0 +1,301 @@
+"""The plan: a decision for every saved value, with what it is predicted to cost and how good it can be at
+best. Pure data.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any, NamedTuple, Protocol
+
+from lowtide.budget import format_bytes
+from lowtide.errors import PlanError
+from lowtide.plan.data.decisions import (
+    Compress,
+    Decision,
+    Moving,
+    decision_from_json,
+    decision_to_json,
+    stages,
+)
+from lowtide.plan.data.table import ModuleRow, format_seconds, table
+
+PLAN_FORMAT = 3
+
+
+@dataclass(frozen=True, slots=True)
+class Move:
+    """A value that leaves its place between forward and backward.
+
+    Attributes:
+        value: its id.
+        decision: where it goes.
+        bytes: of its storage.
+        encoded_bytes: the most bytes that it takes after compressing or sharding; `bytes` without either.
+        fetched: its place in the order in which backward is predicted to ask for the moved values, from 0; -1
+            when nobody asks.
+        born, gone: half-open lifetime of what is stored, in events of the step.
+        place: where in the plan's slab the value comes back to, -1 for memory of its own.
+        arrival: where in the slab its encoded form arrives from a tier, likewise.
+    """
+
+    value: int
+    decision: Moving
+    bytes: int
+    encoded_bytes: int
+    fetched: int = -1
+    born: int = 0
+    gone: int = 0
+    place: int = -1
+    arrival: int = -1
+
+
+class HasValue(Protocol):
+    """Anything that names a value."""
+
+    @property
+    def value(self) -> int:
+        """Its id."""
+        ...
+
+
+class ProgramStep(NamedTuple):
+    """What an executor does at one operation of the forward.
+
+    Attributes:
+        name: the operation, by which the executor checks that it is where it believes to be.
+        replayed: whether it may run again in backward, so that it is recorded.
+        stored: for each value that it writes, whether that stays.
+        moves: for each value that it writes, its place in `Plan.moves`, or -1; empty when none of them moves.
+        claimed: whether a layer that could save what the result is made from is to save the result, since
+            that comes back anyway.
+    """
+
+    name: str
+    replayed: bool
+    stored: tuple[bool, ...]
+    moves: tuple[int, ...] = ()
+    claimed: bool = False
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What to do with every saved value of one step graph.
+
+    Attributes:
+        graph: fingerprint of the step graph that it was made for.
+        policy: name of the policy that made it.
+        budget_bytes: the budget it was made for, or ``None``.
+        decisions: value id -> decision, for every droppable saved value.
+        stored: ids of all values that an executor holds for backward or for replays: the kept saved values,
+            and values that autograd does not save but replays start from.
+        replayed: indices of the operations that run again in backward, in their forward order.
+        plain_peak_bytes, predicted_peak_bytes: the most live bytes at any moment, of the plain step and under
+            this plan.
+        plain_seconds: forecast of the plain step's time, from operations timed alone, before any step ran
+            under the plan.
+        predicted_extra_seconds: forecast of what the plan adds to it; these two chose the plan.
+        calibrated_plain_seconds, calibrated_extra_seconds: the same as steps under the plan were timed;
+            ``None`` before enough were.
+        bound_extra_seconds: no schedule with the same operations within the budget can add less (given the
+            traced costs).
+        bound_peak_bytes: no schedule with the same operations can have a smaller peak.
+        peak_module, peak_operation: where the predicted peak stands.
+        modules: the table that ``print(plan)`` shows.
+        notes: anything worth telling.
+        program: what an executor does at each operation of the forward.
+        moves: the values that leave the device or change their form, in the order of the forward.
+        device: what the budget is about.
+        window_bytes: the most bytes that wait for their copy out at one time, and the most that are fetched
+            ahead of need.
+        transfer_seconds: what of `predicted_extra_seconds` is waiting for transfers, encoding and decoding,
+            and `crowding_seconds`.
+        crowding_seconds: by how much the operations that run beside transfers take longer.
+        slab_bytes: of the slab that fetched and gathered values come back into; it stands for the whole step
+            and is part of the predicted peak. 0 where each has memory of its own.
+        loose_peak_bytes: the predicted peak without that slab.
+    """
+
+    graph: str
+    policy: str
+    budget_bytes: int | None
+    decisions: dict[int, Decision]
+    stored: frozenset[int]
+    replayed: tuple[int, ...]
+    plain_peak_bytes: int
+    predicted_peak_bytes: int
+    plain_seconds: float
+    predicted_extra_seconds: float
+    bound_extra_seconds: float = 0.0
+    bound_peak_bytes: int = 0
+    peak_module: str = ""
+    peak_operation: str = ""
+    modules: tuple[ModuleRow, ...] = ()
+    notes: tuple[str, ...] = field(default=())
+    program: tuple[ProgramStep, ...] = field(default=(), repr=False)
+    moves: tuple[Move, ...] = field(default=(), repr=False)
+    device: str = "cpu"
+    window_bytes: int = 0
+    transfer_seconds: float = 0.0
+    crowding_seconds: float = 0.0
+    slab_bytes: int = 0
+    loose_peak_bytes: int = 0
+    calibrated_plain_seconds: float | None = None
+    calibrated_extra_seconds: float | None = None
+
+    @property
+    def changes_nothing(self) -> bool:
+        """Whether the step runs as it would without this plan; what is given up and never asked for runs
+        again nowhere, and is not there.
+        """
+        again = self.replayed or any(step.replayed for step in self.program)
+        return not again and not self.moves
+
+    @property
+    def gap_seconds(self) -> float:
+        """How much slower than the bound this plan is predicted to be: at most this many seconds could be won
+        by a better plan.
+        """
+        return max(0.0, self.predicted_extra_seconds - self.bound_extra_seconds)
+
+    @property
+    def gap(self) -> float:
+        """`gap_seconds` as a share of the plain step's time."""
+        return self.gap_seconds / self.plain_seconds if self.plain_seconds else 0.0
+
+    @property
+    def predicted_extra(self) -> float:
+        """The forecast extra time as a share of the plain step's."""
+        return self.predicted_extra_seconds / self.plain_seconds if self.plain_seconds else 0.0
+
+    @property
+    def calibrated_extra(self) -> float | None:
+        """The calibrated extra time as a share of the plain step's; ``None`` before enough steps were
+        timed.
+        """
+        if self.calibrated_extra_seconds is None or not self.calibrated_plain_seconds:
+            return None
+        return self.calibrated_extra_seconds / self.calibrated_plain_seconds
+
+    def calibrated(self, plain_seconds: float, extra_seconds: float) -> Plan:
+        """The same plan with the times that steps were seen to take beside its forecast."""
+        return replace(self, calibrated_plain_seconds=plain_seconds, calibrated_extra_seconds=extra_seconds)
+
+    def __str__(self) -> str:
+        """A table per module, with what the plan costs and how good it is."""
+        return render(self)
+
+    def to_json(self) -> str:
+        """This plan as JSON text; `from_json` reads it back."""
+        data = asdict(self)
+        data["decisions"] = {str(k): decision_to_json(v) for k, v in self.decisions.items()}
+        data["moves"] = [{**asdict(move), "decision": decision_to_json(move.decision)} for move in self.moves]
+        data["stored"] = sorted(self.stored)
+        return json.dumps({"format": PLAN_FORMAT, **data}, indent=1)
+
+    @classmethod
+    def from_json(cls, text: str) -> Plan:
+        """The plan that `to_json` wrote. Nothing in the text is executed.
+
+        Raises:
+            PlanError: the text is no plan, or one of another format.
+        """
+        try:
+            data: dict[str, Any] = json.loads(text)
+            version = data.pop("format")
+            if version != PLAN_FORMAT:
+                raise PlanError(
+                    f"this plan has format {version!r}; this version of lowtide reads format {PLAN_FORMAT}: "
+                    "make the plan again"
+                )
+            data["decisions"] = {int(k): decision_from_json(v) for k, v in data["decisions"].items()}
+            data["moves"] = tuple(
+                Move(**{**row, "decision": decision_from_json(row["decision"])})
+                for row in data.get("moves", ())
+            )
+            data["stored"] = frozenset(data["stored"])
+            data["replayed"] = tuple(data["replayed"])
+            data["modules"] = tuple(ModuleRow(**row) for row in data["modules"])
+            data["notes"] = tuple(data["notes"])
+            data["program"] = tuple(
+                ProgramStep(name, again, tuple(stored), tuple(moves), claimed)
+                for name, again, stored, moves, claimed in data["program"]
+            )
+            return cls(**data)
+        except (KeyError, TypeError, ValueError, AttributeError) as error:
+            raise PlanError(
+                f"this is no lowtide plan ({type(error).__name__}: {error}): make the plan again"
+            ) from None
+
+
+def in_one_line(plan: Plan) -> str:
+    """What a plan comes to: ``60 % of the memory, +12 % time``."""
+    if plan.changes_nothing:
+        return "the step fits as it is"
+    memory = 100 * plan.predicted_peak_bytes / plan.plain_peak_bytes if plan.plain_peak_bytes else 100.0
+    return f"{memory:.0f} % of the memory, {100 * plan.predicted_extra:+.0f} % time"
+
+
+def render(plan: Plan) -> str:
+    """The text of ``print(plan)``: head lines and a table per module."""
+    lines = [f"plan by policy {plan.policy!r} for step graph {plan.graph}"]
+    budget = f", budget {format_bytes(plan.budget_bytes)}" if plan.budget_bytes is not None else ""
+    share = 100 * plan.predicted_peak_bytes / plan.plain_peak_bytes if plan.plain_peak_bytes else 100.0
+    lines.append(
+        f"peak   {format_bytes(plan.plain_peak_bytes)} plain -> {format_bytes(plan.predicted_peak_bytes)} "
+        f"({share:.1f} %){budget}"
+    )
+    if plan.bound_peak_bytes:
+        lines.append(
+            f"       no schedule of these operations goes below {format_bytes(plan.bound_peak_bytes)}"
+        )
+    lines.append(f"time   {_times(plan.plain_seconds, plan.predicted_extra_seconds)}, forecast")
+    if plan.calibrated_plain_seconds is not None and plan.calibrated_extra_seconds is not None:
+        lines.append(
+            f"       {_times(plan.calibrated_plain_seconds, plan.calibrated_extra_seconds)}, calibrated by "
+            "steps"
+        )
+    if plan.moves and not plan.bound_peak_bytes:
+        lines.append("bound  none is stated for this policy's moves: policy 'mixed' states one")
+    else:
+        won = f"at most {100 * plan.gap:.2f} % of the step could be won by a better plan"
+        lines.append(f"bound  + {format_seconds(plan.bound_extra_seconds)}: {won}")
+    if plan.moves:
+        lines.append(
+            f"moves  {len(plan.moves)} values, {format_bytes(sum(m.bytes for m in plan.moves))} -> "
+            f"{_places(plan)}; {format_seconds(plan.transfer_seconds)} of the time is waiting for them and "
+            "encoding"
+        )
+        where = (
+            f"into a slab of {format_bytes(plan.slab_bytes)}, allocated once"
+            if plan.slab_bytes
+            else "each into memory of its own"
+        )
+        lines.append(f"       they come back {where}")
+    if plan.peak_operation:
+        lines.append(f"peak stands at {plan.peak_operation} in module {plan.peak_module or 'root'!r}")
+    lines += [f"note: {note}" for note in plan.notes]
+    if plan.modules:
+        lines += ["", *table(plan.modules)]
+    return "\n".join(lines)
+
+
+def _times(plain_seconds: float, extra_seconds: float) -> str:
+    percent = 100 * extra_seconds / plain_seconds if plain_seconds else 0.0
+    return f"{format_seconds(plain_seconds)} plain + {format_seconds(extra_seconds)} ({percent:+.2f} %)"
+
+
+def _places(plan: Plan) -> str:
+    places: dict[str, int] = {}
+    for move in plan.moves:
+        first, then = stages(move.decision)
+        names = (
+            [f"codec {first.codec}"]
+            if isinstance(first, Compress)
+            else [f"1/{first.size} over {first.group}"]
+            if first
+            else []
+        )
+        name = ", then ".join([*names, *([then.tier] if then else [])])
+        places[name] = places.get(name, 0) + move.encoded_bytes
+    return ", ".join(f"{format_bytes(bytes_)} ({name})" for name, bytes_ in places.items())

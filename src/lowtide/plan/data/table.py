@@ -1,0 +1,105 @@
+"""A plan's table: one row a module, alike modules folded into one."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from lowtide.budget import format_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class ModuleRow:
+    """One line of a plan's table.
+
+    Attributes:
+        module: qualified module name.
+        saved_bytes: bytes that autograd would keep there.
+        kept_bytes: bytes that the plan keeps there, values kept only for replays included.
+        replayed_operations: how many operations run again in backward.
+        extra_seconds: time of those.
+    """
+
+    module: str
+    saved_bytes: int
+    kept_bytes: int
+    replayed_operations: int
+    extra_seconds: float
+
+
+def format_seconds(seconds: float) -> str:
+    """Seconds in milliseconds below ten seconds: ``12.30 ms``."""
+    return f"{seconds:.2f} s" if seconds >= 10 else f"{1000 * seconds:.2f} ms"
+
+
+def fold(rows: Sequence[ModuleRow]) -> list[ModuleRow]:
+    """Rows with equal bytes and replays whose names differ in one number only become one: ``h.0-11.attn``.
+
+    Of folded rows, bytes, operations and seconds are sums.
+    """
+    groups: dict[tuple[str, int, int, int], list[tuple[int, ModuleRow]]] = {}
+    for row in rows:
+        match = re.search(r"(?<![^.])\d+(?![^.])", row.module)
+        number = int(match.group()) if match else -1
+        pattern = row.module[: match.start()] + "#" + row.module[match.end() :] if match else row.module
+        groups.setdefault((pattern, row.saved_bytes, row.kept_bytes, row.replayed_operations), []).append(
+            (number, row)
+        )
+    folded: list[ModuleRow] = []
+    for (pattern, *_), members in groups.items():
+        name = (
+            pattern if members[0][0] < 0 else pattern.replace("#", _ranges(sorted(n for n, _ in members)), 1)
+        )
+        folded.append(
+            ModuleRow(
+                name,
+                sum(r.saved_bytes for _, r in members),
+                sum(r.kept_bytes for _, r in members),
+                sum(r.replayed_operations for _, r in members),
+                sum(r.extra_seconds for _, r in members),
+            )
+        )
+    return folded
+
+
+def _ranges(numbers: list[int]) -> str:
+    parts: list[list[int]] = []
+    for n in numbers:
+        if parts and n == parts[-1][1] + 1:
+            parts[-1][1] = n
+        else:
+            parts.append([n, n])
+    return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
+
+
+def table(modules: Sequence[ModuleRow]) -> list[str]:
+    """The lines of the table of ``modules``, with their total."""
+    rows = fold(modules)
+    total = ModuleRow(
+        "total",
+        sum(r.saved_bytes for r in rows),
+        sum(r.kept_bytes for r in rows),
+        sum(r.replayed_operations for r in rows),
+        sum(r.extra_seconds for r in rows),
+    )
+    cells = [("module", "saved by autograd", "kept", "replayed", "extra")]
+    cells += [
+        (
+            r.module or "(root)",
+            format_bytes(r.saved_bytes),
+            format_bytes(r.kept_bytes),
+            str(r.replayed_operations),
+            format_seconds(r.extra_seconds),
+        )
+        for r in [*rows, total]
+    ]
+    widths = [max(len(row[k]) for row in cells) for k in range(5)]
+    lines = [
+        "  ".join(
+            c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
+        )
+        for row in cells
+    ]
+    rule = "-" * len(lines[0])
+    return [lines[0], rule, *lines[1:-1], rule, lines[-1]]

@@ -1,0 +1,291 @@
+"""Static offsets for buffers with known lifetimes: dynamic storage allocation, planned once.
+
+In: when each buffer is born and dies, its size, perhaps a capacity. Out: an offset for each, such that no two
+that live at once overlap. No layout is smaller than the most bytes alive at one moment (the *bound*). A
+portfolio of greedy orders meets it on most training steps; where it does not, an exact search
+(`packing`) has a short try, the orders are repaired, a beam search in the order of time (`sweep`) and the
+exact search again, now with the time that is left, look for offsets at the bound, and then between it and the
+best known.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+from numpy.typing import ArrayLike, NDArray
+
+from lowtide.errors import BudgetError, PlanError
+from lowtide.plan.layout.packing import pack
+from lowtide.plan.layout.sweep import sweep
+from lowtide.progress import current
+
+Numbers = NDArray[np.int64]
+_EXACT_BUFFERS = 4000
+"""Beyond this many buffers the exact search is left out: its depth is their number."""
+
+_TRY = 0.1
+"""Share of the seconds for the exact search's first try: what it solves at all, it mostly solves at once."""
+
+_NEAR = (0.001, 0.002, 0.005, 0.01)
+"""How far above the bound to look for offsets where none are found at it."""
+
+
+@dataclass(frozen=True, eq=False)
+class Layout:
+    """Offsets, and how good they are.
+
+    Attributes:
+        offsets: one for each buffer, in bytes (or whatever unit the sizes have).
+        height: the first byte above all buffers.
+        bound: no layout is lower.
+        source: which order or search found it.
+        proved: whether none lower exists.
+        seconds: time that it took.
+    """
+
+    offsets: Numbers = field(repr=False)
+    height: int
+    bound: int
+    source: str
+    proved: bool
+    seconds: float
+
+
+def layout(
+    lower: ArrayLike,
+    upper: ArrayLike,
+    size: ArrayLike,
+    capacity: int | None = None,
+    *,
+    align: int = 1,
+    seconds: float = 60.0,
+) -> Numbers:
+    """Offsets for buffers of ``size`` that live from ``lower`` up to, not including, ``upper``.
+
+    Args:
+        lower, upper: half-open lifetimes, whole numbers of any unit.
+        size: bytes, zero allowed.
+        capacity: the most bytes allowed; ``None`` for as few as can be found.
+        align: every offset is a multiple of this.
+        seconds: the most time to spend where greedy orders do not meet the bound (or the capacity).
+
+    Returns:
+        One offset for each buffer.
+
+    Raises:
+        BudgetError: no layout within ``capacity`` exists or was found in time; the error carries the smallest
+            height known.
+        PlanError: the lifetimes or sizes are malformed.
+
+    Example:
+        >>> import lowtide
+        >>> lowtide.layout([0, 3, 0, 9, 0], [3, 9, 9, 21, 21], [4, 4, 4, 4, 4], capacity=12).max()
+        np.int64(8)
+    """
+    found = find(lower, upper, size, capacity, align=align, seconds=seconds)
+    if capacity is not None and found.height > capacity:
+        why = (
+            "no layout is lower than that bound"
+            if found.bound > capacity
+            else f"the search stopped after {found.seconds:.1f} s"
+        )
+        raise BudgetError(
+            f"no layout within {capacity:,} bytes: the lower bound is {found.bound:,} and the best one found "
+            f"needs {found.height:,} ({why}). Give a larger capacity, or more seconds=",
+            found.height,
+        )
+    return found.offsets
+
+
+def find(
+    lower: ArrayLike,
+    upper: ArrayLike,
+    size: ArrayLike,
+    capacity: int | None = None,
+    *,
+    align: int = 1,
+    seconds: float = 60.0,
+) -> Layout:
+    """The best layout found, with its bound; the arguments are `layout`'s, and one above ``capacity`` is
+    returned, too.
+    """
+    current().say("placing")
+    begin = time.monotonic()
+    low, high, sizes = _checked(lower, upper, size, align)
+    units = -(-sizes // align)
+    alive = np.flatnonzero((units > 0) & (high > low))
+    offsets = np.zeros(len(sizes), np.int64)
+    if not len(alive):
+        return Layout(offsets, 0, 0, "empty", True, 0.0)
+    times = np.unique(np.concatenate([low[alive], high[alive]]))
+    first, last = np.searchsorted(times, low[alive]), np.searchsorted(times, high[alive])
+    first, last, count = first.astype(np.int64), last.astype(np.int64), units[alive]
+    bound = int(_load(first, last, count, len(times) - 1).max())
+    enough = bound if capacity is None else max(bound, capacity // align)
+    best, height, source = _greedy(first, last, count, enough)
+    open_ = bound * align <= (capacity if capacity is not None else bound * align)
+    targets = [enough, *((enough + int(share * enough) for share in _NEAR) if capacity is None else ())]
+
+    def left() -> float:
+        return seconds - (time.monotonic() - begin)
+
+    if enough < height and open_ and len(alive) <= _EXACT_BUFFERS:
+        tried = pack(first, last, count, enough, _TRY * seconds)
+        if tried.offsets is not None:
+            best, height, source = tried.offsets, int((tried.offsets + count).max()), "exact search"
+        elif tried.outcome == "impossible":
+            targets = [target for target in targets if target > enough]
+            bound = enough = enough + 1
+    if enough < height:
+        repaired, lower_height = _repair(first, last, count, best, enough, begin + 0.2 * seconds)
+        if lower_height < height:
+            best, height, source = repaired, lower_height, "repaired greedy"
+    for k, target in enumerate(targets if open_ else ()):
+        if target >= height:
+            break
+        swept = sweep(first, last, count, target, min(left(), (0.1 if k == 0 else 0.03) * seconds))
+        if swept is not None:
+            # down to where each rests on something
+            swept = _first_fit(first, last, count, np.argsort(swept, kind="stable"))
+            best, height, source = swept, int((swept + count).max()), "beam search"
+            break
+    proved = height == bound
+    for k, target in enumerate(targets if open_ and len(alive) <= _EXACT_BUFFERS else ()):
+        if target >= height or left() <= 0:
+            break
+        share = 1.0 if capacity is not None else 0.5 if k == 0 else 0.1
+        found = pack(first, last, count, target, min(left(), share * seconds)).offsets
+        if found is not None:
+            best, height, source = found, int((found + count).max()), "exact search"
+            proved = height == bound
+            break
+    offsets[alive] = best * align
+    return Layout(offsets, height * align, bound * align, source, proved, time.monotonic() - begin)
+
+
+def check(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, offsets: ArrayLike) -> int:
+    """The height of a layout.
+
+    Raises:
+        PlanError: two buffers that live at once overlap.
+    """
+    low, high, sizes = _checked(lower, upper, size, 1)
+    at = np.asarray(offsets, np.int64)
+    order = np.argsort(low, kind="stable")
+    live: list[int] = []
+    for k in order:
+        if not sizes[k] or high[k] <= low[k]:
+            continue
+        live = [j for j in live if high[j] > low[k]]
+        for j in live:
+            if at[j] < at[k] + sizes[k] and at[k] < at[j] + sizes[j]:
+                raise PlanError(
+                    f"buffers {j} and {k} overlap: [{at[j]}, {at[j] + sizes[j]}) and [{at[k]}, "
+                    f"{at[k] + sizes[k]})"
+                )
+        live.append(int(k))
+    return int((at + sizes).max(initial=0))
+
+
+def _checked(
+    lower: ArrayLike, upper: ArrayLike, size: ArrayLike, align: int
+) -> tuple[Numbers, Numbers, Numbers]:
+    arrays = [np.asarray(a) for a in (lower, upper, size)]
+    for name, array in zip(("lower", "upper", "size"), arrays, strict=True):
+        if array.ndim != 1 or (array.size and not np.issubdtype(array.dtype, np.integer)):
+            raise PlanError(
+                f"{name} has to be a flat list of whole numbers, not {array.dtype} of shape {array.shape}"
+            )
+    if len({len(a) for a in arrays}) != 1:
+        raise PlanError(
+            f"lower, upper and size have {', '.join(str(len(a)) for a in arrays)} entries: give one of each "
+            "for every buffer"
+        )
+    low, high, sizes = (a.astype(np.int64) for a in arrays)
+    if (high < low).any():
+        k = int(np.argmax(high < low))
+        raise PlanError(f"buffer {k} dies at {high[k]}, before it is born at {low[k]}")
+    if (sizes < 0).any():
+        raise PlanError(f"buffer {int(np.argmax(sizes < 0))} has {sizes.min()} bytes: give 0 or more")
+    if align < 1:
+        raise PlanError(f"align={align}: give 1 or more")
+    return low, high, sizes
+
+
+def _load(first: Numbers, last: Numbers, size: Numbers, sections: int) -> Numbers:
+    change = np.zeros(sections + 1, np.int64)
+    np.add.at(change, first, size)
+    np.add.at(change, last, -size)
+    return np.cumsum(change[:-1])
+
+
+def _greedy(first: Numbers, last: Numbers, size: Numbers, enough: int) -> tuple[Numbers, int, str]:
+    """The best of the greedy orders; the first that is at or below ``enough`` ends it."""
+    width = last - first
+    load = _load(first, last, size, int(last.max()))
+    busiest = (
+        np.array([load[a:b].max() for a, b in zip(first, last, strict=True)])
+        if len(first) <= _EXACT_BUFFERS
+        else -first
+    )
+    orders: dict[str, Sequence[Numbers]] = {
+        "by size": (first, -width, -size),
+        "by area": (first, -size, -(size * width)),
+        "by lifetime": (first, -size, -width),
+        "by start": (-size, -width, first),
+        "by end": (-size, -width, -last),
+        "by load": (-width, -size, -busiest),
+    }
+    best: tuple[Numbers, int, str] | None = None
+    for name, keys in orders.items():
+        offsets = _first_fit(first, last, size, np.lexsort(tuple(keys)))
+        height = int((offsets + size).max())
+        if best is None or height < best[1]:
+            best = offsets, height, f"greedy {name}"
+        if height <= enough:
+            break
+    assert best is not None
+    return best
+
+
+def _repair(
+    first: Numbers, last: Numbers, size: Numbers, start: Numbers, enough: int, deadline: float
+) -> tuple[Numbers, int]:
+    """First fit again and again: what stood highest is placed earlier the next time (squeaky-wheel
+    optimization, Joslin and Clements 1999).
+    """
+    source = np.random.default_rng(0)
+    best, height = start, int((start + size).max())
+    weight = size.astype(float) * (last - first) ** 0.25
+    turns = 0
+    while height > enough and time.monotonic() < deadline and turns < 400:
+        offsets = _first_fit(first, last, size, np.argsort(-weight, kind="stable"))
+        top = int((offsets + size).max())
+        if top < height:
+            best, height, turns = offsets, top, 0
+        turns += 1
+        weight = np.where(offsets + size > enough, weight * (1.2 + 0.6 * source.random(len(weight))), weight)
+    return best, height
+
+
+def _first_fit(first: Numbers, last: Numbers, size: Numbers, order: Numbers) -> Numbers:
+    """Each buffer at the lowest place that is free for its whole life, in the given order."""
+    count = len(order)
+    begins, ends, lows, tops = (np.zeros(count, np.int64) for _ in range(4))
+    offsets = np.zeros(count, np.int64)
+    for k, b in enumerate(order):
+        meets = np.flatnonzero((begins[:k] < last[b]) & (ends[:k] > first[b]))
+        at = 0
+        if len(meets):
+            low, top = lows[meets], tops[meets]
+            up = np.argsort(low, kind="stable")
+            low, covered = low[up], np.maximum.accumulate(top[up])
+            floor = np.concatenate([[0], covered])
+            room = np.concatenate([low, [np.iinfo(np.int64).max]]) - floor
+            at = int(floor[np.argmax(room >= size[b])])
+        offsets[b] = at
+        begins[k], ends[k], lows[k], tops[k] = first[b], last[b], at, at + size[b]
+    return offsets

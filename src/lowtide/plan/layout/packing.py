@@ -1,0 +1,80 @@
+"""Exact search for offsets below a capacity, for buffers with fixed lifetimes.
+
+In: for each buffer its first and its past-the-last section (lifetimes cut at every begin and end), its size,
+and a capacity. Out: offsets, proof that there are none, or neither when the time is up.
+
+Every packing can be pushed down until each buffer stands on the floor or on another one, so it can be built
+from below, one corner at a
+time: in a *valley* of the skyline (a run of sections whose neighbours stand higher) the lower left corner
+belongs to a buffer that begins there and ends within the valley, or it stays empty, which wastes bytes that
+its sections have to be able to spare. Either corner of any valley may be decided first; the one with the
+fewest choices is, and one without any ends the branch. Buffers whose tops meet a wall's height exactly, or
+that fill the valley's width, are tried first, every other time: sizes seldom agree by chance. Between a
+valley's walls only those can lie that live wholly within it; where they are too few to reach the lower wall,
+the branch ends. Parts of time that no unplaced buffer joins are solved one by one, states that failed are
+remembered, and the search starts over with other orders, after few states mostly (Luby, Sinclair and
+Zuckerman 1993): what an order does not solve soon, it seldom solves late. The canonical form is that of
+MiniMalloc (Moffitt, ASPLOS 2023, section 4); the corners are those of perfect rectangle packing.
+
+`packing.cpp` is the search; without a C++ compiler there is none, and `lowtide.plan.layout` goes on without.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.native import load
+
+Numbers = NDArray[np.int64]
+Outcome = Literal["found", "impossible", "stopped"]
+_OUTCOMES: dict[int, Outcome] = {0: "impossible", 1: "found", 2: "stopped"}
+
+
+class Packing(NamedTuple):
+    """What a search ended with.
+
+    Attributes:
+        outcome: ``found``, ``impossible`` (no offsets exist below the capacity) or ``stopped`` (the time was
+            up).
+        offsets: one for each buffer, where found.
+        nodes: how many states it looked at.
+    """
+
+    outcome: Outcome
+    offsets: Numbers | None
+    nodes: int
+
+
+def pack(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float) -> Packing:
+    """Offsets below ``capacity`` for buffers that live in sections ``first`` to ``last`` (half open), or the
+    proof that there are none.
+    """
+    library = _library()
+    if library is None:
+        return Packing("stopped", None, 0)
+    nodes = ctypes.c_int64(0)
+    given, offsets = arguments(first, last, size, capacity, seconds)
+    outcome = library.lowtide_pack(*given, ctypes.byref(nodes))
+    return Packing(_OUTCOMES[outcome], offsets if outcome == 1 else None, nodes.value)
+
+
+def arguments(
+    first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float
+) -> tuple[list[Any], Numbers]:
+    """What the compiled searches are called with, the place of the offsets last, and the offsets."""
+    begin, end = np.ascontiguousarray(first, np.int32), np.ascontiguousarray(last, np.int32)
+    sizes, offsets = np.ascontiguousarray(size, np.int64), np.zeros(len(size), np.int64)
+    buffers = [array.ctypes.data_as(ctypes.c_void_p) for array in (begin, end, sizes)]
+    limits = [int(end.max(initial=0)), ctypes.c_int64(capacity), ctypes.c_double(seconds)]
+    return [len(sizes), *buffers, *limits, offsets.ctypes.data_as(ctypes.c_void_p)], offsets
+
+
+@lru_cache(maxsize=1)
+def _library() -> ctypes.CDLL | None:
+    return load(Path(__file__).with_name("packing.cpp"))

@@ -1,0 +1,85 @@
+"""Where backward's fetched and gathered values lie: static offsets in one slab on the device, from the
+lifetimes that the simulator sees.
+
+ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: the slab is allocated once and
+stands for the whole step, so it is part of the predicted peak. Where it would take the step above its budget
+the plan goes without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import replace
+from typing import NamedTuple
+
+from lowtide.errors import PlanError
+from lowtide.plan.data import Move, Moved, Plan, Shard, stages
+from lowtide.plan.layout import find
+from lowtide.plan.simulate.simulator import Simulation
+
+ALIGN = 512
+"""Places begin at multiples of this, as what PyTorch's allocators give does: kernels choose their way by
+it.
+"""
+
+_SECONDS = 0.5
+"""The most time that a layout is looked for where greedy orders do not meet the bound."""
+
+
+def place_bytes(move: Moved | Move) -> int:
+    """Bytes of a value that has come back; a gathered one has its padding behind it."""
+    first, _ = stages(move.decision)
+    return move.encoded_bytes * first.size if isinstance(first, Shard) else move.bytes
+
+
+class SlabLayout(NamedTuple):
+    """Offsets in a slab.
+
+    Attributes:
+        moved: of what comes back, by (moved value, whether it is the encoded form on its way in).
+        bytes: of the slab.
+    """
+
+    moved: dict[tuple[int, bool], int]
+    bytes: int
+
+
+def lay_out(moved: Iterable[Moved], simulation: Simulation) -> SlabLayout:
+    """Offsets of everything that a simulation saw in the slab.
+
+    Args:
+        moved: the values that come back.
+        simulation: says when each place is taken.
+    """
+    by_value = {m.value: m for m in moved}
+    keys = list(simulation.spans)
+    sizes = [
+        by_value[value].encoded_bytes + ALIGN if arriving else place_bytes(by_value[value])
+        for value, arriving in keys
+    ]
+    spans = [simulation.spans[key] for key in keys]
+    found = find(
+        [first for first, _ in spans], [until for _, until in spans], sizes, align=ALIGN, seconds=_SECONDS
+    )
+    return SlabLayout(dict(zip(keys, map(int, found.offsets), strict=True)), found.height)
+
+
+def checked(slab: bool | None) -> bool | None:
+    """What was given for ``slab=``, if it can be.
+
+    Raises:
+        PlanError: it cannot.
+    """
+    if slab is not None and not isinstance(slab, bool):
+        raise PlanError(f"slab={slab!r}: give True, False, or None for where the budget has room for it")
+    return slab
+
+
+def without_slab(plan: Plan) -> Plan:
+    """The same plan with every value in memory of its own."""
+    if not plan.slab_bytes:
+        return plan
+    moves = tuple(replace(move, place=-1, arrival=-1) for move in plan.moves)
+    return replace(
+        plan, moves=moves, slab_bytes=0, predicted_peak_bytes=plan.loose_peak_bytes, loose_peak_bytes=0
+    )

@@ -1,0 +1,142 @@
+"""The ways in which each saved value of a step may move, and what each of them costs.
+
+In: the decisions that a user offers (`Offload`, `Compress`, `Shard`, `Chain`), and speeds. Out: for each
+value that may move, one `Moved` for each decision that fits it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import lru_cache
+
+from lowtide.errors import PlanError
+from lowtide.plan.data import Chain, Codec, Compress, Link, Links, Moved, Moving, Offload, Shard, stages
+from lowtide.plan.moves.movable import dtypes_of, fitting_codec, lossless_codec, movable, moved_of
+from lowtide.plan.moves.supply import supply
+from lowtide.plan.simulate.simulator import Simulator
+from lowtide.plan.split.blocks import entering_blocks
+
+Placements = dict[int, list[Moved]]
+"""value -> the ways in which it may move"""
+
+_WORTH = 0.95
+"""A codec is offered where it leaves at most this share of a value's bytes."""
+
+
+def decision_of(way: str | Moving) -> Moving:
+    """A decision, also from its short name: ``host``, ``disk``, or a codec's name.
+
+    Raises:
+        PlanError: it is neither.
+
+    >>> decision_of("disk")
+    Offload(tier='disk', path='', kind='offload')
+    """
+    if isinstance(way, str):
+        return Offload(way) if way in ("host", "disk") else Compress(way)
+    if isinstance(way, Offload | Compress | Shard | Chain):
+        return way
+    raise PlanError(
+        f"{way!r} is no way to move a value: give 'host', 'disk', a codec's name, or an Offload, Compress, "
+        "Shard or Chain"
+    )
+
+
+def default_placements(device: str) -> tuple[Moving, ...]:
+    """The next tier down, and the codecs that lose nothing."""
+    return Offload("disk" if device.partition(":")[0] == "cpu" else "host"), Compress("auto")
+
+
+def placements_of(
+    sim: Simulator,
+    decisions: Sequence[Moving],
+    links: Links,
+    min_bytes: int,
+    codecs: Sequence[Codec] = (),
+    everywhere: bool = False,
+) -> Placements:
+    """For each value that may move, the ways that fit it.
+
+    ``Compress("auto")`` is a codec that loses nothing, where one is known to fit; other codecs are offered
+    where they save something, and as their gentler forms where backward is not linear in the value (unless
+    ``everywhere``). Only what enters a block is offered to a `Shard`: what lies within one differs between
+    the ranks of a tensor-parallel group.
+    """
+    dtypes = dtypes_of(sim)
+    sharded = any(isinstance(stages(d)[0], Shard) for d in decisions)
+    entering = entering_blocks(sim) if sharded else frozenset[int]()
+    named = {first.codec for d in decisions if isinstance(first := stages(d)[0], Compress)}
+    fitting = {name: fitting_codec(sim, name, codecs, everywhere) for name in named - {"auto"}}
+    found: Placements = {}
+    for value in movable(sim, min_bytes):
+        for decision in decisions:
+            first, then = stages(decision)
+            if isinstance(first, Shard) and value not in entering:
+                continue
+            if isinstance(first, Compress):
+                name = (
+                    lossless_codec(sim, value, dtypes[value])
+                    if first.codec == "auto"
+                    else fitting[first.codec](value)
+                )
+                if not name:
+                    continue
+                first = Compress(name)
+                decision = Chain(first, then) if then is not None else first
+                if any(m.decision == decision for m in found.get(value, ())):  # another codec's gentler form
+                    continue
+            (row,) = moved_of(sim, {value: decision}, links, codecs)
+            if not isinstance(first, Compress) or row.encoded_bytes <= _WORTH * row.bytes:
+                found.setdefault(value, []).append(row)
+    return found
+
+
+def missing_links(
+    decisions: Sequence[Moving],
+    links: Links | None,
+    codecs: Sequence[Codec],
+    device: str,
+    room_bytes: int | None = None,
+) -> dict[str, Link]:
+    """The links that were given, and those that were not: measured in at most ``room_bytes``, once in a
+    process.
+
+    Raises:
+        PlanError: a group's is missing, which one rank cannot measure.
+    """
+    given = dict(links or {})
+    found: dict[str, Link] = {}
+    for decision in decisions:
+        first, then = stages(decision)
+        if isinstance(first, Shard) and first.group not in given:
+            raise PlanError(
+                f"how fast is the group {first.group!r}? Planning happens on one rank, so it is measured "
+                f"before, by all: links=lowtide.measure_links(Shard({first.group!r}, {first.size}), "
+                "stores=...)"
+            )
+        missing: list[Moving] = []
+        if isinstance(first, Compress) and not set(codecs_behind(first.codec, codecs)) <= given.keys():
+            missing.append(first)
+        if then is not None and then.tier not in given:
+            missing.append(then)
+        for part in missing:
+            known = _measured(device, part, tuple((type(codec), codec.name) for codec in codecs))
+            # later plans are made beside the tensors of a step, where there is no room to measure
+            if not known:
+                known.update(supply().link_speeds([part], codecs, device, room_bytes))
+            found.update(known)
+    return {**found, **given}
+
+
+@lru_cache(maxsize=64)
+def _measured(device: str, decision: Moving, codecs: tuple[tuple[type, str], ...]) -> dict[str, Link]:
+    """What this process has measured; empty at first, for the caller to fill."""
+    return {}
+
+
+def codecs_behind(name: str, own: Sequence[Codec]) -> tuple[str, ...]:
+    """The codecs that a name may come to mean."""
+    if name == "auto":
+        return ("mask", "positive")
+    gentler = supply().codec_facts(name, own).gentler
+    return (name, gentler) if gentler else (name,)

@@ -1,0 +1,20 @@
+"""Policies: functions from a step graph (and a budget) to a plan.
+
+In: what a user asks for (`full`, `selective`, `offload`, `mixed`, ...). Out: a policy, called as
+``policy(graph, budget=None)``, which returns a `Plan`. A user's own is any function with that signature,
+usually one that picks the values to store and ends in `make_plan`.
+
+>>> from lowtide.plan import policies
+>>> policy = policies.selective(recompute_ops=["aten.gelu"])
+"""
+
+from lowtide.plan.policies.build import make_plan
+from lowtide.plan.policies.chosen import mixed, optimal
+from lowtide.plan.policies.moving import compress, offload, partition
+from lowtide.plan.policies.policy import Policy
+from lowtide.plan.policies.recompute import full, keep_all, scope, selective, sqrt
+
+__all__ = [
+    "Policy", "compress", "full", "keep_all", "make_plan", "mixed", "offload", "optimal", "partition",
+    "scope", "selective", "sqrt",
+]  # fmt: skip

@@ -1,0 +1,213 @@
+"""From a wish to a plan: make a set of stored values feasible, simulate it, bound it, and write the table.
+
+Every policy ends here, a user's own included: decide which values stay, call `make_plan`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+
+from lowtide.graph import StepGraph
+from lowtide.plan.bound.relaxation import Bound, lower_bound
+from lowtide.plan.data import (
+    Codec,
+    HasValue,
+    Keep,
+    Links,
+    ModuleRow,
+    Moved,
+    Moving,
+    Plan,
+    ProgramStep,
+    Recompute,
+)
+from lowtide.plan.layout.slab import SlabLayout, checked, lay_out
+from lowtide.plan.moves.movable import move_rows, moved_of, not_replayable_from, refuse_moves
+from lowtide.plan.simulate.closure import replay_set
+from lowtide.plan.simulate.feasible import close
+from lowtide.plan.simulate.refusal import refusal
+from lowtide.plan.simulate.simulator import Simulation, Simulator
+
+
+def make_plan(
+    graph: StepGraph,
+    *,
+    stored: Collection[int],
+    policy: str = "own",
+    budget: int | None = None,
+    bound: bool | Bound = True,
+    notes: tuple[str, ...] = (),
+    simulator: Simulator | None = None,
+    moves: Mapping[int, Moving] | None = None,
+    window_bytes: int = 0,
+    links: Links | None = None,
+    codecs: Sequence[Codec] = (),
+    slab: bool | None = None,
+) -> Plan:
+    """The plan that stores ``stored``: closed to a feasible set, simulated, bounded and with its table.
+
+    Args:
+        graph: the step.
+        stored: ids of the values that stay; every other droppable saved value is given up where that is
+            possible.
+        policy: the name that the plan carries.
+        budget: the most live bytes allowed, or ``None``.
+        bound: whether to compute the lower bounds (a linear program: seconds on large graphs), or bounds that
+            are known already.
+        notes: anything worth telling.
+        simulator: one that already stands for ``graph``.
+        moves: value id -> where it goes, for values that wait elsewhere or in another form.
+        window_bytes: the most bytes that wait for their copies out at one time, and the most that are fetched
+            ahead; 0 for as much as the largest moved value.
+        links: how fast the tiers are; without it transfers take no time.
+        codecs: codecs of the user's own that ``moves`` name.
+        slab: whether moved values come back into a slab on the device that is allocated once
+            (docs/stores.md); ``None`` for where the budget has room for it, or without a budget where it
+            costs nothing.
+
+    Raises:
+        BudgetError: the plan's peak is above the budget.
+        PlanError: a value cannot be moved.
+    """
+    checked(slab)
+    sim = simulator or Simulator(graph)
+    wanted = dict(moves or {})
+    refuse_moves(sim, wanted)
+    closed = close(graph, {*stored, *wanted}, sim)
+    moved = [m for m in moved_of(sim, wanted, links, codecs) if m.value in closed]
+    closed -= {m.value for m in moved}
+    if moved:
+        whole = not_replayable_from(graph, program_of(graph, closed, tuple(moved)), wanted, codecs)
+        if whole:
+            return make_plan(
+                graph, stored={*stored, *whole}, policy=policy, budget=budget, bound=bound, notes=notes,
+                simulator=sim, links=links,
+                moves={v: d for v, d in wanted.items() if v not in whole}, window_bytes=window_bytes,
+                codecs=codecs, slab=slab,
+            )  # fmt: skip
+    window = window_bytes or max((m.encoded_bytes for m in moved), default=0)
+    loose = simulation = (sim.moving(moved, window) if moved else sim).simulate(closed, links)
+    laid = SlabLayout({}, 0)
+    if moved and slab is not False:
+        held, layout = _in_a_slab(sim, moved, window, closed, links)
+        if slab or held.peak_bytes <= (loose.peak_bytes if budget is None else budget):
+            simulation, laid = held, layout
+    if budget is not None and simulation.peak_bytes > budget:
+        raise refusal(sim, simulation, budget, "" if policy in ("optimal", "mixed") else policy)
+    limit = budget if budget is not None else simulation.peak_bytes
+    if moved and bound is True:
+        bound = False
+        notes = (
+            *notes,
+            "no lower bound is stated for a plan that moves values: the bound's program knows only "
+            "recomputing",
+        )
+    floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None
+    given = set(simulation.evicted)
+    going = {m.value for m in moved}
+    rows = move_rows(moved, simulation, laid.moved)
+    return Plan(
+        graph=graph.fingerprint(),
+        policy=policy,
+        budget_bytes=budget,
+        decisions={
+            v: wanted[v] if v in going else Recompute() if v in given else Keep() for v in sim.droppable
+        },
+        stored=closed,
+        replayed=simulation.replayed,
+        plain_peak_bytes=sim.plain_peak,
+        predicted_peak_bytes=simulation.peak_bytes,
+        plain_seconds=graph.plain_seconds,
+        predicted_extra_seconds=simulation.extra_seconds,
+        bound_extra_seconds=min(floor.extra_seconds, simulation.extra_seconds) if floor else 0.0,
+        bound_peak_bytes=min(floor.peak_bytes, simulation.peak_bytes) if floor else 0,
+        peak_module=simulation.peak_module,
+        peak_operation=simulation.peak_operation.name if simulation.peak_operation else "",
+        modules=module_rows(sim, simulation),
+        notes=notes,
+        program=program_of(graph, closed, rows),
+        moves=rows,
+        device=graph.device,
+        window_bytes=window if rows else 0,
+        transfer_seconds=simulation.traffic.seconds if simulation.traffic else 0.0,
+        crowding_seconds=simulation.traffic.crowding_seconds if simulation.traffic else 0.0,
+        slab_bytes=laid.bytes,
+        loose_peak_bytes=loose.peak_bytes if laid.bytes else 0,
+    )
+
+
+def _in_a_slab(
+    sim: Simulator, moved: Sequence[Moved], window: int, stored: frozenset[int], links: Links | None
+) -> tuple[Simulation, SlabLayout]:
+    """The step with a slab for what comes back and the slab's layout."""
+    held = sim.moving(moved, window, slab=True).simulate(stored, links)
+    laid = lay_out(moved, held)
+    return held.with_slab(laid.bytes), laid
+
+
+def module_rows(sim: Simulator, simulation: Simulation) -> tuple[ModuleRow, ...]:
+    """The plan's table: one row a module, in the order of the forward."""
+    graph = sim.graph
+    saved: dict[str, int] = {}
+    kept: dict[str, int] = {}
+    replayed: dict[str, int] = {}
+    seconds: dict[str, float] = {}
+    order: dict[str, None] = {}
+    of_storage: dict[int, str] = {}
+    for tensor in graph.saved:
+        of_storage.setdefault(sim.storage_of[tensor.value], tensor.module)
+    plain_hold: dict[int, int] = {}
+    for value, until in sim.saved_hold.items():
+        sid = sim.storage_of[value]
+        plain_hold[sid] = max(plain_hold.get(sid, 0), until)
+    for op in graph.operations:
+        order.setdefault(op.module)
+        for w in op.writes:
+            of_storage.setdefault(sim.storage_of[w], op.module)
+    for sid, until in plain_hold.items():
+        if until > sim.natural_end[sid]:
+            saved[of_storage[sid]] = saved.get(of_storage[sid], 0) + graph.storages[sid].bytes
+    for sid in simulation.held_until:
+        name = of_storage.get(sid, "")
+        kept[name] = kept.get(name, 0) + graph.storages[sid].bytes
+    for index in simulation.replayed:
+        op = graph.operations[index]
+        replayed[op.module] = replayed.get(op.module, 0) + 1
+        seconds[op.module] = seconds.get(op.module, 0.0) + op.seconds + graph.replay_overhead_seconds
+    for name in [*saved, *kept]:
+        order.setdefault(name)
+    return tuple(
+        ModuleRow(name, saved.get(name, 0), kept.get(name, 0), replayed.get(name, 0), seconds.get(name, 0.0))
+        for name in order
+        if name in saved or name in kept or name in replayed
+    )
+
+
+def program_of(
+    graph: StepGraph, stored: frozenset[int], moves: Sequence[HasValue] = ()
+) -> tuple[ProgramStep, ...]:
+    """The forward as an executor follows it: one step for each operation, in order.
+
+    An operation may run again when something given up rests on it, also where this step's backward never
+    asked for it.
+    """
+    number = {move.value: k for k, move in enumerate(moves)}
+    stored = stored | number.keys()
+    wanted = [tensor.value for tensor in graph.saved if tensor.droppable and tensor.value not in stored]
+    producer = [-1 if value.producer is None else value.producer for value in graph.values]
+    again = replay_set(
+        wanted, producer, [operation.reads for operation in graph.operations], stored.__contains__
+    )
+    return tuple(
+        ProgramStep(
+            operation.name,
+            operation.index in again,
+            tuple(value in stored for value in operation.writes),
+            tuple(number.get(value, -1) for value in operation.writes)
+            if any(value in number for value in operation.writes)
+            else (),
+            operation.index in graph.claims and operation.index in again,
+        )
+        for operation in graph.operations
+        if operation.phase == "forward"
+    )

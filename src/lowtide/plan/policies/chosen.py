@@ -1,0 +1,99 @@
+"""The policies that search: optimal and mixed."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowtide.graph import StepGraph
+from lowtide.plan.data import Codec, Links, Moving, Plan
+from lowtide.plan.moves.placements import decision_of, default_placements, missing_links, placements_of
+from lowtide.plan.policies.build import make_plan
+from lowtide.plan.policies.policy import Policy
+from lowtide.plan.search.mix import Mixer
+from lowtide.plan.search.planner import planner_of
+
+
+def optimal() -> Policy:
+    """The least extra time within the budget, see `lowtide.plan.search`."""
+    return least_time
+
+
+def least_time(graph: StepGraph, budget: int | None = None) -> Plan:
+    """The plan with the least extra seconds whose peak is within ``budget`` bytes (``None``: the smallest
+    peak that can be met).
+
+    Raises:
+        BudgetError: no plan fits; the error carries the smallest budget that can be met.
+    """
+    planner = planner_of(graph)
+    with planner.lock:
+        limit = planner.smallest.simulation.peak_bytes if budget is None else budget
+        best = planner.solve(limit)
+        return make_plan(
+            graph,
+            stored=best.stored,
+            policy="optimal",
+            budget=budget,
+            simulator=planner.sim,
+            bound=planner.bound(limit),
+        )
+
+
+def mixed(
+    *ways: str | Moving,
+    links: Links | None = None,
+    min_bytes: int = 1 << 16,
+    window_bytes: int | None = None,
+    codecs: Sequence[Codec] = (),
+    everywhere: bool = False,
+) -> Policy:
+    """Keep, recompute, offload, compress and shard chosen together within a budget: the least extra time
+    found, and how far it is from the least that any schedule with these ways can have. Without a budget: the
+    least memory that is found. See `lowtide.plan.search.mix`.
+
+    Args:
+        ways: how values may move: ``"host"``, ``"disk"``, a codec's name, ``"auto"`` for codecs that lose
+            nothing, or decisions (`Offload` with a path, `Compress`, `Shard` for what enters blocks,
+            `Chain`). By default the next tier down (the disk on a CPU, the host on a GPU) and ``"auto"``.
+        links: speeds of tiers, codecs and groups by name; tiers and codecs are measured where they are not
+            given, a group's speed has to be (`lowtide.measure_links`).
+        min_bytes: smaller values do not move.
+        window_bytes: the most that is under way at one time in each direction; chosen where it is not given.
+        codecs: codecs of your own that ``ways`` name.
+        everywhere: offer codecs for all values, also where they would be replaced by a gentler one (see
+            `compress`).
+
+    Example:
+        >>> from lowtide.plan import policies
+        >>> policy = policies.mixed("host", "disk", "auto")
+    """
+    chosen = tuple(decision_of(way) for way in ways)
+
+    def chosen_together(graph: StepGraph, budget: int | None = None) -> Plan:
+        offered = chosen or default_placements(graph.device)
+        planner = planner_of(graph)
+        with planner.lock:
+            peak = planner.sim.plain_peak if budget is None else max(budget, planner.relaxation.least_peak())
+            speeds = missing_links(offered, links, codecs, graph.device, max(0, peak - graph.resident_bytes))
+            mixer = Mixer(
+                planner,
+                placements_of(planner.sim, offered, speeds, min_bytes, codecs, everywhere),
+                speeds,
+                window_bytes,
+                codecs,
+            )
+            limit = budget if budget is not None else mixer.least().simulation.peak_bytes
+            best, alone = mixer.solve(limit)
+            floor = mixer.bound(limit)
+        told = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in alone.items())
+        notes = (
+            f"of the mixes this adds least: {1000 * best.simulation.extra_seconds:.1f} ms"
+            + (f" ({told})" if told else ""),
+        )
+        return make_plan(
+            graph, stored=best.stored, policy="mixed", budget=budget, simulator=planner.sim,
+            moves=best.decisions, window_bytes=best.window,
+            links=speeds, notes=notes, codecs=codecs, bound=floor,
+        )  # fmt: skip
+
+    return chosen_together

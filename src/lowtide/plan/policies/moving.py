@@ -1,0 +1,204 @@
+"""The policies that only move: offload, compress, partition."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from lowtide.errors import BudgetError, PlanError
+from lowtide.graph import StepGraph
+from lowtide.plan.data import Chain, Codec, Compress, Links, Moving, Offload, Plan, Shard, ahead_bytes
+from lowtide.plan.moves.movable import (
+    default_window,
+    dtypes_of,
+    fitting_codec,
+    least_count,
+    lossless_codec,
+    movable,
+    moved_of,
+)
+from lowtide.plan.moves.supply import supply
+from lowtide.plan.policies.build import make_plan
+from lowtide.plan.policies.policy import Policy
+from lowtide.plan.simulate.feasible import close
+from lowtide.plan.simulate.simulator import Simulator
+from lowtide.plan.split.blocks import entering_blocks, full_stored
+
+
+def fewest(
+    sim: Simulator, stored: frozenset[int], order: Sequence[int], decision: Moving, budget: int, window: int
+) -> int | None:
+    """How many of ``order``, from its beginning, have to move so that the peak is within ``budget``; ``None``
+    when all of them do not do.
+    """
+
+    def fits(count: int) -> bool:
+        chosen = dict.fromkeys(order[:count], decision)
+        moving = sim.moving(moved_of(sim, chosen), window) if chosen else sim
+        return moving.simulate(stored - chosen.keys()).peak_bytes <= budget
+
+    return least_count(len(order), fits)
+
+
+def offload(
+    tier: str = "host",
+    path: str = "",
+    *,
+    min_bytes: int = 1 << 16,
+    window_bytes: int | None = None,
+    links: Links | None = None,
+    slab: bool | None = None,
+) -> Policy:
+    """Let saved values wait in another tier, the earliest of the forward first: they have the most time for
+    it, and those nearest the loss stay.
+
+    Within a budget as few as will do; without one all but the last ``window_bytes``. Parameters and buffers
+    never travel.
+
+    Args:
+        tier: ``host`` or ``disk``.
+        path: the folder for the disk tier's file.
+        min_bytes: smaller values stay.
+        window_bytes: the most that is under way at one time in each direction; by default a sixteenth of what
+            autograd saves.
+        links: speeds of the tiers, for the predicted time.
+        slab: whether what comes back lies in a slab on the device that is allocated once and stands for the
+            whole step; ``None`` for where the budget has room for it, or without a budget where it costs
+            nothing.
+    """
+    decision = Offload(tier, path)
+
+    def offloaded(graph: StepGraph, budget: int | None = None) -> Plan:
+        sim = Simulator(graph)
+        order = movable(sim, min_bytes)
+        window = window_bytes or default_window(sim, order)
+        everything = close(graph, sim.droppable, sim)
+        if budget is None:
+            sizes = [sim.value_bytes[v] for v in order]
+            count, tail = len(order), 0
+            while count and tail + sizes[count - 1] <= window:  # backward asks for the last at once
+                count -= 1
+                tail += sizes[count]
+        else:
+            found = fewest(sim, everything, order, decision, budget, window)
+            count = len(order) if found is None else found
+        moves: dict[int, Moving] = dict.fromkeys(order[:count], decision)
+        return make_plan(
+            graph,
+            stored=everything,
+            policy="offload",
+            budget=budget,
+            simulator=sim,
+            moves=moves,
+            window_bytes=window,
+            links=links,
+            slab=slab,
+        )
+
+    return offloaded
+
+
+def compress(
+    codec: str | Codec = "auto",
+    *,
+    min_bytes: int = 1 << 12,
+    then: Offload | None = None,
+    everywhere: bool = False,
+) -> Policy:
+    """Let saved values wait in fewer bytes.
+
+    A codec whose error is too large for some values names a gentler one (`int4` names `int8`): it is used
+    where backward is linear in the value, so that the gradients keep their expected values (see
+    `lowtide.plan.moves.linear`), and the gentler one elsewhere.
+
+    Args:
+        codec: ``auto`` for what is lossless (masks as bits, ReLU's output as bits where only its own backward
+            reads it), a codec's name (``bfloat16``, ``int8``, ``int4``, ``mask``, ``sparse0.6``) or one of
+            your own, which `limit_memory` gets in ``stores=``, too.
+        min_bytes: smaller values stay.
+        then: a tier that the compressed values go to.
+        everywhere: use the codec for all values, at the price of biased gradients (docs/stores.md says what
+            that does to a loss).
+    """
+    own = () if isinstance(codec, str) else (codec,)
+    name = codec if isinstance(codec, str) else codec.name
+    if name != "auto":
+        supply().codec_facts(name, own)
+
+    def compressed(graph: StepGraph, budget: int | None = None) -> Plan:
+        sim = Simulator(graph)
+        dtypes = dtypes_of(sim)
+        bounded = (lambda value: "") if name == "auto" else fitting_codec(sim, name, own, everywhere)
+        moves: dict[int, Moving] = {}
+        for value in movable(sim, min_bytes):
+            chosen = lossless_codec(sim, value, dtypes[value]) or bounded(value)
+            if not chosen:
+                continue
+            first = Compress(chosen)
+            (seen,) = moved_of(sim, {value: first}, codecs=own)
+            if seen.encoded_bytes < 0.95 * seen.bytes:
+                moves[value] = Chain(first, then) if then is not None else first
+        stored = close(graph, sim.droppable, sim)
+        return make_plan(
+            graph, stored=stored, policy="compress", budget=budget, simulator=sim, moves=moves, codecs=own
+        )
+
+    return compressed
+
+
+def partition(
+    group: str,
+    size: int,
+    *,
+    values: str = "checkpoints",
+    min_bytes: int = 1 << 10,
+    then: Offload | None = None,
+    slab: bool | None = None,
+) -> Policy:
+    """ZeRO-R's P_a (arXiv 1910.02054, section 6.1): recompute per block, and keep what enters a block in
+    ``size`` parts over the ranks of a group.
+
+    Args:
+        group: the name that the stores know the process group by; what enters a block has to be the same on
+            all its ranks.
+        size: how many ranks it has.
+        values: ``checkpoints`` for what the policy ``full`` keeps, ``all`` to recompute nothing and shard
+            everything that autograd saves.
+        min_bytes: smaller values stay whole.
+        then: a tier that the parts go to (P_a+cpu).
+        slab: whether the parts are gathered into a slab on the device that is allocated once and stands for
+            the whole step (ZeRO-R's M_D); ``None`` for unless a budget has no room for it.
+    """
+    if values not in ("checkpoints", "all"):
+        raise PlanError(f"partition(values={values!r}): give 'checkpoints' or 'all'")
+    decision = Shard(group, size)
+
+    def sharded(graph: StepGraph, budget: int | None = None) -> Plan:
+        sim = Simulator(graph)
+        stored = close(graph, full_stored(graph, sim) if values == "checkpoints" else sim.droppable, sim)
+        may = entering_blocks(sim) if values == "checkpoints" else set(movable(sim))
+        chosen = [
+            v for v in sorted(stored & may) if sim.value_bytes[v] >= min_bytes and graph.values[v].storable
+        ]
+        moves: dict[int, Moving] = {
+            v: Chain(decision, then) if then is not None else decision for v in chosen
+        }
+        if not moves:
+            raise BudgetError(
+                f"partition finds nothing of {min_bytes:,} bytes or more to shard: lower min_bytes=, or use "
+                "the policy 'full'"
+            )
+        # the next while one is in use
+        window = max(2 * ahead_bytes(m.decision, m.bytes, m.encoded_bytes) for m in moved_of(sim, moves))
+        wanted = True if slab is None and budget is None else slab
+        return make_plan(
+            graph,
+            stored=stored,
+            policy="partition",
+            budget=budget,
+            simulator=sim,
+            moves=moves,
+            window_bytes=window,
+            slab=wanted,
+        )
+
+    return sharded

@@ -1,0 +1,174 @@
+"""Local search with the exact simulator: single decisions changed for less time, or for a lower peak; and all
+plans of a small step."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import numpy as np
+
+from lowtide.errors import PlanError
+from lowtide.plan.simulate.closure import replay_set
+from lowtide.plan.simulate.feasible import close
+from lowtide.plan.simulate.simulator import Simulation, Simulator
+
+_TURNS = 60
+"""Decisions at the peak that are changed and simulated in vain before `LocalSearch.lower` ends."""
+
+_MOST_CHOICES = 10
+"""Steps with at most this many values to decide about are enumerated: 2 to this power simulations."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """A set of stored values with its exact simulation."""
+
+    stored: frozenset[int]
+    simulation: Simulation
+
+    @property
+    def key(self) -> tuple[float, int]:
+        """What makes a candidate better: seconds first, then bytes."""
+        return (self.simulation.extra_seconds, self.simulation.peak_bytes)
+
+    @property
+    def height(self) -> tuple[int, int]:
+        """How high it reaches, and at how many moments."""
+        simulation = self.simulation
+        at_peak = np.count_nonzero(simulation.top_bytes == simulation.peak_bytes)
+        return (simulation.peak_bytes, int(at_peak))
+
+
+class LocalSearch:
+    """Local search on one step."""
+
+    def __init__(self, sim: Simulator) -> None:
+        self.sim = sim
+        self._everything: list[Candidate] | None = None
+
+    def candidate(self, stored: frozenset[int]) -> Candidate:
+        """``stored``, closed and simulated."""
+        closed = close(self.sim.graph, stored, self.sim)
+        return Candidate(closed, self.sim.simulate(closed))
+
+    def choices(self) -> list[int]:
+        """The values that are worth storing: saved, or read by operations that bring saved values back."""
+        sim = self.sim
+        graph = sim.graph
+        needed = replay_set(
+            sim.droppable, sim.producer, [op.reads for op in graph.operations], lambda u: False
+        ) - {-1}
+        read = {
+            u
+            for index in needed
+            for u in graph.operations[index].reads
+            if sim.producer[u] >= 0 and graph.values[u].storable
+        }
+        return sorted(read | set(sim.droppable))
+
+    def everything(self) -> list[Candidate]:
+        """All plans that there are, when the step is small; otherwise none."""
+        if self._everything is None:
+            self._everything = []
+            choices = self.choices()
+            if len(choices) <= _MOST_CHOICES:
+                for bits in range(1 << len(choices)):
+                    stored = frozenset(v for k, v in enumerate(choices) if bits >> k & 1)
+                    try:
+                        self._everything.append(Candidate(stored, self.sim.simulate(stored)))
+                    except PlanError:
+                        continue
+        return self._everything
+
+    def faster(self, start: Candidate, budget: int, tries: int = 300) -> Candidate:
+        """Store more where the budget has room, the most seconds a byte first; the exact simulation decides
+        each step.
+        """
+        graph, sim = self.sim.graph, self.sim
+        best = start
+        failures = 0
+        for _ in range(4):
+            moves: list[tuple[float, int, list[int]]] = []
+            for index in best.simulation.replayed:
+                op = graph.operations[index]
+                outputs = [w for w in op.writes if graph.values[w].storable and w not in best.stored]
+                outputs += [earlier for w in outputs for earlier in sim.companions.get(w, ())]
+                size = sum(sim.value_bytes[w] for w in outputs if graph.values[w].storable)
+                if outputs:
+                    moves.append(
+                        (-(op.seconds + graph.replay_overhead_seconds) / max(size, 1), index, outputs)
+                    )
+            improved = False
+            for _, index, outputs in sorted(moves):
+                if tries <= 0 or failures >= 80:
+                    return best
+                if index not in best.simulation.replayed:
+                    continue
+                tries -= 1
+                failures += 1
+                other = self.candidate(best.stored | frozenset(outputs))
+                if other.simulation.peak_bytes <= budget and other.key < best.key:
+                    best, improved, failures = other, True, 0
+            if not improved:
+                break
+        return best
+
+    def lower(self, best: Candidate, budget: int = 0) -> Candidate:
+        """``best`` after single decisions were changed at its peak, each of which made it lower, or as high
+        at fewer moments, until it fits in ``budget`` bytes.
+        """
+        tried: set[frozenset[int]] = {best.stored}
+        turns = _TURNS
+        improved = True
+        while improved and best.simulation.peak_bytes > budget:
+            improved = False
+            peak, at = best.simulation.peak_bytes, best.simulation.peak_event
+            for stored in self._changed(best, budget):
+                if turns <= 0:
+                    return best
+                closed = close(self.sim.graph, stored, self.sim)
+                if closed in tried:
+                    continue
+                tried.add(closed)
+                if self.sim.least_at(closed, at) >= peak:
+                    continue
+                turns -= 1
+                other = Candidate(closed, self.sim.simulate(closed))
+                if other.height < best.height:
+                    best, improved, turns = other, True, _TURNS
+                    break
+        return best
+
+    def _changed(self, best: Candidate, budget: int) -> Iterator[frozenset[int]]:
+        """Sets of stored values that differ in one decision that may matter at the peak.
+
+        First those that evict what stands there: what suffices and costs least, then what takes most bytes.
+        Then those that store what is replayed, the smallest first.
+        """
+        sim, graph = self.sim, self.sim.graph
+        at = best.simulation.peak_event
+        over = best.simulation.peak_bytes - budget
+        given: list[tuple[bool, float, int]] = []
+        for v in best.stored:
+            sid = sim.storage_of[v]
+            until = best.simulation.held_until.get(sid)
+            if until is not None and sim.natural_end[sid] <= at < until:
+                size = sim.value_bytes[v]
+                given.append(
+                    (size < over, graph.operations[sim.producer[v]].seconds if size >= over else -size, v)
+                )
+        for _, _, v in sorted(given):
+            yield best.stored - {v}
+        kept: list[tuple[int, int, list[int]]] = []
+        for index in best.simulation.replayed:
+            outputs = [
+                w for w in graph.operations[index].writes if graph.values[w].storable and w not in best.stored
+            ]
+            outputs += [earlier for w in outputs for earlier in sim.companions.get(w, ())]
+            if outputs:
+                kept.append(
+                    (sum(sim.value_bytes[w] for w in outputs), graph.operations[index].writes[0], outputs)
+                )
+        for _, _, outputs in sorted(kept):
+            yield best.stored.union(outputs)

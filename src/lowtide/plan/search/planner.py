@@ -1,0 +1,265 @@
+"""The planner: the least extra seconds within a budget.
+
+In: a step graph and a budget in bytes. Out: a `Candidate` whose exactly simulated peak is within the budget.
+First the bound's relaxed decisions are rounded, brought into the budget by single decisions and exchanged
+while that pays; with some room in the budget that comes within half a per cent of the step of the bound.
+Otherwise the stages of the forward are searched (`segment`) and combined by shortest paths (`path`): near the
+smallest budget replays that wait for each other set the peak, and the relaxation does not see these.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterable
+from functools import cached_property, lru_cache
+
+from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
+from lowtide.plan.bound.program import Floats
+from lowtide.plan.bound.relaxation import Bound, Relaxation
+from lowtide.plan.search.local import Candidate, LocalSearch
+from lowtide.plan.search.minimum_peak import minimum_peak
+from lowtide.plan.search.path import PathSearch
+from lowtide.plan.simulate.refusal import refusal
+from lowtide.plan.simulate.simulator import Simulator
+from lowtide.plan.split.blocks import full_stored, sqrt_stored
+from lowtide.plan.split.stages import find_stages
+from lowtide.progress import current
+
+_GOOD_GAP = 0.005
+"""Distance to the bound, as a share of the step's time, at which the search stops."""
+
+_NEAR_GAP = 0.0025
+"""The distance up to which decisions that were made before, or were rounded once, do as they are."""
+
+_WIDE_GAP = 0.01
+"""The distance, as a share of the step's time, from which the search for the smallest peak pays."""
+
+_THRESHOLDS = (0.5, 0.99, 0.1)
+"""Shares of a value, in the relaxed decisions, above which it is stored."""
+
+_TIGHTER = 0.97
+"""The share of the budget whose relaxed decisions are rounded, too: the relaxation does not see all that
+replays hold, and single decisions choose less well what to evict for that."""
+
+_OVER = 0.25
+"""How far beyond the budget, as a share of it, single decisions are tried to bring a plan back into it."""
+
+_SQUEEZED = (1.0, 1.0005)
+"""Multiples of the budget, or of what paths need at least, whose paths single decisions make fit."""
+
+_BETWEEN = (0.25, 0.5, 0.75)
+"""Shares of the way from the smallest peak to the budget at which paths are starts, too: where every window
+is tight, a path that has more room may waste it."""
+
+_WHOLE_COLUMNS = 6000
+"""Largest program that is solved in whole numbers; one of 4,500 columns takes 7 s on one core."""
+
+_STARTS = 4
+"""Plans that are exchanged in where the best one alone stays far from the bound."""
+
+_CORRECTIONS = 5
+"""Paths for one budget, each corrected by the exact simulation of the one before."""
+
+
+class Planner:
+    """Plans one step graph; what it has found serves later budgets."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.lock = threading.RLock()
+        """held by whoever solves: equal steps share a planner"""
+        self.sim = Simulator(graph)
+        self.search = LocalSearch(self.sim)
+        self.stages = find_stages(self.sim)
+        self.relaxation = Relaxation(self.sim, self.stages)
+        self._relaxed: dict[int, tuple[float, Floats]] = {}
+        self._whole_seconds: dict[int, float] = {}
+        self._found_before: list[Candidate] = []
+
+    @cached_property
+    def paths(self) -> PathSearch:
+        """The search over stages, where most of the time goes."""
+        current().say("searching")
+        return PathSearch(self.sim, self.stages)
+
+    @cached_property
+    def smallest(self) -> Candidate:
+        """The plan with the smallest peak that is found. It does not depend on measured seconds: what a
+        refusal names can be met in every process.
+        """
+        current().say("searching for the least memory")
+        stored = minimum_peak(self.sim, self.stages, self.family)
+        return Candidate(stored, self.sim.simulate(stored))
+
+    def family(self, search: LocalSearch | None = None) -> list[Candidate]:
+        """Plans that need no search: keep everything, evict everything, per block, by square root."""
+        search = search or self.search
+        found = [search.candidate(frozenset(self.sim.droppable)), search.candidate(frozenset())]
+        for make in (full_stored, sqrt_stored):
+            try:
+                found.append(search.candidate(make(self.graph, self.sim)))
+            except PlanError:
+                continue
+        return found
+
+    def solve(self, budget: int) -> Candidate:
+        """The best plan found whose simulated peak is within ``budget`` bytes.
+
+        Raises:
+            BudgetError: none is.
+        """
+        family = self.family()
+        if family[0].simulation.peak_bytes <= budget:
+            return family[0]
+        if self.relaxation.least_peak() > budget:  # which is no bound where backward runs more than once
+            best = self.smallest if self.smallest.simulation.peak_bytes <= budget else None
+        elif every := self.search.everything():
+            best = self._best([*family, *every], budget, 0)
+        else:
+            best = self._searched(family, budget)
+        if best is None:
+            raise refusal(self.sim, self.smallest.simulation, budget)
+        self._found_before.append(best)  # a larger budget is never slower
+        return min((c for c in self._found_before if c.simulation.peak_bytes <= budget), key=lambda c: c.key)
+
+    def begun(self, starts: Iterable[frozenset[int]], budget: int, good: float) -> Candidate | None:
+        """The best plan that sets of stored values lead to, without a search, where it lies near the bound:
+        within `_NEAR_GAP` or a share ``good`` of the step's time.
+        """
+        found: list[Candidate] = []
+        for stored in dict.fromkeys(starts):
+            try:
+                found.append(self.search.candidate(stored))
+            except PlanError:
+                continue
+        best = self._best(self._lowered(found, budget), budget, 1)
+        if best is None:
+            return None
+        distance = self.distance(best.simulation.extra_seconds, budget)
+        if distance > max(_NEAR_GAP, good) * self.graph.plain_seconds:
+            return None
+        self._found_before.append(best)
+        return best
+
+    def distance(self, extra_seconds: float, budget: int) -> float:
+        """Seconds between a plan's extra time and what the relaxation says for ``budget`` bytes."""
+        return extra_seconds - self.graph.overhead_seconds - self._solved(budget)[0]
+
+    def _searched(self, family: list[Candidate], budget: int) -> Candidate | None:
+        """The best plan of a step that is too large for all its plans to be tried."""
+        pool = [*family, *self._rounded(budget, budget)]
+        best = self._best(pool, budget, 1)
+        if not self._far(best, budget, _NEAR_GAP):
+            return best
+        pool += self._rounded(int(_TIGHTER * budget), budget)
+        best = self._best(pool, budget, _STARTS)
+        if not self._far(best, budget, _GOOD_GAP):
+            return best
+        least = self.search.candidate(self.paths.stored(self.paths.least()[1]))
+        pool += [*self._walked(budget), least]
+        best = self._best(pool, budget, 1)
+        if not self._far(best, budget, _GOOD_GAP):
+            return best
+        for more in _SQUEEZED:
+            pool += self._lowered(self._walked(int(more * max(budget, least.simulation.peak_bytes))), budget)
+        pool += self._whole(budget)
+        best = self._best(pool, budget, _STARTS)
+        if not self._far(best, budget, _WIDE_GAP):
+            return best
+        pool.append(self.smallest)
+        low = self.smallest.simulation.peak_bytes
+        for share in _BETWEEN if low < budget else ():
+            pool += self._walked(low + int(share * (budget - low)))
+        return self._best(pool, budget, _STARTS)
+
+    def bound(self, budget: int) -> Bound:
+        """Lower bounds for ``budget``."""
+        peak = self.relaxation.least_peak()
+        if budget >= self.sim.plain_peak:
+            return Bound(0.0, peak)
+        return Bound(self._floor(budget) + self.graph.overhead_seconds, peak)
+
+    def _solved(self, budget: int) -> tuple[float, Floats]:
+        """The relaxation's answer: seconds that no schedule undercuts, recording aside, and its decisions."""
+        if budget not in self._relaxed:
+            self._relaxed[budget] = self.relaxation.solve(budget)
+        return self._relaxed[budget]
+
+    def _floor(self, budget: int) -> float:
+        """The same seconds, or those of whole decisions where `_whole` has asked for them."""
+        return max(self._solved(budget)[0], self._whole_seconds.get(budget, 0.0))
+
+    def _far(self, best: Candidate | None, budget: int, share: float) -> bool:
+        """Whether more than ``share`` of the step's time lies between a plan and the bound for ``budget``."""
+        if best is None:
+            return True
+        gap = best.simulation.extra_seconds - self.graph.overhead_seconds - self._floor(budget)
+        return gap > share * self.graph.plain_seconds
+
+    def _best(self, pool: list[Candidate], budget: int, starts: int) -> Candidate | None:
+        """The best plan that fits, after decisions in the ``starts`` best ones were exchanged."""
+        fitting = {c.stored: c for c in pool if c.simulation.peak_bytes <= budget}
+        ordered = sorted(fitting.values(), key=lambda c: c.key)
+        exchanged = [self.search.faster(start, budget) for start in ordered[:starts]]
+        return min([*exchanged, *ordered[:1]], key=lambda c: c.key, default=None)
+
+    def _lowered(self, candidates: list[Candidate], budget: int) -> list[Candidate]:
+        """``candidates`` after single decisions at the peak were changed in those slightly too high."""
+        return [
+            self.search.lower(c, budget) if 0 < c.simulation.peak_bytes - budget < _OVER * budget else c
+            for c in candidates
+        ]
+
+    def _rounded(self, target: int, budget: int) -> list[Candidate]:
+        """Plans that store what the relaxed decisions for ``target`` bytes mostly store."""
+        current().say("rounding the best possible")
+        bound, point = self._solved(target)
+        if bound == float("inf"):
+            return []
+        column = self.relaxation.column
+        wishes = [frozenset(v for v, k in column.items() if point[k] > least) for least in _THRESHOLDS]
+        return self._lowered([self.search.candidate(wish) for wish in dict.fromkeys(wishes)], budget)
+
+    def _whole(self, budget: int) -> list[Candidate]:
+        """The plan of the bound's program in whole numbers, which makes its bound sharper, too."""
+        current().say("comparing with the best possible")
+        bound, _ = self.relaxation.solve(budget)
+        if bound == float("inf") or len(self.relaxation.program.cost) > _WHOLE_COLUMNS:
+            return []
+        good = _GOOD_GAP * self.graph.plain_seconds
+        sharper, whole = self.relaxation.solve_whole(budget, 0.2 * good / max(bound, good))
+        if sharper < float("inf"):
+            self._whole_seconds[budget] = sharper
+        if whole is None:
+            return []
+        wish = frozenset(v for v, k in self.relaxation.column.items() if whole[k] > 0.5)
+        return self._lowered([self.search.candidate(wish)], budget)
+
+    def _walked(self, budget: int) -> list[Candidate]:
+        """Plans of paths within ``budget``; exact simulations correct what the stages say of memory."""
+        found: list[Candidate] = []
+        self.paths.restore()
+        target = budget
+        for _ in range(_CORRECTIONS):
+            path = self.paths.best(target)
+            if path is None:
+                break
+            candidate = self.search.candidate(self.paths.stored(path))
+            over = candidate.simulation.peak_bytes - budget
+            if over <= 0:
+                same = any(candidate.stored == other.stored for other in found)
+                found.append(candidate)
+                if same or over > -0.002 * budget or target < budget:
+                    break
+            elif over < 0.01 * budget:
+                target -= over
+            self.paths.correct(path, candidate.simulation.top_bytes)
+        self.paths.restore()
+        return found
+
+
+@lru_cache(maxsize=2)
+def planner_of(graph: StepGraph) -> Planner:
+    """The planner of a step: a budget that cannot be met is often followed by another for the same step."""
+    return Planner(graph)

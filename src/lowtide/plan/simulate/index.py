@@ -1,0 +1,178 @@
+"""A step graph's indices: who makes and reads each value, what happens to it at which event, and live bytes
+when everything is evicted. A planner asks for them thousands of times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from lowtide.graph import Operation, StepGraph
+from lowtide.plan.data import Moved
+
+Bytes = NDArray[np.int64]
+
+
+class StepIndex:
+    """The indices of one step graph, and which of its values move."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        self.graph = graph
+        self.operations: Sequence[Operation] = graph.operations
+        self.moved: dict[int, Moved] = {}
+        self.window_bytes = 0
+        self.slab = False
+        self.feasible: list[bool] = []
+        """what `lowtide.plan.simulate.feasible.feasible_replays` has found"""
+        self.end = len(graph.events)
+        """The event index that stands for "never"."""
+        self._index_values()
+        self._index_events()
+        self._natural_timeline()
+
+    def place(self, index: int) -> float:
+        """Where an operation stands in the forward; what fetches a value stands right behind what made it."""
+        if index < len(self.graph.operations):
+            return index
+        return (self.graph.values[self.operations[index].writes[0]].producer or 0) + 0.5
+
+    def _index_values(self) -> None:
+        graph = self.graph
+        storages = graph.storages
+        self.storage_bytes = {s.id: s.bytes for s in storages}
+        self.value_bytes = [storages[v.storage].bytes for v in graph.values]
+        self.producer = [v.producer if v.producer is not None else -1 for v in graph.values]
+        self.storage_of = [v.storage for v in graph.values]
+        by_version = {(v.storage, v.version): v.id for v in graph.values}
+        self.previous = [by_version.get((v.storage, v.version - 1), -1) for v in graph.values]
+        self.readers: list[list[int]] = [[] for _ in graph.values]
+        for op in graph.operations:
+            if op.phase == "forward":
+                for value in op.reads:
+                    self.readers[value].append(op.index)
+        self.base_flags = bytearray(len(graph.values))
+        for value in graph.values:
+            if value.producer is None and value.storable:
+                self.base_flags[value.id] = 1
+        self.saved_of: dict[int, list[int]] = {}
+        """value -> its droppable saved tensors."""
+        for saved in graph.saved:
+            if saved.droppable:
+                self.saved_of.setdefault(saved.value, []).append(saved.id)
+        self.droppable = [v for v in self.saved_of if self.producer[v] >= 0]
+        """the values that a plan decides about."""
+        last = {v.storage: v.id for v in graph.values if v.storable}
+        self.companions: dict[int, list[int]] = {}
+        """value -> saved earlier versions of its storage, which cost nothing to keep while it is stored."""
+        for v in self.droppable:
+            if not graph.values[v].storable and self.storage_of[v] in last:
+                self.companions.setdefault(last[self.storage_of[v]], []).append(v)
+
+    def _index_events(self) -> None:
+        graph, end = self.graph, self.end
+        self.op_event = [end] * len(graph.operations)
+        self.free_event = [end] * len(graph.storages)
+        self.pack_event = [0] * len(graph.saved)
+        self.release_event = [end] * len(graph.saved)
+        self.unpacks: list[list[tuple[int, int]]] = [[] for _ in graph.saved]
+        for at, (kind, index) in enumerate(graph.events):
+            if kind == "op":
+                self.op_event[index] = at
+            elif kind == "free":
+                self.free_event[index] = at
+            elif kind == "pack":
+                self.pack_event[index] = at
+            elif kind == "release":
+                self.release_event[index] = at
+            elif kind == "unpack":
+                self.unpacks[index].append((at, end))
+            elif kind == "done":
+                for k, (start, until) in enumerate(self.unpacks[index]):
+                    if until == end:
+                        self.unpacks[index][k] = (start, at)
+                        break
+        last = max((self.pack_event[s.id] for s in graph.saved if s.droppable), default=-1)
+        inside = [
+            self.unpacks[s.id][0][0]
+            for s in graph.saved
+            if self.unpacks[s.id] and self.pack_event[s.id] <= last
+        ]
+        self.first_unpack = min(inside, default=end)
+        """the event at which backward asks for the first tensor that an executor has packed"""
+        self.unasked: dict[int, list[int]] = {}
+        """value -> its droppable saved tensors that are released while backward runs, or later, and that
+        nobody unpacks.
+        """
+        for saved in graph.saved:
+            if (
+                saved.droppable
+                and not self.unpacks[saved.id]
+                and self.release_event[saved.id] > self.first_unpack
+            ):
+                self.unasked.setdefault(saved.value, []).append(saved.id)
+        self.own_hold = [
+            max([self.release_event[t], *(until for _, until in self.unpacks[t])])
+            for t in range(len(graph.saved))
+        ]
+        self.saved_release: dict[int, int] = {}
+        """value -> the last release of its droppable saved tensors."""
+        self.saved_hold: dict[int, int] = {}
+        """value -> the last release or done of its droppable saved tensors."""
+        self.unpacked: dict[int, bool] = {}
+        """value -> whether anybody unpacks one of its droppable saved tensors."""
+        self.value_of_saved = [saved.value for saved in graph.saved]
+        self.asking: dict[int, int] = {}
+        """value -> how many of its droppable saved tensors somebody unpacks."""
+        self.value_events: dict[int, list[tuple[int, int, int]]] = {}
+        """value -> (event, kind, saved tensor): kind 0 for done, 1 for the first unpack, 2 for a later
+        one.
+        """
+        for value, tensors in self.saved_of.items():
+            self.saved_release[value] = max(self.release_event[t] for t in tensors)
+            self.saved_hold[value] = max(self.own_hold[t] for t in tensors)
+            self.asking[value] = sum(1 for t in tensors if self.unpacks[t])
+            self.unpacked[value] = self.asking[value] > 0
+            events: list[tuple[int, int, int]] = []
+            for t in tensors:
+                for k, (start, until) in enumerate(self.unpacks[t]):
+                    events.append((start, 2 if k else 1, t))
+                    if until < end and not k:
+                        events.append((until, 0, t))
+            self.value_events[value] = events
+
+    def _natural_timeline(self) -> None:
+        """Live bytes when every droppable saved tensor is given up and nothing is replayed; saved tensors
+        that stay are counted.
+        """
+        graph, end = self.graph, self.end
+        self.natural_end = list(self.free_event)
+        for storage in graph.storages:
+            if storage.producer is None and storage.kind != "input":
+                self.natural_end[storage.id] = end
+        for saved in graph.saved:
+            if not saved.droppable:
+                sid = self.storage_of[saved.value]
+                self.natural_end[sid] = max(self.natural_end[sid], self.own_hold[saved.id])
+        change = np.zeros(end + 1, dtype=np.int64)
+        for storage in graph.storages:
+            if storage.producer is not None:
+                change[self.op_event[storage.producer]] += storage.bytes
+            if self.natural_end[storage.id] < end and (
+                storage.producer is not None or storage.kind == "input"
+            ):
+                change[self.natural_end[storage.id]] -= storage.bytes
+        self.natural_change = change
+        self.scratch = np.zeros(end, dtype=np.int64)
+        for op in graph.operations:
+            if self.op_event[op.index] < end:
+                self.scratch[self.op_event[op.index]] = op.scratch_bytes
+        self.natural_live: Bytes = graph.resident_bytes + np.cumsum(change[:end])
+
+    def describe(self, value: int) -> str:
+        """A value in words: what wrote it, and in which module."""
+        index = self.producer[value]
+        if index < 0:
+            return f"storage {self.graph.storages[self.storage_of[value]].name or self.storage_of[value]}"
+        op = self.graph.operations[index]
+        return f"output of {op.name} (operation {index}, module {op.module or 'root'!r})"

@@ -1,0 +1,341 @@
+"""The exact memory and time of a step under a set of stored values, by walking the step graph's events.
+
+In: a `StepGraph` and the ids of the values that are stored. Out: a `Simulation`: live bytes at every event,
+their peak and where it stands, the operations that run again, and their seconds. The rules are those of
+docs/design.md ("What the executor does with a plan"), so what is predicted here is what the meter reads
+there. A `Simulator` holds the graph's indices, because a planner asks thousands of times.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from lowtide.errors import PlanError
+from lowtide.graph import Operation, StepGraph
+from lowtide.plan.data import Links, Moved, Plan
+from lowtide.plan.simulate.index import Bytes, StepIndex
+from lowtide.plan.simulate.reach import Reach, refuse
+from lowtide.plan.simulate.replay import Replay, Walk
+from lowtide.plan.simulate.transfers import Outgoing, Traffic, fetch_operations
+
+
+@dataclass(frozen=True, eq=False)
+class Simulation:
+    """What a step does under one set of stored values.
+
+    Attributes:
+        stored: the stored values that were asked for.
+        replayed: indices of the operations that run again in backward (the set N of docs/design.md), in
+            forward order.
+        evicted: ids of the saved values that are evicted.
+        peak_bytes: the most live bytes at any moment, within operations and replays too.
+        peak_event: index of the event at which the peak stands.
+        peak_operation: the operation that runs then (a replayed one when ``peak_in_replay``), or ``None`` in
+            a step without operations.
+        peak_in_replay: whether the peak stands within a replay.
+        extra_seconds: what the plan adds to the step.
+        live_bytes: live bytes after every event.
+        top_bytes: the most live bytes at any moment of every event.
+        held_until: storage id -> event after which a plan lets a storage go that would naturally have died
+            earlier.
+        traffic: what transfers do, where values move.
+        spans: (moved value, whether it is the encoded form on its way in) -> half-open lifetime in turns of
+            the backward, where a slab holds them.
+        turns: turn -> the event that it is part of.
+    """
+
+    stored: frozenset[int]
+    replayed: tuple[int, ...]
+    evicted: tuple[int, ...]
+    peak_bytes: int
+    peak_event: int
+    peak_operation: Operation | None
+    peak_in_replay: bool
+    extra_seconds: float
+    live_bytes: Bytes = field(repr=False)
+    top_bytes: Bytes = field(repr=False)
+    held_until: dict[int, int] = field(repr=False)
+    traffic: Traffic | None = field(default=None, repr=False)
+    spans: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict, repr=False)
+    turns: list[int] = field(default_factory=list, repr=False)
+
+    @property
+    def peak_module(self) -> str:
+        """Qualified name of the module in which the peak stands."""
+        return self.peak_operation.module if self.peak_operation else ""
+
+    def with_slab(self, slab_bytes: int) -> Simulation:
+        """The same step, simulated without its fetched values, when the slab that holds them stands
+        throughout.
+        """
+        return replace(
+            self,
+            peak_bytes=self.peak_bytes + slab_bytes,
+            live_bytes=self.live_bytes + slab_bytes,
+            top_bytes=self.top_bytes + slab_bytes,
+        )
+
+
+class Simulator(StepIndex):
+    """Simulates one step graph under many sets of stored values."""
+
+    def __init__(self, graph: StepGraph) -> None:
+        super().__init__(graph)
+        self.reach = Reach(self)
+        self.plain_live, self.plain_peak = self._plain()
+
+    def moving(self, moved: Sequence[Moved], window_bytes: int, slab: bool = False) -> Simulator:
+        """This simulator when some values move: to everything that rests on such a value, an operation that
+        reads nothing brings it back.
+
+        With ``slab`` what comes back takes no memory of its own, and `Simulation.spans` says when it would.
+        """
+        twin = copy.copy(self)
+        twin.slab = slab
+        fetches = fetch_operations(self.graph, moved, slab)
+        twin.operations = [*self.graph.operations, *fetches]
+        twin.producer = list(self.producer)
+        for fetch in fetches:
+            twin.producer[fetch.writes[0]] = fetch.index
+        twin.reach = self.reach.fetching(fetches, twin.producer)
+        twin.moved = {m.value: m for m in moved}
+        twin.window_bytes = window_bytes
+        return twin
+
+    def _plain(self) -> tuple[Bytes, int]:
+        hold: dict[int, int] = {}
+        for value, until in self.saved_hold.items():
+            sid = self.storage_of[value]
+            hold[sid] = max(hold.get(sid, 0), until)
+        live = self._live(hold)
+        top = live + self.scratch
+        return live, int(top.max(initial=self.graph.resident_bytes))
+
+    def _live(self, hold: dict[int, int]) -> Bytes:
+        """Live bytes after every event when each storage is held until ``hold[storage]``."""
+        change = self.natural_change.copy()
+        storages, natural_end, end = self.graph.storages, self.natural_end, self.end
+        at: list[int] = []
+        by: list[int] = []
+        for sid, until in hold.items():
+            start = natural_end[sid]
+            if start < until and start < end:
+                size = storages[sid].bytes
+                at += (start, until)
+                by += (size, -size)
+        if at:
+            np.add.at(change, at, by)
+        return self.graph.resident_bytes + np.cumsum(change[: self.end])
+
+    def flags(self, stored: Iterable[int]) -> bytearray:
+        """One byte a value: 1 where it is stored or stood before the step, 2 where it is kept for backward as
+        PyTorch would keep it but no replay may start from it.
+
+        Raises:
+            PlanError: a value cannot be stored.
+        """
+        flags = bytearray(self.base_flags)
+        storable = self.reach.storable
+        for value in stored:
+            if storable[value]:
+                flags[value] = 1
+            elif value in self.saved_of:
+                flags[value] = 2
+            else:
+                raise PlanError(
+                    f"value {value} cannot be stored: {self.describe(value)} is overwritten or resized later "
+                    "in the step"
+                )
+        return flags
+
+    def closure(self, given: list[int], flags: bytearray) -> list[int]:
+        """The operations that bring ``given`` back from what ``flags`` says is stored, in their order.
+
+        Raises:
+            PlanError: one of them is not replayable, or rests on a value that is not there.
+        """
+        needed = self.reach.closure(given, flags)
+        return refuse(self, given, flags) if needed is None else needed
+
+    def simulate(self, stored: Collection[int], links: Links | None = None) -> Simulation:
+        """The step under ``stored`` (rules 1 to 7 of docs/design.md; for values that move, see
+        docs/stores.md).
+
+        Raises:
+            PlanError: a value in ``stored`` cannot be stored, or what is given up cannot be brought back.
+        """
+        graph = self.graph
+        flags = self.flags(stored)
+        given = [v for v in self.droppable if not flags[v]]
+        replay = self.replay(given, flags)
+        hold: dict[int, int] = {}
+        for value, until in self.saved_hold.items():
+            if flags[value]:
+                sid = self.storage_of[value]
+                if until > hold.get(sid, -1):
+                    hold[sid] = until
+        for value, until in replay.hold.items():
+            sid = self.storage_of[value]
+            if until > hold.get(sid, -1):
+                hold[sid] = until
+        outgoing = Outgoing(self, replay.until) if self.moved else None
+        if outgoing is not None:
+            for sid, until in outgoing.hold.items():
+                hold[sid] = max(hold.get(sid, -1), until)
+        live = self._live(hold)
+        scratch = self.scratch
+        if outgoing is not None:
+            live = live + outgoing.encoded_live(self.end)
+            scratch = outgoing.scratch(self.scratch)
+        if replay.level:
+            change = np.zeros(self.end + 1, dtype=np.int64)
+            np.add.at(change, [e for e, _ in replay.level], [b for _, b in replay.level])
+            copies = np.cumsum(change[: self.end])
+            top = live + copies + scratch
+            for event, bytes_, _ in replay.tops:
+                top[event] = max(top[event], live[event] + bytes_)
+            live = live + copies
+        else:
+            top = live + scratch
+        event, peak = -1, graph.resident_bytes
+        if self.end:
+            at = int(np.argmax(top))
+            if top[at] >= peak:
+                event, peak = at, int(top[at])
+        operation, in_replay = self._standing(event, peak - int(live[event]) if event >= 0 else 0, replay)
+        extra = sum(
+            self.operations[i].seconds + graph.replay_overhead_seconds
+            for i in [*replay.running, *replay.repeats]
+        )
+        traffic = outgoing.traffic(replay, links) if outgoing is not None else None
+        if traffic is not None:
+            extra += traffic.seconds
+        if given:
+            extra += graph.overhead_seconds
+        return Simulation(
+            stored=frozenset(stored),
+            replayed=tuple(i for i in replay.running if i < len(graph.operations)),
+            evicted=tuple(v for v in given if v not in self.moved),
+            peak_bytes=peak,
+            peak_event=event,
+            peak_operation=operation,
+            peak_in_replay=in_replay,
+            extra_seconds=extra,
+            live_bytes=live,
+            top_bytes=top,
+            held_until={sid: until for sid, until in hold.items() if until > self.natural_end[sid]},
+            traffic=traffic,
+            spans=replay.spans,
+            turns=replay.turns,
+        )
+
+    def least_at(self, stored: Collection[int], event: int) -> int:
+        """No more than `simulate` finds at its most within ``event``: what replays bring back is left out, so
+        there is nothing to walk through.
+        """
+        flags = self.flags(stored)
+        given = [v for v in self.droppable if not flags[v]]
+        hold: dict[int, int] = {}
+        for value, until in self.saved_hold.items():
+            if flags[value] and until > event:
+                hold[self.storage_of[value]] = until
+        rests, _ = self._rests(self.closure(given, flags), given, flags) if given else ({}, {})
+        for value, until in rests.items():
+            if until > event:
+                hold[self.storage_of[value]] = until
+        held = sum(self.graph.storages[sid].bytes for sid in hold if self.natural_end[sid] <= event)
+        return int(self.natural_live[event] + self.scratch[event]) + held
+
+    def _standing(self, event: int, above: int, replay: Replay) -> tuple[Operation | None, bool]:
+        """The operation that runs at ``event``, and whether it is a replay."""
+        graph = self.graph
+        if event < 0:
+            return (graph.operations[0] if graph.operations else None), False
+        here = [(bytes_, op) for e, bytes_, op in replay.tops if e == event]
+        if here and above > 0:
+            return self.operations[max(here)[1]], True
+        while event >= 0:
+            kind, index = graph.events[event]
+            if kind == "op":
+                return graph.operations[index], False
+            event -= 1
+        return (graph.operations[0] if graph.operations else None), False
+
+    def replay(self, given: list[int], flags: bytearray) -> Replay:
+        """What giving up ``given`` does, when ``flags`` says what is stored."""
+        if not given:
+            return Replay([], [], [], {}, [], [], {}, [], [], {}, [-1])
+        every = self.closure(given, flags)
+        unpacked = [v for v in given if self.unpacked[v]]
+        running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
+        order = sorted(every, key=self.place) if self.moved else every
+        hold, until = self._rests(order, given, flags)
+        idle = (
+            {i: until[i] for i in set(every).difference(running) if until[i] > self.first_unpack}
+            if running is not every
+            else {}
+        )
+        unasked = [t for v in given for t in self.unasked.get(v, ())] if self.unasked else []
+        walk = Walk(self, self.reach.reads, flags, running, idle)
+        walk.run(unpacked, unasked)
+        if walk.fetched and self.window_bytes:  # who comes first is known now: once more, with fetching ahead
+            ahead = walk.fetched
+            walk = Walk(self, self.reach.reads, flags, running, idle, ahead)
+            walk.run(unpacked, unasked)
+        return Replay(
+            order,
+            order if running is every else sorted(running, key=self.place) if self.moved else running,
+            walk.repeats,
+            hold,
+            walk.level,
+            walk.tops,
+            until,
+            walk.fetched,
+            walk.work,
+            walk.spans(),
+            walk.turns,
+        )
+
+    def _rests(
+        self, order: list[int], given: list[int], flags: bytearray
+    ) -> tuple[dict[int, int], dict[int, int]]:
+        """Rule 3: stored value -> the last release of a given-up saved tensor whose replay reads it; the same
+        for replayed operations.
+        """
+        producer, release = self.producer, self.saved_release
+        until: dict[int, int] = {}
+        for value in given:
+            index = producer[value]
+            if release[value] > until.get(index, -1):
+                until[index] = release[value]
+        return self.reach.rests(order, until, flags), until
+
+
+def simulate(graph: StepGraph, stored: Collection[int]) -> Simulation:
+    """The step of ``graph`` when the values ``stored`` stay and every other droppable saved value is given
+    up.
+
+    Raises:
+        PlanError: a value in ``stored`` cannot be stored, or what is given up cannot be brought back.
+    """
+    return Simulator(graph).simulate(stored)
+
+
+def plain(graph: StepGraph) -> Simulation:
+    """The step of ``graph`` with everything kept, as PyTorch runs it."""
+    simulator = Simulator(graph)
+    return simulator.simulate(simulator.droppable)
+
+
+def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
+    """The exact simulation of what ``plan`` does to the step it was made for (times of transfers aside)."""
+    sim = Simulator(graph)
+    if not plan.moves:
+        return sim.simulate(plan.stored)
+    moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
+    simulation = sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0).simulate(plan.stored)
+    return simulation.with_slab(plan.slab_bytes)

@@ -1,0 +1,215 @@
+"""Values that move: which of their bytes are where when, and what waiting for transfers takes.
+
+The rules, which the executor (`lowtide.run.moved`) follows to the letter:
+
+1. A moved value is encoded (or cut into shards) and its copy out is started right after the operation that
+  wrote it.
+2. Copies out finish in order. When more than the window's bytes wait for theirs, the executor waits for the
+   oldest until they fit, and lets go of what it held for them; whatever is left is waited for when backward
+   asks for its first saved tensor.
+3. In backward a moved value is an operation without inputs: it runs when somebody needs the value, and the
+   result is shared and freed like any replayed value (rules 4 to 7 of docs/design.md).
+4. After backward's first unpack, and after each replay, the moved values that will be asked for next are
+   fetched ahead, in the predicted order, while what was fetched and is not in use yet fits the window.
+5. What is stored of a value is kept until the last saved tensor that rests on it is released.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from lowtide.graph import Operation, StepGraph
+from lowtide.plan.data import Links, Moved, Shard, stages
+from lowtide.plan.simulate.index import Bytes, StepIndex
+from lowtide.plan.simulate.replay import Replay
+
+
+def fetch_operations(graph: StepGraph, moved: Sequence[Moved], slab: bool = False) -> list[Operation]:
+    """One operation for each moved value that writes it and reads nothing; they stand behind the graph's own.
+    With a slab encoded forms arrive there."""
+    return [
+        Operation(
+            index=len(graph.operations) + k,
+            name="fetch",
+            reads=(),
+            writes=(m.value,),
+            phase="forward",
+            module=graph.operations[graph.values[m.value].producer or 0].module,
+            seconds=m.decode_seconds,
+            scratch_bytes=(0 if slab else m.arriving_bytes) + m.codec_scratch_bytes + m.gather_bytes,
+        )
+        for k, m in enumerate(moved)
+    ]
+
+
+@dataclass(frozen=True)
+class Traffic:
+    """What transfers do to a step.
+
+    Attributes:
+        seconds: what waiting, encoding and crowding add to it (decoding is counted with the replays).
+        crowding_seconds: what of that transfers take from the operations that run beside them (`Link.busy`).
+        written_bytes, read_bytes: per tier.
+        order: moved values in the order in which they are fetched.
+        lifetimes: moved value -> half-open lifetime of what is stored, in events.
+    """
+
+    seconds: float
+    crowding_seconds: float
+    written_bytes: dict[str, int]
+    read_bytes: dict[str, int]
+    order: list[int]
+    lifetimes: dict[int, tuple[int, int]] = field(repr=False)
+
+
+class Outgoing:
+    """Rules 1, 2 and 5: what is held for copies that are under way, and what encoded forms take on the
+    device.
+    """
+
+    def __init__(self, sim: StepIndex, until: dict[int, int]) -> None:
+        self.sim = sim
+        self.until = until
+        graph = sim.graph
+        self.hold: dict[int, int] = {}
+        """storage -> event until which a copy out holds it"""
+        self.level: list[tuple[int, int]] = []
+        self.waits: list[tuple[int, int]] = []
+        """(event, moved value whose copy is waited for then), in order"""
+        self.gone = {v: until[sim.producer[v]] for v in sim.moved if sim.producer[v] in until}
+        waiting: deque[int] = deque()
+        bytes_ = 0
+        order = sorted(
+            self.gone,
+            key=lambda v: (
+                graph.values[v].producer or 0,
+                graph.operations[graph.values[v].producer or 0].writes.index(v),
+            ),
+        )
+        self.order = order
+        for value in order:
+            at = sim.op_event[graph.values[value].producer or 0]
+            moved = sim.moved[value]
+            if not moved.tier:
+                self.level += [(at, moved.encoded_bytes), (self.gone[value], -moved.encoded_bytes)]
+                continue
+            waiting.append(value)
+            bytes_ += moved.encoded_bytes
+            while bytes_ > sim.window_bytes:
+                bytes_ -= self._finish(waiting.popleft(), at)
+        while waiting:
+            self._finish(waiting.popleft(), sim.first_unpack)
+
+    def _finish(self, value: int, event: int) -> int:
+        sim, moved = self.sim, self.sim.moved[value]
+        born = sim.op_event[sim.graph.values[value].producer or 0]
+        self.waits.append((event, value))
+        after = min(event + 1, sim.end)
+        if moved.encoded:
+            self.level += [(born, moved.encoded_bytes), (after, -moved.encoded_bytes)]
+        else:
+            sid = sim.storage_of[value]
+            self.hold[sid] = max(self.hold.get(sid, 0), after)
+        return moved.encoded_bytes
+
+    def encoded_live(self, end: int) -> Bytes:
+        """Live bytes of encoded forms after every event."""
+        change = np.zeros(end + 1, dtype=np.int64)
+        for event, bytes_ in self.level:
+            change[min(event, end)] += bytes_
+        return np.cumsum(change[:end])
+
+    def scratch(self, plain: Bytes) -> Bytes:
+        """The most that is allocated beyond what is live after each event: an operation's scratch is gone
+        when its outputs are encoded.
+        """
+        found = plain.copy()
+        by_event: dict[int, list[int]] = {}
+        for value in self.order:
+            by_event.setdefault(self.sim.op_event[self.sim.graph.values[value].producer or 0], []).append(
+                value
+            )
+        for event, values in by_event.items():
+            encoded = sum(self.sim.moved[v].encoded_bytes for v in values if self.sim.moved[v].encoded)
+            most = max(self.sim.moved[v].codec_scratch_bytes for v in values)
+            found[event] = max(0, int(plain[event]) - encoded, most)
+        return found
+
+    def traffic(self, replay: Replay, links: Links | None) -> Traffic:
+        """Walk the step once more with a clock: operations, copies out and copies in."""
+        sim, graph = self.sim, self.sim.graph
+        written: dict[str, int] = {}
+        read: dict[str, int] = {}
+        clock = 0.0
+        free: dict[tuple[str, str], float] = {}
+        ready: dict[int, float] = {}
+        speeds = links or {}
+
+        def start(value: int, way: str) -> None:
+            moved = sim.moved[value]
+            first, _ = stages(moved.decision)
+            name, bytes_ = moved.tier, moved.encoded_bytes
+            if not name and isinstance(first, Shard) and way == "in":
+                name, bytes_ = first.group, moved.bytes
+            if not name:
+                ready[value] = clock
+                return
+            link = speeds.get(name)
+            if moved.tier:
+                counted = written if way == "out" else read
+                counted[name] = counted.get(name, 0) + bytes_
+            begin = max(free.get((name, way), 0.0), clock)
+            speed = (
+                (link.write_bytes_per_second if way == "out" else link.read_bytes_per_second)
+                if link
+                else float("inf")
+            )
+            ready[value] = free[name, way] = begin + (link.latency_seconds if link else 0.0) + bytes_ / speed
+
+        outs: dict[int, list[int]] = {}
+        for value in self.order:
+            outs.setdefault(sim.op_event[graph.values[value].producer or 0], []).append(value)
+        waits: dict[int, list[int]] = {}
+        for event, value in self.waits:
+            waits.setdefault(event, []).append(value)
+        work: dict[int, list[tuple[list[int], list[int]]]] = {}
+        for event, operations, asked in replay.work:
+            work.setdefault(event, []).append((operations, asked))
+        early: set[int] = set()
+        plain = busy = 0.0
+        for at, (kind, index) in enumerate(graph.events):
+            if kind == "op":
+                clock += graph.operations[index].seconds
+                plain += graph.operations[index].seconds
+            for value in outs.get(at, ()):
+                clock += sim.moved[value].encode_seconds
+                start(value, "out")
+            for value in waits.get(at, ()):
+                clock = max(clock, ready[value])
+            for operations, asked in work.get(at, ()):
+                for op in operations:
+                    if op >= len(graph.operations):
+                        value = sim.operations[op].writes[0]
+                        if value in early:
+                            early.discard(value)
+                        else:
+                            start(value, "in")
+                        clock = max(clock, ready[value])
+                    clock += sim.operations[op].seconds
+                    plain += sim.operations[op].seconds
+                for value in asked:
+                    start(value, "in")
+                    early.add(value)
+        for name, link in speeds.items():
+            busy += link.busy * (
+                written.get(name, 0) / link.write_bytes_per_second
+                + read.get(name, 0) / link.read_bytes_per_second
+            )
+        lifetimes = {v: (sim.op_event[graph.values[v].producer or 0], self.gone[v] + 1) for v in self.order}
+        return Traffic(
+            clock - plain + busy, busy, written, read, list(dict.fromkeys(replay.fetched)), lifetimes
+        )

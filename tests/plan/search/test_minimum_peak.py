@@ -1,0 +1,133 @@
+"""The smallest budget that is named is a function of the step's bytes: whatever its operations are timed at,
+it can be met.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+
+import pytest
+from random_graphs import random_graph
+from synthetic import residual_network, transformer
+
+from lowtide.errors import BudgetError
+from lowtide.graph import StepGraph
+from lowtide.plan import policies
+from lowtide.plan.policies.chosen import least_time
+from lowtide.plan.search.local import LocalSearch
+from lowtide.plan.search.minimum_peak import priced
+from lowtide.plan.search.planner import Planner, planner_of
+from lowtide.plan.simulate import Simulator
+
+
+def timed_anew(graph: StepGraph, seed: int) -> StepGraph:
+    """The same step where each operation takes between a fifth of its time and five times as long, and all
+    else that is timed, too.
+    """
+    numbers = random.Random(seed)
+
+    def factor() -> float:
+        return 5.0 ** numbers.uniform(-1, 1)
+
+    return replace(
+        graph,
+        operations=tuple(replace(op, seconds=(op.seconds or 1e-6) * factor()) for op in graph.operations),
+        plain_seconds=graph.plain_seconds * factor(),
+        overhead_seconds=1e-4 * factor(),
+        replay_overhead_seconds=1e-6 * factor(),
+    )
+
+
+def smallest(graph: StepGraph) -> int:
+    """What a refusal names."""
+    with pytest.raises(BudgetError) as refusal:
+        Planner(graph).solve(1)
+    assert refusal.value.smallest_bytes is not None
+    return refusal.value.smallest_bytes
+
+
+STEPS: dict[str, Callable[[], StepGraph]] = {
+    "transformer": lambda: transformer(1),
+    "long sequences": lambda: transformer(1, tokens=128, hidden=32, heads=4, sequence=128, vocab=64),
+    "convolutions": lambda: residual_network(4),
+}
+
+
+@pytest.mark.parametrize("make", STEPS.values(), ids=STEPS.keys())
+def test_the_named_budget_is_met_whatever_operations_are_timed_at(make: Callable[[], StepGraph]) -> None:
+    graph = make()
+    planner = Planner(graph)
+    least = planner.smallest.simulation
+    named = least.peak_bytes
+    assert planner.solve(named).simulation.extra_seconds <= least.extra_seconds
+    other = timed_anew(graph, 1)
+    planner_of.cache_clear()
+    assert least_time(other, named).predicted_peak_bytes <= named
+    assert planner_of(other).smallest.simulation.peak_bytes == named
+
+
+def test_named_budgets_of_random_steps_are_met() -> None:
+    for seed in range(12):
+        graph = random_graph(seed, 4 + seed % 9)
+        named = smallest(graph)
+        assert Planner(timed_anew(graph, seed)).solve(named).simulation.peak_bytes <= named
+
+
+def test_no_simple_policy_needs_less_than_what_is_named() -> None:
+    graph = residual_network(3)
+    named = smallest(graph)
+    for policy in (policies.full(blocks=["layers.0", "layers.1"]), policies.sqrt(), policies.keep_all()):
+        assert policy(graph).predicted_peak_bytes >= named
+
+
+def test_the_price_of_an_operation_is_the_bytes_that_it_touches() -> None:
+    graph = transformer(2)
+    sim = Simulator(graph)
+    anew = Simulator(timed_anew(graph, 3))
+    by_bytes = priced(sim, alike=False)
+    assert (
+        by_bytes.graph == priced(anew, alike=False).graph
+        and priced(sim, alike=True).graph == priced(anew, alike=True).graph
+    )
+    for op, own in zip(graph.operations, by_bytes.graph.operations, strict=True):
+        assert own.seconds == sum(
+            graph.storages[graph.values[v].storage].bytes for v in {*op.reads, *op.writes}
+        )
+    assert (
+        sim.graph is graph
+        and sim.simulate(frozenset()).peak_bytes == by_bytes.simulate(frozenset()).peak_bytes
+    )
+
+
+def test_changing_single_decisions_lowers_the_peak() -> None:
+    """From everything evicted: what is stored to begin with makes the replays that stand at the peak
+    shorter.
+    """
+    search = LocalSearch(priced(Simulator(transformer(3)), alike=False))
+    start = search.candidate(frozenset())
+    better = search.lower(start)
+    assert better.simulation.peak_bytes < start.simulation.peak_bytes
+    assert search.lower(start).stored == better.stored
+
+
+def test_a_plan_is_lowered_until_it_fits() -> None:
+    search = LocalSearch(Simulator(transformer(3)))
+    start = search.candidate(frozenset())
+    low = search.lower(start).simulation.peak_bytes
+    budget = (low + start.simulation.peak_bytes) // 2
+    assert low <= search.lower(start, budget).simulation.peak_bytes <= budget
+    assert search.lower(start, start.simulation.peak_bytes) is start
+
+
+def test_what_stands_without_replays_is_never_more_than_what_stands() -> None:
+    for seed in range(40):
+        sim = Simulator(random_graph(seed, 4 + seed % 9))
+        search = LocalSearch(sim)
+        for stored in (frozenset(sim.droppable), frozenset(sim.droppable[::2]), frozenset[int]()):
+            candidate = search.candidate(stored)
+            for event in range(sim.end):
+                least = sim.least_at(candidate.stored, event)
+                assert least <= candidate.simulation.top_bytes[event]
+                assert least == candidate.simulation.top_bytes[event] or candidate.simulation.replayed

@@ -1,0 +1,257 @@
+"""The planner and its bound: against brute force on small graphs, and their promises on larger ones."""
+
+from __future__ import annotations
+
+import random
+import time
+from itertools import combinations
+
+import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from random_graphs import random_graph
+from synthetic import residual_network, transformer
+
+import lowtide.plan
+from lowtide.errors import BudgetError, PlanError
+from lowtide.graph import StepGraph
+from lowtide.plan import Plan, policies
+from lowtide.plan.bound.relaxation import lower_bound
+from lowtide.plan.policies.chosen import least_time
+from lowtide.plan.search.planner import Planner, planner_of
+from lowtide.plan.search.segment import distinct_answers
+from lowtide.plan.simulate import Simulator, close
+
+
+def all_plans(graph: StepGraph) -> list[tuple[int, float]]:
+    """(peak, extra seconds) of every feasible set of stored values."""
+    sim = Simulator(graph)
+    saved = set(sim.droppable)
+    choices = [v.id for v in graph.values if v.producer is not None and (v.storable or v.id in saved)]
+    choices = [v for v in choices if v in saved or sim.readers[v]]
+    found: list[tuple[int, float]] = []
+    for size in range(len(choices) + 1):
+        for stored in combinations(choices, size):
+            try:
+                step = sim.simulate(stored)
+            except PlanError:
+                continue
+            found.append((step.peak_bytes, step.extra_seconds))
+    return found
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9), st.integers(2, 6))
+def test_bound_is_below_every_plan(seed: int, operations: int):
+    graph = random_graph(seed, operations)
+    plans = all_plans(graph)
+    sim = Simulator(graph)
+    for budget in sorted({peak for peak, _ in plans}):
+        best = min(extra for peak, extra in plans if peak <= budget)
+        bound = lower_bound(sim, budget)
+        assert bound.extra_seconds <= best + 1e-6
+        assert bound.peak_bytes <= min(peak for peak, _ in plans)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**9), st.integers(2, 6))
+@example(2099354, 3)
+def test_small_graphs_are_planned_as_well_as_by_brute_force(seed: int, operations: int):
+    graph = random_graph(seed, operations)
+    plans = all_plans(graph)
+    planner = Planner(graph)
+    least = min(peak for peak, _ in plans)
+    for budget in sorted({peak for peak, _ in plans}):
+        best = min(extra for peak, extra in plans if peak <= budget)
+        found = planner.solve(budget)
+        assert found.simulation.peak_bytes <= budget
+        assert found.simulation.extra_seconds == pytest.approx(best)
+    with pytest.raises(BudgetError) as error:
+        planner.solve(least - 1)
+    assert error.value.smallest_bytes == least
+
+
+@pytest.fixture(scope="module")
+def gpt() -> StepGraph:
+    return transformer(
+        12,
+        tokens=512,
+        hidden=256,
+        heads=4,
+        sequence=256,
+        vocab=512,
+        overhead_seconds=0.001,
+        replay_overhead_seconds=1e-6,
+    )
+
+
+@pytest.fixture(scope="module")
+def planner(gpt: StepGraph) -> Planner:
+    return Planner(gpt)
+
+
+def budgets_of(planner: Planner, count: int = 6) -> list[int]:
+    """From the smallest budget to 80 % of the plain peak."""
+    least = planner.smallest.simulation.peak_bytes
+    return [least + (int(0.8 * planner.sim.plain_peak) - least) * k // (count - 1) for k in range(count)]
+
+
+def test_plans_fit_and_are_near_the_bound(gpt: StepGraph, planner: Planner):
+    for k, budget in enumerate(budgets_of(planner)):
+        found = planner.solve(budget).simulation
+        assert found.peak_bytes <= budget
+        gap = found.extra_seconds - planner.bound(budget).extra_seconds
+        assert gap >= -1e-9
+        assert lower_bound(planner.sim, budget).extra_seconds <= planner.bound(budget).extra_seconds + 1e-9
+        # At the very smallest budget all windows are tight at once, which the relaxation does not see.
+        assert k == 0 or gap <= 0.01 * gpt.plain_seconds
+
+
+def test_smaller_budgets_never_give_less_time_and_larger_ones_are_used(planner: Planner):
+    extras = [planner.solve(budget).simulation.extra_seconds for budget in budgets_of(planner, 12)]
+    assert extras == sorted(extras, reverse=True)
+    assert len(set(extras)) == len(extras)
+    assert planner.solve(planner.sim.plain_peak).simulation.extra_seconds == 0
+
+
+def test_smallest_budget_is_below_per_block_checkpointing(gpt: StepGraph):
+    per_block = policies.full()(gpt).predicted_peak_bytes
+    with pytest.raises(BudgetError, match="At its peak stands") as error:
+        least_time(gpt, gpt.resident_bytes)
+    assert error.value.smallest_bytes is not None and error.value.smallest_bytes <= per_block
+    assert "h." in str(error.value)
+
+
+def test_what_stands_at_the_peak_of_a_refusal_adds_up_to_the_smallest_budget(gpt: StepGraph):
+    with pytest.raises(BudgetError) as error:
+        least_time(gpt, gpt.resident_bytes)
+    parts, smallest = error.value.parts, error.value.smallest_bytes
+    assert sum(parts.values()) == smallest and error.value.budget_bytes == gpt.resident_bytes
+    assert parts["parameters"] == sum(s.bytes for s in gpt.storages if s.kind == "parameter")
+    assert parts["least activations"] > 0
+
+
+@pytest.mark.parametrize("policy", ["optimal", "full"])
+def test_min_is_the_least_that_a_policy_can(gpt: StepGraph, policy: str):
+    plan = lowtide.plan.make(gpt, "min", policy)
+    assert plan.budget_bytes is not None
+    assert plan.predicted_peak_bytes <= plan.budget_bytes <= 1.002 * plan.predicted_peak_bytes
+    with pytest.raises(BudgetError):
+        lowtide.plan.make(gpt, int(0.99 * plan.predicted_peak_bytes), policy)
+
+
+def test_the_same_graph_gets_the_same_plan(gpt: StepGraph):
+    budget = int(0.5 * Simulator(gpt).plain_peak)
+    assert (
+        least_time(gpt, budget).to_json() == least_time(StepGraph.from_json(gpt.to_json()), budget).to_json()
+    )
+
+
+def test_plans_survive_json_and_explain_themselves(gpt: StepGraph):
+    plan = lowtide.plan.make(gpt, int(0.4 * Simulator(gpt).plain_peak))
+    assert Plan.from_json(plan.to_json()) == plan
+    text = str(plan)
+    assert "optimal" in text and "lm_head" in text and "total" in text
+    assert plan.gap <= 0.01
+    assert plan.bound_peak_bytes <= plan.predicted_peak_bytes
+    assert sum(row.replayed_operations for row in plan.modules) == len(plan.replayed)
+    assert sum(row.extra_seconds for row in plan.modules) + gpt.overhead_seconds == pytest.approx(
+        plan.predicted_extra_seconds
+    )
+
+
+def test_planning_is_quick():
+    graph = transformer(24, tokens=512, hidden=256, heads=4, sequence=256, vocab=512)
+    start = time.perf_counter()
+    least_time(graph, int(0.4 * Simulator(graph).plain_peak))
+    assert time.perf_counter() - start < 20
+
+
+def test_many_layers_do_not_cost_as_many_times():
+    small, large = transformer(12), transformer(48)
+    a, b = Planner(small), Planner(large)
+    assert len(b.paths.classes) == len(a.paths.classes)
+    assert len(b.stages) > 3.5 * len(a.stages)
+
+
+def test_networks_without_blocks_fit_too():
+    graph = residual_network(8)
+    planner = Planner(graph)
+    for budget in budgets_of(planner, 4):
+        assert planner.solve(budget).simulation.peak_bytes <= budget
+
+
+def test_budget_that_keeps_everything_adds_nothing(gpt: StepGraph):
+    plan = least_time(gpt, Simulator(gpt).plain_peak)
+    assert plan.predicted_extra_seconds == 0 and plan.replayed == () and plan.gap == 0
+    assert all(decision.kind == "keep" for decision in plan.decisions.values())
+
+
+def test_closing_adds_only_what_is_needed():
+    for seed in range(40):
+        graph = random_graph(seed, 8)
+        sim = Simulator(graph)
+        stored = close(graph, [], sim)
+        sim.simulate(stored)
+        for value in stored:
+            with pytest.raises(PlanError):
+                sim.simulate(stored - {value})
+
+
+def test_a_step_that_is_planned_again_has_the_same_plans() -> None:
+    graph = transformer(layers=2)
+    peak = Simulator(graph).plain_peak
+    budgets = [int(share * peak) for share in (0.9, 0.75)]
+    planner_of.cache_clear()
+    first = [least_time(graph, budget).to_json() for budget in budgets]
+    hits = planner_of.cache_info().hits
+    again = [least_time(graph, budget).to_json() for budget in reversed(budgets)]
+    assert planner_of.cache_info().hits == hits + 2  # the search over stages is done once
+    planner_of.cache_clear()
+    assert again[::-1] == first == [least_time(graph, budget).to_json() for budget in budgets]
+
+
+def test_prices_between_two_with_the_same_answer_are_not_tried() -> None:
+    """The best of many lines at every price, from few of the prices: each line is what a decision costs and
+    holds.
+    """
+    for seed in range(30):
+        numbers = random.Random(seed)
+        lines = [(numbers.random(), numbers.random()) for _ in range(numbers.choice([1, 3, 40]))]
+        prices = sorted(numbers.choice([0.1, 1.0, 30.0]) * numbers.random() for _ in range(18))
+        tried: list[float] = []
+
+        def best(
+            price: float, lines: list[tuple[float, float]] = lines, tried: list[float] = tried
+        ) -> int | None:
+            tried.append(price)
+            return min(range(len(lines)), key=lambda k: lines[k][0] + price * lines[k][1])
+
+        found = distinct_answers(best, prices)
+        few = len(tried)
+        assert found == list(dict.fromkeys(best(price) for price in prices))
+        assert few == 2 if len(found) == 1 else few <= len(prices)
+
+
+def test_what_the_bound_rules_out_is_told_without_a_search() -> None:
+    graph = transformer(layers=2)
+    planner_of.cache_clear()
+    planner = planner_of(graph)
+    least = planner.relaxation.least_peak()
+    with pytest.raises(BudgetError) as refusal:
+        least_time(graph, least - 1)
+    assert "paths" not in vars(planner), "the least memory is searched for by bytes alone"
+    assert refusal.value.smallest_bytes is not None and refusal.value.smallest_bytes >= least
+
+
+def test_what_steps_took_stands_beside_the_forecast(gpt: StepGraph):
+    plan = lowtide.plan.make(gpt, int(0.5 * Simulator(gpt).plain_peak))
+    assert plan.calibrated_extra is None and "calibrated" not in str(plan) and "forecast" in str(plan)
+    later = plan.calibrated(2.0, 0.5)
+    assert (later.plain_seconds, later.predicted_extra_seconds) == (
+        plan.plain_seconds,
+        plan.predicted_extra_seconds,
+    )
+    assert (later.predicted_extra, later.calibrated_extra) == (plan.predicted_extra, 0.25)
+    assert "2000.00 ms plain + 500.00 ms (+25.00 %), calibrated by steps" in str(later)
+    assert Plan.from_json(later.to_json()) == later and later.gap == plan.gap

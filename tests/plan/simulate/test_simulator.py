@@ -1,0 +1,278 @@
+"""The simulator: every rule of docs/design.md on a graph made for it, and all of them against a slow second
+version.
+"""
+
+from __future__ import annotations
+
+from random import Random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from random_graphs import random_graph, with_unasked
+from reference import Infeasible, walk
+from synthetic import Tape, residual_network, transformer
+
+from lowtide.errors import PlanError
+from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, Value
+from lowtide.plan.simulate import Simulator, close, plain, simulate
+
+
+def chain() -> StepGraph:
+    """x (8) -> a (16, saved) -> b (32, saved) -> loss, with one backward node for each saved tensor."""
+    tape = Tape()
+    x = tape.before(8, "parameter", "x")
+    (a,) = tape.op("f", [x], [16], seconds=1)
+    tape.node("f_back", [], a, [x], 1)
+    (b,) = tape.op("g", [a], [32], seconds=2, scratch=5)
+    tape.node("g_back", [tape.save(a)], b, [a], 1)
+    (loss,) = tape.op("h", [b], [4], seconds=3)
+    tape.node("h_back", [tape.save(b)], loss, [b], 1)
+    tape.backward()
+    return tape.graph(overhead_seconds=0.5, replay_overhead_seconds=0.125)
+
+
+def test_plain_keeps_every_saved_tensor_until_its_release():
+    graph = chain()
+    step = plain(graph)
+    assert step.replayed == () and step.extra_seconds == 0
+    # At h_back: x 8, a 16, b 32, the loss is gone, the new gradient of b 32.
+    assert step.peak_bytes == 8 + 16 + 32 + 32
+    assert step.peak_operation is not None and step.peak_operation.name == "h_back"
+    assert step.live_bytes[-1] == 8 + 8, "the parameter and its gradient"
+
+
+def test_given_up_value_is_replayed_at_its_unpack_and_costs_its_operation():
+    graph = chain()
+    step = simulate(graph, [1])  # a stays, b goes
+    assert step.replayed == (1,)
+    assert step.extra_seconds == 2 + 0.125 + 0.5
+    assert step.evicted == (2,)
+    assert step.peak_bytes == 8 + 16 + 32 + 32, "the copy of b stands where b stood"
+
+
+def test_replay_reaches_through_values_that_are_not_stored():
+    graph = chain()
+    step = simulate(graph, [])
+    assert step.replayed == (0, 1)
+    assert step.extra_seconds == 1 + 2 + 2 * 0.125 + 0.5
+    # First unpack (b): replay of f caches a (16), which g and a's saved tensor still read; g makes b (32)
+    # with scratch 5.
+    unpack = graph.events.index(Event("unpack", 1))
+    assert step.top_bytes[unpack] == 8 + 16 + 32 + 5
+    # a stays cached for its own unpack although b's replay has read it.
+    done = graph.events.index(Event("done", 1))
+    assert step.live_bytes[done] == 8 + 16 + 32, "x, the copy of a, the gradient of b"
+
+
+def test_copy_with_no_readers_left_lives_until_done():
+    graph = chain()
+    step = simulate(graph, [1])
+    unpack, done = graph.events.index(Event("unpack", 1)), graph.events.index(Event("done", 1))
+    assert step.live_bytes[unpack] == 8 + 16 + 32
+    assert step.live_bytes[done] == 8 + 16 + 32, "the gradient of b is there now, the copy is gone"
+
+
+def test_stored_base_is_held_for_what_rests_on_it():
+    tape = Tape()
+    x = tape.before(8, "parameter")
+    (a,) = tape.op("f", [x], [16], seconds=1)
+    (b,) = tape.op("g", [a], [32], seconds=1)
+    (c,) = tape.op("h", [b], [4], seconds=1)
+    tape.node("h_back", [tape.save(b)], c, [b], 1)
+    tape.backward()
+    graph = tape.graph()
+    step = simulate(graph, [a])  # a is not saved by autograd, but b's replay starts from it
+    assert step.replayed == (1,)
+    release = graph.events.index(Event("release", 0))
+    storage = graph.values[a].storage
+    assert step.held_until == {storage: release}
+    assert simulate(graph, []).replayed == (0, 1)
+    assert simulate(graph, [b]).held_until == {graph.values[b].storage: release}
+
+
+def test_input_storage_is_resident_until_freed_or_held():
+    tape = Tape()
+    x = tape.before(64, "input")
+    weight = tape.before(8, "parameter")
+    (a,) = tape.op("f", [x, weight], [16], seconds=1)
+    (b,) = tape.op("g", [a], [4], seconds=1)
+    tape.node("g_back", [tape.save(a)], b, [a], 1)
+    tape.backward()
+    graph = tape.graph()
+    at = graph.events.index(Event("op", 0))
+    graph = StepGraph(
+        **{**graph.__dict__, "events": (*graph.events[: at + 1], Event("free", 0), *graph.events[at + 1 :])}
+    )
+    kept = simulate(graph, [a])
+    assert kept.live_bytes[at + 1] == 8 + 16, "the input is gone after its last use"
+    given = simulate(graph, [])
+    assert given.live_bytes[at + 1] == 64 + 8 + 16, "a's replay rests on the input"
+    assert given.live_bytes[-1] == 8, "the input was let go with the release of a"
+
+
+def test_in_place_replay_reuses_the_copy_or_clones_it():
+    def graph_of(save_before: bool) -> StepGraph:
+        tape = Tape()
+        x = tape.before(8, "parameter")
+        (a,) = tape.op("f", [x], [16], seconds=1)
+        if save_before:
+            (c,) = tape.op("side", [a], [2], seconds=1)
+            tape.node("side_back", [tape.save(c)], c, [a], 1)
+        (b,) = tape.op("relu_", [], mutates=[a], seconds=1)
+        (loss,) = tape.op("h", [b, *([c] if save_before else [])], [4], seconds=1)
+        tape.node("relu_back", [tape.save(b)], loss, [b], 1)
+        tape.backward()
+        return tape.graph()
+
+    graph = graph_of(False)
+    step = simulate(graph, [])
+    assert step.replayed == (0, 1)
+    unpack = graph.events.index(Event("unpack", 0))
+    assert step.top_bytes[unpack] == 8 + 16, "relu_ works on the copy that f made"
+    graph = graph_of(True)
+    step = simulate(graph, [])
+    assert step.replayed == (0, 1, 2)
+    unpack = graph.events.index(Event("unpack", 1))
+    assert step.top_bytes[unpack] == 8 + 16 + 16, "the old version has another reader: relu_ works on a clone"
+
+
+def test_argument_overwritten_unseen_is_an_output_like_any_other():
+    tape = Tape()
+    x = tape.before(8, "parameter")
+    (empty,) = tape.op("empty_like", [], [16], seconds=1, replayable=False)
+    (mask,) = tape.op("bernoulli_", [], unseen=[empty], random=True, seconds=1)
+    (y,) = tape.op("mul", [x, mask], [8], seconds=1)
+    tape.node("mul_back", [tape.save(mask)], y, [x], 1)
+    tape.backward()
+    step = simulate(tape.graph(), [])
+    assert step.replayed == (1,), "empty_like need not run again"
+
+
+def test_second_unpack_gets_an_uncached_replay():
+    graph = chain()
+    events = list(graph.events)
+    release = events.index(Event("release", 1))
+    events[release:release] = [Event("unpack", 1), Event("done", 1)]
+    twice = StepGraph(**{**graph.__dict__, "events": tuple(events)})
+    assert simulate(twice, [1]).extra_seconds == 2 * (2 + 0.125) + 0.5
+    assert simulate(twice, [1, 2]).extra_seconds == 0
+
+
+def test_saved_tensor_that_nobody_unpacks_is_not_replayed():
+    graph = chain()
+    events = tuple(e for e in graph.events if e not in (Event("unpack", 1), Event("done", 1)))
+    step = simulate(StepGraph(**{**graph.__dict__, "events": events}), [1])
+    assert step.replayed == () and step.extra_seconds == 0.5
+
+
+def test_copy_waits_for_a_reader_that_never_comes_until_it_is_let_go():
+    tape = Tape()
+    x = tape.before(8, "parameter", "x")
+    (a,) = tape.op("f", [x], [16], seconds=1)
+    (side,) = tape.op("side", [a], [2], seconds=1)
+    unasked = tape.save(side)
+    (b,) = tape.op("g", [a], [32], seconds=1)
+    tape.node("g_back", [tape.save(b)], b, [a], 1)
+    tape.backward()
+    graph = tape.graph()
+    done = graph.events.index(Event("done", 1))
+    begins = graph.events.index(Event("unpack", 1))
+
+    def copies(released: int) -> int:
+        events = list(graph.events)
+        events.insert(released, Event("release", unasked))
+        step = simulate(StepGraph(**{**graph.__dict__, "events": tuple(events)}), [])
+        assert step.replayed == (0, 2)
+        return int(step.live_bytes[begins + (released <= begins)]) - 8
+
+    assert copies(done) == 16 + 32, "side's operation, which reads a, could still be asked for"
+    assert copies(begins) == 32, "nobody can ask for it any more"
+
+
+def test_undroppable_saved_tensor_stays():
+    graph = chain()
+    fixed = tuple(Saved(s.id, s.value, False) if s.id == 1 else s for s in graph.saved)
+    graph = StepGraph(**{**graph.__dict__, "saved": fixed})
+    assert simulate(graph, [1]).replayed == ()
+    assert simulate(graph, [1]).peak_bytes == plain(graph).peak_bytes
+
+
+def test_infeasible_sets_are_refused_with_the_reason():
+    tape = Tape()
+    x = tape.before(8, "parameter")
+    (a,) = tape.op("custom.kernel", [x], [16], replayable=False, seconds=1)
+    (b,) = tape.op("g", [a], [16], seconds=1)
+    (v2,) = tape.op("add_", [], mutates=[b], seconds=1)
+    (c,) = tape.op("h", [v2], [4], seconds=1)
+    tape.node("h_back", [tape.save(v2), tape.save(a)], c, [v2], 1)
+    tape.backward()
+    graph = tape.graph()
+    with pytest.raises(PlanError, match=r"custom\.kernel .* not replayable"):
+        simulate(graph, [])
+    with pytest.raises(PlanError, match="cannot be stored"):
+        simulate(graph, [b])
+    assert close(graph, []) == {a}
+    assert simulate(graph, close(graph, [])).replayed == (1, 2)
+
+
+def test_must_store_is_respected():
+    graph = chain()
+    values = tuple(Value(v.id, v.storage, v.version, v.producer, True, v.id == 1) for v in graph.values)
+    graph = StepGraph(**{**graph.__dict__, "values": values})
+    with pytest.raises(PlanError, match="must be stored"):
+        simulate(graph, [])
+    assert close(graph, []) == {1}
+
+
+def test_step_without_operations():
+    graph = StepGraph((), (Storage(0, 8, "parameter"),), (Value(0, 0, 0, None),), (), (), resident_bytes=8)
+    assert plain(graph).peak_bytes == 8 and plain(graph).peak_operation is None
+    one = StepGraph((Operation(0, "f", (), (), "forward"),), (), (), (), (Event("op", 0),), resident_bytes=3)
+    assert simulate(one, []).peak_bytes == 3
+
+
+def test_large_transformer_simulates_in_milliseconds():
+    graph = transformer(24)
+    sim = Simulator(graph)
+    import time
+
+    start = time.perf_counter()
+    for _ in range(5):
+        sim.simulate(())
+    assert (time.perf_counter() - start) / 5 < 0.2
+
+
+@pytest.mark.parametrize("make", [lambda: transformer(3), lambda: residual_network(5)])
+def test_models_agree_with_the_reference(make):
+    graph = make()
+    sim = Simulator(graph)
+    random = Random(0)
+    for share in (0.0, 0.3, 0.7, 1.0):
+        stored = close(
+            graph,
+            [v.id for v in graph.values if v.producer is not None and v.storable and random.random() < share],
+            sim,
+        )
+        fast = sim.simulate(stored)
+        peak, extra, again = walk(graph, stored)
+        assert (fast.peak_bytes, set(fast.replayed)) == (peak, again)
+        assert fast.extra_seconds == pytest.approx(extra)
+
+
+@settings(max_examples=300, deadline=None)
+@given(st.integers(0, 10**9), st.integers(2, 10), st.integers(0, 10**9), st.sampled_from([0.0, 0.3]))
+def test_random_graphs_agree_with_the_reference(seed: int, operations: int, choice: int, unasked: float):
+    graph = with_unasked(random_graph(seed, operations), choice, unasked)
+    random = Random(choice)
+    wanted = [v.id for v in graph.values if v.producer is not None and v.storable and random.random() < 0.4]
+    try:
+        slow = walk(graph, wanted)
+    except Infeasible:
+        with pytest.raises(PlanError):
+            simulate(graph, wanted)
+        wanted = list(close(graph, wanted))
+        slow = walk(graph, wanted)
+    fast = simulate(graph, wanted)
+    assert (fast.peak_bytes, set(fast.replayed)) == (slow[0], slow[2])
+    assert fast.extra_seconds == pytest.approx(slow[1])
