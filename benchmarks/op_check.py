@@ -23,9 +23,9 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lowtide.meter import storages
-from lowtide.run.digest import same_bytes
-from lowtide.run.direct import RegionDirector
-from lowtide.run.record import Recorder
+from lowtide.run.record.digest import same_bytes
+from lowtide.run.record.directors import RegionDirector
+from lowtide.run.record.recorder import Recorder
 
 Status = Literal["bitwise", "different", "error", "plain raises", "plain differs", "no gradient", "too slow"]
 Variant = Literal["float", "complex", "inplace", "strided", "conjugate", "negative"]

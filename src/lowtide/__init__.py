@@ -22,11 +22,11 @@ if TYPE_CHECKING:
     from lowtide.plan.data import Chain, Compress, Keep, Offload, Plan, Recompute, Shard
     from lowtide.plan.layout import layout
     from lowtide.run.apply import apply
-    from lowtide.run.limit import Handle, handle_of, limit_memory
-    from lowtide.run.links import measure_links
-    from lowtide.run.scope import checkpoint, checkpointing
-    from lowtide.run.step import trace
-    from lowtide.run.told import LowtideWarning
+    from lowtide.run.limit.limit import Handle, handle_of, limit_memory
+    from lowtide.run.limit.messages import LowtideWarning
+    from lowtide.run.look.step import trace
+    from lowtide.run.move.links import measure_links
+    from lowtide.run.scope.scope import checkpoint, checkpointing
     from lowtide.store.stores import Stores
 
 __version__ = "0.1.0"
@@ -37,21 +37,21 @@ _HOMES = {
     "Offload": "lowtide.plan.data",
     "Shard": "lowtide.plan.data",
     "Stores": "lowtide.store.stores",
-    "Handle": "lowtide.run.limit",
+    "Handle": "lowtide.run.limit.limit",
     "Keep": "lowtide.plan.data",
-    "LowtideWarning": "lowtide.run.told",
+    "LowtideWarning": "lowtide.run.limit.messages",
     "Measurement": "lowtide.meter",
     "Plan": "lowtide.plan.data",
     "Recompute": "lowtide.plan.data",
     "StepGraph": "lowtide.graph",
     "apply": "lowtide.run.apply",
-    "handle_of": "lowtide.run.limit",
-    "checkpoint": "lowtide.run.scope",
-    "checkpointing": "lowtide.run.scope",
+    "handle_of": "lowtide.run.limit.limit",
+    "checkpoint": "lowtide.run.scope.scope",
+    "checkpointing": "lowtide.run.scope.scope",
     "layout": "lowtide.plan.layout",
-    "limit_memory": "lowtide.run.limit",
+    "limit_memory": "lowtide.run.limit.limit",
     "measure": "lowtide.meter",
-    "measure_links": "lowtide.run.links",
+    "measure_links": "lowtide.run.move.links",
     "policies": "lowtide.plan.policies",
 }
 

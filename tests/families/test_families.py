@@ -13,8 +13,8 @@ import zoo
 
 import lowtide
 from lowtide import meter
-from lowtide.run.direct import RegionDirector
-from lowtide.run.record import Recorder
+from lowtide.run.record.directors import RegionDirector
+from lowtide.run.record.recorder import Recorder
 
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("quiet_transformers")

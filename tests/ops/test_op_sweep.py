@@ -13,8 +13,8 @@ import pytest
 import torch
 from benchmarks import op_check, op_sweep
 
-from lowtide.run.direct import RegionDirector
-from lowtide.run.record import Recorder
+from lowtide.run.record.directors import RegionDirector
+from lowtide.run.record.recorder import Recorder
 
 pytest.importorskip("expecttest")  # PyTorch's operator database imports it
 

@@ -117,7 +117,7 @@ def test_what_has_no_meaning_is_refused(options: dict[str, Any], says: str) -> N
 
 
 def test_without_a_determinism_check_nothing_is_verified(monkeypatch: pytest.MonkeyPatch) -> None:
-    from lowtide.run import record
+    from lowtide.run.record import recorder as record
 
     def verified(*args: Any) -> str:
         raise ReplayError("verified")

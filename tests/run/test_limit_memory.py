@@ -19,7 +19,7 @@ import lowtide
 from lowtide import BudgetError
 from lowtide.budget import format_bytes
 from lowtide.meter import measure, resident_bytes
-from lowtide.run.limiter import Limiter
+from lowtide.run.limit.limiter import Limiter
 
 
 class Block(nn.Module):

@@ -18,9 +18,9 @@ from lowtide.meter import measure
 from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
-from lowtide.run import limiter
-from lowtide.run.native import compiled
-from lowtide.run.record import Recorder
+from lowtide.run.limit import limiter
+from lowtide.run.record.native import compiled
+from lowtide.run.record.recorder import Recorder
 
 pytestmark = pytest.mark.skipif(compiled(wait=True) is None, reason="there is no C++ compiler")
 

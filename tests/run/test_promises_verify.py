@@ -15,8 +15,8 @@ from torch import nn
 
 import lowtide
 from lowtide import LowtideWarning, ReplayError
-from lowtide.run.direct import RegionDirector
-from lowtide.run.record import Recorder
+from lowtide.run.record.directors import RegionDirector
+from lowtide.run.record.recorder import Recorder
 
 N = 16
 

@@ -15,8 +15,8 @@ from torch import nn
 
 import lowtide
 from lowtide.meter import available, measure
-from lowtide.run import resident
-from lowtide.run.resident import KnownNeed, optimizer_need
+from lowtide.run.limit import optimizer_need as resident
+from lowtide.run.limit.optimizer_need import KnownNeed, optimizer_need
 
 OPTIMIZERS: dict[str, Any] = {
     "AdamW": lambda p: torch.optim.AdamW(p),

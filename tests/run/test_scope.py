@@ -19,7 +19,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import lowtide
 from lowtide import PlanError, private
 from lowtide.interception import interceptors
-from lowtide.run import handles, record
+from lowtide.run.record import handles
+from lowtide.run.record import recorder as record
 
 N = 16
 

@@ -17,7 +17,7 @@ from lowtide.plan.data import Chain, Compress, Offload, Plan
 from lowtide.plan.layout import check
 from lowtide.plan.layout.slab import place_bytes, without_slab
 from lowtide.plan.simulate import Simulator
-from lowtide.run.resident import optimizer_need
+from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.store.lanes import Transfer
 from lowtide.store.slab import Slab
 

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerCallback
 
 from lowtide.integrations.peaks import Peaks
-from lowtide.run.limit import Handle, limit_memory
+from lowtide.run.limit.limit import Handle, limit_memory
 
 
 class LimitMemory(TrainerCallback):

@@ -14,8 +14,8 @@ else:
 
 from lowtide.errors import PlanError
 from lowtide.integrations.peaks import Peaks
-from lowtide.run.limit import Handle, limit_memory
-from lowtide.run.told import warn
+from lowtide.run.limit.limit import Handle, limit_memory
+from lowtide.run.limit.messages import warn
 
 
 class LimitMemory(Callback):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lowtide.run.limit import Handle
+from lowtide.run.limit.limit import Handle
 
 MIB = 1 << 20
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
 from lowtide.models.presets import ModelError
-from lowtide.run.scope import checkpointing
+from lowtide.run.scope.scope import checkpointing
 
 _FRONT = ("tokens", "positions", "dropout")
 _BACK = ("norm", "head")

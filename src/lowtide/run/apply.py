@@ -10,10 +10,10 @@ import torch
 
 from lowtide.errors import PlanError
 from lowtide.plan.data import Plan
-from lowtide.run.direct import PlanDirector
-from lowtide.run.moved import TransferEngine, prepare
-from lowtide.run.native import compiled_program
-from lowtide.run.record import Findings, Recorder, Verify
+from lowtide.run.move.engine import TransferEngine, prepare
+from lowtide.run.record.directors import PlanDirector
+from lowtide.run.record.native import compiled_program
+from lowtide.run.record.recorder import Findings, Recorder, Verify
 from lowtide.store.stores import Stores
 
 

@@ -4,7 +4,7 @@ Comes in: a step, operation by operation, and what autograd saves. Goes out: the
 seconds and scratch bytes of its operations. `tracer` is what every trace is made of, `eager` records a step
 that runs, `fake` one that cannot run here, `costs` times operations for that one.
 
-``lowtide.trace(step, *args)`` is the verb; see `lowtide.run.step.trace`.
+``lowtide.trace(step, *args)`` is the verb; see `lowtide.run.look.step.trace`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ class _Room(ModuleType):
     """Lets ``lowtide.trace`` be the room and the verb: ``lowtide.trace(step, *args)``."""
 
     def __call__(self, *args: Any, **kwargs: Any) -> StepGraph:
-        from lowtide.run.step import trace
+        from lowtide.run.look.step import trace
 
         return trace(*args, **kwargs)
 

@@ -23,7 +23,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lowtide.errors import LowtideError
-from lowtide.run.told import LowtideWarning
+from lowtide.run.limit.messages import LowtideWarning
 
 KEPT = 2
 _NAME = re.compile(r"step-(\d{8})\.json")

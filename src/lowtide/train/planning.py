@@ -16,7 +16,7 @@ from lowtide.models import ModelSpec, build_model
 from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
 from lowtide.progress import working
-from lowtide.run.unseen import with_overhead
+from lowtide.run.limit.hidden_costs import with_overhead
 from lowtide.trace.fake.step import trace_fake
 from lowtide.train.options import DTYPES, check_device, check_file, check_policy, checked_spec, require
 from lowtide.train.part import raised

@@ -23,7 +23,7 @@ from lowtide import meter
 from lowtide.errors import BudgetError
 from lowtide.models import ModelSpec
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients, mark_partial_gradients
-from lowtide.run.resident import optimizer_need
+from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.train.options import TrainOptions, require
 from lowtide.train.part import Batch, WholeModel, raised
 from lowtide.train.ranks import Ranks

@@ -25,8 +25,8 @@ from torch import Tensor, nn
 
 from lowtide.parallel.checkpoint import partitions_of
 from lowtide.parallel.partition import Partition
-from lowtide.run.resident import own_share
-from lowtide.run.told import LowtideWarning
+from lowtide.run.limit.messages import LowtideWarning
+from lowtide.run.limit.optimizer_need import own_share
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.ranks import Ranks

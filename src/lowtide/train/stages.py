@@ -20,7 +20,7 @@ from lowtide.parallel.data import average_gradients
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients
 from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
 from lowtide.parallel.window import MicroBatch, StageMemory, measure_micro_batch
-from lowtide.run.resident import optimizer_need
+from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.train.options import OptionError, TrainOptions, require
 from lowtide.train.part import Batch, Part, count_parameters, raised, shared_model
 from lowtide.train.ranks import Ranks

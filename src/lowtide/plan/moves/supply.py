@@ -2,7 +2,7 @@
 are.
 
 The planner takes both as plain data. `Supply` is who knows; in a process that runs steps that is
-`lowtide.run.links`, which nothing else of this folder reaches.
+`lowtide.run.move.links`, which nothing else of this folder reaches.
 """
 
 from __future__ import annotations
@@ -31,6 +31,6 @@ class Supply(Protocol):
 
 def supply() -> Supply:
     """Who knows in this process."""
-    from lowtide.run import links
+    from lowtide.run.move import links
 
     return links

@@ -1,5 +1,5 @@
 // The compiled half of the recorder: for the operations that a plan's program names and that need no closer
-// look, what lowtide.run.record and lowtide.run.tape do in Python. They stay the reference: whatever is not
+// look, what lowtide.run.record.recorder and lowtide.run.record.tape do in Python. They stay the reference: whatever is not
 // plain here (another operation than the program has next, writes to what is known, random numbers, subclasses)
 // goes there. Both halves work on the same objects: the recorder's tables, and the slots of LiveValue and Node.
 

@@ -8,8 +8,8 @@ import torch
 
 from lowtide import private
 from lowtide.interception import interceptors
-from lowtide.run.key import Members
-from lowtide.run.record import Recorder
+from lowtide.run.limit.key import Members
+from lowtide.run.record.recorder import Recorder
 from lowtide.trace.results import tensors_inside
 
 

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 import torch
 
 from lowtide.errors import BudgetError
-from lowtide.run.resident import own_share
+from lowtide.run.limit.optimizer_need import own_share
 
 
 @contextmanager

@@ -11,12 +11,12 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
-from lowtide.run.digest import digest
-from lowtide.run.tape import Ref, bring_back
-from lowtide.run.watch import StepWatch
+from lowtide.run.limit.watch import StepWatch
+from lowtide.run.record.digest import digest
+from lowtide.run.record.tape import Ref, bring_back
 
 if TYPE_CHECKING:
-    from lowtide.run.moved import TransferEngine
+    from lowtide.run.move.engine import TransferEngine
 
 
 class Kept:

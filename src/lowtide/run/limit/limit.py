@@ -14,13 +14,13 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
-from lowtide.run.engage import Engagement
-from lowtide.run.key import StepKey
-from lowtide.run.limiter import Limiter
-from lowtide.run.planning import Policy
-from lowtide.run.record import Verify
-from lowtide.run.refuse import refuse_other_kinds, refuse_sharded
-from lowtide.run.told import limit_line, warn
+from lowtide.run.limit.arguments import refuse_other_kinds, refuse_sharded
+from lowtide.run.limit.engagement import Engagement
+from lowtide.run.limit.key import StepKey
+from lowtide.run.limit.limiter import Limiter
+from lowtide.run.limit.messages import limit_line, warn
+from lowtide.run.limit.planning import Policy
+from lowtide.run.record.recorder import Verify
 from lowtide.store.stores import Stores
 from lowtide.trace.results import tensors_inside
 

@@ -23,7 +23,7 @@ import torch
 from lowtide import private
 
 if TYPE_CHECKING:
-    from lowtide.run.tape import Node
+    from lowtide.run.record.tape import Node
 
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

@@ -14,8 +14,8 @@ import torch
 
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
-from lowtide.run.look import Look
-from lowtide.run.unseen import with_overhead
+from lowtide.run.limit.hidden_costs import with_overhead
+from lowtide.run.look.look import Look
 from lowtide.trace.fake.step import trace_fake
 from lowtide.trace.results import loss_in, tensors_inside
 from lowtide.trace.untouched import untouched, without_history

@@ -9,8 +9,8 @@ import torch
 
 from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage
-from lowtide.run.digest import same_bytes
-from lowtide.run.tape import Node, flat_results, run_again
+from lowtide.run.record.digest import same_bytes
+from lowtide.run.record.tape import Node, flat_results, run_again
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,13 +20,13 @@ from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.run.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
-from lowtide.run.claims import beside, replayed_gathers, same_forward, with_seconds_of
-from lowtide.run.gradients import with_standing_gradients
-from lowtide.run.kinds import Kind
-from lowtide.run.resident import KnownNeed, OptimizerNeed
-from lowtide.run.shares import beyond, within
-from lowtide.run.unseen import overlapped_bytes, with_overhead
+from lowtide.run.limit.hidden_costs import overlapped_bytes, with_overhead
+from lowtide.run.limit.kinds import Kind
+from lowtide.run.limit.margins import beyond, within
+from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
+from lowtide.run.limit.standing_gradients import with_standing_gradients
+from lowtide.run.ranks.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
+from lowtide.run.ranks.claims import beside, replayed_gathers, same_forward, with_seconds_of
 from lowtide.trace.settle import with_collectives
 
 Policy = str | Callable[..., Plan]

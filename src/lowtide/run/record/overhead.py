@@ -25,9 +25,9 @@ from lowtide import private
 from lowtide.interception import Interceptor, proceed, unseen, visible
 from lowtide.ops import tensors_of
 from lowtide.plan.data import ProgramStep
-from lowtide.run.direct import PlanDirector
-from lowtide.run.native import compiled, compiled_program
-from lowtide.run.record import Recorder
+from lowtide.run.record.directors import PlanDirector
+from lowtide.run.record.native import compiled, compiled_program
+from lowtide.run.record.recorder import Recorder
 
 _LAYERS = 6
 _OPERATIONS_OF_A_LAYER = 6
@@ -64,7 +64,7 @@ class _Names(Interceptor):
 def executor_overhead() -> Overhead:
     """Measured once per process and recorder (some tenths of a second), on the forward and backward of a
     model of 8 features on the CPU. It is the host's time; what of it hides behind a GPU's see
-    `lowtide.run.unseen`.
+    `lowtide.run.limit.hidden_costs`.
     """
     return _measured(compiled() is not None)
 

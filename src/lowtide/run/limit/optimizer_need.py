@@ -11,7 +11,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter import storages
-from lowtide.run.told import warn
+from lowtide.run.limit.messages import warn
 from lowtide.trace.fake.tensors import Faker
 from lowtide.trace.fake.tracer import FakeTracer
 

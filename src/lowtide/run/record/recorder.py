@@ -2,7 +2,7 @@
 
 `Recorder` is the interceptor and the pair of saved-tensor hooks of one forward. What is recorded and what is
 held is asked of a `Director`: one that follows a plan (`lowtide.run.apply`) or one that knows only its region
-(`lowtide.run.scope`).
+(`lowtide.run.scope.scope`).
 """
 
 from __future__ import annotations
@@ -29,17 +29,17 @@ from lowtide.ops import (
     tensors_of,
     written_tensors,
 )
-from lowtide.run.digest import digest, reach
-from lowtide.run.direct import Director, PlanDirector, ScopeDirector
-from lowtide.run.drawn import drawn
-from lowtide.run.handles import Attributed, Evicted, Kept, Wrapped, unpack
-from lowtide.run.native import compiled
-from lowtide.run.tape import LiveValue, Node, Ref, Standing, flat_results
-from lowtide.run.verify import copied, why_not_reproduced
-from lowtide.run.watch import StepWatch
+from lowtide.run.limit.watch import StepWatch
+from lowtide.run.record.digest import digest, reach
+from lowtide.run.record.directors import Director, PlanDirector, ScopeDirector
+from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
+from lowtide.run.record.native import compiled
+from lowtide.run.record.random_draws import drawn
+from lowtide.run.record.tape import LiveValue, Node, Ref, Standing, flat_results
+from lowtide.run.record.verify import copied, why_not_reproduced
 
 if TYPE_CHECKING:
-    from lowtide.run.moved import Fetch, TransferEngine
+    from lowtide.run.move.engine import Fetch, TransferEngine
 
 Verify = Literal["first", "always", "never"]
 
@@ -71,8 +71,8 @@ class Recorder(Interceptor):
         room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its
             position in the forward; what does not fit is not run twice but checked by digest in backward.
         mover: carries out the plan's moves.
-        program: the plan's, as the compiled recorder knows it (`lowtide.run.native`), or ``None``. What is
-            verified or checked is Python's.
+        program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
+            What is verified or checked is Python's.
     """
 
     def __init__(

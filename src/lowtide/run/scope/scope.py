@@ -15,10 +15,10 @@ from torch.utils.checkpoint import noop_context_fn
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.interception import watchers
-from lowtide.run.direct import RegionDirector, ScopeDirector
-from lowtide.run.record import Verify
-from lowtide.run.reproduced import ScopeRecorder
-from lowtide.run.rules import RegionPolicy, director_for, selective
+from lowtide.run.record.directors import RegionDirector, ScopeDirector
+from lowtide.run.record.recorder import Verify
+from lowtide.run.scope.reproduced import ScopeRecorder
+from lowtide.run.scope.rules import RegionPolicy, director_for, selective
 
 
 def checkpointing(policy: RegionPolicy = None, *, verify: Verify = "first") -> AbstractContextManager[None]:

@@ -21,13 +21,13 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors, unseen
 from lowtide.ops import has_plain_storage, is_wrapper
-from lowtide.run.compiled import left_alone
-from lowtide.run.direct import RegionDirector
-from lowtide.run.handles import Attributed, Evicted, Kept, Wrapped
-from lowtide.run.record import Recorder
-from lowtide.run.scope import blocks_of
-from lowtide.run.tape import LiveValue
-from lowtide.run.watch import open_peak
+from lowtide.run.limit.compiled_submodules import left_alone
+from lowtide.run.limit.watch import open_peak
+from lowtide.run.record.directors import RegionDirector
+from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped
+from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.tape import LiveValue
+from lowtide.run.scope.scope import blocks_of
 from lowtide.trace.eager import StepTracer, apart
 from lowtide.trace.results import tensors_inside
 
@@ -279,7 +279,7 @@ class _LittleMemory(Recorder):
 
     Args:
         tracer: knows what the step made.
-        verify: as of `lowtide.run.record.Recorder`.
+        verify: as of `lowtide.run.record.recorder.Recorder`.
     """
 
     def __init__(self, tracer: StepTracer, verify: bool) -> None:

@@ -18,10 +18,10 @@ import torch
 from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.ops import OpInfo, op_info
-from lowtide.run.direct import Director
-from lowtide.run.record import Recorder, Verify
-from lowtide.run.tape import LiveValue, Node, Ref
-from lowtide.run.told import warn
+from lowtide.run.limit.messages import warn
+from lowtide.run.record.directors import Director
+from lowtide.run.record.recorder import Recorder, Verify
+from lowtide.run.record.tape import LiveValue, Node, Ref
 
 MOST_TRAILS = 1 << 17
 

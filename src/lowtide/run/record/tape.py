@@ -16,10 +16,10 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import compiled_recorder, unseen
 from lowtide.ops import op_info
-from lowtide.run.drawn import drawn_again
+from lowtide.run.record.random_draws import drawn_again
 
 if TYPE_CHECKING:
-    from lowtide.run.moved import Fetch
+    from lowtide.run.move.engine import Fetch
 
 
 class LiveValue:

@@ -8,7 +8,7 @@ import torch
 
 from lowtide.graph import StepGraph
 from lowtide.ops import FUNCTIONAL_COLLECTIVES
-from lowtide.run.overhead import executor_overhead
+from lowtide.run.record.overhead import executor_overhead
 
 
 def overlapped_bytes(graph: StepGraph) -> int:

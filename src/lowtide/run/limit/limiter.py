@@ -1,8 +1,8 @@
 """What stands in for the forward of a model whose training step stays within a budget.
 
-A kind of step goes through three states. *Unknown*: its next step is looked at (`lowtide.run.look`). *Looked
-at*: the planner makes a plan, when backward has ended and before anything else runs. *Planned*: steps run
-under the plan, and each is watched. What one of them shows (it took more than the budget, it ran other
+A kind of step goes through three states. *Unknown*: its next step is looked at (`lowtide.run.look.look`).
+*Looked at*: the planner makes a plan, when backward has ended and before anything else runs. *Planned*: steps
+run under the plan, and each is watched. What one of them shows (it took more than the budget, it ran other
 operations) is noted with the kind, and acted upon before the next step.
 """
 
@@ -24,22 +24,22 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.progress import log
-from lowtide.run.compiled import left_alone
-from lowtide.run.direct import PlanDirector
-from lowtide.run.engage import Engagement
-from lowtide.run.key import Members, StepKey, step_key
-from lowtide.run.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
-from lowtide.run.later import later_steps_told
-from lowtide.run.look import Look
-from lowtide.run.moved import TransferEngine, prepare
-from lowtide.run.native import compiled_program
-from lowtide.run.overhead import executor_overhead
-from lowtide.run.planning import Planner, Policy
-from lowtide.run.record import Recorder, Verify
-from lowtide.run.refuse import refuse_sharded
-from lowtide.run.told import OWN_OFF, own_checkpointing, warn
-from lowtide.run.unlimited import AROUND_COMPILED, keeps_nothing, why_unlimited
-from lowtide.run.watch import StepWatch
+from lowtide.run.limit.arguments import refuse_sharded
+from lowtide.run.limit.compiled_submodules import left_alone
+from lowtide.run.limit.engagement import Engagement
+from lowtide.run.limit.key import Members, StepKey, step_key
+from lowtide.run.limit.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
+from lowtide.run.limit.later_steps import later_steps_told
+from lowtide.run.limit.messages import OWN_OFF, own_checkpointing, warn
+from lowtide.run.limit.planning import Planner, Policy
+from lowtide.run.limit.unlimited import AROUND_COMPILED, keeps_nothing, why_unlimited
+from lowtide.run.limit.watch import StepWatch
+from lowtide.run.look.look import Look
+from lowtide.run.move.engine import TransferEngine, prepare
+from lowtide.run.record.directors import PlanDirector
+from lowtide.run.record.native import compiled_program
+from lowtide.run.record.overhead import executor_overhead
+from lowtide.run.record.recorder import Recorder, Verify
 from lowtide.store.stores import Stores
 from lowtide.trace.results import loss_to_plan_for, tensors_inside
 from lowtide.trace.untouched import untouched, without_history

@@ -18,7 +18,7 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.interception import is_made_of_others
 from lowtide.ops import op_info
-from lowtide.run.direct import IdleDirector, RegionDirector, ScopeDirector
+from lowtide.run.record.directors import IdleDirector, RegionDirector, ScopeDirector
 
 Overload = private.OpOverload
 Packet = private.OpOverloadPacket

@@ -18,8 +18,8 @@ from lowtide import private
 from lowtide.interception import unseen
 from lowtide.plan.data import Compress, Move, Plan, Shard, ahead_bytes, stages
 from lowtide.plan.layout import find
-from lowtide.run.digest import digest
-from lowtide.run.tape import LiveValue
+from lowtide.run.record.digest import digest
+from lowtide.run.record.tape import LiveValue
 from lowtide.store.codec import Codec, CodecError
 from lowtide.store.lanes import Transfer
 from lowtide.store.shard import Gather, Replicas

@@ -44,7 +44,7 @@ def compiled(wait: bool = False) -> Any:
     """
     loaded = _loaded()
     if loaded.module is None and not interception.interceptors():
-        from lowtide.run import handles, tape
+        from lowtide.run.record import handles, tape
 
         module = extension(_SOURCE, "lowtide_recorder", wait=wait)
         if module is not None:

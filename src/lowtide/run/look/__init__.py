@@ -1,0 +1,5 @@
+"""Look at a first step: it runs for real, in little memory, and is written down.
+
+In: a model's forward and its arguments, or a function that ends in a loss. Out: a `StepGraph`.
+Begin with `look.py`; `step.py` is `lowtide.trace`.
+"""
