@@ -80,10 +80,13 @@ def check(outcomes: list[Any]) -> None:
     assert not wrong
     total = op_sweep.total(outcomes)
     assert total["dropped_percent"] >= 95
-    # what stayed is named, or could not be reached by the dispatcher's strided tensors
+    # what stayed is named, or could not be reached: sparse tensors, noise that its operation fills, and index
+    # tensors that Python's square brackets make below the dispatcher
     for outcome in outcomes:
         if outcome.dropped_bytes < outcome.droppable_bytes:
-            assert outcome.kept or any(word in outcome.name for word in ("sparse", "rrelu")), outcome
+            assert outcome.kept or any(word in outcome.name for word in ("sparse", "rrelu", "__getitem__")), (
+                outcome
+            )
 
 
 SELDOM = ("strided", "conjugate", "negative")
