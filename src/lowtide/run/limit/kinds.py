@@ -38,7 +38,6 @@ class Kind:
         look_again: why the next step is to be looked at, or empty.
         solve_again: why the plan is to be made again before the next step, or empty.
         margin_bytes: by how much a step was seen to exceed its prediction.
-        crowded: other limited models take part in the same steps; each is planned for its own part.
         unseen_backward: backward runs on a thread whose operations are not seen: the next look runs one of
             its own.
         claims: gathers whose results layers save, in the next look.
@@ -58,7 +57,6 @@ class Kind:
     look_again: str = ""
     solve_again: str = ""
     margin_bytes: int = 0
-    crowded: bool = False
     unseen_backward: bool = False
     claims: frozenset[int] = frozenset()
     without_claims: tuple[StepGraph, Plan] | None = None

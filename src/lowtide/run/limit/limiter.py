@@ -72,6 +72,7 @@ class Limiter:
     know. It can be copied and pickled with the model; plans are not copied, the copy plans for itself.
 
     Attributes:
+        crowded: other limited models take part in the same steps; each is planned for its own part.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run as they are.
     """
 
@@ -110,6 +111,7 @@ class Limiter:
         self.told: set[str] = set()
         self.local = _Local()
         self.engagement: Engagement | None = None
+        self.crowded = False
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("model", "budget", "policy", "loss_fn", "verify", "original", "progress", "removed")
@@ -187,11 +189,10 @@ class Limiter:
             self.local.look[0].beside(result)
             return result
         kind = self.kind_for(args, kwargs, members)
-        if kind.wants_look and not (kind.crowded or kind.unseen_backward):
-            kind.crowded = self._beside_others()
-        if kind.crowded:
+        self.crowded |= self._beside_others()
+        if self.crowded:
             self._tell("crowded", CROWDED)
-        if kind.wants_look and (kind.crowded or kind.unseen_backward):
+        if kind.wants_look and (self.crowded or kind.unseen_backward):
             with alone():
                 self.prepare(args, kwargs)
         if kind.wants_look:
@@ -342,7 +343,7 @@ class Limiter:
             self.local.look = None
         if look.blind or look.tracer.crowded:
             kind.unseen_backward |= look.blind
-            kind.crowded |= look.tracer.crowded
+            self.crowded |= look.tracer.crowded
             look.close()
             return
         with self.lock:
@@ -483,7 +484,7 @@ class Limiter:
         what to do about it.
         """
         kind.ran(director.departed - director.missed)
-        if kind.crowded:  # what is measured is everybody's
+        if self.crowded:  # what is measured is everybody's
             return
         limit, peak = plan.budget_bytes, watch.peak_bytes
         if peak is None or kind.graph is None or kind.plan is not plan:
