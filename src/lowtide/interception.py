@@ -145,6 +145,21 @@ def visible() -> Iterator[None]:
         _include(_KEY, before)
 
 
+@contextmanager
+def alone() -> Iterator[None]:
+    """Nobody who is active now sees what runs in the block; those who become active in it do."""
+    thread, included = _thread(), _included(_KEY)
+    before, thread.active = thread.active, []
+    thread.choose()
+    _include(_KEY, False)
+    try:
+        yield
+    finally:
+        thread.active = before
+        thread.choose()
+        _include(_KEY, included)
+
+
 def seen() -> bool:
     """Whether operations that this thread runs now are seen by an interceptor."""
     return _included(_KEY)

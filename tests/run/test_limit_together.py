@@ -154,3 +154,36 @@ def test_planning_in_one_thread_does_not_disturb_another() -> None:
         stop.set()
         thread.join()
     assert errors == []
+
+
+def test_each_of_two_models_in_one_step_has_its_own_budget() -> None:
+    """Two encoders one after the other: neither is planned for what the other holds."""
+
+    def encoder() -> nn.Module:
+        layers = [
+            nn.Sequential(nn.Linear(N, 4 * N), nn.GELU(), nn.Dropout(0.1), nn.Linear(4 * N, N))
+            for _ in "1234"
+        ]
+        return nn.Sequential(*layers)
+
+    torch.manual_seed(0)
+    plain, x = [encoder(), encoder()], torch.randn(256, N)
+    limited = copy.deepcopy(plain)
+    handles = [lowtide.limit_memory(model, "85%") for model in limited]
+    said: list[Any] = []
+    for seed in range(4):
+        grads = []
+        for first, second in (plain, limited):
+            first.zero_grad()
+            second.zero_grad()
+            torch.manual_seed(seed)
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                second(first(x)).square().sum().backward()
+            said += [str(one.message) for one in caught]
+            grads.append([p.grad.clone() for model in (first, second) for p in model.parameters()])
+        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    plans = [handle.plan for handle in handles]
+    assert all(plan is not None and plan.replayed for plan in plans)
+    assert plans[0].predicted_peak_bytes == pytest.approx(plans[1].predicted_peak_bytes, rel=0.2)
+    assert sum("several limited models take part" in text for text in said) == 2

@@ -43,6 +43,7 @@ class StepTracer(Tracer, Interceptor):
 
     Attributes:
         asks: whether the forward asked for values, which may change what it does from step to step.
+        crowded: whether the steps of other limited models go on within this one.
         checkpoints: whether a part of the forward is under ``torch.utils.checkpoint``.
         before_write: called with the tensors that an operation outside the planned region is about to
             overwrite.
@@ -55,6 +56,7 @@ class StepTracer(Tracer, Interceptor):
         super().__init__(model, device)
         self.claims = claims
         self.asks = False
+        self.crowded = False
         self.checkpoints = False
         self.before_write: Callable[[list[torch.Tensor]], None] = lambda written: None
         self.opaque = 0

@@ -22,6 +22,7 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
+from lowtide.interception import alone, interceptors
 from lowtide.plan.data import Plan
 from lowtide.progress import log
 from lowtide.run.limit.arguments import refuse_sharded
@@ -32,7 +33,7 @@ from lowtide.run.limit.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_
 from lowtide.run.limit.later_steps import later_steps_told
 from lowtide.run.limit.messages import OWN_OFF, own_checkpointing, warn
 from lowtide.run.limit.planning import Planner, Policy
-from lowtide.run.limit.unlimited import AROUND_COMPILED, keeps_nothing, why_unlimited
+from lowtide.run.limit.unlimited import AROUND_COMPILED, CROWDED, keeps_nothing, why_unlimited
 from lowtide.run.limit.watch import StepWatch
 from lowtide.run.look.look import Look
 from lowtide.run.move.engine import TransferEngine, prepare
@@ -41,6 +42,7 @@ from lowtide.run.record.native import compiled_program
 from lowtide.run.record.overhead import executor_overhead
 from lowtide.run.record.recorder import Recorder, Verify
 from lowtide.store.stores import Stores
+from lowtide.trace.eager import StepTracer
 from lowtide.trace.results import loss_to_plan_for, tensors_inside
 from lowtide.trace.untouched import untouched, without_history
 
@@ -70,6 +72,7 @@ class Limiter:
     know. It can be copied and pickled with the model; plans are not copied, the copy plans for itself.
 
     Attributes:
+        crowded: other limited models take part in the same steps; each is planned for its own part.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run as they are.
     """
 
@@ -108,6 +111,7 @@ class Limiter:
         self.told: set[str] = set()
         self.local = _Local()
         self.engagement: Engagement | None = None
+        self.crowded = False
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("model", "budget", "policy", "loss_fn", "verify", "original", "progress", "removed")
@@ -185,8 +189,12 @@ class Limiter:
             self.local.look[0].beside(result)
             return result
         kind = self.kind_for(args, kwargs, members)
-        if kind.wants_look and kind.unseen_backward:
-            self.prepare(args, kwargs)
+        self.crowded |= self._beside_others()
+        if self.crowded:
+            self._tell("crowded", CROWDED)
+        if kind.wants_look and (self.crowded or kind.unseen_backward):
+            with alone():
+                self.prepare(args, kwargs)
         if kind.wants_look:
             return self._look(kind, args, kwargs)
         return self._step(kind, args, kwargs, begin)
@@ -320,12 +328,23 @@ class Limiter:
             raise
         return result
 
+    def _beside_others(self) -> bool:
+        """Whether steps of other limited models are being looked at, which do not see their own part alone
+        then: they are to look again, as this one does.
+        """
+        others = [one for one in interceptors() if isinstance(one, StepTracer)]
+        for tracer in others:
+            tracer.crowded = True
+        return bool(others)
+
     def _looked(self, look: Look, kind: Kind) -> None:
         """A step that was looked at is over: plan for its kind."""
         if self.local.look is not None and self.local.look[0] is look:
             self.local.look = None
-        if look.blind:
-            kind.unseen_backward = True
+        if look.blind or look.tracer.crowded:
+            kind.unseen_backward |= look.blind
+            self.crowded |= look.tracer.crowded
+            look.close()
             return
         with self.lock:
             self._tell_of(look)
@@ -465,6 +484,8 @@ class Limiter:
         what to do about it.
         """
         kind.ran(director.departed - director.missed)
+        if self.crowded:  # what is measured is everybody's
+            return
         limit, peak = plan.budget_bytes, watch.peak_bytes
         if peak is None or kind.graph is None or kind.plan is not plan:
             return

@@ -28,6 +28,11 @@ class Unlimited(NamedTuple):
 AROUND_COMPILED = (
     "torch.compile around a limited model does not reach into it: compile its submodules, which stay compiled"
 )
+CROWDED = (
+    "several limited models take part in one step: each is planned for its own part, and what they take "
+    "together is not held against a budget. To have one budget for all, put one limit on a module that runs "
+    "them"
+)
 
 _NOTHING_TO_LIMIT = Unlimited("nothing to limit")
 _TRANSFORMED = Unlimited(
