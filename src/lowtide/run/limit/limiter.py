@@ -13,14 +13,14 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext, suppress
 from typing import Any
 
 import torch
 
 from lowtide import budget as budgets
 from lowtide import private
-from lowtide.errors import BudgetError
+from lowtide.errors import BudgetError, TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors
 from lowtide.plan.data import Plan
@@ -193,7 +193,8 @@ class Limiter:
         if self.crowded:
             self._tell("crowded", CROWDED)
         if kind.wants_look and (self.crowded or kind.unseen_backward):
-            with alone():
+            # of several models in one step, one may have no part in any backward, as a teacher has none
+            with alone(), suppress(*((TraceError,) if self.crowded else ())):
                 self.prepare(args, kwargs)
         if kind.wants_look:
             return self._look(kind, args, kwargs)
