@@ -83,6 +83,8 @@ def parse(text: str | int | float, plain_peak_bytes: int | None = None) -> int:
         raise BudgetError(f"the budget {text!r} has the unknown unit {found[2]!r}: {_FORMS}")
     if unit in ("", "b", "byte", "bytes") and number.denominator != 1:
         raise BudgetError(f"the budget {text!r} is not a whole number of bytes: {_FORMS}")
+    if unit == "" and 0 < number <= 100:  # a share or a size whose unit was forgotten
+        raise BudgetError(f"the budget {text!r} has no unit, and no step fits into so few bytes: {_FORMS}")
     return _positive(int(number * _UNITS[unit]), text)
 
 

@@ -64,6 +64,7 @@ def test_percentages() -> None:
         "1.5",
         "6 elephants",
         "1e9",
+        "60",
     ],
 )
 def test_malformed_budgets_quote_the_text_and_list_the_forms(text: Any) -> None:

@@ -129,6 +129,9 @@ def test_what_stands_at_the_peak_of_a_refusal_adds_up_to_the_smallest_budget(gpt
     assert sum(parts.values()) == smallest and error.value.budget_bytes == gpt.resident_bytes
     assert parts["parameters"] == sum(s.bytes for s in gpt.storages if s.kind == "parameter")
     assert parts["least activations"] > 0
+    assert parts["inputs"] <= sum(s.bytes for s in gpt.storages if s.kind == "input")
+    standing = sum(s.bytes for s in gpt.storages if s.kind in ("parameter", "buffer", "gradient", "input"))
+    assert parts.get("what else stands", 0) == gpt.resident_bytes - standing, "inputs are counted once"
 
 
 @pytest.mark.parametrize("policy", ["optimal", "full"])

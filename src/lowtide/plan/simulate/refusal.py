@@ -49,7 +49,7 @@ def parts_of(sim: Simulator, simulation: Simulation) -> dict[str, int]:
             and sim.free_event[storage.id] == sim.end
         ):
             found[GRADIENTS] += storage.bytes  # backward lets go of all but these
-    stood = sum(storage.bytes for storage in graph.storages if storage.kind in _KINDS)
+    stood = sum(storage.bytes for storage in graph.storages if storage.kind in (*_KINDS, "input"))
     found[STANDING] = max(0, graph.resident_bytes - stood)
     loss = sum(graph.storages[storage].bytes for storage in _loss_storages(sim, simulation))
     rest = max(0, simulation.peak_bytes - sum(found.values()))

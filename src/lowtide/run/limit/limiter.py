@@ -13,7 +13,7 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext, suppress
+from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -193,9 +193,12 @@ class Limiter:
         if self.crowded:
             self._tell("crowded", CROWDED)
         if kind.wants_look and (self.crowded or kind.unseen_backward):
-            # of several models in one step, one may have no part in any backward, as a teacher has none
-            with alone(), suppress(*((TraceError,) if self.crowded else ())):
-                self.prepare(args, kwargs)
+            try:
+                with alone():
+                    self.prepare(args, kwargs)
+            except TraceError:
+                if not self.crowded:  # beside others, a model may have no part in any backward: a teacher
+                    raise
         if kind.wants_look:
             return self._look(kind, args, kwargs)
         return self._step(kind, args, kwargs, begin)
