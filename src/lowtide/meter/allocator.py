@@ -15,18 +15,20 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowtide import private
+from lowtide.native import BuildError, built, with_torch
 
-from .build import library
 from .errors import MeterError
 from .reading import Moments, Reading
 from .resident import storages
 
 _LOCK = threading.RLock()
+_SOURCE = Path(__file__).with_name("counting_allocator.cpp")
 
 
 class CountingAllocator:
@@ -158,7 +160,7 @@ class CountingAllocator:
 @lru_cache(maxsize=1)
 def _load() -> CountingAllocator | MeterError:
     try:
-        allocator = CountingAllocator(str(library()))
+        allocator = CountingAllocator(str(built(with_torch(_SOURCE))))
         allocator.install()
         try:
             mark = allocator.mark()
@@ -172,6 +174,8 @@ def _load() -> CountingAllocator | MeterError:
             allocator.uninstall()
     except MeterError as error:
         return error
+    except BuildError as error:
+        return MeterError(f"there is no counting allocator, which measures exactly and cheaply: {error}")
     except (OSError, AttributeError) as error:
         return MeterError(f"the counting allocator cannot be loaded: {error}")
     alone = threading.active_count() == 1
