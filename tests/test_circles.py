@@ -12,8 +12,6 @@ ROOT = Path(lowtide.__file__).parent
 KNOWN = [
     # options check themselves with what only their own files know; those read the options
     {"options", "part", "ranks", "sharded", "stages"},
-    # until speeds of links reach the planner as data
-    {"movable", "supply", "placements", "links"},
 ]
 
 

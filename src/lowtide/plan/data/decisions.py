@@ -107,6 +107,25 @@ def stages(decision: Moving) -> tuple[Shard | Compress | None, Offload | None]:
     return (None, decision) if isinstance(decision, Offload) else (decision, None)
 
 
+def decision_of(way: str | Moving) -> Moving:
+    """A decision, also from its short name: ``host``, ``disk``, or a codec's name.
+
+    Raises:
+        PlanError: it is neither.
+
+    >>> decision_of("disk")
+    Offload(tier='disk', path='', kind='offload')
+    """
+    if isinstance(way, str):
+        return Offload(way) if way in ("host", "disk") else Compress(way)
+    if isinstance(way, Offload | Compress | Shard | Chain):
+        return way
+    raise PlanError(
+        f"{way!r} is no way to move a value: give 'host', 'disk', a codec's name, or an Offload, Compress, "
+        "Shard or Chain"
+    )
+
+
 def decision_to_json(decision: Decision) -> Any:
     if isinstance(decision, Chain):
         return {"kind": "chain", "first": asdict(decision.first), "then": asdict(decision.then)}
