@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
-from lowtide.plan.simulate import simulate_plan
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.watch import StepWatch
 
@@ -117,19 +114,6 @@ class Kind:
         else:
             extra = plan.predicted_extra_seconds * whole / predicted
         return plan.calibrated(whole - extra, extra)
-
-    def room(self) -> Callable[[int], int]:
-        """From a forward operation's position to the bytes that the budget leaves beside it."""
-        plan, graph = self.plan, self.graph
-        assert plan is not None and graph is not None
-        if plan.budget_bytes is None:
-            return lambda _: 1 << 62
-        top = simulate_plan(graph, plan).top_bytes
-        places = [at for at, event in enumerate(graph.events) if event.kind == "op"]
-        forward = {op.index for op in graph.operations if op.phase == "forward"}
-        taken = np.array([top[at] for at in places if graph.events[at].index in forward], dtype=np.int64)
-        budget = plan.budget_bytes
-        return lambda position: int(budget - taken[position]) if position < len(taken) else 0
 
 
 def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
