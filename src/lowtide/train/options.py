@@ -13,17 +13,14 @@ from typing import Any, Literal
 import torch
 
 from lowtide.budget import asks_for
-from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec, model_spec
 from lowtide.plan import POLICIES
+from lowtide.train.arrangements import check_pipeline, check_sharding
 from lowtide.train.data import VOCABULARY
+from lowtide.train.errors import OptionError, require
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
-
-
-class OptionError(LowtideError):
-    """An option has an impossible value, or does not go with another."""
 
 
 @dataclass(frozen=True)
@@ -215,16 +212,12 @@ class TrainOptions:
                 f"--sequence-parallel shares it among --tp {self.tp}, which must divide it",
             )
         if self.shard_parameters:
-            from lowtide.train.sharded import check_sharding
-
             check_sharding(self)
         if self.pp == 1:
             require(
                 self.schedule is None, "schedule", self.schedule, "it is a pipeline's: pass --pp 2 or more"
             )
             return
-        from lowtide.train.stages import check_pipeline
-
         check_pipeline(self)
 
     @property
@@ -356,9 +349,3 @@ def check_policy(name: str | None) -> None:
         name,
         f"choose {', '.join(POLICIES[:-1])} or {POLICIES[-1]}",
     )
-
-
-def require(holds: bool, name: str, value: object, message: str) -> None:
-    """Raise an `OptionError` about an option unless ``holds``."""
-    if not holds:
-        raise OptionError(f"--{name.replace('_', '-')} {value}".rstrip() + f": {message}")

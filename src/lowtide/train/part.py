@@ -238,19 +238,6 @@ def raised(asked: str | None, error: BudgetError) -> str:
     )
 
 
-def make_part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:
-    """This process's part of the model, with the weights that one process alone would have."""
-    if options.shard_parameters:
-        from lowtide.train.sharded import ShardedModel
-
-        return ShardedModel(spec, options, ranks)
-    if options.pp > 1:
-        from lowtide.train.stages import Stages
-
-        return Stages(spec, options, ranks)
-    return WholeModel(spec, options, ranks)
-
-
 def shared_model(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> nn.Module:
     """The model, its layers shared among the tensor-parallel ranks."""
     if ranks.tensor.size == 1:

@@ -29,7 +29,7 @@ from lowtide.train.compare import Comparison
 from lowtide.train.data import Batches, Corpus, load_corpus
 from lowtide.train.memory import BYTES_PER_PARAMETER, RunMeter, free_bytes, training_bytes
 from lowtide.train.options import OptionError, TrainOptions
-from lowtide.train.part import make_part
+from lowtide.train.part import Part, WholeModel
 from lowtide.train.progress import Progress, Silent
 from lowtide.train.ranks import Ranks, ranks_for
 from lowtide.train.resume import check_same
@@ -185,7 +185,7 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
 
     with RunMeter(device) as memory, stop_signals() as stop:
         torch.manual_seed(options.seed)
-        part = make_part(spec, options, ranks)
+        part = _part(spec, options, ranks)
         optimizer = make_optimizer(part.modules, options)
         part.limit(optimizer)
         result = TrainResult(options, str(corpus), part.parameters, first_step=0)
@@ -446,3 +446,16 @@ def stop_signals() -> Iterator[StopRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
+
+
+def _part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:
+    """This process's part of the model, with the weights that one process alone would have."""
+    if options.shard_parameters:
+        from lowtide.train.sharded import ShardedModel
+
+        return ShardedModel(spec, options, ranks)
+    if options.pp > 1:
+        from lowtide.train.stages import Stages
+
+        return Stages(spec, options, ranks)
+    return WholeModel(spec, options, ranks)
