@@ -273,13 +273,6 @@ def plan(
     dropout: Dropout = None,
     unfused_attention: Unfused = False,
     loss_chunks: LossChunks = None,
-    silent_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="How long a process may say nothing before the others end the run; 0 is for ever. "
-            "[default: 30, longer in a debugger]"
-        ),
-    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Save the plan to this file.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:

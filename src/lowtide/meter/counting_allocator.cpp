@@ -57,7 +57,6 @@ struct State {
   std::array<Mark, kMarks> marks;
   std::atomic<uint64_t> open{0};
   std::atomic<int64_t> live{0};
-  std::atomic<int64_t> peak{0};
   std::atomic<int64_t> count{0};
   std::atomic<Event*> ring{nullptr};
   std::atomic<uint64_t> written{0};
@@ -101,7 +100,6 @@ void note_alloc(int64_t bytes) {
   State& s = state();
   int64_t live = s.live.fetch_add(bytes, std::memory_order_seq_cst) + bytes;
   s.count.fetch_add(1, std::memory_order_relaxed);
-  raise_to(s.peak, live);
   for (uint64_t open = s.open.load(std::memory_order_seq_cst); open != 0; open &= open - 1)
     raise_to(s.marks[__builtin_ctzll(open)].peak, live);
   log_event(bytes);
@@ -217,15 +215,7 @@ int lt_installs() {
 }
 
 int64_t lt_live() { return state().live.load(); }
-int64_t lt_peak() { return state().peak.load(); }
-int64_t lt_count() { return state().count.load(); }
 int64_t lt_now() { return now_ns(); }
-
-void lt_reset_peak() {
-  State& s = state();
-  s.peak.store(s.live.load());
-  raise_to(s.peak, s.live.load());
-}
 
 // Take over the block of a storage that the default allocator made, so that its free and its resizing are
 // counted. Open watermarks see neither the bytes nor a change. Returns the bytes taken over, 0 for a block of
@@ -255,7 +245,7 @@ int64_t lt_adopt(void* storage_impl) {
     mark.peak.fetch_add(bytes - stale);
     mark.start.fetch_add(bytes - stale);
   }
-  raise_to(s.peak, s.live.fetch_add(bytes - stale) + bytes - stale);
+  s.live.fetch_add(bytes - stale);
   return bytes;
 }
 

@@ -22,6 +22,10 @@ class Recompute:
     kind: Literal["recompute"] = "recompute"
 
 
+TIERS = ("host", "disk")
+"""Names of the tiers; `lowtide.store.stores` opens them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Offload:
     """The value's bytes wait in another tier.
@@ -36,8 +40,9 @@ class Offload:
     kind: Literal["offload"] = "offload"
 
     def __post_init__(self) -> None:
-        if self.tier not in ("host", "disk"):
-            raise PlanError(f"Offload({self.tier!r}): there is no such tier, give 'host' or 'disk'")
+        if self.tier not in TIERS:
+            names = " or ".join(map(repr, TIERS))
+            raise PlanError(f"Offload({self.tier!r}): there is no such tier, give {names}")
         if self.path and self.tier == "host":
             raise PlanError(
                 f"Offload('host', path={self.path!r}): the host tier has no path; leave it out, or give "
@@ -117,7 +122,7 @@ def decision_of(way: str | Moving) -> Moving:
     Offload(tier='disk', path='', kind='offload')
     """
     if isinstance(way, str):
-        return Offload(way) if way in ("host", "disk") else Compress(way)
+        return Offload(way) if way in TIERS else Compress(way)
     if isinstance(way, Offload | Compress | Shard | Chain):
         return way
     raise PlanError(
