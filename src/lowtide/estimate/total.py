@@ -9,6 +9,7 @@ from typing import Any
 
 from lowtide.estimate.config import Config, describe
 from lowtide.estimate.edges import edge_lines
+from lowtide.estimate.fitted import fitted
 from lowtide.estimate.flops import Flops, iteration_flops, utilization
 from lowtide.estimate.layer import kept_terms, layer_terms
 from lowtide.estimate.lines import Line, Stage, total
@@ -46,6 +47,11 @@ class Estimate:
         return max(stage.total_bytes for stage in self.stages)
 
     @property
+    def reserved_bytes(self) -> int:
+        """What PyTorch's allocator holds of the device that needs most, the gaps between its blocks included."""
+        return reserved(self.config, self.total_bytes)
+
+    @property
     def mean_states_bytes(self) -> float:
         """Weights, gradients and optimizer state of a device on average over the pipeline: what 2205.05198,
         Figure 1 shows.
@@ -53,7 +59,7 @@ class Estimate:
         config = self.config
         states = model_states(
             self.parameters,
-            dp=config.dp,
+            dp=config.shards,
             zero=config.zero,
             offload=config.offload_optimizer,
             weight_bytes=config.weight_bytes,
@@ -64,8 +70,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits ``memory_bytes``; ``None`` where none was given."""
-        return None if self.config.memory_bytes is None else self.total_bytes <= self.config.memory_bytes
+        """Whether what is reserved fits ``memory_bytes``; ``None`` where none was given."""
+        return None if self.config.memory_bytes is None else self.reserved_bytes <= self.config.memory_bytes
 
     @property
     def mfu(self) -> float | None:
@@ -106,6 +112,7 @@ class Estimate:
                 for stage, items in zip(self.stages, self.traffic, strict=True)
             ],
             "total_bytes": self.total_bytes,
+            "reserved_bytes": self.reserved_bytes,
             "mean_states_bytes": self.mean_states_bytes,
             "fits": self.fits,
             "model_flops": self.flops.model,
@@ -118,6 +125,15 @@ class Estimate:
             "host_bytes": self.host_bytes,
             "notes": list(self.notes),
         }
+
+
+def reserved(config: Config, allocated_bytes: int) -> int:
+    """What the allocator reserves for a peak: the share on top is fitted to runs that print it
+    (``efficiency.json``), and larger where gathered weights of many sizes come and go.
+    """
+    shares = fitted()["reserved"]
+    gathered = config.zero == 3 and config.shards > 1
+    return ceil(allocated_bytes * (1 + shares["gathered" if gathered else "plain"]))
 
 
 def activation_lines(config: Config, stage: int) -> list[Line]:
@@ -211,7 +227,7 @@ def _notes(config: Config) -> list[str]:
             "gradients are summed in float32 (2205.05198: 18 bytes a parameter); --gradient-dtype bf16 "
             "counts ZeRO's 16"
         )
-    if config.zero and config.dp == 1:
+    if config.zero and config.shards == 1:
         notes.append(
             f"--zero {config.zero} with --dp 1: there is one data-parallel rank, so it holds everything"
         )
