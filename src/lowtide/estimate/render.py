@@ -264,12 +264,12 @@ def _place(offload: float) -> str:
 
 
 def suggestion_table(found: Suggestions) -> Table:
-    """One row a suggestion, in the order that they have."""
+    """One row a suggestion, in the order that they have. Fits 80 characters."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("", "t", "p", "d", "ZeRO", "b", "recompute", "optim.", "loss", "GiB", "s/step", "tokens/s"):
-        table.add_column(
-            name, justify="left" if name in ("recompute", "optim.", "loss") else "right", no_wrap=True
-        )
+    left = ("recompute", "optim.", "loss")
+    host = any(one.host_bytes for one in found.best)
+    for name in ("", "t", "p", "d", "Z", "b", *left, "GiB", *(["host"] if host else []), "s/step", "tok/s"):
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     for place, one in enumerate(found.best, 1):
         config = one.config
         table.add_row(
@@ -279,11 +279,12 @@ def suggestion_table(found: Suggestions) -> Table:
             str(config.dp),
             str(config.zero),
             str(config.micro_batch),
-            str(config.recompute),
+            str(config.recompute).removeprefix("selective-"),
             _place(config.offload_optimizer),
-            "chunked" if config.chunked_loss else "whole",
-            gib(one.total_bytes),
+            config.loss_kind,
+            gib(one.reserved_bytes, 1),
+            *([gib(one.host_bytes, 0)] if host else []),
             f"{one.time.total:.3g}",
-            f"{one.tokens_per_second:,.0f}",
+            f"{one.tokens_per_second / config.devices:,.0f}",
         )
     return table

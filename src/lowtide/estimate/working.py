@@ -194,12 +194,12 @@ def _zero3(config: Config, stage: int) -> list[Line]:
     model = config.model
     if config.pp > 1:
         count = stage_parameters(config, stage)
-        size, formula = (config.element_bytes + 4) * count, f"{config.element_bytes + 4}Ψ"
+        size, formula = (config.weight_bytes + 4) * count, f"{config.weight_bytes + 4}Ψ"
         note = "micro-batches of a pipeline share one gather, and one reduction of float32 gradients"
         return [Line("temporaries", "gathered weights and gradients", size, formula, FULLY_SHARD, note)]
     layer = model.layer_matrix_parameters(config.tp) + model.layer_shared_parameters()
     table = -(-model.vocab // config.tp) * model.hidden * (1 if model.tied else 2)
-    size = config.element_bytes * (2 * layer + table)
+    size = config.weight_bytes * (2 * layer + table)
     note = "a layer in use, one fetched ahead; the root's stay until the next step"
     return [Line("temporaries", "gathered weights", size, "two layers, the embeddings", FULLY_SHARD, note)]
 
