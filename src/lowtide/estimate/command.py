@@ -126,7 +126,9 @@ PeakTflops = Annotated[
     float | None,
     _option("Peak TFLOP/s of one device, for MFU and HFU. [default: the --device's]", "--peak-tflops"),
 ]
-DeviceName = Annotated[str | None, _option("a100, h100, h200, ...: its memory and peak rate.")]
+DeviceName = Annotated[
+    str | None, _option("a100, h100, h200, ...: its memory and peak rate, and a prediction of the time.")
+]
 Memory = Annotated[str | None, _option("Memory of a device (80GB, 80GiB). [default: the --device's]")]
 ConfigFile = Annotated[
     Path | None, _option("A JSON file with the flags' names as keys; flags go before it.", "--config")
@@ -248,7 +250,7 @@ def estimate_command(
     else:
         from rich.console import Console
 
-        render.show(found, Console(), stage, lines=not brief)
+        render.show(found, Console(), stage, lines=not brief, name=model)
 
 
 SETTINGS = frozenset({
@@ -291,5 +293,5 @@ def make(
     if as_published:
         given["as_published"] = True
     if config is not None:
-        return estimate(read_config(config, model=model, **given))
-    return estimate(configure(model, **given))
+        return estimate(read_config(config, model=model, **given), known)
+    return estimate(configure(model, **given), known)

@@ -22,6 +22,7 @@ class Framework:
         losses: its cross entropies, from the largest to the smallest.
         offload: shares of the optimizer that it can keep on the host.
         settings: what else of a configuration is always so; given settings go before these.
+        models: presets that it has; all where ``None``.
         keep_gathered: as in `lowtide.estimate.config.Config`, under sequence parallelism.
         command: the command that runs a model under a configuration, on nodes of so many devices.
     """
@@ -34,6 +35,7 @@ class Framework:
     offload: tuple[float, ...]
     command: Callable[[str, Config, int], str]
     settings: dict[str, Any] = field(default_factory=dict)
+    models: frozenset[str] | None = None
     keep_gathered: bool = False
 
 
@@ -145,11 +147,12 @@ FRAMEWORKS = {
     for one in (
         Framework(
             "lowtide", (0, 3), (0,), ("none", "full"), ("auto", "chunked"), (0.0,), _lowtide,
-            dict(dtype="autocast", unfused_mlp=True, interleave=1),
+            dict(dtype="autocast", unfused_mlp=True, interleave=1), frozenset(LOWTIDE_MODELS),
         ),
         Framework(
             "torchtitan", (3,), (), ("none", "selective-op", "full"), ("compiled",), (0.0,), _torchtitan,
-            dict(compile=True, interleave=1, pp=1), keep_gathered=True,
+            dict(compile=True, interleave=1, pp=1),
+            frozenset({"llama3-8b", "llama3-70b", "llama3-405b"}), keep_gathered=True,
         ),
         Framework(
             "megatron", (0, 1), (0, 1), ("none", "full"), ("in-place",), (0.0,), _megatron,

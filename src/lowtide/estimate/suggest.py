@@ -257,6 +257,10 @@ def _with_framework(model: Any, way: Framework, asked: dict[str, Any]) -> dict[s
     Raises:
         EstimateError: a setting is asked for that the framework does not have.
     """
+    if way.models is not None and model not in way.models:
+        raise EstimateError(
+            f"--for {way.name}: it has {', '.join(sorted(way.models))}, and not --model {model}; give --for any"
+        )
     swiglu = configure(model, **{name: asked[name] for name in SHAPE_SETTINGS if name in asked}).model.mlp == "swiglu"
     own = {name: value for name, value in way.settings.items() if name != "unfused_mlp" or swiglu}
     has = {

@@ -8,12 +8,14 @@ from math import ceil
 from typing import Any
 
 from lowtide.estimate.config import Config, describe
+from lowtide.estimate.devices import Device
 from lowtide.estimate.edges import edge_lines
 from lowtide.estimate.fitted import fitted
 from lowtide.estimate.flops import Flops, iteration_flops, utilization
 from lowtide.estimate.layer import kept_terms, layer_terms
 from lowtide.estimate.lines import Line, Stage, total
 from lowtide.estimate.schedule import layers_in_flight, micro_batches_in_flight
+from lowtide.estimate.speed import StepTime, step_time
 from lowtide.estimate.states import host_bytes, model_states, stage_parameters, state_lines
 from lowtide.estimate.traffic import Traffic, stage_traffic
 from lowtide.estimate.working import offload_lines, temporary_lines
@@ -31,6 +33,7 @@ class Estimate:
         traffic: what one device of each stage sends in a step.
         host_bytes: host memory per device, of the stage that needs most.
         notes: what should be known: what does not hold together in a source, what was assumed.
+        time: predicted seconds of a step; ``None`` where no device was named.
     """
 
     config: Config
@@ -40,6 +43,7 @@ class Estimate:
     traffic: tuple[tuple[Traffic, ...], ...]
     host_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
+    time: StepTime | None = None
 
     @property
     def total_bytes(self) -> int:
@@ -92,6 +96,12 @@ class Estimate:
         )
 
     @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that each device is predicted to work through in a second."""
+        config = self.config
+        return config.global_batch * config.seq / config.devices / self.time.total if self.time else None
+
+    @property
     def network_bytes(self) -> int:
         """What the busiest device sends over the network in a step."""
         return max(sum(item.bytes for item in items if item.link != "host") for items in self.traffic)
@@ -123,6 +133,8 @@ class Estimate:
             "network_bytes": self.network_bytes,
             "host_link_bytes": self.host_link_bytes,
             "host_bytes": self.host_bytes,
+            "predicted_seconds": self.time.total if self.time else None,
+            "predicted_tokens_per_second": self.tokens_per_second,
             "notes": list(self.notes),
         }
 
@@ -145,8 +157,12 @@ def activation_lines(config: Config, stage: int) -> list[Line]:
     return [*lines, *edge_lines(config, stage)]
 
 
-def estimate(config: Config) -> Estimate:
+def estimate(config: Config, device: Device | None = None) -> Estimate:
     """Bytes, FLOPs and traffic of a training step, by closed formulas.
+
+    Args:
+        config: what is trained, and how.
+        device: the accelerator: says how long a step is predicted to take.
 
     Example:
         >>> from lowtide.estimate import configure, estimate
@@ -166,6 +182,7 @@ def estimate(config: Config) -> Estimate:
         traffic=tuple(tuple(stage_traffic(config, index)) for index in range(config.pp)),
         host_bytes=max(_host_bytes(config, index) for index in range(config.pp)),
         notes=tuple(_notes(config)),
+        time=step_time(config, device) if device is not None else None,
     )
 
 
@@ -238,6 +255,10 @@ def _notes(config: Config) -> list[str]:
         )
     if config.tp > 1 and config.model.vocab % config.tp:
         notes.append(f"the vocabulary of {config.model.vocab} is padded to a multiple of {config.tp}")
+    if config.offload_optimizer or config.offload_activations:
+        notes.append(
+            "PyTorch rounds each pinned block of host memory up to a power of two: up to twice as much is taken"
+        )
     if config.recompute == "full" and config.sequence_parallel:
         notes.append(
             "full recomputation keeps layer inputs split along the sequence: 2sbh/t, where Table 2's last "
