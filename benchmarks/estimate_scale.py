@@ -168,8 +168,8 @@ def write_docs(data: dict[str, Any]) -> None:
                 str(one["pp"]) + (f" x{one['interleave']}" if one["interleave"] > 1 else ""),
                 *(str(one[key]) for key in ("dp", "zero", "micro_batch", "recompute")),
                 "host" if one["offload_optimizer"] else "device",
-                "chunked" if one["chunked_loss"] else "whole",
-                f"{one['total_bytes'] / gib:.1f}",
+                one["loss"].replace("auto", "whole"),
+                f"{one['reserved_bytes'] / gib:.1f}",
                 f"{one['seconds']:.0f}",
             ]
             for place, one in enumerate(data["newcomer"]["suggestions"][:5], 1)

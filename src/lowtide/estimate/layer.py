@@ -20,8 +20,8 @@ FUSED = "arXiv 2205.14135 Alg. 1"
 GROUPED = f"{SECTION}; grouped queries: 2305.13245"
 SWIGLU = f"{SECTION}; SwiGLU: 2002.05202"
 SQUARED = f"{SECTION}; squared ReLU: 2109.08668"
-TENSOR = "torch.distributed.tensor.parallel"
-TORCHTITAN = "torchtitan, selective_ac_option op"
+TENSOR = f"{SECTION}; torch.distributed.tensor.parallel"
+TORCHTITAN = f"{SECTION}; torchtitan's selective_ac_option op"
 
 
 def _over(size: int) -> str:

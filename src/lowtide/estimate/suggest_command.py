@@ -68,7 +68,10 @@ def suggest_command(
     dp: Annotated[
         int | None, typer.Option(help="Data parallel size (d). [default: varied]", show_default=False)
     ] = None,
-    cp: options.Cp = None,
+    cp: Annotated[
+        int | None,
+        typer.Option(help="Context parallel size. [default: none, and not varied]", show_default=False),
+    ] = None,
     zero: Annotated[
         int | None,
         typer.Option(
