@@ -2,8 +2,8 @@
 
 python -m benchmarks estimate_published
 
-Which runs are fitted to was decided before any error was looked at, by model, number of devices or release: the
-column ``use``. Written are ``src/lowtide/estimate/efficiency.json``, the result file, and the tables in
+Which runs are fitted to was decided before any error was looked at, by model, number of devices or release:
+the column ``use``. Written are ``src/lowtide/estimate/efficiency.json``, the result file, and the tables in
 docs/estimate.md.
 """
 
@@ -117,13 +117,15 @@ def _paper() -> list[Run]:
                 config = configure(row["model"], as_published=True, **way)
                 speed = config.global_batch * config.seq / config.devices / float(row[column])
                 name = f"{row['model']} {column.removesuffix('_iter_s').replace('_', ' ')}"
-                found.append(Run("2205.05198", name, row["model"] in ("22B", "175B"), "a100", config, speed, None))
+                found.append(
+                    Run("2205.05198", name, row["model"] in ("22B", "175B"), "a100", config, speed, None)
+                )
     return found
 
 
 def fit(runs: Iterable[Run], names: list[str]) -> dict[str, Efficiency]:
-    """The efficiencies of the devices ``names`` with the least robust squared logarithmic error over the runs, every
-    source weighing alike.
+    """The efficiencies of the devices ``names`` with the least robust squared logarithmic error over the
+    runs, every source weighing alike.
     """
     from scipy.optimize import least_squares
 
@@ -162,8 +164,8 @@ def fit(runs: Iterable[Run], names: list[str]) -> dict[str, Efficiency]:
 
 
 def fit_reserve(runs: Iterable[Run]) -> dict[str, float]:
-    """What PyTorch reserves over what it allocates: for gathered (ZeRO-3) weights by torchtitan's runs over the
-    estimate, for the rest as nanotron's runs print both.
+    """What PyTorch reserves over what it allocates: for gathered (ZeRO-3) weights by torchtitan's runs over
+    the estimate, for the rest as nanotron's runs print both.
     """
     gathered = [
         run.memory_gib / (estimate(run.config).total_bytes / 2**30) - 1
@@ -204,8 +206,8 @@ def summary(data: list[dict[str, Any]]) -> list[list[str]]:
         for kind in kinds:
             here = [row for row in data if row["source"] == source and row["device"] == kind]
             cells = [title, kind]
-            for fitted in (True, False):
-                speeds = [row["speed_off"] for row in here if row["fit"] == fitted and "speed_off" in row]
+            for fit_to in (True, False):
+                speeds = [row["speed_off"] for row in here if row["fit"] == fit_to and "speed_off" in row]
                 cells.append(_within(speeds, SPEED_WITHIN))
             memory = [row["memory_off"] for row in here if not row["fit"] and "memory_off" in row]
             cells.append(_within(memory, MEMORY_WITHIN))
@@ -228,10 +230,14 @@ def misses(data: list[dict[str, Any]]) -> list[list[str]]:
             continue
         if abs(row.get("speed_off", 0)) > SPEED_WITHIN:
             ours, theirs = row["predicted_tokens_per_second"], row["tokens_per_second"]
-            lines.append([_name(row), f"{theirs:.0f} tokens/s", f"{ours:.0f}", f"{100 * row['speed_off']:+.0f} %"])
+            lines.append(
+                [_name(row), f"{theirs:.0f} tokens/s", f"{ours:.0f}", f"{100 * row['speed_off']:+.0f} %"]
+            )
         if abs(row.get("memory_off", 0)) > MEMORY_WITHIN:
             ours, theirs = row["predicted_reserved_gib"], row["reserved_gib"]
-            lines.append([_name(row), f"{theirs:.1f} GiB", f"{ours:.1f}", f"{100 * row['memory_off']:+.0f} %"])
+            lines.append(
+                [_name(row), f"{theirs:.1f} GiB", f"{ours:.1f}", f"{100 * row['memory_off']:+.0f} %"]
+            )
     return lines
 
 
@@ -265,7 +271,7 @@ def main() -> None:
     one = next(iter(found.values()))
     common = [name for name in Efficiency.__slots__ if name not in ("products", "attention")]
     data = {
-        "sources": [title for title in SOURCES.values()],
+        "sources": list(SOURCES.values()),
         "common": {name: round(getattr(one, name), 4) for name in common},
         "devices": {
             name: {"products": round(own.products, 4), "attention": round(own.attention, 4)}

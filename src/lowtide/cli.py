@@ -65,8 +65,8 @@ Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
 PlanDevice = Annotated[
     str,
     typer.Option(
-        help="cpu, cuda or cuda:N; or a100, h100, h200, b200, ... (lowtide estimate --device), which need not "
-        "be there: the plan is priced for it."
+        help="cpu, cuda or cuda:N; or a100, h100, h200, b200, ... (as lowtide estimate has them), which need "
+        "not be there: the plan is priced for it."
     ),
 ]
 Dropout = Annotated[float | None, typer.Option(help="Dropout probability of a built-in model.")]

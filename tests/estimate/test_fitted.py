@@ -5,15 +5,15 @@ from __future__ import annotations
 import json
 
 import pytest
+from benchmarks import estimate_published as published
 from published_runs import check_speed, name
 
-from benchmarks import estimate_published as published
 from lowtide.estimate.devices import DEVICES
 from lowtide.estimate.fitted import fitted
 from lowtide.estimate.speed import efficiencies
 
 
-@pytest.mark.parametrize("run", [run for run in published.read("2205.05198")], ids=name)
+@pytest.mark.parametrize("run", published.read("2205.05198"), ids=name)
 def test_iteration_times_of_the_paper(run: published.Run) -> None:
     """Table 5: all eight within 15 %, four of which are fitted to."""
     check_speed(run, ())
@@ -62,4 +62,6 @@ def test_the_fit_gives_these_efficiencies() -> None:
     found = published.fit(runs, sorted(efficiencies()))
     for device, known in efficiencies().items():
         for part in known.__slots__:
-            assert getattr(found[device], part) == pytest.approx(getattr(known, part), rel=0.01, abs=1e-3), part
+            assert getattr(found[device], part) == pytest.approx(getattr(known, part), rel=0.01, abs=1e-3), (
+                part
+            )

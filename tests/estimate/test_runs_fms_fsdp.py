@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import pytest
+from benchmarks.estimate_published import Run
 from published_runs import check_speed, name, unfitted
 
-from benchmarks.estimate_published import Run
-
-MISSED_SPEED = (
-    "a100_llama2-13b_x128",
-)
+MISSED_SPEED = ("a100_llama2-13b_x128",)
 
 
 @pytest.mark.parametrize("run", unfitted("fms_fsdp"), ids=name)

@@ -1,11 +1,12 @@
-"""MosaicML's benchmarks of MPT models on H100 and A100 (llm-foundry, scripts/train/benchmarking): tokens a second."""
+"""MosaicML's benchmarks of MPT models on H100 and A100 (llm-foundry, scripts/train/benchmarking): tokens a
+second.
+"""
 
 from __future__ import annotations
 
 import pytest
-from published_runs import check_speed, name, unfitted
-
 from benchmarks.estimate_published import Run
+from published_runs import check_speed, name, unfitted
 
 MISSED_SPEED = (
     "h100_mpt-30b_8192_x8",

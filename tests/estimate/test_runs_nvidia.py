@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from published_runs import check_speed, name, unfitted
-
 from benchmarks.estimate_published import Run
+from published_runs import check_speed, name, unfitted
 
 MISSED_SPEED = (
     "h100_25.09_llama3-8b_x8",

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from published_runs import check_memory, check_speed, name, unfitted
-
 from benchmarks.estimate_published import Run
+from published_runs import check_memory, check_speed, name, unfitted
 
 MISSED_SPEED = (
     "h100-96gb_8B_CP_4_131072",

@@ -66,8 +66,8 @@ Zero = Annotated[
 Recompute = Annotated[
     str | None,
     _option(
-        "none; selective (Megatron's: the attention core); full; selective-op, selective-layer (torchtitan's); "
-        "sqrt; or a number of layers of each stage. [default: none]"
+        "none; selective (Megatron's: the attention core); full; selective-op, selective-layer "
+        "(torchtitan's); sqrt; or a number of layers of each stage. [default: none]"
     ),
 ]
 Attention = Annotated[
@@ -107,7 +107,8 @@ KeepOutputs = Annotated[
     _option("Stage outputs are not freed after sending (arXiv 2205.05198, App. B).", "--keep-output-tensors"),
 ]
 KeepGathered = Annotated[
-    Switch, _option("Gathered inputs are kept under --sequence-parallel (DTensor, nanotron).", "--keep-gathered")
+    Switch,
+    _option("Gathered inputs are kept under --sequence-parallel (DTensor, nanotron).", "--keep-gathered"),
 ]
 Compile = Annotated[
     Switch, _option("Pointwise operations are fused, by torch.compile or by hand (times only).", "--compile")

@@ -58,16 +58,17 @@ class Config:
         seq: tokens in a sequence (s); the model's longest where it is 0.
         micro_batch: sequences in a micro-batch (b).
         global_batch: sequences in an optimizer step (B); just enough to fill the pipeline where it is 0.
-        tp, pp, dp, cp: tensor (t), pipeline (p), data (d) and context parallel size; the product is the number
-            of devices. Context-parallel ranks share each sequence and, for ZeRO, count as data-parallel ones.
+        tp, pp, dp, cp: tensor (t), pipeline (p), data (d) and context parallel size; the product is the
+            number of devices. Context-parallel ranks share each sequence and, for ZeRO, count as
+            data-parallel ones.
         sequence_parallel: whether norms and dropouts are split along the sequence (2205.05198, Section
             4.2.2).
         interleave: model chunks on a pipeline stage (m); 1 is plain 1F1B.
         zero: ZeRO's stage (1910.02054): 1 splits the optimizer over the data-parallel ranks, 2 gradients too,
             3 weights too (FSDP2's ``fully_shard``).
         recompute: ``none``; ``selective``: the attention core (2205.05198, Section 5; Megatron's
-            ``--recompute-granularity selective``); ``full``: each layer from its input; ``selective-op``: every
-            second matrix product is kept, and attention (torchtitan's ``selective_ac_option = "op"``);
+            ``--recompute-granularity selective``); ``full``: each layer from its input; ``selective-op``:
+            every second matrix product is kept, and attention (torchtitan's ``selective_ac_option = "op"``);
             ``selective-layer``: every second layer in full (torchtitan's ``selective_ac_option = "2"``);
             ``sqrt``: segments of about the square root of the layers (1604.06174); or a number: that many
             layers of every stage in full, the rest kept.
@@ -90,8 +91,8 @@ class Config:
             14 bytes a logit in bfloat16 at its peak; ``in-place``: Megatron's and lowtide's, 6; ``compiled``:
             torch's under `torch.compile`, 6; ``chunked``: tokens pass the output layer in ``loss_chunks``
             pieces, recomputed in backward. ``auto`` is ``torch`` at t = 1 and ``in-place`` above.
-        keep_gathered: under sequence parallelism a layer keeps its gathered inputs (DTensor, nanotron) rather than
-            gather them again in backward (Megatron and lowtide).
+        keep_gathered: under sequence parallelism a layer keeps its gathered inputs (DTensor, nanotron) rather
+            than gather them again in backward (Megatron and lowtide).
         compile: pointwise operations are fused, by `torch.compile` or by hand (Megatron-Core with
             TransformerEngine). Changes times, and the bytes of ``selective-op``.
         float8: the layers' matrix products run in float8. Changes times, not bytes.

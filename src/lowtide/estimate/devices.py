@@ -16,7 +16,8 @@ class Device:
     Attributes:
         name: what it is called.
         flops: peak FLOP/s of dense bfloat16 matrix products.
-        memory_bytes: its memory as `torch.cuda.mem_get_info` reports the total: a card of "80 GB" has 79.2 GiB.
+        memory_bytes: its memory as `torch.cuda.mem_get_info` reports the total: a card of "80 GB" has 79.2
+            GiB.
         memory_bandwidth: bytes a second to its memory.
         node: devices in a node, joined by the fast link.
         node_bandwidth: bytes a second that one device sends over the fast link.
@@ -38,7 +39,14 @@ class Device:
 
 
 def _device(
-    name: str, tflops: float, gib: float, bandwidth: float, node: float, network: float, host: float, like: str
+    name: str,
+    tflops: float,
+    gib: float,
+    bandwidth: float,
+    node: float,
+    network: float,
+    host: float,
+    like: str,
 ) -> Device:
     return Device(
         name, tflops * 1e12, int(gib * 2**30), bandwidth * _GB, 8, node * _GB, network * _GB, host * _GB, like
@@ -60,8 +68,8 @@ DEVICES = {
         _device("l40s", 362, 44.39, 864, 25, 25, 25, "a100"),
     )
 }
-"""Peaks are dense bfloat16 (float16 on V100); link rates one direction; networks one 25 to 400 Gb/s card a device.
-``h100-96gb`` is Grand Teton's, at 500 W. Memory: totals in PyTorch's own out-of-memory messages."""
+"""Peaks are dense bfloat16 (float16 on V100); link rates one direction; networks one 25 to 400 Gb/s card a
+device. ``h100-96gb`` is Grand Teton's, at 500 W. Memory: totals in PyTorch's own out-of-memory messages."""
 
 
 def device(name: str, **changes: float) -> Device:

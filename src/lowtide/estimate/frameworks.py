@@ -159,12 +159,13 @@ FRAMEWORKS = {
             dict(compile=True, gradient_dtype="fp32"),
         ),
         Framework(
-            "any", (0, 1, 2, 3), (0, 1), ("none", "selective", "full"), ("auto", "chunked"), (0.0, 1.0), _estimate
+            "any", (0, 1, 2, 3), (0, 1), ("none", "selective", "full"), ("auto", "chunked"), (0.0, 1.0),
+            _estimate,
         ),
     )
 }  # fmt: skip
-"""``lowtide train`` under autocast; torchtitan's FSDP2 with `torch.compile`; Megatron-Core with its distributed
-optimizer; and anything that `lowtide.estimate` has formulas for."""
+"""``lowtide train`` under autocast; torchtitan's FSDP2 with `torch.compile`; Megatron-Core with its
+distributed optimizer; and anything that `lowtide.estimate` has formulas for."""
 
 
 def framework(name: str) -> Framework:

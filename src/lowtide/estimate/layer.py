@@ -190,7 +190,8 @@ def selective_terms(config: Config) -> list[Term]:
 
 def operation_terms(config: Config) -> list[Term]:
     """What torchtitan's per-operation recomputation keeps of a layer: its input, attention's output, and the
-    outputs of every second matrix product (q, v, and of the MLP the first and, where there are three, the last).
+    outputs of every second matrix product (q, v, and of the MLP the first and, where there are three, the
+    last).
     """
     model, e = config.model, config.element_bytes
     over, over_t = _over(config.replication), _over(config.tp)

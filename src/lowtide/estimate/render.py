@@ -152,7 +152,9 @@ def figures(found: Estimate) -> Table:
         share = flops.model / found.config.devices / found.time.total
         of_peak = f", MFU {100 * share / found.config.peak_flops:.0f} %" if found.config.peak_flops else ""
         table.add_row("predicted step", f"{found.time.total:.3g} s", "efficiencies of published runs")
-        table.add_row("tokens a second and device", f"{found.tokens_per_second:,.0f}", of_peak.removeprefix(", "))
+        table.add_row(
+            "tokens a second and device", f"{found.tokens_per_second:,.0f}", of_peak.removeprefix(", ")
+        )
     table.add_row("network, a device and step", format_bytes(found.network_bytes), "busiest stage")
     if found.host_link_bytes:
         table.add_row("host link, a device and step", format_bytes(found.host_link_bytes), "both directions")
@@ -174,7 +176,8 @@ def report(found: Estimate, stage: int = 0, lines: bool = True, name: str | None
         parts.append(
             Text(
                 f"{verdict}: {format_bytes(found.reserved_bytes)} reserved of "
-                f"{format_bytes(found.config.memory_bytes)}, {format_bytes(found.total_bytes)} in use at the peak",
+                f"{format_bytes(found.config.memory_bytes)}, "
+                f"{format_bytes(found.total_bytes)} in use at the peak",
                 style=style,
             )
         )

@@ -2,15 +2,16 @@
 efficiency that published runs reach.
 
 seconds = (products / (peak x efficiency) + attention / (peak x its efficiency)
-           + passes over the activations / memory bandwidth) x (1 + pipeline bubble) x the slowest stage's share
-          + what tensor and context parallelism send / the link that they use
+           + passes over the activations / memory bandwidth) x (1 + pipeline bubble) x what the slowest stage
+           is slower
+          + what tensor parallelism sends / the link that it uses
+          + what context parallelism sends, less what attention hides
           + what pipeline stages send / the slower link they cross
           + what data parallelism sends, less what compute hides
-          + the optimizer's reads and writes / memory bandwidth, or the host link and the host's Adam where it is
-            offloaded
+          + the optimizer's reads and writes / memory bandwidth, or the host link and the host's Adam
 
-The efficiencies stand in ``efficiency.json``. ``python -m benchmarks estimate_published`` fits them to some of the
-published runs (``tests/estimate/published/runs_*.csv``) and says how far off each run is, the others included.
+The efficiencies stand in ``efficiency.json``. ``python -m benchmarks estimate_published`` fits them to some
+of the published runs (``tests/estimate/published/runs_*.csv``), and says how far off every run is.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ HOST_ADAM_BYTES_PER_SECOND = 110e9
 """
 
 ASSUMPTIONS = (
-    "products, attention and pointwise operations reach the shares of a device's peaks that published runs do "
-    "(lowtide/estimate/efficiency.json); devices without such runs take those of the nearest",
-    "tensor- and context-parallel collectives are not hidden; data-parallel ones hide behind the last micro-batch's "
-    "backward, ZeRO-3's behind all compute",
+    "products, attention and pointwise operations reach the shares of a device's peaks that published runs "
+    "do (lowtide/estimate/efficiency.json); devices without such runs take those of the nearest",
+    "tensor-parallel collectives are not hidden; data-parallel ones hide behind the last micro-batch's "
+    "backward, ZeRO-3's behind all compute, context-parallel ones behind attention",
     "tensor-parallel groups stay within a node; causal attention is counted whole",
     "what goes to the host hides behind backward; the optimizer there does not, and runs at "
     f"{HOST_ADAM_BYTES_PER_SECOND / 1e9:.0f} GB/s on the host (arXiv 2101.06840, Table 4)",
@@ -61,8 +62,8 @@ class Efficiency:
     Attributes:
         products: share of the peak FLOP/s in the matrix products.
         attention: the same in a fused attention kernel, whose FLOPs are counted without the causal mask.
-        eager_passes, fused_passes: how often an activation goes through memory in a step, at the full bandwidth:
-            as separate operations, and where pointwise ones are fused.
+        eager_passes, fused_passes: how often an activation goes through memory in a step, at the full
+            bandwidth: as separate operations, and where pointwise ones are fused.
         float8: how many times faster the layers' products are in float8.
         links: share of the links' bandwidth that collectives reach.
         interference: share of a hidden collective's time that compute is slowed by.
@@ -123,9 +124,9 @@ def step_time(config: Config, device: Device, efficiency: Efficiency | None = No
     Example:
         >>> from lowtide.estimate.config import configure
         >>> from lowtide.estimate.devices import device
-        >>> config = configure("llama3-8b", dp=8, zero=3, micro_batch=2, recompute="selective-op", compile=True)
-        >>> step = step_time(config, device("h100"))
-        >>> 5000 < config.global_batch * config.seq / config.devices / step.total < 10000  # tokens a second and device
+        >>> config = configure("llama3-8b", dp=8, zero=3, micro_batch=2, recompute="selective-op")
+        >>> tokens = config.global_batch * config.seq / config.devices
+        >>> 5000 < tokens / step_time(config, device("h100")).total < 10000
         True
     """
     known = efficiency or efficiencies()[device.measured]
@@ -137,7 +138,10 @@ def step_time(config: Config, device: Device, efficiency: Efficiency | None = No
     links = {name: bandwidth * known.links for name, bandwidth in _links(config, device).items()}
     data = sent["data"] / links["data"]
     cover = compute if config.zero == 3 else compute * 2 / 3 / config.micro_batches
-    away, parameters = config.offload_optimizer, stage_parameters(config, 0) / (config.shards if config.zero else 1)
+    away, parameters = (
+        config.offload_optimizer,
+        stage_parameters(config, 0) / (config.shards if config.zero else 1),
+    )
     states = config.optimizer_bytes + config.gradient_bytes + config.weight_bytes
     host_rate = HOST_ADAM_BYTES_PER_SECOND / min(device.node, config.devices)
     return StepTime(
@@ -150,7 +154,8 @@ def step_time(config: Config, device: Device, efficiency: Efficiency | None = No
         pipeline=sent["pipeline"] / links["pipeline"],
         data=max(0.0, data - cover) + known.interference * min(data, cover),
         optimizer=(1 - away) * parameters * 2 * states / device.memory_bandwidth,
-        host=max(0.0, sent["host"] / device.host_bandwidth - compute * 2 / 3) + away * parameters * 28 / host_rate,
+        host=max(0.0, sent["host"] / device.host_bandwidth - compute * 2 / 3)
+        + away * parameters * 28 / host_rate,
     )
 
 
@@ -201,8 +206,8 @@ def _sent(config: Config) -> dict[str, float]:
 def _links(config: Config, device: Device) -> dict[str, float]:
     """Bytes a second that each kind of group has for one device.
 
-    Ranks are numbered tensor first, then context and data, then pipeline. Data-parallel ranks in one node share
-    its network cards: a ring through all of them crosses the network once for all.
+    Ranks are numbered tensor first, then context and data, then pipeline. Data-parallel ranks in one node
+    share its network cards: a ring through all of them crosses the network once for all.
     """
     node, network = device.node_bandwidth, device.network_bandwidth
     inside = config.tp * config.shards <= device.node

@@ -153,8 +153,8 @@ def suggest(
         memory_bytes: memory of one, where it is not the kind's own.
         reserve: share of the memory to leave alone.
         count: how many to return, at most one for each set of parallel sizes.
-        runs_with: one of `lowtide.estimate.frameworks.FRAMEWORKS`: only what it can run is looked at, and each
-            suggestion has its command.
+        runs_with: one of `lowtide.estimate.frameworks.FRAMEWORKS`: only what it can run is looked at, and
+            each suggestion has its command.
         settings: settings that are given: they are not varied.
 
     Raises:
@@ -175,7 +175,8 @@ def suggest(
     given = _with_framework(model, way, asked)
     base = configure(
         model,
-        **{key: value for key, value in given.items() if key not in _VARIED or key == "micro_batch"} | _alone(given),
+        **{key: value for key, value in given.items() if key not in _VARIED or key == "micro_batch"}
+        | _alone(given),
     )
     usable = int((memory_bytes or device.memory_bytes) * (1 - reserve))
     batch = given.pop("global_batch", None) or _usual_batch(base.seq, devices)
@@ -199,7 +200,9 @@ def suggest(
             any_fits = False
             for spare in dict.fromkeys([len(ways) - 1, *range(len(ways) - 1)]):
                 try:
-                    config = replace(base, **sizes, **ways[spare], micro_batch=micro_batch, global_batch=batch)
+                    config = replace(
+                        base, **sizes, **ways[spare], micro_batch=micro_batch, global_batch=batch
+                    )
                 except EstimateError as error:
                     reasons.append(str(error))
                     continue
@@ -259,9 +262,13 @@ def _with_framework(model: Any, way: Framework, asked: dict[str, Any]) -> dict[s
     """
     if way.models is not None and model not in way.models:
         raise EstimateError(
-            f"--for {way.name}: it has {', '.join(sorted(way.models))}, and not --model {model}; give --for any"
+            f"--for {way.name}: it has {', '.join(sorted(way.models))}, and not --model {model}; give "
+            "--for any"
         )
-    swiglu = configure(model, **{name: asked[name] for name in SHAPE_SETTINGS if name in asked}).model.mlp == "swiglu"
+    swiglu = (
+        configure(model, **{name: asked[name] for name in SHAPE_SETTINGS if name in asked}).model.mlp
+        == "swiglu"
+    )
     own = {name: value for name, value in way.settings.items() if name != "unfused_mlp" or swiglu}
     has = {
         "zero": {*way.zero, *way.zero_pipelined},
@@ -274,8 +281,8 @@ def _with_framework(model: Any, way: Framework, asked: dict[str, Any]) -> dict[s
     for name, known in has.items():
         if way.name != "any" and known is not None and name in asked and asked[name] not in known:
             raise EstimateError(
-                f"{flag(name)}={asked[name]}: {way.name} runs {', '.join(map(str, sorted(known, key=str)))}; give "
-                "--for any to look at all that there are formulas for"
+                f"{flag(name)}={asked[name]}: {way.name} runs {', '.join(map(str, sorted(known, key=str)))}; "
+                "give --for any to look at all that there are formulas for"
             )
     return own | asked
 

@@ -104,8 +104,8 @@ def suggest_command(
         str | None,
         typer.Option(
             "--for",
-            help="What shall run it: lowtide, torchtitan, megatron, or any. [default: lowtide, where it has the "
-            "model]",
+            help="What shall run it: lowtide, torchtitan, megatron, or any. [default: lowtide, where it has "
+            "the model]",
             show_default=False,
         ),
     ] = None,
@@ -186,9 +186,9 @@ def _show(model: str, devices: int, kind: str, memory_bytes: int, chosen: str, f
     )
     console.print("", suggestion_table(found), "", sep="\n")
     console.print(
-        "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel, Z ZeRO's "
-        "stage, b sequences in a micro-batch of one data-parallel rank, GiB reserved on the fullest device, "
-        "tok/s on each device",
+        "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel, "
+        "Z ZeRO's stage, b sequences in a micro-batch of one data-parallel rank, GiB reserved on the fullest "
+        "device, host GiB of a node's memory for what is offloaded, tok/s on each device",
         style="dim",
         highlight=False,
     )

@@ -52,7 +52,9 @@ class Estimate:
 
     @property
     def reserved_bytes(self) -> int:
-        """What PyTorch's allocator holds of the device that needs most, the gaps between its blocks included."""
+        """What PyTorch's allocator holds of the device that needs most, the gaps between its blocks
+        included.
+        """
         return reserved(self.config, self.total_bytes)
 
     @property
@@ -257,7 +259,8 @@ def _notes(config: Config) -> list[str]:
         notes.append(f"the vocabulary of {config.model.vocab} is padded to a multiple of {config.tp}")
     if config.offload_optimizer or config.offload_activations:
         notes.append(
-            "PyTorch rounds each pinned block of host memory up to a power of two: up to twice as much is taken"
+            "PyTorch rounds each pinned block of host memory up to a power of two: up to twice as much is "
+            "taken"
         )
     if config.recompute == "full" and config.sequence_parallel:
         notes.append(

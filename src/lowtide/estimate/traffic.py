@@ -143,8 +143,8 @@ def _tensor(config: Config, stage: int) -> list[Traffic]:
 
 
 def _context(config: Config) -> list[Traffic]:
-    """Keys and values go once around the ring in forward (again where it is recomputed), and with their gradients
-    in backward.
+    """Keys and values go once around the ring in forward (again where it is recomputed), and with their
+    gradients in backward.
     """
     if config.cp == 1:
         return []

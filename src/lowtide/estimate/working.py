@@ -32,10 +32,11 @@ FULLY_SHARD = f"{ZERO} Sec. 5.3; torch.distributed.fsdp.fully_shard"
 def loss_moment_bytes(config: Config) -> int:
     """Bytes a logit above what is kept (`lowtide.estimate.edges.loss_terms`), at the loss.
 
-    PyTorch's cross entropy keeps float32 log-probabilities and makes two float32 gradients of their size, while
-    the caller still holds low-precision logits: 14 bytes in all in bfloat16. DTensor's ``loss_parallel`` (t > 1)
-    makes one more. Megatron's, in place, has the low-precision logits beside the float32 ones: 6. Compiled, it is
-    one kernel from low-precision logits to their gradient. A chunked loss does all of it for one chunk.
+    PyTorch's cross entropy keeps float32 log-probabilities and makes two float32 gradients of their size,
+    while the caller still holds low-precision logits: 14 bytes in all in bfloat16. DTensor's
+    ``loss_parallel`` (t > 1) makes one more. Megatron's, in place, has the low-precision logits beside the
+    float32 ones: 6. Compiled, it is one kernel from low-precision logits to their gradient. A chunked loss
+    does all of it for one chunk.
 
     >>> from lowtide.estimate.config import configure
     >>> [loss_moment_bytes(configure("llama3-8b", loss=kind)) for kind in ("torch", "in-place", "compiled")]

@@ -37,8 +37,9 @@ class PlanOptions:
     """A step to plan; the attributes mean what they mean in `lowtide.train.options.TrainOptions`.
 
     Attributes:
-        device: ``cpu``, ``cuda``, ``cuda:N``, or an accelerator that need not be there (`lowtide.estimate.devices`):
-            the step is traced on the CPU, and operations take what they would there.
+        device: ``cpu``, ``cuda``, ``cuda:N``, or an accelerator that need not be there
+            (`lowtide.estimate.devices`): the step is traced on the CPU, and operations take what they would
+            there.
     """
 
     model: str = "gpt-small"
@@ -115,8 +116,8 @@ def _budget_on(card: Device, model: nn.Module, budget: str | None) -> str | None
 
 def _priced(card: Device) -> str:
     return (
-        f"traced on this machine's CPU kernels; seconds are those of a {card.name} at the efficiencies of published "
-        "runs (docs/estimate.md), and what kernels allocate while they run is not in it"
+        f"traced on this machine's CPU kernels; seconds are those of a {card.name} at the efficiencies of "
+        "published runs (docs/estimate.md), and what kernels allocate while they run is not in it"
     )
 
 

@@ -1,4 +1,6 @@
-"""What an operation takes on an accelerator that is not there: by its peaks, at the efficiencies of published runs."""
+"""What an operation takes on an accelerator that is not there: by its peaks, at the efficiencies of published
+runs.
+"""
 
 from __future__ import annotations
 
@@ -17,8 +19,8 @@ CALL_SECONDS = 5e-6
 def pricer(device: Device) -> Callable[[OpSpec], OpCost]:
     """What says an operation's cost on ``device``.
 
-    Products are priced as bfloat16's, attention with its own efficiency, everything else by the bytes that it reads
-    and writes.
+    Products are priced as bfloat16's, attention with its own efficiency, everything else by the bytes that it
+    reads and writes.
 
     Example:
         >>> from lowtide.estimate.devices import device

@@ -211,8 +211,8 @@ def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
     own = replace(config, loss="auto", loss_chunks=8).loss_kind
     if config.loss_kind not in (own, "chunked"):
         raise EstimateError(
-            f"simulate --loss={config.loss}: the project's own models are traced, whose loss at --tp={config.tp} is "
-            f"{own} or chunked"
+            f"simulate --loss={config.loss}: the project's own models are traced, whose loss at "
+            f"--tp={config.tp} is {own} or chunked"
         )
     if isinstance(config.recompute, int) or config.recompute in ("selective-op", "selective-layer"):
         raise EstimateError(
