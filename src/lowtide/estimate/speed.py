@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
-from typing import Any
+from typing import Any, get_args
 
 from lowtide.estimate.config import Config
 from lowtide.estimate.devices import Device
@@ -35,7 +35,7 @@ from lowtide.estimate.layer import kept_terms, layer_terms
 from lowtide.estimate.lines import total
 from lowtide.estimate.schedule import bubble_share
 from lowtide.estimate.states import stage_parameters
-from lowtide.estimate.traffic import stage_traffic
+from lowtide.estimate.traffic import Link, stage_traffic
 from lowtide.estimate.working import loss_moment_bytes
 
 HOST_ADAM_BYTES_PER_SECOND = 110e9
@@ -192,11 +192,11 @@ def _pointwise_bytes(config: Config, known: Efficiency) -> float:
     return (layers + loss) * config.micro_batches
 
 
-def _sent(config: Config) -> dict[str, float]:
+def _sent(config: Config) -> dict[Link, float]:
     """Bytes that the busier of the first and the last stage's devices sends, by link."""
-    found = dict.fromkeys(("tensor", "context", "pipeline", "data", "host"), 0.0)
+    found: dict[Link, float] = dict.fromkeys(get_args(Link), 0.0)
     for stage in {0, config.pp - 1}:
-        here = dict.fromkeys(found, 0.0)
+        here: dict[Link, float] = dict.fromkeys(found, 0.0)
         for item in stage_traffic(config, stage):
             here[item.link] += item.bytes
         found = {name: max(found[name], size) for name, size in here.items()}
