@@ -16,7 +16,7 @@ def test_seconds_are_the_card_s() -> None:
     assert plans["a100"].plain_seconds > plans["b200"].plain_seconds > 0
     again = make_plan(PlanOptions(device="a100", **SMALL))  # type: ignore[arg-type]
     assert again.plain_seconds == plans["a100"].plain_seconds  # nothing is timed
-    assert any("seconds are those of a a100" in note for note in plans["a100"].notes)
+    assert any("seconds are the a100's" in note for note in plans["a100"].notes)
     assert plans["a100"].predicted_peak_bytes < plans["a100"].plain_peak_bytes
 
 

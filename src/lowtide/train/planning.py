@@ -116,7 +116,7 @@ def _budget_on(card: Device, model: nn.Module, budget: str | None) -> str | None
 
 def _priced(card: Device) -> str:
     return (
-        f"traced on this machine's CPU kernels; seconds are those of a {card.name} at the efficiencies of "
+        f"traced on this machine's CPU kernels; seconds are the {card.name}'s at the efficiencies of "
         "published runs (docs/estimate.md), and what kernels allocate while they run is not in it"
     )
 
