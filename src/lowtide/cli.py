@@ -62,6 +62,13 @@ Batch = Annotated[int, typer.Option(help="Sequences in a micro-batch.")]
 Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
 DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 by autocast over float32 weights.")]
 Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+PlanDevice = Annotated[
+    str,
+    typer.Option(
+        help="cpu, cuda or cuda:N; or a100, h100, h200, b200, ... (as lowtide estimate has them), which need "
+        "not be there: the plan is priced for it."
+    ),
+]
 Dropout = Annotated[float | None, typer.Option(help="Dropout probability of a built-in model.")]
 Unfused = Annotated[
     bool,
@@ -269,7 +276,7 @@ def plan(
     batch: Batch = 8,
     seq: Seq = 256,
     dtype: DtypeOption = "fp32",
-    device: Device = "cpu",
+    device: PlanDevice = "cpu",
     dropout: Dropout = None,
     unfused_attention: Unfused = False,
     loss_chunks: LossChunks = None,
