@@ -35,7 +35,7 @@ $(STAMP): pyproject.toml constraints.txt
 train: $(STAMP)
 ifeq ($(filter --resume,$(ARGS)),)
 	@mkdir -p $(RUN)
-	$(BIN)/lowtide train --json $(RUN)/results.json --plot $(RUN)/memory.png --checkpoint-dir $(RUN) --checkpoint-every 50 $(ARGS)
+	$(BIN)/lowtide train --json $(RUN)/results.json --plot $(RUN)/memory.png --report $(RUN)/report.html --checkpoint-dir $(RUN) --checkpoint-every 50 $(ARGS)
 else
 	$(BIN)/lowtide train --checkpoint-every 50 $(ARGS)
 endif

@@ -21,7 +21,22 @@ from lowtide.errors import BudgetError, LowtideError
 from lowtide.estimate.command import estimate_command
 from lowtide.estimate.simulate_command import simulate_command
 from lowtide.estimate.suggest_command import suggest_command
+from lowtide.flags import (
+    Batch,
+    Budget,
+    Device,
+    Dropout,
+    DtypeOption,
+    LossChunks,
+    Model,
+    PlanDevice,
+    Policy,
+    Seq,
+    Unfused,
+    budget_asked,
+)
 from lowtide.progress import muted
+from lowtide.train.report_command import report_command
 
 # torch and everything on top of it is imported inside the commands, so that --help and --version answer at
 # once.
@@ -33,52 +48,6 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Dtype = Literal["fp32", "bf16"]
-Model = Annotated[
-    str,
-    typer.Option(
-        help="A preset (gpt-nano ... gpt3-175b, llama-nano ... llama3-70b), "
-        "hf:TYPE[:key=value,...], or a Hugging Face config.json."
-    ),
-]
-Budget = Annotated[
-    str | None,
-    typer.Option(
-        help="Most live bytes at any moment: 600MiB, 6GiB, 60% of the plain step's peak, min (the "
-        "smallest that works) or auto (what the "
-        "device has, less a reserve). [default: 60% or the smallest that works, whichever is more; none "
-        "under a --policy]"
-    ),
-]
-Policy = Annotated[
-    str | None,
-    typer.Option(
-        help="How to meet the budget: optimal (the default), mixed (moves values, too), or "
-        "keep_all, full, sqrt, selective, offload, compress."
-    ),
-]
-Batch = Annotated[int, typer.Option(help="Sequences in a micro-batch.")]
-Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 by autocast over float32 weights.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
-PlanDevice = Annotated[
-    str,
-    typer.Option(
-        help="cpu, cuda or cuda:N; or a100, h100, h200, b200, ... (as lowtide estimate has them), which need "
-        "not be there: the plan is priced for it."
-    ),
-]
-Dropout = Annotated[float | None, typer.Option(help="Dropout probability of a built-in model.")]
-Unfused = Annotated[
-    bool,
-    typer.Option(
-        "--unfused-attention", help="Built-in models: plain attention operations instead of the fused kernel."
-    ),
-]
-LossChunks = Annotated[
-    int | None, typer.Option(help="Built-in models: pieces in which tokens go through the output head.")
-]
 
 
 def _version(asked: bool) -> None:
@@ -197,11 +166,16 @@ def train(
             help="Draw live memory over one step into this file (.png, .pdf or .svg; needs matplotlib)."
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Show one step and its plan in this file: a page (.html), or as lowtide report."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
     """Train a language model on text under a memory budget, and show what the budget did to a step."""
     from rich.console import Console
 
+    from lowtide.report import save_report
     from lowtide.train.options import TrainOptions
     from lowtide.train.progress import ConsoleProgress, Silent
     from lowtide.train.resume import resumed
@@ -210,7 +184,7 @@ def train(
 
     asked: dict[str, Any] = dict(
         model=model,
-        budget=_budget(budget, policy),
+        budget=budget_asked(budget, policy),
         raise_budget=budget is None,
         policy=policy,
         steps=steps,
@@ -245,6 +219,7 @@ def train(
         silent_seconds=silent_seconds,
         json=json_file,
         plot=plot,
+        report=report,
     )
     if resume:
         asked = resumed(asked, _given(context))
@@ -263,6 +238,8 @@ def train(
         _write_json(options.json, result.to_json())
     if first:
         save_plot(result)
+        if result.report is not None and options.report is not None:
+            save_report(result.report, options.report)
     show(result, console)
     if result.stopped:
         raise typer.Exit(130)
@@ -288,7 +265,7 @@ def plan(
 
     options = PlanOptions(
         model=model,
-        budget=_budget(budget, policy),
+        budget=budget_asked(budget, policy),
         raise_budget=budget is None,
         policy=policy,
         batch=batch,
@@ -311,13 +288,7 @@ def plan(
 app.command("estimate")(estimate_command)
 app.command("simulate")(simulate_command)
 app.command("suggest")(suggest_command)
-
-
-def _budget(budget: str | None, policy: str | None) -> str | None:
-    """The budget asked for; 60 % of the plain peak where neither a budget nor a policy says what is
-    wanted.
-    """
-    return "60%" if budget is None and policy in (None, "optimal", "mixed") else budget
+app.command("report")(report_command)
 
 
 def _given(context: typer.Context) -> list[str]:

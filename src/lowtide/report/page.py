@@ -1,7 +1,7 @@
 """The page of a report: one HTML file that needs no network.
 
-The charts are uPlot's (``assets/uPlot.iife.min.js``, MIT licence beside it); everything else is the plain HTML, CSS and
-JavaScript in ``assets``.
+The charts are uPlot's (``assets/uPlot.iife.min.js``, MIT licence beside it); everything else is the plain
+HTML, CSS and JavaScript in ``assets``.
 """
 
 from __future__ import annotations
@@ -56,7 +56,9 @@ def page_data(report: Report) -> dict[str, Any]:
     named = sorted({label[1] for label in data["labels"]})
     layers, parts = [layer_of(text) for text in texts], [part_of(text) for text in texts]
     summary = report.summary
-    about = f"The most memory stands while {summary['peak_operation']} runs" if summary["peak_operation"] else ""
+    about = (
+        f"The most memory stands while {summary['peak_operation']} runs" if summary["peak_operation"] else ""
+    )
     where = f" in {summary['peak_module']}." if summary["peak_module"] else "."
     return {
         **data,

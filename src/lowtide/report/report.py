@@ -1,8 +1,8 @@
 """A report: all that is shown of one step and its plan, as plain data.
 
-In: a step graph, a plan for it, and what was measured. Out: a `Report`, from which the page (`page`), the picture
-(`picture`) and the trace for PyTorch's memory viewer (`viewer`) are made; `Report.to_json` goes into a run's results,
-so that all three can be made later and elsewhere.
+In: a step graph, a plan for it, and what was measured. Out: a `Report`, from which the page (`page`), the
+    picture (`picture`) and the trace for PyTorch's memory viewer (`viewer`) are made; `Report.to_json` goes
+    into a run's results, so that all three can be made later and elsewhere.
 """
 
 from __future__ import annotations
@@ -79,8 +79,8 @@ class Report:
         measured_extra: measured extra time as a share of the plain step, where both ran in pairs.
 
     Example:
-        >>> from lowtide.report import make_report, save_page
-        >>> save_page(make_report(graph, plan), "page.html")  # doctest: +SKIP
+        >>> from lowtide.report import make_report, save_report
+        >>> save_report(make_report(graph, plan), "page.html")  # doctest: +SKIP
     """
 
     title: str
@@ -131,7 +131,9 @@ class Report:
                 data["summary"],
                 _unpacked(data["plain"], texts, labels),
                 _unpacked(data["planned"], texts, labels),
-                tuple(Decided(**{**row, "saved_bytes": tuple(row["saved_bytes"])}) for row in data["decided"]),
+                tuple(
+                    Decided(**{**row, "saved_bytes": tuple(row["saved_bytes"])}) for row in data["decided"]
+                ),
                 tuple(Point(**point) for point in data["points"]),
                 _measured(data["measured_plain"]),
                 _measured(data["measured_planned"]),
@@ -169,8 +171,8 @@ def make_report(
     planned = timeline(graph, plan, optimizer_bytes)
     if planned.peak_bytes != plan.predicted_peak_bytes:
         raise PlanError(
-            f"the plan was made for step graph {plan.graph}, and this is {graph.fingerprint()}: give the graph "
-            "that it was made for"
+            f"the plan was made for step graph {plan.graph}, and this is {graph.fingerprint()}: give the "
+            "graph that it was made for"
         )
     numbers = {f.name: getattr(plan, f.name) for f in fields(plan)}
     summary = {k: v for k, v in numbers.items() if isinstance(v, int | float | str) or v is None}

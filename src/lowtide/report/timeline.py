@@ -1,13 +1,14 @@
 """What stands in memory when: every byte of a step, with what it is and who made it.
 
-In: a step graph, and a plan for it or none. Out: a `Timeline`. A *tick* is one operation that runs, in order: of the
-forward, of the backward, or one that a plan runs again. A `Span` is one block of memory from the tick that allocates
-it to the tick before which it is gone. At every tick the bytes of the spans add up to what `lowtide.plan.simulate`
-says, to the byte.
+In: a step graph, and a plan for it or none. Out: a `Timeline`. A *tick* is one operation that runs, in order:
+    of the forward, of the backward, or one that a plan runs again. A `Span` is one block of memory from the
+    tick that allocates it to the tick before which it is gone. At every tick the bytes of the spans add up to
+    what `lowtide.plan.simulate` says, to the byte.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -15,16 +16,16 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.graph import Saved, Storage, StepGraph
+from lowtide.graph import Saved, StepGraph, Storage
 from lowtide.plan.data import Plan, stages
-from lowtide.plan.data.decisions import Chain, Compress, Decision, Keep, Offload, Recompute
+from lowtide.plan.data.decisions import Compress, Decision, Keep, Recompute
 from lowtide.plan.simulate import Simulator, simulator_of
 from lowtide.plan.simulate.replay import Held
 
 KINDS = ("parameter", "optimizer", "gradient", "input", "activation", "recomputed", "moved", "temporary")
-"""What a span can be, in the order in which pictures stack them. ``recomputed`` are copies that backward got by running
-operations again, ``moved`` what waits encoded or is on its way from or to another place, ``temporary`` everything that
-lives for a moment: gradients of activations, and the scratch of operations."""
+"""What a span can be, in the order in which pictures stack them. ``recomputed`` are copies that backward got
+by running operations again, ``moved`` what waits encoded or is on its way from or to another place,
+``temporary`` everything that lives for a moment: gradients of activations, and the scratch of operations."""
 
 Phase = Literal["forward", "backward", "replay"]
 
@@ -56,8 +57,8 @@ class Span(NamedTuple):
         module: qualified name of the module that it belongs to.
         name: a parameter's name, or the operation that wrote it.
         form: shape and dtype where autograd saved it, such as ``8x256x384 float32``.
-        decision: what the plan does with it, for what autograd saves: ``kept``, ``recomputed``, ``offloaded``,
-            ``compressed`` or ``sharded``; else empty.
+        decision: what the plan does with it, for what autograd saves: ``kept``, ``recomputed``,
+            ``offloaded``, ``compressed`` or ``sharded``; else empty.
     """
 
     born: int
@@ -280,7 +281,7 @@ class _Walker:
         known = Timeline(tuple(self.ticks), tuple(self.spans), 0.0).live_bytes()
         left = np.array(self.most, dtype=np.int64) + self.slab_bytes - known
         edges = [0, *(np.flatnonzero(np.diff(left)) + 1).tolist(), len(left)]
-        for born, gone in zip(edges, edges[1:], strict=False):
+        for born, gone in itertools.pairwise(edges):
             if born < gone:
                 self._add(born, gone, int(left[born]), "moved", "", "encoded, or on its way")
 

@@ -1,4 +1,5 @@
-"""What other budgets would cost: the least extra time that is found for each, and the least that is possible."""
+"""What other budgets would cost: the least extra time that is found for each, and the least that is
+possible."""
 
 from __future__ import annotations
 

@@ -15,6 +15,7 @@ import torch
 from lowtide.budget import asks_for
 from lowtide.models import ModelSpec, model_spec
 from lowtide.plan import POLICIES
+from lowtide.report import check_ending
 from lowtide.train.arrangements import check_pipeline, check_sharding
 from lowtide.train.data import VOCABULARY
 from lowtide.train.errors import OptionError, require
@@ -63,6 +64,8 @@ class TrainOptions:
         silent_seconds: how long a process may say nothing before the others end the run; 0 is for ever,
             ``None`` half a minute. One in a debugger is waited for.
         json, plot: files for the results and for the picture of memory.
+        report: file for the report of one step: a page, or what else its ending says
+            (`lowtide.report.save_report`).
     """
 
     model: str = "gpt-small"
@@ -101,6 +104,7 @@ class TrainOptions:
     silent_seconds: float | None = None
     json: Path | None = None
     plot: Path | None = None
+    report: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq", "grad_accum", "eval_batches", "tp", "dp", "pp"):
@@ -185,7 +189,15 @@ class TrainOptions:
             )
             if importlib.util.find_spec("matplotlib") is None:
                 raise OptionError("--plot needs matplotlib: pip install 'lowtide[pictures]'")
-        for name, file in (("json", self.json), ("plot", self.plot)):
+        if self.report is not None:
+            require(
+                self.compares,
+                "report",
+                self.report,
+                "it shows the comparison: leave out --no-compare and --pp",
+            )
+            check_ending(self.report)
+        for name, file in (("json", self.json), ("plot", self.plot), ("report", self.report)):
             check_file(name, file)
         check_device(self.device)
         self._check_layout()

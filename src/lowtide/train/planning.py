@@ -73,8 +73,17 @@ class PlanOptions:
 
 
 def make_plan(options: PlanOptions) -> Plan:
-    """Trace the step on fake tensors and plan it. On a CPU this takes little memory whatever the model's
+    """The plan of the step, traced on fake tensors. On a CPU this takes little memory whatever the model's
     size.
+
+    Raises:
+        LowtideError: the options do not fit the model, or no plan meets the budget.
+    """
+    return traced_and_planned(options)[1]
+
+
+def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
+    """The step, traced on fake tensors, and its plan.
 
     Raises:
         LowtideError: the options do not fit the model, or no plan meets the budget.
@@ -103,7 +112,7 @@ def make_plan(options: PlanOptions) -> Plan:
             made = _planned(graph, replace(options, budget=_budget_on(card, model, options.budget)), policy)
             made = replace(made, notes=(*made.notes, _priced(card)))
         work.done(in_one_line(made))
-    return made
+    return graph, made
 
 
 def _budget_on(card: Device, model: nn.Module, budget: str | None) -> str | None:

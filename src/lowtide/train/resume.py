@@ -15,7 +15,7 @@ from lowtide.train.options import OptionError
 RUNS = Path("runs")
 """Where ``make train`` puts its runs, each in a folder of its own."""
 
-_OWN = {"checkpoint_dir", "resume", "stop_after", "compare", "silent_seconds", "json", "plot"}
+_OWN = {"checkpoint_dir", "resume", "stop_after", "compare", "silent_seconds", "json", "plot", "report"}
 _LAYOUT = {"tp", "dp", "pp", "sequence_parallel", "shard_parameters", "schedule"}
 """A checkpoint is loaded into any layout, so the command says which."""
 
@@ -66,6 +66,9 @@ def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
     picture = (folder / "memory.png").exists() and importlib.util.find_spec("matplotlib") is not None
     if options["plot"] is None and picture and options["compare"] is not False:
         options["plot"] = folder / f"memory-from-{step}.png"
+    page = (folder / "report.html").exists() and options["compare"] is not False
+    if options["report"] is None and page:
+        options["report"] = folder / f"report-from-{step}.html"
     return options
 
 

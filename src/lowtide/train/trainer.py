@@ -23,6 +23,7 @@ from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec
 from lowtide.optim import HostOptimizer
 from lowtide.progress import muted
+from lowtide.report import Report
 from lowtide.train import checkpoint, shards
 from lowtide.train.alive import Alive, guarded
 from lowtide.train.compare import Comparison
@@ -61,6 +62,7 @@ class TrainResult:
             process alone.
         plans: how many plans were made (one for each shape of step).
         comparison: the plain and the planned step side by side, unless turned off.
+        report: all that is shown of them, where results or a report are written.
         stopped: whether the run was interrupted before its last step.
         seconds: of the whole run.
     """
@@ -77,6 +79,7 @@ class TrainResult:
     budget_bytes: int | None = None
     plans: int = 0
     comparison: Comparison | None = None
+    report: Report | None = None
     stopped: bool = False
     seconds: float = 0.0
     ranks: list[dict[str, Any]] = field(default_factory=list)
@@ -133,6 +136,7 @@ class TrainResult:
             "steps_over_budget": self.steps_over_budget,
             "plans": self.plans,
             "comparison": None if self.comparison is None else self.comparison.to_json(),
+            "report": None if self.report is None else self.report.to_json(),
             "stopped": self.stopped,
             "ranks": self.ranks,
             "seconds": self.seconds,
@@ -260,6 +264,9 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
             doing("the comparison")
             progress.comparing()
             result.comparison = part.compare(batches.draw(0), optimizer)
+            if ranks.rank == 0 and (options.json is not None or options.report is not None):
+                doing("the report")
+                result.report = part.report(result.comparison, curve=options.report is not None)
         result.plans, result.budget_bytes = part.plans, part.about().get("budget_bytes")
         part.release()
     result.seconds = time.perf_counter() - began

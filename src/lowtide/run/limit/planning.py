@@ -340,6 +340,11 @@ class Planner:
         state = self._optimizer_need().state_bytes + self.moved_bytes if self.optimizer is not None else 0
         return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - made - seen) + state)
 
+    @property
+    def optimizer_bytes(self) -> int:
+        """What of a graph's resident bytes is the optimizer's state on the device."""
+        return self._optimizer_need().state_bytes if self.optimizer is not None else 0
+
     def _optimizer_need(self) -> OptimizerNeed:
         assert self.optimizer is not None
         return self._need.of(self.optimizer)
