@@ -232,7 +232,7 @@ class _Walker:
         if tensor is None:
             return module, "", ""
         decision = None if self.plan is None else self.plan.decisions.get(tensor.value)
-        form = f"{'x'.join(str(n) for n in tensor.shape) or 'scalar'} {tensor.dtype}"
+        form = f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}" if tensor.dtype else ""
         return tensor.module or module, form, "" if decision is None else in_words(decision)
 
     def _add(self, born: int, gone: int, size: int, *what: str) -> None:

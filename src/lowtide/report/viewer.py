@@ -64,7 +64,8 @@ def snapshot(line: Timeline) -> dict[str, Any]:
     for number, span in enumerate(spans):
         born.setdefault(span.born, []).append(number)
         gone.setdefault(span.gone, []).append(number)
-    trace = []
+    about = {"stream": 0, "time_us": 0, "frames": []}
+    trace: list[dict[str, Any]] = [{"action": "segment_alloc", "addr": _BASE, "size": laid.height, **about}]
     for tick in range(len(line.ticks)):
         for number in gone.get(tick, ()):
             trace += [entry(action, number, tick) for action in ("free_requested", "free_completed")]

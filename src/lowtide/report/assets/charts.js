@@ -122,6 +122,8 @@ class StackChart {
     ctx.rect(bbox.left, 0, bbox.width, bbox.top + bbox.height);
     ctx.clip();
     ctx.font = `600 ${12 * ratio}px system-ui, sans-serif`;
+    ctx.textAlign = "left";
+    ctx.textBaseline = "alphabetic";
     ctx.lineWidth = 2 * ratio;
     ctx.strokeStyle = ctx.fillStyle = color("text");
     if (budget) {
@@ -222,7 +224,7 @@ function axes(across, up, labels = []) {
   const powers = Array.from({length: 50}, (_, k) => 2 ** k);
   const bytes = (text) => (text === bytesText ? {incrs: powers} : {});
   return [
-    {...look, grid: {show: false}, ticks, space: 70, values: (_, at) => at.map(across), label: labels[0], ...bytes(across)},
+    {...look, grid: {show: false}, ticks, space: 70, size: 34, values: (_, at) => at.map(across), label: labels[0], ...bytes(across)},
     {...look, grid, ticks, size: 66, space: 38, values: (_, at) => at.map(up), label: labels[1], ...bytes(up)},
   ];
 }
@@ -249,14 +251,14 @@ function budgetsChart(place, data) {
   const bound = column(points.map((point) => [point.peak_bytes, point.bound_seconds / plain]));
   const high = Math.max(...found, chosen[1], 0.01) * 1.12;
   const range = [Math.max(0, xs[0] - 0.06 * (xs[xs.length - 1] - xs[0])), xs[xs.length - 1] + 0.04 * (xs[xs.length - 1] - xs[0] || 1)];
-  const dots = (name, size) => ({show: true, size, fill: color(name), stroke: color("card"), width: 2});
+  const dots = (name, size) => ({show: true, size, fill: color(name), stroke: color("card"), width: 2, space: 0});
   return picture(place, `Extra time against peak: ${points.length} plans, the bound, and the plan of this page`, {
     scales: {x: {time: false, range: () => range}, y: {range: () => [-0.03 * high, high]}},
     axes: axes(bytesText, (share) => percentText(share, high < 0.1 ? 1 : 0), ["peak of the step", "extra time"]),
     series: [
       {}, {stroke: color("quiet"), width: 2, dash: [5, 4], spanGaps: true, points: {show: false}},
-      {stroke: color("activation"), width: 2.5, spanGaps: true, points: dots("activation", 8)},
-      {stroke: "transparent", points: dots("temporary", 15)},
+      {stroke: color("activation"), width: 2.5, spanGaps: true, points: dots("activation", 12)},
+      {stroke: "transparent", points: dots("temporary", 17)},
     ],
   }, [xs, bound, found, column([chosen])]);
 }

@@ -66,7 +66,7 @@
   function drawAll() {
     drawSteps();
     legend();
-    budgetsChart(at("chart-budgets"), data);
+    if (data.points.length > 1) budgetsChart(at("chart-budgets"), data);
     if (curves.length > 1) measuredChart(at("chart-measured"), data, curves);
   }
 
@@ -90,14 +90,20 @@
   const used = Object.entries(DECISION_COLORS).filter((_, k) => data.decided.some((row) => row.saved_bytes[k]));
   at("decided-legend").append(...used.map(([name, fill]) => element("li", {}, swatch(variable(fill)), name)));
   at("decided").append(decidedTable(data));
-  at("budgets-about").textContent = data.points.length > 1
-    ? "Each point is a plan by recomputation. Below the dashed line no schedule of the same operations can be."
-    : "No other budget was planned for.";
-  at("budgets-legend").append(
-    element("li", {}, swatch(variable("temporary")), "this plan"),
-    element("li", {}, swatch(variable("activation"), "line"), "plans for other budgets"),
-    element("li", {}, swatch(variable("quiet"), "line"), "best possible"));
-  at("budgets").append(budgetsTable(data));
+  if (data.points.length > 1) {
+    at("budgets-about").textContent =
+      "Each point is a plan by recomputation. Below the dashed line no schedule of the same operations can be.";
+    const best = swatch(variable("quiet"), "line");
+    dashed(best, "quiet");
+    at("budgets-legend").append(
+      element("li", {}, swatch(variable("temporary")), "this plan"),
+      element("li", {}, swatch(variable("activation"), "line"), "plans for other budgets"),
+      element("li", {}, best, "best possible"));
+    at("budgets").append(budgetsTable(data));
+  } else {
+    at("budgets-about").textContent = "No other budget was planned for: lowtide train --report does that, and handle.report.";
+    at("budgets").parentElement.hidden = true;
+  }
 
   const forecast = (step) => Array.from(step.live, (bytes, tick) => [step.ticks.seconds[tick], bytes]);
   const curves = [];
@@ -110,7 +116,7 @@
     ? measuredTable(data) : element("p", {class: "quiet"}, "Nothing was measured: this plan was made without running the step."));
   at("measured-legend").append(...curves.map((curve) => {
     const line = swatch(variable(curve.color), "line");
-    if (curve.dash) line.style.background = `repeating-linear-gradient(90deg, ${variable(curve.color)} 0 5px, transparent 5px 8px)`;
+    if (curve.dash) dashed(line, curve.color);
     return element("li", {}, line, curve.name);
   }));
   if (summary.notes.length) {

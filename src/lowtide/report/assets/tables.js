@@ -15,6 +15,10 @@ function swatch(fill, more = "") {
   return element("span", {class: `swatch ${more}`, style: {background: fill}, "aria-hidden": "true"});
 }
 
+function dashed(line, name) {
+  line.style.background = `repeating-linear-gradient(90deg, ${variable(name)} 0 5px, transparent 5px 8px)`;
+}
+
 function variable(name) {
   return `var(--${name})`;
 }
@@ -73,7 +77,7 @@ function peakBar(name, step, whole, budget) {
     scaled,
     element("ul", {class: "shares"}, ...shares.map(([kind, bytes]) => element("li", {}, swatch(variable(kind)),
       `${KIND_WORDS[kind]} `, element("span", {class: "bytes"}, bytesText(bytes)),
-      element("span", {class: "quiet"}, ` ${percentText(bytes / step.peakBytes, 0)}`)))));
+      element("span", {class: "quiet"}, ` ${bytes < 0.005 * step.peakBytes ? "<1 %" : percentText(bytes / step.peakBytes, 0)}`)))));
 }
 
 /** Who stands in memory at a tick, for the list beside the charts. */
@@ -94,10 +98,11 @@ function who(step, tick, name, most = 9) {
   ];
 }
 
+/** Where a block of memory is at home, and its name or the operation that wrote it. */
 function title(holder) {
   const count = holder.count > 1 ? `${holder.count} × ` : "";
-  if (holder.kind === "parameter" || holder.kind === "gradient") return `${count}${holder.where ? `${holder.where}: ` : ""}${holder.name}`;
-  return `${count}${holder.name}${holder.where ? ` in ${holder.where}` : ""}`;
+  const name = holder.name.replace(/\b(aten|prims)\./, "");
+  return `${count}${holder.where ? `${holder.where}: ` : ""}${name}`;
 }
 
 /** A table in a box of its own that scrolls, and that the keyboard reaches. */
@@ -145,7 +150,7 @@ function decidedTable(data) {
   const whole = Math.max(1, ...[...layers.values()].map((rows) => total(sum(rows))));
   const line = (first, row, attributes) => tableRow(columns, [
     first, [bytesText(total(row)), bar(names.map((name, k) => [DECISION_COLORS[name], row.saved_bytes[k]]), whole)],
-    bytesText(row.saved_bytes[0]), row.replayed ? `${row.replayed} operations` : "", row.extra_seconds ? secondsText(row.extra_seconds) : "",
+    bytesText(row.saved_bytes[0]), row.replayed ? `${row.replayed} operation${row.replayed > 1 ? "s" : ""}` : "", row.extra_seconds ? secondsText(row.extra_seconds) : "",
   ], attributes);
   const lines = [];
   [...layers].forEach(([layer, rows], number) => {
