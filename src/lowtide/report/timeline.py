@@ -16,10 +16,12 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from lowtide.errors import PlanError
 from lowtide.graph import Saved, StepGraph, Storage
-from lowtide.plan.data import Plan, stages
+from lowtide.plan.data import Moved, Plan, stages
 from lowtide.plan.data.decisions import Compress, Decision, Keep, Recompute
-from lowtide.plan.simulate import Simulator, simulator_of
+from lowtide.plan.moves.movable import moved_of
+from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.replay import Held
 
 KINDS = ("parameter", "optimizer", "gradient", "input", "activation", "recomputed", "moved", "temporary")
@@ -142,13 +144,27 @@ def in_words(decision: Decision) -> str:
     return "offloaded" if tier is not None else "compressed" if isinstance(first, Compress) else "sharded"
 
 
+def _simulator(graph: StepGraph, plan: Plan | None) -> Simulator:
+    """A simulator that knows what the plan moves: its simulation is the step under the plan, without the
+    slab. What a codec of the user's own allocates on the way is not known to it.
+    """
+    sim = Simulator(graph)
+    if plan is None or not plan.moves:
+        return sim
+    try:
+        moved = moved_of(sim, {move.value: move.decision for move in plan.moves})
+    except PlanError:  # no codec of that name
+        moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
+    return sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0)
+
+
 class _Walker:
     """Puts what the simulator knows of each storage and each replayed copy into spans."""
 
     def __init__(self, graph: StepGraph, plan: Plan | None, optimizer_bytes: int) -> None:
         self.graph, self.plan = graph, plan
         self.optimizer_bytes = optimizer_bytes
-        self.sim = Simulator(graph) if plan is None else simulator_of(graph, plan)
+        self.sim = _simulator(graph, plan)
         self.sim.seen = self.seen = []
         self.result = self.sim.simulate(self.sim.droppable if plan is None else plan.stored)
         self.slab_bytes = 0 if plan is None else plan.slab_bytes

@@ -5,13 +5,6 @@ every event, the peak and where it stands, what runs again, and seconds. `close`
 """
 
 from lowtide.plan.simulate.feasible import close
-from lowtide.plan.simulate.simulator import (
-    Simulation,
-    Simulator,
-    plain,
-    simulate,
-    simulate_plan,
-    simulator_of,
-)
+from lowtide.plan.simulate.simulator import Simulation, Simulator, plain, simulate, simulate_plan
 
-__all__ = ["Simulation", "Simulator", "close", "plain", "simulate", "simulate_plan", "simulator_of"]
+__all__ = ["Simulation", "Simulator", "close", "plain", "simulate", "simulate_plan"]

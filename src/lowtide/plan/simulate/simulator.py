@@ -329,17 +329,11 @@ def plain(graph: StepGraph) -> Simulation:
     return simulator.simulate(simulator.droppable)
 
 
-def simulator_of(graph: StepGraph, plan: Plan) -> Simulator:
-    """A simulator that knows what ``plan`` moves: its ``simulate(plan.stored)`` is the step under the plan,
-    without the plan's slab.
-    """
-    sim = Simulator(graph)
-    if not plan.moves:
-        return sim
-    moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
-    return sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0)
-
-
 def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     """The exact simulation of what ``plan`` does to the step it was made for (times of transfers aside)."""
-    return simulator_of(graph, plan).simulate(plan.stored).with_slab(plan.slab_bytes)
+    sim = Simulator(graph)
+    if not plan.moves:
+        return sim.simulate(plan.stored)
+    moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
+    simulation = sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0).simulate(plan.stored)
+    return simulation.with_slab(plan.slab_bytes)
