@@ -1,5 +1,5 @@
-"""The page in a real browser, headless: no errors, no network, wide and narrow, light and dark, by keyboard, and what
-axe-core (the rules of Lighthouse's accessibility audit) finds. Without a browser these tests are skipped."""
+"""The page in a real browser, headless: no errors, no network, wide and narrow, light and dark, by keyboard.
+axe-core has the rules of Lighthouse's accessibility audit. Without a browser these tests are skipped."""
 
 from __future__ import annotations
 
@@ -9,19 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from synthetic import transformer
 
-from lowtide import policies
-from lowtide.plan.simulate import Simulator
-from lowtide.plan.split.blocks import sqrt_stored
-from lowtide.report import Report, make_report, save_report
+from lowtide.report import Report, save_report
+from lowtide.report.report import layer_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 if BROWSER is None:
     pytest.skip("no chromium or google-chrome is installed", allow_module_level=True)
-playwright = pytest.importorskip(
-    "playwright.sync_api", reason="playwright drives the browser: see the tests extra"
-)
+playwright = pytest.importorskip("playwright.sync_api", reason="playwright drives the browser")
 axe = pytest.importorskip("axe_playwright_python.sync_playwright", reason="axe-core audits the page")
 
 FLAGS = [
@@ -49,20 +44,16 @@ def file(report: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def deep_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    graph = transformer(96)
-    sim = Simulator(graph)
-    plan = policies.make_plan(graph, stored=sqrt_stored(graph, sim), bound=False, simulator=sim)
+def deep_file(deep: Report, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("deep") / "report.html"
-    save_report(make_report(graph, plan, points=()), path)
+    save_report(deep, path)
     return path
 
 
 def opened(browser: Any, path: Path, width: int = 1440, scheme: str = "light") -> Any:
     """The page, with what it complains of and asks for in lists that are its attributes."""
-    page = browser.new_page(
-        viewport={"width": width, "height": 900}, color_scheme=scheme, reduced_motion="reduce"
-    )
+    size = {"width": width, "height": 900}
+    page = browser.new_page(viewport=size, color_scheme=scheme, reduced_motion="reduce")
     page.complaints, page.asked = [], []
     page.on("console", lambda message: page.complaints.append(message.text))
     page.on("pageerror", lambda error: page.complaints.append(str(error)))
@@ -142,7 +133,9 @@ def test_the_arrow_keys_say_who_stands_where(browser: Any, file: Path, report: R
 
 def test_pointing_and_dragging(browser: Any, file: Path) -> None:
     page = opened(browser, file)
-    box = page.locator("#chart-plain .u-over").bounding_box()
+    over = page.locator("#chart-plain .u-over")
+    over.scroll_into_view_if_needed()
+    box = over.bounding_box()
     page.mouse.move(box["x"] + box["width"] * 0.3, box["y"] + 40)
     first = page.locator("#who h3").inner_text()
     page.mouse.move(box["x"] + box["width"] * 0.5, box["y"] + 40)
@@ -174,17 +167,8 @@ def test_it_says_what_the_report_says(browser: Any, file: Path, report: Report) 
     assert "activations" in peaks[0]
     assert "+25.0 % measured" in text
     assert "held:" in text
-    rows = page.locator("#decided tbody tr:not(.inside)").count()
-    assert (
-        rows
-        == len(
-            {
-                row.module.split(".")[1] if row.module.startswith("h.") else row.module
-                for row in report.decided
-            }
-        )
-        + 1
-    )
+    layers = {layer_of(row.module) for row in report.decided}
+    assert page.locator("#decided tbody tr:not(.inside)").count() == len(layers) + 1  # and their total
     page.locator("#decided .expand").first.click()
     assert page.locator("#decided tr.inside:visible").count() > 1
     page.close()

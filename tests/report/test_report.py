@@ -67,21 +67,19 @@ def test_decisions_sum_to_the_plans_own_table() -> None:
         assert sum(r.replayed for r in rows) == len(plan.replayed)
         sums = {name: sum(row.saved_bytes[k] for row in rows) for k, name in enumerate(DECISIONS)}
         assert (sums["recomputed"] > 0) == (policy != "keep_all")
-        assert (
-            sums["recomputed"] < sums["kept"] if policy == "keep_all" else sums["kept"] < sum(sums.values())
-        )
+        assert (sums["kept"] == sum(sums.values())) == (policy == "keep_all")
 
 
 def test_other_budgets_cost_more_the_smaller_they_are() -> None:
     graph = transformer(3)
-    points = tradeoff(graph, points=6)
+    points = tradeoff(graph, points=4)
     assert points[0].peak_bytes == plain(graph).peak_bytes
     assert len(points) >= 3
     for larger, smaller in pairwise(points):
         assert smaller.peak_bytes < larger.peak_bytes
         assert smaller.extra_seconds > larger.extra_seconds
     assert all(0 <= point.bound_seconds <= point.extra_seconds for point in points)
-    assert len(tradeoff(graph, points=6, seconds=-1.0)) == 1  # no time: the plain step alone
+    assert len(tradeoff(graph, points=4, seconds=-1.0)) == 1  # no time: the plain step alone
 
 
 def test_a_graph_that_the_plan_was_not_made_for_is_refused() -> None:
@@ -128,12 +126,6 @@ def test_every_module_of_the_data_has_a_layer(report: Report) -> None:
 
 def test_the_page_of_96_layers_is_small(deep: Report) -> None:
     assert len(page(deep).encode()) < 2_000_000
-
-
-@pytest.fixture(scope="module")
-def deep() -> Report:
-    graph = transformer(96)
-    return make_report(graph, make(graph, policy="full"), points=())
 
 
 def test_a_charting_library_comes_with_its_licence() -> None:

@@ -65,7 +65,7 @@ def test_random_steps_add_up_under_full_recomputation(seed: int) -> None:
 @pytest.mark.parametrize(
     "decision",
     [Offload(), Compress("int8"), Chain(Compress("int8"), Offload())],
-    ids=["offload", "int8", "int8-offload"],
+    ids=["host", "int8", "both"],
 )
 def test_moved_values_add_up(decision: Moving, slab: bool) -> None:
     graph = transformer(3)

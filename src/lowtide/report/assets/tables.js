@@ -108,7 +108,7 @@ function title(holder) {
 /** A table in a box of its own that scrolls, and that the keyboard reaches. */
 function table(label, columns, rows) {
   const head = element("tr", {}, ...columns.map(([name, kind]) => element("th", {scope: "col", class: kind}, name)));
-  return element("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": label},
+  return element("div", {class: "scroll", tabindex: "0", role: "region", "aria-label": `${label}: table`},
     element("table", {}, element("thead", {}, head), element("tbody", {}, ...rows)));
 }
 
@@ -160,11 +160,11 @@ function decidedTable(data) {
       return;
     }
     const inside = rows.map((row, k) => line(row.module.slice(layer.length + 1) || "itself", row, {class: "inside", hidden: "", id: `inside-${number}-${k}`}));
-    const button = element("button", {type: "button", class: "expand", "aria-expanded": "false", "aria-label": `modules of ${name}`, "aria-controls": inside.map((row) => row.id).join(" ")}, "+");
+    const button = element("button", {type: "button", class: "expand", "aria-expanded": "false", "aria-label": `more or less of ${name}`, "aria-controls": inside.map((row) => row.id).join(" ")}, "more");
     button.addEventListener("click", () => {
       const open = button.getAttribute("aria-expanded") !== "true";
       button.setAttribute("aria-expanded", String(open));
-      button.textContent = open ? "−" : "+";
+      button.textContent = open ? "less" : "more";
       for (const row of inside) row.hidden = !open;
     });
     lines.push(line([button, name], sum(rows), {}), ...inside);
@@ -183,7 +183,7 @@ function budgetsTable(data) {
 
 function measuredTable(data) {
   const {summary, measured_plain: plain, measured_planned: planned} = data;
-  const columns = [["", ""], ["forecast", "n"], ["measured", "n"], ["difference", "n"]];
+  const columns = [["of a step", ""], ["forecast", "n"], ["measured", "n"], ["difference", "n"]];
   const rows = [];
   const add = (name, forecast, seen, text) => rows.push(tableRow(columns, [name, text(forecast), seen === null || seen === undefined ? "–" : text(seen),
     seen === null || seen === undefined || !forecast ? "" : signedPercent(seen / forecast - 1, 2)]));
