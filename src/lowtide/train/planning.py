@@ -106,7 +106,8 @@ def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
         inputs = (tokens, tokens.clone())
         if card is None:
             traced = trace_fake(step, inputs, {}, [model], device.type, memory_limit_bytes=TIMED_BYTES)
-            made = _planned(with_overhead(traced), options, policy)
+            graph = with_overhead(traced)
+            made = _planned(graph, options, policy)
         else:
             graph = trace_fake(step, inputs, {}, [model], device.type, price=pricer(card))
             made = _planned(graph, replace(options, budget=_budget_on(card, model, options.budget)), policy)

@@ -134,7 +134,13 @@ class StackChart {
       ctx.lineTo(bbox.left + bbox.width, y);
       ctx.stroke();
       ctx.setLineDash([]);
-      ctx.fillText(`budget ${bytesText(budget)}`, bbox.left + 6 * ratio, y - 5 * ratio);
+      const place = [`budget ${bytesText(budget)}`, bbox.left + 6 * ratio, y - 5 * ratio];
+      ctx.lineWidth = 4 * ratio;
+      ctx.strokeStyle = color("card");
+      ctx.strokeText(...place);
+      ctx.fillText(...place);
+      ctx.lineWidth = 2 * ratio;
+      ctx.strokeStyle = color("text");
     }
     const {peakTick, peakBytes} = this.step;
     const x = plot.valToPos((this.step.ticks.seconds[peakTick] + this.step.end(peakTick)) / 2, "x", true);

@@ -193,5 +193,10 @@ function measuredTable(data) {
   const extra = summary.calibrated_extra_seconds;
   const calibrated = extra === null || extra === undefined ? undefined : summary.calibrated_plain_seconds + extra;
   add("time, planned", summary.plain_seconds + summary.predicted_extra_seconds, planned?.seconds ?? calibrated, secondsText);
+  const share = (seconds, whole) => (whole ? seconds / whole : 0);
+  const seen = data.measured_extra ?? (extra === null || extra === undefined ? null : share(extra, summary.calibrated_plain_seconds));
+  const forecast = share(summary.predicted_extra_seconds, summary.plain_seconds);
+  rows.push(tableRow(columns, ["extra time", signedPercent(forecast), seen === null ? "–" : signedPercent(seen),
+    seen === null ? "" : `${signedPercent(seen - forecast)} of the step`]));
   return table("Forecast against measured", columns, rows);
 }
