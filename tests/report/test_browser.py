@@ -77,7 +77,7 @@ def test_it_opens_without_a_word_and_fits(browser: Any, file: Path, width: int, 
     page.close()
 
 
-@pytest.mark.parametrize(("width", "scheme"), LOOKS, ids=IDS)
+@pytest.mark.parametrize(("width", "scheme"), [LOOKS[1], LOOKS[2]], ids=[IDS[1], IDS[2]])
 def test_the_audit_finds_nothing(browser: Any, file: Path, width: int, scheme: str) -> None:
     page = opened(browser, file, width, scheme)
     page.locator("summary").click()

@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 
 import lowtide
 from lowtide import cli
@@ -98,8 +99,6 @@ def test_names_and_runs_that_cannot_have_a_report_are_refused_at_once(tmp_path: 
 
 
 def test_a_handle_writes_a_page(tmp_path: Path) -> None:
-    import torch
-
     model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
     optimizer = torch.optim.AdamW(model.parameters())
     handle = lowtide.limit_memory(model, "100%", optimizer=optimizer)
@@ -123,3 +122,15 @@ def test_a_handle_writes_a_page(tmp_path: Path) -> None:
         if s.kind == "gradient"
     }
     assert gradients == {name for name, _ in model.named_parameters()}
+
+
+def test_gradients_that_are_added_to_stand_as_such() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(64, 256), torch.nn.GELU(), torch.nn.Linear(256, 1))
+    handle = lowtide.limit_memory(model, "100%")
+    for _ in range(2):  # the second step adds to what the first left
+        model(torch.randn(512, 64)).sum().backward()
+    spans = handle.make_report(points=()).plain.spans
+    handle.remove()
+    standing = sum(span.bytes for span in spans if span.kind == "gradient")
+    assert standing == sum(parameter.nbytes for parameter in model.parameters())
+    assert sum(span.bytes for span in spans if span.kind == "parameter") == standing

@@ -1,8 +1,8 @@
 """A report: all that is shown of one step and its plan, as plain data.
 
 In: a step graph, a plan for it, and what was measured. Out: a `Report`, from which the page (`page`), the
-    picture (`picture`) and the trace for PyTorch's memory viewer (`viewer`) are made; `Report.to_json` goes
-    into a run's results, so that all three can be made later and elsewhere.
+picture (`picture`) and the trace for PyTorch's memory viewer (`viewer`) are made; `Report.to_json` goes
+into a run's results, so that all three can be made later and elsewhere.
 """
 
 from __future__ import annotations

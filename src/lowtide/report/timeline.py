@@ -1,14 +1,17 @@
 """What stands in memory when: every byte of a step, with what it is and who made it.
 
 In: a step graph, and a plan for it or none. Out: a `Timeline`. A *tick* is one operation that runs, in order:
-    of the forward, of the backward, or one that a plan runs again. A `Span` is one block of memory from the
-    tick that allocates it to the tick before which it is gone. At every tick the bytes of the spans add up to
-    what `lowtide.plan.simulate` says, to the byte.
+of the forward, of the backward, or one that a plan runs again. A `Span` is one block of memory from the
+tick that allocates it to the tick before which it is gone. At every tick the bytes of the spans add up to
+what `lowtide.plan.simulate` says, to the byte.
 """
 
 from __future__ import annotations
 
 import itertools
+import math
+import re
+from bisect import bisect_left
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
@@ -58,7 +61,7 @@ class Span(NamedTuple):
         kind: one of `KINDS`.
         module: qualified name of the module that it belongs to.
         name: a parameter's name, or the operation that wrote it.
-        form: shape and dtype where autograd saved it, such as ``8x256x384 float32``.
+        form: shape and dtype of what autograd saved there, such as ``8x256x384 float32``.
         decision: what the plan does with it, for what autograd saves: ``kept``, ``recomputed``,
             ``offloaded``, ``compressed`` or ``sharded``; else empty.
     """
@@ -158,6 +161,21 @@ def _simulator(graph: StepGraph, plan: Plan | None) -> Simulator:
     return sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0)
 
 
+def form_of(tensor: Saved, bytes_: int) -> str:
+    """Shape and dtype of a saved tensor that lies in a storage of so many bytes.
+
+    >>> q = Saved(0, 0, True, shape=(8, 64), dtype="float32")
+    >>> form_of(q, 2048), form_of(q, 3 * 2048)
+    ('8x64 float32', 'views such as 8x64 float32')
+    """
+    if not tensor.dtype:
+        return ""
+    bits = re.search(r"\d+", tensor.dtype)
+    whole = math.prod(tensor.shape) * (int(bits.group()) if bits else 8) >= 8 * bytes_
+    form = f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}"
+    return form if whole else f"views such as {form}"
+
+
 class _Walker:
     """Puts what the simulator knows of each storage and each replayed copy into spans."""
 
@@ -248,8 +266,11 @@ class _Walker:
         if tensor is None:
             return module, "", ""
         decision = None if self.plan is None else self.plan.decisions.get(tensor.value)
-        form = f"{'x'.join(map(str, tensor.shape)) or 'scalar'} {tensor.dtype}" if tensor.dtype else ""
-        return tensor.module or module, form, "" if decision is None else in_words(decision)
+        return (
+            tensor.module or module,
+            form_of(tensor, storage.bytes),
+            "" if decision is None else in_words(decision),
+        )
 
     def _add(self, born: int, gone: int, size: int, *what: str) -> None:
         if size and born < gone:
@@ -257,7 +278,7 @@ class _Walker:
 
     def _at(self, event: int) -> int:
         """The first tick within or after an event."""
-        return int(np.searchsorted(self.within, event))
+        return bisect_left(self.within, event)
 
     def _storages(self) -> None:
         """What operations allocate, and inputs that the step lets go."""
@@ -273,7 +294,7 @@ class _Walker:
             operation = self.graph.operations[storage.producer]
             born = self._at(self.sim.op_event[storage.producer])
             module, form, decision = self._about(storage, operation.module)
-            if operation.phase == "backward" and (storage.name or until >= self.sim.end):
+            if operation.phase == "backward" and until >= self.sim.end:
                 module, _, name = storage.name.rpartition(".") if storage.name else (module, "", "")
                 name = f"gradient of {name}" if name else short(operation.name)
                 self._add(born, gone, storage.bytes, "gradient", module, name)
@@ -287,10 +308,20 @@ class _Walker:
         known = sum(s.bytes for s in self.graph.storages if s.producer is None)
         rest = self.graph.resident_bytes - known
         state = min(self.optimizer_bytes, max(0, rest))
+        gradients = min(self._added_bytes(), max(0, rest - state))
         end = len(self.ticks)
         self._add(0, end, state, "optimizer", "", "optimizer state")
-        self._add(0, end, rest - state, "parameter", "", "not used in this step")
+        self._add(0, end, gradients, "gradient", "", "gradients of earlier steps, added to")
+        self._add(0, end, rest - state - gradients, "parameter", "", "not used in this step")
         self._add(0, end, self.slab_bytes, "moved", "", "slab for what comes back")
+
+    def _added_bytes(self) -> int:
+        """What the step adds to gradients that stood before it, as under accumulation: then none of its own
+        is left at its end.
+        """
+        made = [s for s in self.graph.storages if s.name and s.producer is not None]
+        left = any(self.sim.natural_end[s.id] >= self.sim.end for s in made)
+        return 0 if left else sum(s.bytes for s in made)
 
     def _moving(self) -> None:
         """What transfers hold beside all that: encoded forms, and what is fetched ahead of need."""

@@ -41,7 +41,7 @@ def show(result: TrainResult, console: Console) -> None:
     for what, file in (
         ("results", result.options.json),
         ("picture", result.options.plot),
-        ("report", result.options.report),
+        ("report", result.options.report if result.report is not None else None),
     ):
         if file is not None:
             console.print(f"{what} in {file}", highlight=False)
