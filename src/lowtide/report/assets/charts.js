@@ -142,6 +142,10 @@ class StackChart {
       ctx.lineWidth = 2 * ratio;
       ctx.strokeStyle = color("text");
     }
+    if (this.step.seconds <= this.range[0]) {
+      ctx.fillStyle = color("quiet");
+      ctx.fillText("this step is over by then", bbox.left + 6 * ratio, bbox.top + bbox.height - 8 * ratio);
+    }
     const {peakTick, peakBytes} = this.step;
     const x = plot.valToPos((this.step.ticks.seconds[peakTick] + this.step.end(peakTick)) / 2, "x", true);
     ctx.beginPath();
