@@ -122,7 +122,11 @@ def test_the_arrow_keys_say_who_stands_where(browser: Any, file: Path, report: R
     assert chart.get_attribute("aria-valuenow") == str(report.planned.peak_tick)
     assert f"{peak.operation} in {peak.module or 'the model itself'}" in chart.get_attribute("aria-valuetext")
     assert peak.operation in page.locator("#who").inner_text()
+    page.locator("#zoom-peak").click()  # draws both charts anew, closer
+    assert chart.get_attribute("aria-valuenow") == str(report.planned.peak_tick)
+    chart.focus()
     before = chart.get_attribute("aria-valuenow")
+    assert before == str(report.planned.peak_tick)
     page.keyboard.press("+")
     page.keyboard.press("+")
     page.keyboard.press("0")

@@ -81,6 +81,7 @@ class StackChart {
 
   draw(from, to, groups, highest) {
     const width = Math.max(220, this.place.clientWidth - 14);
+    const tick = this.ticks ? this.ticks[this.column] : this.step.peakTick;
     this.range = [from, to];
     this.ticks = this.step.sampled(from, to, Math.min(MANY, width));
     const which = groups.of[this.shared.steps.indexOf(this.step)];
@@ -108,7 +109,7 @@ class StackChart {
         setSelect: [(plot) => this.selected(plot)],
       },
     }, data, this.slider);
-    this.column = Math.min(this.column, this.ticks.length - 1);
+    this.column = Math.max(0, upper(this.ticks, tick) - 1);
     touched(this.plot);
   }
 
@@ -185,7 +186,9 @@ class StackChart {
     this.column = Math.min(Math.max(0, column), this.ticks.length - 1);
     const tick = this.ticks[this.column];
     const middle = (Math.max(this.step.ticks.seconds[tick], this.range[0]) + this.plot.data[0][this.column + 1]) / 2;
-    this.plot.setCursor({left: this.plot.valToPos(middle, "x"), top: 20}, false);
+    const {plot} = this;
+    // a chart that was just made knows its scales when what it has queued itself is done
+    queueMicrotask(() => { if (plot === this.plot) plot.setCursor({left: plot.valToPos(middle, "x"), top: 20}, false); });
     this.value(tick);
     this.shared.tell(this.step, tick, this.name);
   }

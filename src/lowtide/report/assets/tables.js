@@ -93,9 +93,14 @@ function who(step, tick, name, most = 9) {
     element("p", {class: "quiet"}, `${name}, ${phase}: ${operation} in ${module}`),
     bar(KINDS.map((kind) => [kind, kinds[kind]]), step.peakBytes),
     element("ol", {}, ...holders.slice(0, most).map((holder) => row(
-      [swatch(variable(holder.kind)), title(holder)], holder.bytes, [KIND_WORDS[holder.kind], holder.form, holder.decision].filter(Boolean).join(", "))),
+      [swatch(variable(holder.kind)), title(holder)], holder.bytes, [KIND_WORDS[holder.kind], holder.form, decision(holder)].filter(Boolean).join(", "))),
     rest ? row([`${holders.length - most} smaller ones`], rest) : null),
   ];
+}
+
+/** What the plan decided, where the kind does not say so. */
+function decision(holder) {
+  return holder.kind === "recomputed" ? "" : holder.decision;
 }
 
 /** Where a block of memory is at home, and its name or the operation that wrote it. */
@@ -121,7 +126,7 @@ function holdersTable(step, most = 40) {
   const columns = [["block of memory", ""], ["what it is", "wide"], ["how many", "n wide"], ["bytes", "n"], ["share", "n wide"]];
   const holders = step.holders(step.peakTick);
   const rows = holders.slice(0, most).map((holder) => {
-    const name = [swatch(variable(holder.kind)), title({...holder, count: 1}), element("small", {}, [holder.form, holder.decision].filter(Boolean).join(", "))];
+    const name = [swatch(variable(holder.kind)), title({...holder, count: 1}), element("small", {}, [holder.form, decision(holder)].filter(Boolean).join(", "))];
     return tableRow(columns, [name, KIND_WORDS[holder.kind], String(holder.count), bytesText(holder.bytes), percentText(holder.bytes / step.peakBytes)]);
   });
   const rest = holders.slice(most);
