@@ -7,7 +7,7 @@ function color(name) {
   return getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 }
 
-/** Which group of the stack each span belongs to: one for each kind, and one for each layer or part of activations. */
+/** Which group of the stack each span belongs to: one a kind, and for activations one a layer or part. */
 class Groups {
   constructor(steps, by) {
     const found = new Map();
@@ -17,14 +17,23 @@ class Groups {
         const about = step.label(span);
         const inside = by === "none" ? "" : about[by] || "the model itself";
         const key = about.kind === "activation" ? `activation\u0000${inside}` : about.kind;
-        if (!found.has(key)) found.set(key, {kind: about.kind, inside: about.kind === "activation" ? inside : ""});
+        if (!found.has(key))
+          found.set(key, {kind: about.kind, inside: about.kind === "activation" ? inside : ""});
         sizes.set(key, (sizes.get(key) || 0) + step.spans.bytes[span]);
       });
     }
-    const most = by === "part" ? [...sizes].filter(([key]) => key.startsWith("activation\u0000"))
-      .sort((a, b) => b[1] - a[1]).slice(0, 9).map(([key]) => key) : null;
+    const most =
+      by === "part"
+        ? [...sizes]
+            .filter(([key]) => key.startsWith("activation\u0000"))
+            .sort((a, b) => b[1] - a[1])
+            .slice(0, 9)
+            .map(([key]) => key)
+        : null;
     const rest = `activation\u0000other parts`;
-    this.keys = [...found.keys()].filter((key) => !most || !key.startsWith("activation\u0000") || most.includes(key));
+    this.keys = [...found.keys()].filter(
+      (key) => !most || !key.startsWith("activation\u0000") || most.includes(key),
+    );
     if (most && this.keys.length < found.size) {
       this.keys.push(rest);
       found.set(rest, {kind: "activation", inside: "other parts"});
@@ -36,7 +45,10 @@ class Groups {
     this.rest = this.place.get(rest);
     this.by = by;
     const inner = this.list.filter((group) => group.kind === "activation");
-    inner.forEach((group, k) => { group.share = inner.length > 1 ? k / (inner.length - 1) : 0; group.odd = k % 2; });
+    inner.forEach((group, k) => {
+      group.share = inner.length > 1 ? k / (inner.length - 1) : 0;
+      group.odd = k % 2;
+    });
     this.inner = inner.length;
     this.of = steps.map((step) => step.data.labels.map((_, label) => this.ofLabel(step, label)));
   }
@@ -61,17 +73,31 @@ class Groups {
   }
 }
 
-/** The step's memory, stacked. `tell(tick)` hears where the cursor is; `moved(from, to)` asks both charts to zoom. */
+/**
+ * The step's memory, stacked. `shared` is what both charts have in common: its `tell` hears where the cursor
+ * is, its `zoom` draws both anew.
+ */
 class StackChart {
   constructor(place, step, name, shared) {
     Object.assign(this, {place, step, name, shared});
     this.column = 0;
     place.className = "chart";
-    place.replaceChildren(element("h3", {}, name, " ",
-      element("span", {}, `${bytesText(step.peakBytes)} at the peak, ${secondsText(step.seconds)}`)));
+    place.replaceChildren(
+      element(
+        "h3",
+        {},
+        name,
+        " ",
+        element("span", {}, `${bytesText(step.peakBytes)} at the peak, ${secondsText(step.seconds)}`),
+      ),
+    );
     this.slider = element("div", {
-      role: "slider", tabindex: "0", "aria-label": `${name}: moment`, "aria-valuemin": "0",
-      "aria-valuemax": String(step.count - 1), "aria-keyshortcuts": "ArrowLeft ArrowRight P + - 0",
+      role: "slider",
+      tabindex: "0",
+      "aria-label": `${name}: moment`,
+      "aria-valuemin": "0",
+      "aria-valuemax": String(step.count - 1),
+      "aria-keyshortcuts": "ArrowLeft ArrowRight P + - 0",
     });
     place.append(this.slider);
     this.slider.addEventListener("keydown", (event) => this.pressed(event));
@@ -85,30 +111,54 @@ class StackChart {
     this.range = [from, to];
     this.ticks = this.step.sampled(from, to, Math.min(MANY, width));
     const which = groups.of[this.shared.steps.indexOf(this.step)];
-    const rows = this.step.summed(this.ticks, (span) => which[this.step.spans.label[span]], groups.list.length);
+    const rows = this.step.summed(
+      this.ticks,
+      (span) => which[this.step.spans.label[span]],
+      groups.list.length,
+    );
     const times = this.ticks.map((tick) => Math.max(from, this.step.ticks.seconds[tick]));
     // one more point, so that the last operation has its width
-    const end = Math.min(to, Math.max(this.step.end(this.ticks[this.ticks.length - 1]), times[times.length - 1]));
+    const end = Math.min(
+      to,
+      Math.max(this.step.end(this.ticks[this.ticks.length - 1]), times[times.length - 1]),
+    );
     let below = new Float64Array(this.ticks.length);
     const stacked = rows.map((row) => (below = row.map((bytes, k) => bytes + below[k])));
-    const series = stacked.map((row, k) => ({
-      fill: groups.color(groups.list[k]), width: 0, points: {show: false}, paths: uPlot.paths.stepped({align: 1}),
-      values: row,
-    })).reverse();
+    const series = stacked
+      .map((row, k) => ({
+        fill: groups.color(groups.list[k]),
+        width: 0,
+        points: {show: false},
+        paths: uPlot.paths.stepped({align: 1}),
+        values: row,
+      }))
+      .reverse();
     const data = [[...times, end], ...series.map(({values}) => [...values, values[values.length - 1]])];
     this.plot?.destroy();
-    this.plot = new uPlot({
-      width, height: this.shared.height(), legend: {show: false}, padding: [14, 10, 0, 0], drawOrder: ["series", "axes"],
-      cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false}},
-      scales: {x: {time: false, range: () => [from, to]}, y: {range: () => [0, highest * 1.04]}},
-      axes: axes(secondsText, bytesText),
-      series: [{}, ...series.map(({values, ...about}) => about)],
-      hooks: {
-        draw: [(plot) => this.marks(plot)],
-        setCursor: [(plot) => { if (plot.cursor.left >= 0) this.hovered(plot); }],
-        setSelect: [(plot) => this.selected(plot)],
+    this.plot = new uPlot(
+      {
+        width,
+        height: this.shared.height(),
+        legend: {show: false},
+        padding: [14, 10, 0, 0],
+        drawOrder: ["series", "axes"],
+        cursor: {y: false, points: {show: false}, drag: {x: true, y: false, setScale: false}},
+        scales: {x: {time: false, range: () => [from, to]}, y: {range: () => [0, highest * 1.04]}},
+        axes: axes(secondsText, bytesText),
+        series: [{}, ...series.map(({values, ...about}) => about)],
+        hooks: {
+          draw: [(plot) => this.marks(plot)],
+          setCursor: [
+            (plot) => {
+              if (plot.cursor.left >= 0) this.hovered(plot);
+            },
+          ],
+          setSelect: [(plot) => this.selected(plot)],
+        },
       },
-    }, data, this.slider);
+      data,
+      this.slider,
+    );
     this.column = Math.max(0, upper(this.ticks, tick) - 1);
     touched(this.plot);
   }
@@ -175,7 +225,8 @@ class StackChart {
 
   value(tick) {
     const {operation, module, phase} = this.step.running(tick);
-    const words = `${secondsText(this.step.ticks.seconds[tick])}, ${phase}, ${operation} in ${module}: ` +
+    const words =
+      `${secondsText(this.step.ticks.seconds[tick])}, ${phase}, ${operation} in ${module}: ` +
       bytesText(this.step.live[tick]);
     this.slider.setAttribute("aria-valuenow", String(tick));
     this.slider.setAttribute("aria-valuetext", words);
@@ -185,10 +236,13 @@ class StackChart {
   at(column) {
     this.column = Math.min(Math.max(0, column), this.ticks.length - 1);
     const tick = this.ticks[this.column];
-    const middle = (Math.max(this.step.ticks.seconds[tick], this.range[0]) + this.plot.data[0][this.column + 1]) / 2;
+    const middle =
+      (Math.max(this.step.ticks.seconds[tick], this.range[0]) + this.plot.data[0][this.column + 1]) / 2;
     const {plot} = this;
     // a chart that was just made knows its scales when what it has queued itself is done
-    queueMicrotask(() => { if (plot === this.plot) plot.setCursor({left: plot.valToPos(middle, "x"), top: 20}, false); });
+    queueMicrotask(() => {
+      if (plot === this.plot) plot.setCursor({left: plot.valToPos(middle, "x"), top: 20}, false);
+    });
     this.value(tick);
     this.shared.tell(this.step, tick, this.name);
   }
@@ -202,12 +256,19 @@ class StackChart {
   pressed(event) {
     const far = Math.max(1, Math.round(this.ticks.length / 20));
     const actions = {
-      ArrowLeft: () => this.at(this.column - 1), ArrowRight: () => this.at(this.column + 1),
-      ArrowDown: () => this.at(this.column - 1), ArrowUp: () => this.at(this.column + 1),
-      PageDown: () => this.at(this.column - far), PageUp: () => this.at(this.column + far),
-      Home: () => this.at(0), End: () => this.at(this.ticks.length - 1),
-      p: () => this.toPeak(), P: () => this.toPeak(), 0: () => this.shared.zoom(0, this.shared.whole),
-      "+": () => this.shared.closer(this.moment(), 0.5), "-": () => this.shared.closer(this.moment(), 2),
+      ArrowLeft: () => this.at(this.column - 1),
+      ArrowRight: () => this.at(this.column + 1),
+      ArrowDown: () => this.at(this.column - 1),
+      ArrowUp: () => this.at(this.column + 1),
+      PageDown: () => this.at(this.column - far),
+      PageUp: () => this.at(this.column + far),
+      Home: () => this.at(0),
+      End: () => this.at(this.ticks.length - 1),
+      p: () => this.toPeak(),
+      P: () => this.toPeak(),
+      0: () => this.shared.zoom(0, this.shared.whole),
+      "+": () => this.shared.closer(this.moment(), 0.5),
+      "-": () => this.shared.closer(this.moment(), 2),
     };
     const action = event.ctrlKey || event.metaKey || event.altKey ? undefined : actions[event.key];
     if (!action) return;
@@ -231,14 +292,37 @@ function touched(plot) {
 }
 
 function axes(across, up, labels = []) {
-  const look = {stroke: color("quiet"), font: "12px system-ui, sans-serif", labelFont: "12px system-ui, sans-serif", labelSize: 18};
+  const look = {
+    stroke: color("quiet"),
+    font: "12px system-ui, sans-serif",
+    labelFont: "12px system-ui, sans-serif",
+    labelSize: 18,
+  };
   const grid = {stroke: color("grid"), width: 1};
   const ticks = {stroke: color("grid"), width: 1, size: 5};
   const powers = Array.from({length: 50}, (_, k) => 2 ** k);
   const bytes = (text) => (text === bytesText ? {incrs: powers} : {});
   return [
-    {...look, grid: {show: false}, ticks, space: 70, size: 34, values: (_, at) => at.map(across), label: labels[0], ...bytes(across)},
-    {...look, grid, ticks, size: 66, space: 38, values: (_, at) => at.map(up), label: labels[1], ...bytes(up)},
+    {
+      ...look,
+      grid: {show: false},
+      ticks,
+      space: 70,
+      size: 34,
+      values: (_, at) => at.map(across),
+      label: labels[0],
+      ...bytes(across),
+    },
+    {
+      ...look,
+      grid,
+      ticks,
+      size: 66,
+      space: 38,
+      values: (_, at) => at.map(up),
+      label: labels[1],
+      ...bytes(up),
+    },
   ];
 }
 
@@ -248,10 +332,18 @@ function picture(place, label, options, data) {
   const inside = element("div", {role: "img", "aria-label": label});
   place.replaceChildren(inside);
   const width = Math.max(220, place.clientWidth - 14);
-  return new uPlot({
-    width, height: Math.min(340, Math.max(230, width * 0.45)), legend: {show: false}, padding: [14, 16, 0, 0],
-    cursor: {show: false}, ...options,
-  }, data, inside);
+  return new uPlot(
+    {
+      width,
+      height: Math.min(340, Math.max(230, width * 0.45)),
+      legend: {show: false},
+      padding: [14, 16, 0, 0],
+      cursor: {show: false},
+      ...options,
+    },
+    data,
+    inside,
+  );
 }
 
 function budgetsChart(place, data) {
@@ -259,35 +351,74 @@ function budgetsChart(place, data) {
   const plain = summary.plain_seconds || 1;
   const chosen = [summary.predicted_peak_bytes, summary.predicted_extra_seconds / plain];
   const xs = [...new Set([...points.map((point) => point.peak_bytes), chosen[0]])].sort((a, b) => a - b);
-  const column = (pairs) => { const at = new Map(pairs); return xs.map((x) => at.get(x) ?? null); };
+  const column = (pairs) => {
+    const at = new Map(pairs);
+    return xs.map((x) => at.get(x) ?? null);
+  };
   const found = column(points.map((point) => [point.peak_bytes, point.extra_seconds / plain]));
   const bound = column(points.map((point) => [point.peak_bytes, point.bound_seconds / plain]));
   const high = Math.max(...found, chosen[1], 0.01) * 1.12;
-  const range = [Math.max(0, xs[0] - 0.06 * (xs[xs.length - 1] - xs[0])), xs[xs.length - 1] + 0.04 * (xs[xs.length - 1] - xs[0] || 1)];
-  const dots = (name, size) => ({show: true, size, fill: color(name), stroke: color("card"), width: 2, space: 0});
-  return picture(place, `Extra time against peak: ${points.length} plans, the bound, and the plan of this page`, {
-    scales: {x: {time: false, range: () => range}, y: {range: () => [-0.03 * high, high]}},
-    axes: axes(bytesText, (share) => percentText(share, high < 0.1 ? 1 : 0), ["peak of the step", "extra time"]),
-    series: [
-      {}, {stroke: color("quiet"), width: 2, dash: [5, 4], spanGaps: true, points: {show: false}},
-      {stroke: color("activation"), width: 2.5, spanGaps: true, points: dots("activation", 12)},
-      {stroke: "transparent", points: dots("temporary", 17)},
-    ],
-  }, [xs, bound, found, column([chosen])]);
+  const range = [
+    Math.max(0, xs[0] - 0.06 * (xs[xs.length - 1] - xs[0])),
+    xs[xs.length - 1] + 0.04 * (xs[xs.length - 1] - xs[0] || 1),
+  ];
+  const dots = (name, size) => ({
+    show: true,
+    size,
+    fill: color(name),
+    stroke: color("card"),
+    width: 2,
+    space: 0,
+  });
+  return picture(
+    place,
+    `Extra time against peak: ${points.length} plans, the bound, and the plan of this page`,
+    {
+      scales: {x: {time: false, range: () => range}, y: {range: () => [-0.03 * high, high]}},
+      axes: axes(bytesText, (share) => percentText(share, high < 0.1 ? 1 : 0), [
+        "peak of the step",
+        "extra time",
+      ]),
+      series: [
+        {},
+        {stroke: color("quiet"), width: 2, dash: [5, 4], spanGaps: true, points: {show: false}},
+        {stroke: color("activation"), width: 2.5, spanGaps: true, points: dots("activation", 12)},
+        {stroke: "transparent", points: dots("temporary", 17)},
+      ],
+    },
+    [xs, bound, found, column([chosen])],
+  );
 }
 
 function measuredChart(place, data, curves) {
-  const times = [...new Set(curves.flatMap((curve) => curve.moments.map(([when]) => when)))].sort((a, b) => a - b);
+  const times = [...new Set(curves.flatMap((curve) => curve.moments.map(([when]) => when)))].sort(
+    (a, b) => a - b,
+  );
   const rows = curves.map((curve) => {
     const at = new Map(curve.moments);
     return times.map((when) => at.get(when) ?? null);
   });
-  return picture(place, `Live memory over time: ${curves.map((curve) => curve.name).join(", ")}`, {
-    scales: {x: {time: false, range: () => [0, times[times.length - 1]]}, y: {range: (_, __, most) => [0, most * 1.06]}},
-    axes: axes(secondsText, bytesText),
-    series: [{}, ...curves.map((curve) => ({
-      stroke: color(curve.color), width: 1.6, dash: curve.dash, spanGaps: true, points: {show: false},
-      paths: uPlot.paths.stepped({align: 1}),
-    }))],
-  }, [times, ...rows]);
+  return picture(
+    place,
+    `Live memory over time: ${curves.map((curve) => curve.name).join(", ")}`,
+    {
+      scales: {
+        x: {time: false, range: () => [0, times[times.length - 1]]},
+        y: {range: (_, __, most) => [0, most * 1.06]},
+      },
+      axes: axes(secondsText, bytesText),
+      series: [
+        {},
+        ...curves.map((curve) => ({
+          stroke: color(curve.color),
+          width: 1.6,
+          dash: curve.dash,
+          spanGaps: true,
+          points: {show: false},
+          paths: uPlot.paths.stepped({align: 1}),
+        })),
+      ],
+    },
+    [times, ...rows],
+  );
 }

@@ -14,19 +14,28 @@
   const scale = Math.max(highest, budget || 0);
 
   at("title").textContent = data.title;
-  at("about").textContent = `Plan by policy ${summary.policy} for ${summary.device}` +
+  at("about").textContent =
+    `Plan by policy ${summary.policy} for ${summary.device}` +
     `${budget ? `, budget ${bytesText(budget)}` : ""}. ${data.about}`.trimEnd();
   at("tiles").append(...tiles(data));
-  at("peaks").append(peakBar("Plain step", plain, scale, budget), peakBar("Planned step", planned, scale, budget));
+  at("peaks").append(
+    peakBar("Plain step", plain, scale, budget),
+    peakBar("Planned step", planned, scale, budget),
+  );
 
   let view = [0, whole];
   let by = "layer";
   let groups = new Groups(steps, by);
   let latest = [planned, planned.peakTick, "Planned step"];
   const shared = {
-    steps, budget, whole,
+    steps,
+    budget,
+    whole,
     height: () => (innerWidth < 620 ? 210 : 250),
-    tell: (step, tick, name) => { latest = [step, tick, name]; at("who").replaceChildren(...who(step, tick, name)); },
+    tell: (step, tick, name) => {
+      latest = [step, tick, name];
+      at("who").replaceChildren(...who(step, tick, name));
+    },
     zoom: (from, to) => {
       const least = whole * 1e-4;
       const middle = (from + to) / 2;
@@ -49,7 +58,9 @@
   }
 
   function legend() {
-    const shown = groups.list.filter((group) => group.kind !== "activation" || groups.by === "part" || groups.inner < 2);
+    const shown = groups.list.filter(
+      (group) => group.kind !== "activation" || groups.by === "part" || groups.inner < 2,
+    );
     const items = shown.map((group) => element("li", {}, swatch(groups.color(group)), groups.words(group)));
     if (shown.length < groups.list.length) {
       const inner = groups.list.filter((group) => group.kind === "activation");
@@ -57,8 +68,11 @@
       const wide = swatch(ramp);
       wide.style.width = "4em";
       const place = shown.findIndex((group) => KINDS.indexOf(group.kind) > KINDS.indexOf("activation"));
-      items.splice(place < 0 ? items.length : place, 0, element("li", {}, wide,
-        `activations, from ${inner[0].inside} to ${inner[inner.length - 1].inside}`));
+      items.splice(
+        place < 0 ? items.length : place,
+        0,
+        element("li", {}, wide, `activations, from ${inner[0].inside} to ${inner[inner.length - 1].inside}`),
+      );
     }
     at("legend").replaceChildren(...items);
   }
@@ -71,10 +85,17 @@
   }
 
   for (const input of document.querySelectorAll('input[name="by"]')) {
-    input.addEventListener("change", () => { by = input.value; groups = new Groups(steps, by); drawSteps(); legend(); });
+    input.addEventListener("change", () => {
+      by = input.value;
+      groups = new Groups(steps, by);
+      drawSteps();
+      legend();
+    });
   }
   for (const input of document.querySelectorAll('input[name="holders"]')) {
-    input.addEventListener("change", () => at("holders").replaceChildren(holdersTable(input.value === "plain" ? plain : planned)));
+    input.addEventListener("change", () =>
+      at("holders").replaceChildren(holdersTable(input.value === "plain" ? plain : planned)),
+    );
   }
   const middle = () => latest[0].ticks.seconds[latest[1]];
   at("zoom-in").addEventListener("click", () => shared.closer(middle(), 0.5));
@@ -87,38 +108,50 @@
   });
 
   at("holders").append(holdersTable(planned));
-  const used = Object.entries(DECISION_COLORS).filter((_, k) => data.decided.some((row) => row.saved_bytes[k]));
+  const used = Object.entries(DECISION_COLORS).filter((_, k) =>
+    data.decided.some((row) => row.saved_bytes[k]),
+  );
   at("decided-legend").append(...used.map(([name, fill]) => element("li", {}, swatch(variable(fill)), name)));
   at("decided").append(decidedTable(data));
   if (data.points.length > 1) {
     at("budgets-about").textContent =
-      "Each point is a plan by recomputation. Below the dashed line no schedule of the same operations can be.";
+      "Each point is a plan by recomputation. No schedule of the same operations is below the dashed line.";
     const best = swatch(variable("quiet"), "line");
     dashed(best, "quiet");
     at("budgets-legend").append(
       element("li", {}, swatch(variable("temporary")), "this plan"),
       element("li", {}, swatch(variable("activation"), "line"), "plans for other budgets"),
-      element("li", {}, best, "best possible"));
+      element("li", {}, best, "best possible"),
+    );
     at("budgets").append(budgetsTable(data));
   } else {
-    at("budgets-about").textContent = "No other budget was planned for: lowtide train --report does that, and handle.report.";
+    at("budgets-about").textContent =
+      "No other budget was planned for: lowtide train --report does that, and handle.report.";
     at("budgets").parentElement.hidden = true;
   }
 
   const forecast = (step) => Array.from(step.live, (bytes, tick) => [step.ticks.seconds[tick], bytes]);
   const curves = [];
-  for (const [name, step, seen, fill] of [["plain", plain, data.measured_plain, "temporary"], ["planned", planned, data.measured_planned, "activation"]]) {
+  for (const [name, step, seen, fill] of [
+    ["plain", plain, data.measured_plain, "temporary"],
+    ["planned", planned, data.measured_planned, "activation"],
+  ]) {
     if (!seen || !seen.curve.length) continue;
     curves.push({name: `${name}, measured`, moments: seen.curve, color: fill});
     curves.push({name: `${name}, forecast`, moments: forecast(step), color: fill, dash: [5, 3]});
   }
-  at("measured").append(data.measured_planned || summary.calibrated_plain_seconds
-    ? measuredTable(data) : element("p", {class: "quiet"}, "Nothing was measured: this plan was made without running the step."));
-  at("measured-legend").append(...curves.map((curve) => {
-    const line = swatch(variable(curve.color), "line");
-    if (curve.dash) dashed(line, curve.color);
-    return element("li", {}, line, curve.name);
-  }));
+  at("measured").append(
+    data.measured_planned || summary.calibrated_plain_seconds
+      ? measuredTable(data)
+      : element("p", {class: "quiet"}, "Nothing was measured: this plan was made without running the step."),
+  );
+  at("measured-legend").append(
+    ...curves.map((curve) => {
+      const line = swatch(variable(curve.color), "line");
+      if (curve.dash) dashed(line, curve.color);
+      return element("li", {}, line, curve.name);
+    }),
+  );
   if (summary.notes.length) {
     at("notes-section").hidden = false;
     at("notes").append(...summary.notes.map((note) => element("li", {}, note)));
@@ -131,6 +164,11 @@
   let waiting = 0;
   addEventListener("resize", () => {
     cancelAnimationFrame(waiting);
-    waiting = requestAnimationFrame(() => { if (innerWidth !== width) { width = innerWidth; drawAll(); } });
+    waiting = requestAnimationFrame(() => {
+      if (innerWidth !== width) {
+        width = innerWidth;
+        drawAll();
+      }
+    });
   });
 })();

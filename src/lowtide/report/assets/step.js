@@ -1,10 +1,24 @@
 // The data of the page: one step, plain and planned, decoded and asked. Nothing here touches the page.
 "use strict";
 
-const KINDS = ["parameter", "optimizer", "gradient", "input", "activation", "recomputed", "moved", "temporary"];
+const KINDS = [
+  "parameter",
+  "optimizer",
+  "gradient",
+  "input",
+  "activation",
+  "recomputed",
+  "moved",
+  "temporary",
+];
 const KIND_WORDS = {
-  parameter: "parameters", optimizer: "optimizer state", gradient: "gradients", input: "inputs",
-  activation: "activations", recomputed: "recomputed in backward", moved: "moved, encoded or on the way",
+  parameter: "parameters",
+  optimizer: "optimizer state",
+  gradient: "gradients",
+  input: "inputs",
+  activation: "activations",
+  recomputed: "recomputed in backward",
+  moved: "moved, encoded or on the way",
   temporary: "temporaries",
 };
 const PHASES = ["forward", "backward", "run again in backward"];
@@ -13,8 +27,14 @@ function bytesText(bytes) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let power = 0;
   let size = Math.abs(bytes);
-  while (size >= 1024 && power < units.length - 1) { size /= 1024; power += 1; }
-  if (size >= 999.5 && power < units.length - 1 && power > 0) { size /= 1024; power += 1; }
+  while (size >= 1024 && power < units.length - 1) {
+    size /= 1024;
+    power += 1;
+  }
+  if (size >= 999.5 && power < units.length - 1 && power > 0) {
+    size /= 1024;
+    power += 1;
+  }
   const digits = power === 0 || size >= 100 ? 0 : size >= 10 ? 1 : 2;
   return `${bytes < 0 ? "−" : ""}${Number(size.toFixed(digits))} ${units[power]}`;
 }
@@ -35,7 +55,7 @@ function signedPercent(share, digits = 1) {
   return share < 0 ? percentText(share, digits) : `+${percentText(share, digits)}`;
 }
 
-/** One step: ticks (operations that run, in order) and spans (blocks of memory that live from tick to tick). */
+/** One step: ticks (operations that run, in order) and spans (blocks of memory, from tick to tick). */
 class Step {
   constructor(data, side) {
     this.data = data;
@@ -44,16 +64,25 @@ class Step {
     this.seconds = data[side].seconds;
     this.spans = data[side].spans;
     this.count = this.ticks.seconds.length;
-    this.live = this.summed(Array.from({length: this.count}, (_, k) => k), () => 0, 1)[0];
-    this.peakTick = this.live.indexOf(this.peakBytes = this.live.reduce((a, b) => Math.max(a, b), 0));
+    this.live = this.summed(
+      Array.from({length: this.count}, (_, k) => k),
+      () => 0,
+      1,
+    )[0];
+    this.peakTick = this.live.indexOf((this.peakBytes = this.live.reduce((a, b) => Math.max(a, b), 0)));
   }
 
   label(span) {
     const [kind, module, name, form, decision] = this.data.labels[this.spans.label[span]];
     const [layer, part] = this.data.modules[module] || ["", ""];
     return {
-      kind: KINDS[kind], module: this.texts[module], name: this.texts[name], form: this.texts[form],
-      decision: this.texts[decision], layer, part,
+      kind: KINDS[kind],
+      module: this.texts[module],
+      name: this.texts[name],
+      form: this.texts[form],
+      decision: this.texts[decision],
+      layer,
+      part,
     };
   }
 
@@ -61,7 +90,8 @@ class Step {
   running(tick) {
     const module = this.texts[this.ticks.module[tick]];
     return {
-      operation: this.texts[this.ticks.operation[tick]], module: module || "the model itself",
+      operation: this.texts[this.ticks.operation[tick]],
+      module: module || "the model itself",
       phase: PHASES[this.ticks.phase[tick]],
     };
   }
@@ -116,14 +146,16 @@ class Step {
   /** Kind -> bytes at a tick. */
   kindsAt(tick) {
     const sums = Object.fromEntries(KINDS.map((kind) => [kind, 0]));
-    for (const span of this.alive(tick)) sums[KINDS[this.data.labels[this.spans.label[span]][0]]] += this.spans.bytes[span];
+    for (const span of this.alive(tick))
+      sums[KINDS[this.data.labels[this.spans.label[span]][0]]] += this.spans.bytes[span];
     return sums;
   }
 
   alive(tick) {
     const found = [];
     const {born, gone} = this.spans;
-    for (let span = 0; span < born.length && born[span] <= tick; span += 1) if (gone[span] > tick) found.push(span);
+    for (let span = 0; span < born.length && born[span] <= tick; span += 1)
+      if (gone[span] > tick) found.push(span);
     return found;
   }
 
