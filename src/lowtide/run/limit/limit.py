@@ -22,7 +22,7 @@ from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.messages import limit_line, warn
 from lowtide.run.limit.planning import Policy
-from lowtide.run.record.recorder import Verify
+from lowtide.run.record.verify import Verify
 from lowtide.store.stores import Stores
 from lowtide.trace.results import tensors_inside
 

@@ -40,7 +40,8 @@ from lowtide.run.move.engine import TransferEngine, prepare
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled_program
 from lowtide.run.record.overhead import executor_overhead
-from lowtide.run.record.recorder import Recorder, Verify
+from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.verify import Verify
 from lowtide.store.stores import Stores
 from lowtide.trace.eager import StepTracer
 from lowtide.trace.results import loss_to_plan_for, tensors_inside

@@ -10,8 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,25 +35,10 @@ from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpac
 from lowtide.run.record.native import compiled
 from lowtide.run.record.random_draws import drawn
 from lowtide.run.record.tape import LiveValue, Node, Ref, Standing, flat_results
-from lowtide.run.record.verify import copied, why_not_reproduced
+from lowtide.run.record.verify import Findings, copied, why_not_reproduced
 
 if TYPE_CHECKING:
     from lowtide.run.move.engine import Fetch, TransferEngine
-
-Verify = Literal["first", "always", "never"]
-
-
-@dataclass
-class Findings:
-    """What one recorded forward found out.
-
-    Attributes:
-        kept: operation names that did not reproduce, with the reason; their results were kept.
-        given_up_bytes: bytes of the saved tensors that were given up.
-    """
-
-    kept: dict[str, str] = field(default_factory=dict)
-    given_up_bytes: int = 0
 
 
 class Recorder(Interceptor):
