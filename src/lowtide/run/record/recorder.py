@@ -50,7 +50,7 @@ class Findings:
 
     Attributes:
         kept: operation names that did not reproduce, with the reason; their results were kept.
-        given_up_bytes: bytes of the saved tensors that were given up.
+        given_up_bytes: the most bytes that what was given up would hold.
         strange_bytes: bytes that operations wrote which the plan did not know.
     """
 
@@ -521,7 +521,7 @@ class Recorder(Interceptor):
             checked = None
         elif self.check and checked is None:
             checked = value.digest = digest(tensor, value.extent)
-        self.findings.given_up_bytes += tensor.nbytes
+        self.findings.given_up_bytes += value.nbytes
         return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
 
 
