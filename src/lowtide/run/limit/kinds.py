@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Plan
+from lowtide.plan.data import Plan, ProgramStep
 from lowtide.plan.simulate import simulate_plan
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.watch import StepWatch
@@ -43,10 +43,12 @@ class Kind:
             its own.
         claims: gathers whose results layers save, in the next look.
         without_claims: the graph and plan of a step without claims, to compare with.
+        verified: digest of the program whose operations were seen to reproduce, at this or another size.
+        strange: its program is another than the one that was verified at another size.
         light: sizes of smaller steps that were seen to need no plan.
         heavy: sizes of far smaller steps that were seen to need one, and deserve their own.
         steps: how many steps have run under the plan.
-        program: the plan's, as the compiled recorder knows it.
+        programs: the plan's, as the compiled recorder knows it; under ``True`` one that keeps all.
         timed: watches the time of the latest step.
         seconds: of the latest steps that were timed under the plan, and of recording and replaying in them
             where the host knows.
@@ -63,10 +65,12 @@ class Kind:
     unseen_backward: bool = False
     claims: frozenset[int] = frozenset()
     without_claims: tuple[StepGraph, Plan] | None = None
+    verified: str = ""
+    strange: bool = False
     light: list[StepKey] = field(default_factory=list)
     heavy: list[StepKey] = field(default_factory=list)
     steps: int = 0
-    program: Any = None
+    programs: dict[bool, Any] = field(default_factory=dict)
     timed: StepWatch | None = None
     seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
 
@@ -91,7 +95,8 @@ class Kind:
         """A plan has been made."""
         self.graph, self.plan = graph, plan
         self.look_again = self.solve_again = ""
-        self.program = self.timed = None
+        self.timed = None
+        self.programs = {}
         self.light, self.heavy = [], []
         self.seconds.clear()
 
@@ -109,7 +114,7 @@ class Kind:
 
     def is_light(self, key: StepKey) -> bool:
         """Whether a step with ``key`` is known to keep the budget without a plan."""
-        return not self.varies and any(key.fits_in(known) for known in self.light)
+        return any(key.fits_in(known) for known in self.light)
 
     def notes_size(self, key: StepKey, light: bool) -> None:
         """A step with ``key`` was seen to need no plan, or to need one."""
@@ -174,6 +179,12 @@ def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
     """
     fitting = [k for k in kinds if k.plan is not None and not k.look_again and key.fits_in(k.key)]
     return min((k for k in fitting if k.serves(key)), key=lambda k: k.key.elements(), default=None)
+
+
+def keeps_all(program: Sequence[ProgramStep]) -> tuple[ProgramStep, ...]:
+    """The program with nothing given up; a recorder still gives up what a step runs besides."""
+    kept = ((step, (True,) * len(step.stored)) for step in program)
+    return tuple(step._replace(replayed=False, stored=stored, claimed=False) for step, stored in kept)
 
 
 def same_but_gradients(kinds: dict[Any, Kind], key: StepKey) -> Kind | None:

@@ -23,12 +23,13 @@ from lowtide import private
 from lowtide.errors import BudgetError, TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors
+from lowtide.plan.cache import program_digest
 from lowtide.progress import log
 from lowtide.run.limit.arguments import refuse_sharded
 from lowtide.run.limit.compiled_submodules import left_alone
 from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.key import Members, StepKey, step_key
-from lowtide.run.limit.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
+from lowtide.run.limit.kinds import MOST_KINDS, Kind, keeps_all, plan_for_larger, same_but_gradients
 from lowtide.run.limit.later_steps import later_steps_told
 from lowtide.run.limit.learn import Ran, learn
 from lowtide.run.limit.messages import OWN_OFF, own_checkpointing, warn
@@ -319,7 +320,7 @@ class Limiter:
         look = Look(
             self.model,
             self.device,
-            verify=self.verify != "never",
+            verify=self._is_to_verify(kind),
             on_end=lambda look: self._looked(look, kind),
             claims=kind.claims,
         )
@@ -331,6 +332,18 @@ class Limiter:
             self.local.look = None
             raise
         return result
+
+    def _is_to_verify(self, kind: Kind) -> bool:
+        """Whether a look runs each operation twice: not those that were verified at another size."""
+        if self.verify == "never" or kind.looks or kind.strange or self.planner.kept:
+            return self.verify != "never"
+        return not any(
+            other.verified and other.key.differs_in_size(kind.key) for other in self.kinds.values()
+        )
+
+    def _has_verified(self, program: str) -> bool:
+        """Whether the operations of a program, at some size, were seen to reproduce."""
+        return any(kind.verified == program for kind in self.kinds.values())
 
     def _beside_others(self) -> bool:
         """Whether steps of other limited models are being looked at, which do not see their own part alone
@@ -354,6 +367,11 @@ class Limiter:
             self._tell_of(look)
             peak = look.peak_bytes
             graph, before = look.graph(self.model), kind.graph
+            program = program_digest(graph)
+            if not look.verified and self.verify != "never" and not self._has_verified(program):
+                kind.strange = True
+                return
+            kind.verified = program
             longest = before is None or len(graph.operations) > len(before.operations)
             kind.looks += 1
             kind.varies = kind.varies or look.tracer.asks
@@ -407,6 +425,7 @@ class Limiter:
                 look.close()
         with self.lock:
             kind.looks += 1
+            kind.verified = program_digest(graph)
             kind.varies = kind.varies or look.tracer.asks
             self._tell_of(look)
             self._plan(kind, graph, look.tracer.checkpoints)
@@ -444,7 +463,8 @@ class Limiter:
         watch = StepWatch(lambda: self._learn(kind, ran), self.device)
         self.local.watch = watch
         ran = Ran(key, plan, watch, light=kind.is_light(key))
-        if ran.light or (plan.changes_nothing and (plan.budget_bytes is None or not kind.varies)):
+        steady = plan.budget_bytes is None or not kind.varies
+        if steady and (ran.light or plan.changes_nothing):
             kind.steps += 1
             result = self._plainly(args, kwargs)
             watch.forward_ends(tensors_inside(result))
@@ -458,15 +478,16 @@ class Limiter:
             if plan.moves
             else None
         )
-        if kind.program is None:
-            kind.program = compiled_program(plan.program)
-        ran.director = PlanDirector(plan.program, plan.moves)
+        program = keeps_all(plan.program) if ran.light else plan.program
+        if kind.programs.get(ran.light) is None:
+            kind.programs[ran.light] = compiled_program(program)
+        ran.director = PlanDirector(program, plan.moves)
         recorder = Recorder(
             ran.director,
             check=self.verify == "always",
             watch=watch if timing else None,
             mover=mover,
-            program=kind.program,
+            program=kind.programs[ran.light],
         )
         ran.findings = recorder.findings
         watch.replays = recorder.core.replays if recorder.core is not None else None
