@@ -311,10 +311,10 @@ class Planner:
     # ---- what a step needs beside what it was seen to take ---------------------------------------
 
     def _plain_peak(self, graph: StepGraph) -> int:
-        """What percentages are of: a smaller step, as the last of an epoch, has as much memory as those
-        before it.
+        """What percentages are of, collectives under way included: a smaller step, as the last of an epoch,
+        has as much memory as those before it.
         """
-        return max(plain(graph).peak_bytes, self._greatest_plain)
+        return max(plain(graph).peak_bytes + overlapped_bytes(graph), self._greatest_plain)
 
     def _without_kept(self, graph: StepGraph) -> StepGraph:
         """The graph with the operations that were found not to reproduce marked so."""

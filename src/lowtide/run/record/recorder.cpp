@@ -366,6 +366,15 @@ Tensor bring_back(py::handle value) {
 
 struct Replays {  // of one step
   double seconds = 0;
+  size_t given_up_bytes = 0;
+
+  void give_up(py::handle value) {
+    if (given_up_.insert(value.ptr()).second) given_up_bytes += PyLong_AsSize_t(names->v_nbytes(value));
+  }
+  void forget(py::handle value) { given_up_.erase(value.ptr()); }  // another may come to lie where it does
+
+ private:
+  std::unordered_set<PyObject*> given_up_;
 };
 
 struct Packed {
@@ -400,8 +409,10 @@ struct Evicted : Packed {
         options(shown.options()),
         replays(std::move(replays)) {
     add_reader(value);
+    this->replays->give_up(value);
   }
   ~Evicted() {
+    replays->forget(value);
     if (!asked) read(value);
   }
   Tensor back() {
@@ -785,7 +796,9 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   Boxed<Kept>::make_type("lowtide_recorder.Kept");
   Boxed<Evicted>::make_type("lowtide_recorder.Evicted");
   Boxed<std::shared_ptr<Core>>::make_type("lowtide_recorder.Packer");
-  py::class_<Replays, std::shared_ptr<Replays>>(m, "Replays").def_readonly("seconds", &Replays::seconds);
+  py::class_<Replays, std::shared_ptr<Replays>>(m, "Replays")
+      .def_readonly("seconds", &Replays::seconds)
+      .def_readonly("given_up_bytes", &Replays::given_up_bytes);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>()).def("add", &Program::add);
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
       .def(py::init<py::object, std::shared_ptr<Program>>())

@@ -22,7 +22,7 @@ class Findings:
 
     Attributes:
         kept: operation names that did not reproduce, with the reason; their results were kept.
-        given_up_bytes: bytes of the saved tensors that were given up.
+        given_up_bytes: the most bytes that what was given up would hold.
     """
 
     kept: dict[str, str] = field(default_factory=dict)
