@@ -111,8 +111,10 @@ def prepare(case: Case, engines: Sequence[Engine], rows: Rows, shared: Any) -> l
         try:
             made = variant(engine, case, original, batch)
         except Exception as error:  # a rival that fails on a model is a result
-            rows.put(case.name, engine, error=f"{type(error).__name__}: {str(error).splitlines()[0][:300]}")
-            print(f"{case.name:22} {engine.key:28} failed: {type(error).__name__}: {error}"[:300], flush=True)
+            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+            if "peak_bytes" not in rows.row(case.name, engine):
+                rows.put(case.name, engine, error=said)
+            print(f"{case.name:22} {engine.key:28} failed: {said}", flush=True)
             continue
         row = rows.row(case.name, engine)
         if "peak_bytes" not in row:
