@@ -500,6 +500,9 @@ def main() -> None:
             "stages: [memory per rank](../benchmarks/results/parallel_memory.md)."
         )
         parts += ["", "## Memory per rank", "", _where(found), "", text]
+    if _load("budget_curve"):
+        text = "See [peak against time](../benchmarks/results/budget_curve.md), eager and compiled."
+        parts += ["", "## The curve of budgets", "", text]
     found = _load("op_sweep")
     if found:
         parts += [
