@@ -252,6 +252,13 @@ def test_186572_what_is_recomputed_is_what_the_forward_had(backend: str) -> None
 # ---- 193193: blocks that run twice -------------------------------------------------------------------
 
 
+def attend(parts: tuple[torch.Tensor, ...], causal: bool = False) -> torch.Tensor:
+    """Four heads of queries, keys and values."""
+    query, key, value = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in parts)
+    mixed = functional.scaled_dot_product_attention(query, key, value, is_causal=causal)
+    return mixed.transpose(1, 2).flatten(2)
+
+
 class Block(nn.Module):
     """Attention to itself, to a context where there is one, and two layers."""
 
@@ -263,16 +270,11 @@ class Block(nn.Module):
         self.across = nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
 
-    @staticmethod
-    def attend(*inputs: torch.Tensor) -> torch.Tensor:
-        heads = [t.unflatten(-1, (4, -1)).transpose(1, 2) for t in inputs]
-        return functional.scaled_dot_product_attention(*heads).transpose(1, 2).flatten(2)
-
     def forward(self, x: torch.Tensor, context: torch.Tensor | None = None) -> torch.Tensor:
-        x = x + self.out(self.attend(*self.qkv(self.norms[0](x)).chunk(3, -1)))
+        x = x + self.out(attend(self.qkv(self.norms[0](x)).chunk(3, -1)))
         if context is not None:
             key, value = self.key_value(context).chunk(2, -1)
-            x = x + self.across(self.attend(self.query(self.norms[1](x)), key, value))
+            x = x + self.across(attend((self.query(self.norms[1](x)), key, value)))
         return x + self.down(functional.gelu(self.up(self.norms[2](x))))
 
 
@@ -344,9 +346,7 @@ class Gated(nn.Module):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         for before, qkv, out, gate, up, down, after in self.layers:  # type: ignore[misc]
-            heads = (t.unflatten(-1, (4, -1)).transpose(1, 2) for t in qkv(before(x)).chunk(3, -1))
-            mixed = functional.scaled_dot_product_attention(*heads, is_causal=True)
-            x = x + out(mixed.transpose(1, 2).flatten(2))
+            x = x + out(attend(qkv(before(x)).chunk(3, -1), causal=True))
             h = after(x)
             x = x + down(functional.silu(gate(h)) * up(h))
         return x.square().mean()
