@@ -14,6 +14,7 @@ NAMES = (
     "random_lengths",
     "versus_checkpoint",
     "accuracy",
+    "budget_curve",
     "op_sweep",
     "host_optimizer",
     "layout",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -76,7 +77,7 @@ def gpt(
     return language(f"gpt {layers}x{width}", batch, sequence, dropout=dropout, fused_attention=fused, **shape)
 
 
-def llama(layers: int, width: int, *, batch: int = 2, sequence: int = 512) -> Case:
+def llama(layers: int, width: int, *, batch: int = 2, sequence: int = 512, dropout: float = 0.0) -> Case:
     """A Llama shape with grouped-query attention."""
     hidden = (8 * width // 3 + 63) // 64 * 64
     shape = dict(
@@ -87,7 +88,7 @@ def llama(layers: int, width: int, *, batch: int = 2, sequence: int = 512) -> Ca
         hidden_width=hidden,
         key_value_heads=max(1, width // 128),
     )
-    return language(f"llama {layers}x{width}", batch, sequence, **shape)
+    return language(f"llama {layers}x{width}", batch, sequence, dropout=dropout, **shape)
 
 
 def resnet() -> Case:
@@ -116,40 +117,53 @@ def _hugging_face(name: str, model: str, config: str, values: dict[str, Any], ba
     return Case(name, build, batch)
 
 
-def bert() -> Case:
-    """An encoder with dropout."""
+def bert(dropout: float = 0.1, size: int = 2) -> Case:
+    """An encoder, with dropout."""
 
     def batch() -> dict[str, Any]:
         torch.manual_seed(1)
-        ids = torch.randint(1000, (2, 192))
+        ids = torch.randint(1000, (size, 192))
         return {"input_ids": ids, "attention_mask": torch.ones_like(ids), "labels": ids}
 
     values = dict(
-        vocab_size=1000, hidden_size=384, num_hidden_layers=4, num_attention_heads=6, intermediate_size=1536
+        vocab_size=1000,
+        hidden_size=384,
+        num_hidden_layers=4,
+        num_attention_heads=6,
+        intermediate_size=1536,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     return _hugging_face("bert 4x384", "BertForMaskedLM", "BertConfig", values, batch)
 
 
-def t5() -> Case:
-    """An encoder and a decoder."""
+def t5(dropout: float = 0.1, size: int = 2) -> Case:
+    """An encoder and a decoder, with dropout."""
 
     def batch() -> dict[str, Any]:
         torch.manual_seed(1)
-        ids = torch.randint(1000, (2, 160))
+        ids = torch.randint(1000, (size, 160))
         return {"input_ids": ids, "labels": ids}
 
     values = dict(
-        vocab_size=1000, d_model=320, d_kv=64, d_ff=1280, num_layers=3, num_heads=5, decoder_start_token_id=0
+        vocab_size=1000,
+        d_model=320,
+        d_kv=64,
+        d_ff=1280,
+        num_layers=3,
+        num_heads=5,
+        decoder_start_token_id=0,
+        dropout_rate=dropout,
     )
     return _hugging_face("t5 3+3x320", "T5ForConditionalGeneration", "T5Config", values, batch)
 
 
-def vit() -> Case:
+def vit(dropout: float = 0.0, size: int = 3) -> Case:
     """A vision transformer."""
 
     def batch() -> dict[str, Any]:
         torch.manual_seed(1)
-        return {"pixel_values": torch.randn(3, 3, 96, 96), "labels": torch.randint(10, (3,))}
+        return {"pixel_values": torch.randn(size, 3, 96, 96), "labels": torch.randint(10, (size,))}
 
     values = dict(
         hidden_size=384,
@@ -159,8 +173,56 @@ def vit() -> Case:
         image_size=96,
         patch_size=8,
         num_labels=10,
+        hidden_dropout_prob=dropout,
+        attention_probs_dropout_prob=dropout,
     )
     return _hugging_face("vit 4x384", "ViTForImageClassification", "ViTConfig", values, batch)
+
+
+def mixture(dropout: float = 0.0, size: int = 4) -> Case:
+    """A mixture of experts, two of four for each token."""
+
+    def batch() -> dict[str, Any]:
+        torch.manual_seed(1)
+        ids = torch.randint(1000, (size, 256))
+        return {"input_ids": ids, "labels": ids}
+
+    values = dict(
+        vocab_size=1000,
+        hidden_size=256,
+        intermediate_size=512,
+        num_hidden_layers=4,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        num_local_experts=4,
+        num_experts_per_tok=2,
+        max_position_embeddings=256,
+        attention_dropout=dropout,
+        output_router_logits=True,
+    )
+    return _hugging_face("mixture 4x256", "MixtralForCausalLM", "MixtralConfig", values, batch)
+
+
+def of_the_curve() -> list[Case]:
+    """The models of `budget_curve`: each without dropout, and with it where the model has any."""
+    plain = [
+        gpt(8, 512, batch=4, sequence=256),
+        llama(8, 512, batch=4, sequence=256),
+        bert(0.0, size=6),
+        vit(size=8),
+        resnet(),
+        t5(0.0, size=6),
+        mixture(),
+    ]
+    dropout = [
+        gpt(8, 512, batch=4, sequence=256, dropout=0.1),
+        llama(8, 512, batch=4, sequence=256, dropout=0.1),
+        bert(size=6),
+        vit(0.1, size=8),
+        t5(size=6),
+        mixture(0.1),
+    ]
+    return plain + [replace(case, name=f"{case.name}, dropout") for case in dropout]
 
 
 def six() -> list[Case]:

@@ -255,6 +255,9 @@ def main() -> None:
             "stages: [memory per rank](../benchmarks/results/parallel_memory.md)."
         )
         parts += ["", "## Memory per rank", "", where(found), "", text]
+    if load("budget_curve"):
+        text = "See [peak against time](../benchmarks/results/budget_curve.md), eager and compiled."
+        parts += ["", "## The curve of budgets", "", text]
     found = load("op_sweep")
     if found:
         parts += [

@@ -88,12 +88,14 @@ def test_keep_dynamo_out() -> None:
     from torch._dynamo import trace_rules
 
     from lowtide.interception import interceptors
+    from lowtide.models.gpt import GPT
 
     private.keep_dynamo_out()
     before = len(trace_rules.SKIP_DIRS)
     private.keep_dynamo_out()
     assert len(trace_rules.SKIP_DIRS) == before
     assert trace_rules.check(interceptors.__code__)
+    assert not trace_rules.check(GPT.forward.__code__), "a model of ours is compiled like any other"
 
 
 def test_a_mode_that_ignores_compile_internals_leaves_compiled_calls_compiled() -> None:

@@ -5,9 +5,11 @@ Seen in PyTorch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import pkgutil
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 from typing import Any
 
 import torch
@@ -45,14 +47,16 @@ def out_of_dynamo() -> Iterator[bool]:
 
 
 def keep_dynamo_out() -> None:
-    """From now on dynamo compiles nothing of lowtide: neither the hooks that a compiled call calls back, nor
-    what they call.
+    """From now on dynamo compiles nothing of lowtide but its models and parallel layers: neither the hooks
+    that a compiled call calls back, nor what they call.
     """
     rules = sys.modules.get("torch._dynamo.trace_rules")
-    if rules is not None and not any(
-        str(folder).rstrip("/").endswith("/lowtide") for folder in rules.SKIP_DIRS
-    ):
-        rules.add("lowtide")
+    if rules is None or any(str(folder).rstrip("/").endswith("/lowtide/run") for folder in rules.SKIP_DIRS):
+        return
+    package = find_spec("lowtide")
+    for found in pkgutil.iter_modules(package.submodule_search_locations if package else ()):
+        if found.name not in ("models", "parallel"):
+            rules.add(f"lowtide.{found.name}")
 
 
 def skipped_by_dynamo(function: Any) -> Any:

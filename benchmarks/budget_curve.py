@@ -1,0 +1,208 @@
+"""The Pareto curve of a training step, peak against time: lowtide, compiled and eager, and every rival.
+
+python -m benchmarks budget_curve [--quick]
+
+For each model the points of plain steps, `torch.utils.checkpoint` on every block and its selective form (each
+eager and compiled), torch's own knob (`activation_memory_budget`) at 0.9 to 0.0, lowtide eager at four
+budgets and lowtide compiled at twelve. Peaks are exact: the counting allocator sees what Inductor's code
+allocates, but not scratch inside its kernels. Times are paired: each round runs the plain compiled step and
+some of the others in an order drawn anew, and a row is scored by the median of its differences from the plain
+compiled step of the same round.
+
+A row is written when its peak is known, and after each round. What stands in the result file is not run
+again, so a run that was stopped goes on where it was; a row that failed is tried again. Scores, tables and
+pictures: `benchmarks.curve_report`.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import random
+import time
+import warnings
+from collections.abc import Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+
+import lowtide
+from benchmarks.cases import of_the_curve
+from benchmarks.common import RESULTS, Case, keep_pages, machine, quick
+from benchmarks.curve_engines import PLAIN, RIVALS, Engine, Variant, variant
+from benchmarks.curve_report import front, scores, write_report
+
+NAME = "budget_curve"
+ROUNDS = 15
+COMPILED_BUDGETS, EAGER_BUDGETS = 12, 4
+TOGETHER = 6
+"""Variants that are timed in turn with the plain compiled one: so many fit in memory, and few are lost."""
+
+
+class Rows:
+    """The result file: rows by model and engine, written whenever one changes."""
+
+    def __init__(self) -> None:
+        self.path = RESULTS / f"{NAME}.json"
+        before = json.loads(self.path.read_text())["rows"] if self.path.exists() else []
+        self._rows: dict[tuple[str, str], dict[str, Any]] = {(r["model"], r["engine"]): r for r in before}
+
+    def of(self, model: str) -> list[dict[str, Any]]:
+        """A model's rows."""
+        return [row for (name, _), row in self._rows.items() if name == model]
+
+    def row(self, model: str, engine: Engine) -> dict[str, Any]:
+        """A row, an empty one at first."""
+        return self._rows.get((model, engine.key), {})
+
+    def put(self, model: str, engine: Engine, **values: Any) -> None:
+        """Change a row and write the file."""
+        named = {"model": model, "engine": engine.key, "name": engine.name, "compiled": engine.compiled}
+        self._rows[model, engine.key] = {
+            **named,
+            "setting": engine.setting,
+            **self.row(model, engine),
+            **values,
+        }
+        rows = list(self._rows.values())
+        RESULTS.mkdir(exist_ok=True)
+        found = {"machine": machine(), "scores": scores(rows), "rows": rows}
+        beside = self.path.with_suffix(".new")  # a run stopped while it writes loses nothing either
+        beside.write_text(json.dumps(found, indent=1) + "\n")
+        beside.replace(self.path)
+
+
+def ours(rows: Sequence[dict[str, Any]]) -> list[Engine]:
+    """lowtide's points for a model whose rivals are measured.
+
+    Eager: the smallest budget, and equal parts of the way to the plain eager peak. Compiled: the smallest
+    budget, the plain compiled peak, the peaks of the rivals' front, and the middles of the widest gaps
+    between these until they are twelve. What was chosen once stays.
+    """
+    planned = [Engine("lowtide", row["compiled"], row["setting"]) for row in rows if row["name"] == "lowtide"]
+    if planned:
+        return planned
+    rivals = [row for row in rows if row.get("seconds")]
+    peaks = {row["engine"]: row["peak_bytes"] for row in rivals}
+    if "eager plain" not in peaks or PLAIN.key not in peaks:
+        return []
+    least, most, eager = min(peaks.values()), peaks[PLAIN.key], peaks["eager plain"]
+    parts = [least + (eager - least) * part // EAGER_BUDGETS for part in range(1, EAGER_BUDGETS)]
+    between = sorted(row["peak_bytes"] for row in front(rivals) if least < row["peak_bytes"] < most)
+    budgets = {most, least, *between[: COMPILED_BUDGETS - 3]}
+    while len(budgets) < COMPILED_BUDGETS - 1:
+        steps = sorted(budgets)
+        low, high = max(pairwise(steps), key=lambda gap: gap[1] - gap[0])
+        budgets.add((low + high) // 2)
+    return [
+        *(Engine("lowtide", False, setting) for setting in ("min", *map(str, parts))),
+        *(Engine("lowtide", True, setting) for setting in ("min", *map(str, sorted(budgets)))),
+    ]
+
+
+def prepare(case: Case, engines: Sequence[Engine], rows: Rows, shared: Any) -> list[Variant]:
+    """Build the variants and note their peaks; one that cannot be built is noted with its error."""
+    original, batch = shared
+    found = []
+    for engine in engines:
+        begin = time.perf_counter()
+        try:
+            made = variant(engine, case, original, batch)
+        except Exception as error:  # a rival that fails on a model is a result
+            said = f"{type(error).__name__}: {(str(error).splitlines() or [''])[0][:300]}"
+            if "peak_bytes" not in rows.row(case.name, engine):
+                rows.put(case.name, engine, error=said)
+            print(f"{case.name:22} {engine.key:28} failed: {said}", flush=True)
+            continue
+        row = rows.row(case.name, engine)
+        if "peak_bytes" not in row:
+            above = made.peak_bytes - lowtide.meter.resident_bytes(original)
+            rows.put(
+                case.name,
+                engine,
+                error=None,
+                peak_bytes=made.peak_bytes,
+                above_parameters_bytes=above,
+                prepare_seconds=made.prepare_seconds,
+                **made.promised,
+            )
+            print(
+                f"{case.name:22} {engine.key:28} {above / 1e6:8.1f} MB above the parameters, prepared in "
+                f"{time.perf_counter() - begin:.0f} s",
+                flush=True,
+            )
+        found.append(made)
+    return found
+
+
+def time_in_turn(case: Case, variants: Sequence[Variant], rows: Rows, rounds: int) -> None:
+    """Rounds of all variants, the plain compiled one first among them; written after each round."""
+    draw, order = random.Random(0), list(range(len(variants)))
+    for made in variants:
+        made.step()
+    for _ in range(rounds):
+        draw.shuffle(order)
+        seconds = [0.0] * len(variants)
+        for which in order:
+            begin = time.perf_counter()
+            variants[which].step()
+            seconds[which] = time.perf_counter() - begin
+        for made, took in zip(variants, seconds, strict=True):
+            row = rows.row(case.name, made.engine)
+            if len(row.get("seconds", ())) < rounds:
+                rows.put(
+                    case.name,
+                    made.engine,
+                    seconds=[*row.get("seconds", ()), took],
+                    plain_seconds=[*row.get("plain_seconds", ()), seconds[0]],
+                    load=os.getloadavg()[0],
+                )
+
+
+def run(case: Case, rows: Rows, rounds: int, only: str) -> None:
+    """All that is missing of a model: first the rivals, then lowtide at budgets that these suggest."""
+    torch._dynamo.config.recompile_limit = 1000  # all variants share one forward function
+    torch._dynamo.config.accumulated_recompile_limit = 1000
+    shared = (case.build(), case.batch())
+    for ask in (lambda: list(RIVALS), lambda: ours(rows.of(case.name))):
+        missing = [
+            engine
+            for engine in ask()
+            if only in engine.key
+            and (
+                "peak_bytes" not in (row := rows.row(case.name, engine))
+                or len(row.get("seconds", ())) < rounds
+            )
+        ]
+        for at in range(0, len(missing), TOGETHER):
+            group = [PLAIN, *(engine for engine in missing[at : at + TOGETHER] if engine != PLAIN)]
+            variants = prepare(case, group, rows, shared)
+            if rounds and len(variants) > 1 and variants[0].engine == PLAIN:
+                time_in_turn(case, variants, rows, rounds)
+            del variants
+            torch._dynamo.reset()
+            gc.collect()
+
+
+def main(models: Sequence[str] = (), rounds: int | None = None, only: str = "") -> None:
+    """Run what is missing and write benchmarks/results/budget_curve.json, its tables and its picture.
+
+    Args:
+        models: names of cases; all without one.
+        rounds: of the times; 0 measures peaks alone.
+        only: a part of the engines' names.
+    """
+    os.environ["LOWTIDE_CACHE"] = "off"  # each plan is searched for
+    warnings.simplefilter("ignore")
+    keep_pages()
+    rows = Rows()
+    for case in of_the_curve()[: 2 if quick() else None]:
+        if not models or case.name in models:
+            run(case, rows, (5 if quick() else ROUNDS) if rounds is None else rounds, only)
+    write_report()
+
+
+if __name__ == "__main__":
+    main()
