@@ -130,7 +130,7 @@ def test_both_halves_hold_the_same_bytes(twins: Any, monkeypatch: pytest.MonkeyP
 
     compiled_peak = peak()
     monkeypatch.setattr(limiter, "compiled_program", lambda steps: None)
-    pair.limited.__dict__["forward"].latest.program = None
+    pair.limited.__dict__["forward"].latest.programs.clear()
     pair.step(lambda m: m(batch()), 4)
     assert len(heard(pair.limited, monkeypatch)) > 20
     assert peak() == compiled_peak
