@@ -25,6 +25,7 @@ NAMES = (
     "layer_times",
     "long_sequence",
     "recorder",
+    "techniques",
     "report",
 )
 

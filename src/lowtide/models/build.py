@@ -139,7 +139,7 @@ def _transformers(name: str) -> Any:
     except ImportError as error:
         raise ModelError(
             f"{name!r} is a Hugging Face model, and transformers is not installed: pip install "
-            "'lowtide[transformers]'"
+            "'lowtide[hf]'"
         ) from error
     return transformers
 
