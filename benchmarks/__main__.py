@@ -27,6 +27,7 @@ NAMES = (
     "recorder",
     "techniques",
     "report",
+    "figures",
 )
 
 
