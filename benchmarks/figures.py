@@ -2,8 +2,8 @@
 
 python -m benchmarks figures
 
-A page says ``<!-- figure: NAME -->`` and ``<!-- end of figure -->``; what stands between them is written here,
-by the function of that name. ``tests/docs/test_figures.py`` sees that it is what the result files say.
+A page says ``<!-- figure: NAME -->`` and ``<!-- end of figure -->``; what stands between them is
+written here, by the function of that name. ``tests/docs/test_figures.py`` sees that it is what the result files say.
 """
 
 from __future__ import annotations
@@ -89,8 +89,8 @@ def scopes() -> str:
     found = load("recorder")
     row = found["rows"][0]
     return (
-        f"The worst case for any checkpointing: {row['blocks']} blocks of operations so small that nothing but "
-        f"overhead counts. Plain {row['plain_ms']:.1f} ms, every block recomputed by lowtide "
+        f"The worst case for any checkpointing: {row['blocks']} blocks of operations so small that nothing "
+        f"but overhead counts. Plain {row['plain_ms']:.1f} ms, every block recomputed by lowtide "
         f"{row['full_ms']:.1f} ms, by `torch.utils.checkpoint` {row['checkpoint_ms']:.1f} ms "
         f"({where(found)}; `python -m benchmarks recorder`)."
     )
@@ -111,8 +111,8 @@ def planner() -> str:
     ]
     head = ["model", "plain MiB", "every block MiB", "every block", "lowtide at that peak"]
     text = (
-        "*Every block* is `torch.utils.checkpoint`; lowtide got its peak as the budget. Times are what is added "
-        f"to the plain step ({where(found)}; `python -m benchmarks versus_checkpoint`)."
+        "*Every block* is `torch.utils.checkpoint`; lowtide got its peak as the budget. Times are what is "
+        f"added to the plain step ({where(found)}; `python -m benchmarks versus_checkpoint`)."
     )
     return f"{table(head, body)}\n\n{text}"
 
@@ -126,8 +126,8 @@ def offload() -> str:
     ]
     link = found["link"]
     text = (
-        f"One step in half of its memory, with a disk of {link['write_bytes_per_second'] / 1e6:,.0f} MB/s out "
-        f"and {link['read_bytes_per_second'] / 1e6:,.0f} MB/s in ({where(found)}; "
+        f"One step in half of its memory, with a disk of {link['write_bytes_per_second'] / 1e6:,.0f} MB/s "
+        f"out and {link['read_bytes_per_second'] / 1e6:,.0f} MB/s in ({where(found)}; "
         "`python -m benchmarks disk_tier`)."
     )
     return f"{table(['', 'peak MiB', 'extra time', 'MiB written'], body)}\n\n{text}"
@@ -161,8 +161,8 @@ def tensor_parallel() -> str:
         if row["t"] in (1, 4)
     ]
     text = (
-        "Bytes that one layer of a small GPT keeps for backward on the rank that keeps most, and what table 2 "
-        f"of arXiv 2205.05198 says ({where(found)}; `python -m benchmarks parallel_memory`)."
+        "Bytes that one layer of a small GPT keeps for backward on the rank that keeps most, and what "
+        f"table 2 of arXiv 2205.05198 says ({where(found)}; `python -m benchmarks parallel_memory`)."
     )
     return f"{table(['layer', 'ranks', 'measured', 'formula'], body)}\n\n{text}"
 
@@ -195,8 +195,8 @@ def host_optimizer() -> str:
     ]
     ratios = [row["throughput_ratio"] for row in found["throughput"]]
     text = (
-        "16.8 M parameters behind a simulated link with the ratios of arXiv 2101.06840. The update itself runs "
-        f"at {min(ratios):.2f} to {max(ratios):.2f} of the speed of `torch.optim.AdamW(fused=True)` "
+        "16.8 M parameters behind a simulated link with the ratios of arXiv 2101.06840. The update itself "
+        f"runs at {min(ratios):.2f} to {max(ratios):.2f} of the speed of `torch.optim.AdamW(fused=True)` "
         f"({where(found)}; `python -m benchmarks host_optimizer`)."
     )
     return f"{table(['schedule', 'on the host', 's a step'], body)}\n\n{text}"

@@ -66,7 +66,9 @@ def techniques() -> list[Technique]:
         ),
         Technique("mixed", lambda model, budget: limit_memory(model, budget, policy="mixed")),
         Technique("compress, lossless", lambda model, budget: limit_memory(model, policy="compress")),
-        Technique("compress, int8", lambda model, budget: limit_memory(model, policy=policies.compress("int8"))),
+        Technique(
+            "compress, int8", lambda model, budget: limit_memory(model, policy=policies.compress("int8"))
+        ),
         Technique(
             "compress, int8, then disk",
             lambda model, budget: limit_memory(model, policy=policies.compress("int8", then=Offload("disk"))),

@@ -1,4 +1,4 @@
-"""Examples in docstrings are code on the site: griffe takes a doctest for text unless it stands in a fence."""
+"""Examples in docstrings are code on the site: griffe takes a doctest for text unless it is fenced."""
 
 from __future__ import annotations
 
