@@ -3,7 +3,8 @@
 python -m benchmarks figures
 
 A page says ``<!-- figure: NAME -->`` and ``<!-- end of figure -->``; what stands between them is
-written here, by the function of that name. ``tests/docs/test_figures.py`` sees that it is what the result files say.
+written here, by the function of that name. ``tests/docs/test_figures.py`` sees that it is what the result
+files say.
 """
 
 from __future__ import annotations

@@ -187,7 +187,7 @@ def _allocator() -> list[Finding]:
             found.append(Finding("C allocator", "glibc, keeps freed pages", "steps do not wait for pages"))
         else:
             means = "a CPU step spends time on getting freed pages back from the system"
-            fix = "MALLOC_MMAP_MAX_=0 MALLOC_TRIM_THRESHOLD_=8589934592 keeps them for the next step"
+            fix = "MALLOC_MMAP_THRESHOLD_=2147483647 MALLOC_TRIM_THRESHOLD_=2147483647 keeps them"
             found.append(Finding("C allocator", "glibc's defaults", means, "note", fix))
     return found
 
