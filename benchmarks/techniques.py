@@ -80,8 +80,8 @@ def techniques() -> list[Technique]:
 
 def case(loss_chunks: int) -> Case:
     """The model of all rows."""
-    shape = dict(family="gpt", layers=6, width=384, heads=6, hidden_width=1536, key_value_heads=6)
-    return language("gpt 6x384", 2, 512, vocabulary=8192, dropout=0.1, loss_chunks=loss_chunks, **shape)
+    shape = dict(family="gpt", layers=4, width=384, heads=6, hidden_width=1536, key_value_heads=6)
+    return language("gpt 4x384", 1, 512, vocabulary=8192, dropout=0.1, loss_chunks=loss_chunks, **shape)
 
 
 def gradients(model: Model) -> list[torch.Tensor | None]:
@@ -133,7 +133,7 @@ def main() -> None:
             }
         )
         print(f"{row.name:38} {peak / 2**20:7.1f} MiB {100 * extra:+6.1f} %  {results[-1]['same_gradients']}")
-    save("techniques", results, model="gpt 6x384, 2 x 512 tokens, vocabulary 8192, dropout 0.1",
+    save("techniques", results, model="gpt 4x384, 1 x 512 tokens, vocabulary 8192, dropout 0.1",
          budget=SHARE, loss_chunks=CHUNKS, pages_kept=pages)  # fmt: skip
 
 
