@@ -116,7 +116,7 @@ def main() -> None:
         step()
         found.append((total_peak(model, batch, step), gradients(model)))
         model.zero_grad(set_to_none=True)
-    seconds = paired(steps, 5 if quick() else 15)
+    seconds = paired(steps, 5 if quick() else 9)
     base = statistics.median(seconds[0])
     plain = found[0][1]
     results = []
