@@ -28,7 +28,7 @@ def test_everything_is_looked_at() -> None:
 
 
 def test_without_a_compiler_it_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.meter.build.shutil.which", lambda name: None)
+    monkeypatch.setattr("lowtide.native.shutil.which", lambda name: None)
     compiler = found()["C++ compiler"]
     assert (compiler.state, compiler.found) == ("note", "none")
     assert "slower" in compiler.means and "CXX" in compiler.fix

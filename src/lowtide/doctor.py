@@ -113,10 +113,11 @@ def _private() -> list[Finding]:
 
 
 def _compiler() -> list[Finding]:
-    from lowtide.meter.build import compiler
+    from lowtide.native import BuildError, compiler
 
-    command = compiler()
-    if command is None:
+    try:
+        command = compiler()
+    except BuildError:
         means = "steps are recorded in Python, and peaks on a CPU read from the profiler: both are slower"
         return [Finding("C++ compiler", "none", means, "note", "apt-get install g++, or name one in CXX")]
     where = shutil.which(command[0]) or command[0]
@@ -205,14 +206,13 @@ def _processes() -> list[Finding]:
 
 
 def _caches() -> list[Finding]:
-    from lowtide.meter import MeterError
-    from lowtide.meter.build import cache_dir
+    from lowtide.native import BuildError, cache_dir
     from lowtide.plan.cache import folder
 
     found = []
     try:
         found.append(Finding("compiled helpers", str(cache_dir()), "compiled once, for all runs"))
-    except MeterError as error:
+    except BuildError as error:
         fix = "LOWTIDE_CACHE_DIR=... names a folder that only you can write to"
         found.append(Finding("compiled helpers", "nowhere", str(error), "note", fix))
     plans = folder()
