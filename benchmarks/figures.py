@@ -62,6 +62,8 @@ def _techniques(*names: str) -> str:
         for row in rows
     ]
     head = ["", "peak MiB", "of plain", "extra time", "same gradients"]
+    if found["machine"].get("quick"):  # too few rounds for times
+        head, body = head[:3] + head[4:], [row[:3] + row[4:] for row in body]
     text = (
         f"{found['model']}; *optimal*, *offload* and *mixed* were given {found['budget'].rstrip('%')} % of "
         f"the plain peak; the loss in {found['loss_chunks']} chunks ({where(found)}; "

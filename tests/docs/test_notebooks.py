@@ -1,4 +1,4 @@
-"""Notebooks run, what they assert holds, and every cell that printed something when it was saved still does."""
+"""Notebooks run, what they assert holds, and a cell that printed when it was saved still does."""
 
 from __future__ import annotations
 
@@ -14,10 +14,9 @@ pytest.importorskip("ipykernel")
 NOTEBOOKS = sorted((Path(__file__).parents[2] / "docs" / "notebooks").glob("*.ipynb"))
 
 
-def printed(book: Any) -> list[str]:
-    """What its cells wrote to standard output."""
-    outputs = [output for cell in book.cells for output in cell.get("outputs", ())]
-    return [output["text"] for output in outputs if output.get("name") == "stdout"]
+def printed(book: Any) -> list[bool]:
+    """Of each cell, whether it wrote to standard output."""
+    return [any(o.get("name") == "stdout" for o in cell.get("outputs", ())) for cell in book.cells]
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
@@ -25,6 +24,6 @@ def test_a_notebook_runs(path: Path, tmp_path: Path, monkeypatch: pytest.MonkeyP
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     book = nbformat.read(path, 4)
     saved = printed(book)
-    assert saved
+    assert any(saved)
     nbclient.NotebookClient(book, timeout=120, resources={"metadata": {"path": tmp_path}}).execute()
-    assert len(printed(book)) == len(saved), "run it again and save it"
+    assert printed(book) == saved, "run it again and save it"
