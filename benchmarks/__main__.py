@@ -25,7 +25,9 @@ NAMES = (
     "layer_times",
     "long_sequence",
     "recorder",
+    "techniques",
     "report",
+    "figures",
 )
 
 

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from lowtide.run.scope.scope import checkpoint, checkpointing
     from lowtide.store.stores import Stores
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Chain": "lowtide.plan.data",

@@ -44,7 +44,6 @@ from lowtide.train.report_command import report_command
 app = typer.Typer(
     help="Make a PyTorch training step fit the memory you have, at the least extra time.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
@@ -313,6 +312,26 @@ def plan(
         _write_text(json_file, made.to_json())
     if not quiet:
         typer.echo(str(made))
+
+
+@app.command()
+def doctor(
+    disk_path: Annotated[
+        Path | None,
+        typer.Option(help="Folder that offloaded values would go to. [default: that for temporary files]"),
+    ] = None,
+    disk: Annotated[
+        bool, typer.Option("--disk/--no-disk", help="Time the disk; takes a few seconds.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
+) -> None:
+    """Say what this machine has, what that means for a limited step, and what to do about it."""
+    from lowtide.doctor import examine, report
+
+    found = examine(disk_path, measure_disk=disk)
+    typer.echo(json.dumps(report(found), indent=1) if as_json else "\n".join(map(str, found)))
+    if any(finding.state == "problem" for finding in found):
+        raise typer.Exit(1)
 
 
 app.command("estimate")(estimate_command)

@@ -225,7 +225,7 @@ def drawing(path: Path) -> Iterator[tuple[Any, Any]]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise EstimateError("--plot needs matplotlib: pip install 'lowtide[pictures]'") from error
+        raise EstimateError("--plot needs matplotlib: pip install 'lowtide[train]'") from error
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     yield figure, figure.add_subplot()

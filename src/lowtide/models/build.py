@@ -197,8 +197,7 @@ def _transformers(name: str) -> Any:
         import transformers
     except ImportError as error:
         raise ModelError(
-            f"{name!r} is a Hugging Face model, and transformers is not installed: pip install "
-            "'lowtide[transformers]'"
+            f"{name!r} is a Hugging Face model, and transformers is not installed: pip install 'lowtide[hf]'"
         ) from error
     return transformers
 

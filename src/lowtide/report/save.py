@@ -53,7 +53,7 @@ def check_ending(path: str | Path) -> None:
         )
     if ending in (".png", ".pdf", ".svg") and importlib.util.find_spec("matplotlib") is None:
         raise LowtideError(
-            f"a {ending} picture needs matplotlib: pip install 'lowtide[pictures]', or choose .html"
+            f"a {ending} picture needs matplotlib: pip install 'lowtide[train]', or choose .html"
         )
 
 

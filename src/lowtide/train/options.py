@@ -204,7 +204,7 @@ class TrainOptions:
                 f"choose a name that ends in {', '.join(PICTURE_SUFFIXES)}",
             )
             if importlib.util.find_spec("matplotlib") is None:
-                raise OptionError("--plot needs matplotlib: pip install 'lowtide[pictures]'")
+                raise OptionError("--plot needs matplotlib: pip install 'lowtide[train]'")
         if self.report is not None:
             require(
                 self.compares,

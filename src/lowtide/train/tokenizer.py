@@ -161,6 +161,6 @@ def _read(source: str, name: str) -> HuggingFaceTokenizer:
 
 def _missing(source: str) -> TokenizerError:
     return TokenizerError(
-        f"--tokenizer {source} needs transformers: pip install 'lowtide[transformers]', or leave it out for "
+        f"--tokenizer {source} needs transformers: pip install 'lowtide[hf]', or leave it out for "
         "bytes"
     )
