@@ -68,19 +68,41 @@ def _app(
 @app.command()
 def train(
     context: typer.Context,
-    model: Model = "gpt-small",
+    model: Model = "gpt-mini",
+    pretrained: Annotated[
+        bool,
+        typer.Option(
+            "--pretrained", help="Begin with the safetensors in --model's folder, or with those on the hub."
+        ),
+    ] = False,
     budget: Budget = None,
     policy: Policy = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps; a resumed run may get more.")] = 150,
+    steps: Annotated[int, typer.Option(help="Optimizer steps; a resumed run may get more.")] = 100,
     batch: Batch = 8,
     seq: Seq = 256,
     dtype: DtypeOption = "fp32",
     seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
     data: Annotated[
-        Path | None,
-        typer.Option(help="A text file or folder. [default: the source of Python's standard library]"),
+        str | None,
+        typer.Option(
+            help="A text file or folder; a .jsonl, .parquet, .csv or .arrow file or a folder that datasets "
+            "saved; or hf:OWNER/NAME[:CONFIGURATION]. [default: the source of Python's standard library]"
+        ),
     ] = None,
-    lr: Annotated[float, typer.Option(help="Peak learning rate; a cosine takes it down to a tenth.")] = 1e-3,
+    text_column: Annotated[
+        str | None, typer.Option(help="Column of --data with the text. [default: text, or the only one]")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="bytes; train or train:8192 for one learned from the text; a tokenizer.json, its folder or "
+            "a name on the hub. [default: the model's own, else bytes]"
+        ),
+    ] = None,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    lr_schedule: Annotated[
+        str, typer.Option(help="From the peak on: cosine or linear (down to a tenth), or constant.")
+    ] = "cosine",
     warmup: Annotated[
         int | None,
         typer.Option(help="Steps up to the peak learning rate. [default: a tenth of --steps, at least 20]"),
@@ -159,6 +181,9 @@ def train(
             "[default: 30, longer in a debugger]"
         ),
     ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Folder for TensorBoard's curves (needs tensorboard).")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
     plot: Annotated[
         Path | None,
@@ -184,6 +209,7 @@ def train(
 
     asked: dict[str, Any] = dict(
         model=model,
+        pretrained=pretrained,
         budget=budget_asked(budget, policy),
         raise_budget=budget is None,
         policy=policy,
@@ -193,7 +219,10 @@ def train(
         dtype=dtype,
         seed=seed,
         data=data,
+        text_column=text_column,
+        tokenizer=tokenizer,
         lr=lr,
+        lr_schedule=lr_schedule,
         warmup=warmup,
         weight_decay=weight_decay,
         optimizer_host_fraction=_share(optimizer_host_fraction),
@@ -217,6 +246,7 @@ def train(
         pp=pp,
         schedule=schedule,
         silent_seconds=silent_seconds,
+        tensorboard=tensorboard,
         json=json_file,
         plot=plot,
         report=report,

@@ -11,7 +11,7 @@ Model = Annotated[
     str,
     typer.Option(
         help="A preset (gpt-nano ... gpt3-175b, llama-nano ... llama3-70b), "
-        "hf:TYPE[:key=value,...], or a Hugging Face config.json."
+        "hf:TYPE[:key=value,...], a Hugging Face config.json or its folder, or a name on the hub."
     ),
 ]
 Budget = Annotated[

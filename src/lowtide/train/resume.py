@@ -15,7 +15,9 @@ from lowtide.train.options import OptionError
 RUNS = Path("runs")
 """Where ``make train`` puts its runs, each in a folder of its own."""
 
-_OWN = {"checkpoint_dir", "resume", "stop_after", "compare", "silent_seconds", "json", "plot", "report"}
+_OWN = {"checkpoint_dir", "resume", "stop_after", "compare", "silent_seconds", "json", "plot", "report"} | {
+    "tensorboard"
+}
 _LAYOUT = {"tp", "dp", "pp", "sequence_parallel", "shard_parameters", "schedule"}
 """A checkpoint is loaded into any layout, so the command says which."""
 
@@ -59,7 +61,7 @@ def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
         kept |= _OF_THE_BUDGET
     for name, value in started_with(folder).items():
         if name in options and name not in kept:
-            options[name] = Path(value) if name == "data" and value is not None else value
+            options[name] = value
     step = (checkpoint.steps(folder) or [0])[-1]
     if options["json"] is None and (folder / "results.json").exists():
         options["json"] = folder / f"results-from-{step}.json"
@@ -105,7 +107,7 @@ def check_same(folder: Path, run: dict[str, Any], now: dict[str, Any], done: int
     if "steps" in differs and now["steps"] > run["steps"]:
         differs.remove("steps")
     words = {
-        "data": "it was trained on other text (--data)",
+        "data": "it was trained on other text, or with another tokenizer (--data, --tokenizer)",
         "model": "it trains a model of another shape (--model and changes to it)",
     }
     told = [

@@ -27,14 +27,17 @@ from lowtide.report import Report
 from lowtide.train import checkpoint, shards
 from lowtide.train.alive import Alive, guarded
 from lowtide.train.compare import Comparison
-from lowtide.train.data import Batches, Corpus, load_corpus
+from lowtide.train.curves import Curves
+from lowtide.train.data import Blocks, Corpus, batches, tokenize
 from lowtide.train.memory import BYTES_PER_PARAMETER, RunMeter, free_bytes, training_bytes
 from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.part import Part, WholeModel
 from lowtide.train.progress import Progress, Silent
 from lowtide.train.ranks import Ranks, ranks_for
 from lowtide.train.resume import check_same
-from lowtide.train.schedule import learning_rate
+from lowtide.train.schedule import make_schedule
+from lowtide.train.text import read_text
+from lowtide.train.tokenizer import HuggingFaceTokenizer, find_tokenizer
 
 
 class TrainError(LowtideError):
@@ -173,15 +176,26 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
 def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive | None) -> TrainResult:
     began = time.perf_counter()
     device = ranks.device
-    spec = options.spec()
+    text = read_text(None if options.data is None else str(options.data), options.text_column)
+    fixed = options.spec(0).vocabulary if options.spec(0).config is None else None
+    tokenizer = find_tokenizer(
+        options.tokenizer,
+        options.model,
+        fixed,
+        text.train,
+        options.checkpoint_dir if options.resume else None,
+    )
+    corpus = tokenize(text, tokenizer)
+    spec = options.spec(corpus.vocabulary)
     # weights are a quarter of what training holds, and each process makes all of its share of the layers
     # before others take some over
     sharded = min(options.dp, BYTES_PER_PARAMETER // 4) if options.shard_parameters else 1
     check_room(spec, device, options.tp * options.pp * sharded, options.optimizer_host_fraction)
-    corpus = load_corpus(options.data)
-    batches = Batches(corpus.train, options.batch, options.seq, options.seed)
-    validation = Batches(corpus.validation, options.batch, options.seq, options.seed, "validation")
+    loader = batches(Blocks(corpus.train, options.seq), options.batch, options.seed)
+    validation = Blocks(corpus.validation, options.seq, "validation")
     resumed = find_checkpoint(options, corpus, ranks)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and options.checkpoint_dir is not None and ranks.rank == 0:
+        tokenizer.save(options.checkpoint_dir)
 
     def doing(what: str) -> None:
         if alive is not None:
@@ -198,6 +212,12 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
             # the loaded state is the checkpoint's own tensors
             memory.adopt(meter.resident_tensors(optimizer=optimizer))
             result.first_step = resumed.step
+            loader.load_state_dict(resumed.run["loader"])
+        order = iter(loader)
+        schedule = make_schedule(
+            optimizer, options.lr, result.first_step, options.steps, options.warmup, options.lr_schedule
+        )
+        curves = Curves(options.tensorboard if ranks.rank == 0 else None, result.first_step)
         progress.start(
             result.first_step,
             options.steps,
@@ -212,12 +232,8 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
             doing(f"step {done}")
             with memory.block() as peak:
                 step_began = time.perf_counter()
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step, options.steps, options.lr, options.warmup)
                 ranks.seed(options.seed, step)
-                drawn = [
-                    batches.draw(step * options.grad_accum + micro) for micro in range(options.grad_accum)
-                ]
+                drawn = [next(order) for _ in range(options.grad_accum)]
                 # the bar of the training is there from the first step on
                 with muted() if result.losses else nullcontext():
                     loss = part.step(drawn, optimizer)
@@ -231,14 +247,17 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
                         f"the loss became {loss} (gradient norm {norm}) at step {done}: lower --lr or raise "
                         "--warmup"
                     )
+                rate = schedule.get_last_lr()[0]
                 optimizer.step()
+                schedule.step()
                 optimizer.zero_grad(set_to_none=True)
                 seconds = time.perf_counter() - step_began
 
                 if last or due(done, options.eval_every):
                     doing(f"the evaluation after step {done}")
                     (mean,) = ranks.sum(
-                        part.evaluate(list(validation.spread(options.eval_batches))) / ranks.size
+                        part.evaluate(list(validation.spread(options.eval_batches, options.batch)))
+                        / ranks.size
                     )
                     result.validation.append((done, mean))
                 stopping = bool(asked) if not ranks.alone else bool(stop)
@@ -246,24 +265,36 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
                     last or stopping or done == options.stop_after or due(done, options.checkpoint_every)
                 ):
                     doing(f"the checkpoint after step {done}")
-                    save(options, corpus, done, part.modules, optimizer, ranks)
+                    save(options, corpus, done, part.modules, optimizer, loader.state_dict(), ranks)
             result.losses.append(loss)
             result.gradient_norms.append(norm)
             result.step_seconds.append(seconds)
             if peak.bytes is not None:
                 result.step_peak_bytes.append(peak.bytes)
-            progress.step(done, loss, options.batch * options.seq * options.grad_accum / seconds, peak.bytes)
+            speed = options.batch * options.seq * options.grad_accum / seconds
+            progress.step(done, loss, speed, peak.bytes)
+            curves.add(
+                done,
+                loss=loss,
+                learning_rate=rate,
+                gradient_norm=norm,
+                tokens_per_second=speed,
+                memory__peak_mib=None if peak.bytes is None else peak.bytes / 2**20,
+            )
             if result.validation and result.validation[-1][0] == done:
-                progress.evaluated(done, result.validation[-1][1])
+                mean = result.validation[-1][1]
+                progress.evaluated(done, mean, corpus.bytes_per_token)
+                curves.add(done, validation_loss=mean)
             if stopping:
                 result.stopped = not last
                 break
         progress.finish()
+        curves.close()
 
         if options.compares and not result.stopped:
             doing("the comparison")
             progress.comparing()
-            result.comparison = part.compare(batches.draw(0), optimizer)
+            result.comparison = part.compare(drawn[0], optimizer)
             if ranks.rank == 0 and (options.json is not None or options.report is not None):
                 doing("the report")
                 result.report = part.report(result.comparison, curve=options.report is not None)
@@ -357,8 +388,13 @@ def find_checkpoint(
         return None
     shared = not ranks.alone or shards.format_of(folder) == shards.FORMAT
     loaded = shards.newest(folder, ranks) if shared else checkpoint.load(folder)
-    now = options.trajectory(corpus.digest)
+    now = options.trajectory(corpus.digest, corpus.vocabulary)
     check_same(folder, loaded.run, now, loaded.step, options.stop_after or options.steps)
+    if "loader" not in loaded.run:
+        raise OptionError(
+            f"--resume: the run in {folder} was begun by an older lowtide, which drew its batches in another "
+            "order: start anew in another folder"
+        )
     return loaded
 
 
@@ -379,13 +415,15 @@ def save(
     step: int,
     modules: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
+    loader: dict[str, Any],
     ranks: Ranks,
 ) -> None:
-    """Write a checkpoint of everything that the rest of the run depends on. Batches depend on the step alone,
-    the learning rate too; with several processes so do random numbers.
+    """Write a checkpoint of everything that the rest of the run depends on, ``loader`` being the state of the
+    data's order. The learning rate depends on the step alone; with several processes so do random numbers.
     """
     assert options.checkpoint_dir is not None
-    run = {**options.trajectory(corpus.digest), "options": options.to_json()}
+    run = {**options.trajectory(corpus.digest, corpus.vocabulary), "options": options.to_json()}
+    run["loader"] = loader
     if not ranks.alone:
         shards.save(options.checkpoint_dir, step, modules, optimizer, run, ranks)
         return
