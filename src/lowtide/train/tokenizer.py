@@ -81,7 +81,7 @@ def find_tokenizer(
 
     Args:
         asked: ``bytes``; ``train`` or ``train:8192`` for a byte-level BPE of the text itself, of that many
-            tokens; a ``tokenizer.json``, a folder with one, or a name on the hub; ``None`` is the model's
+            tokens; a ``tokenizer.json`` (which names no end token), a folder with one, or a name on the hub; ``None`` is the model's
             own, where its folder or its page on the hub has one, else bytes.
         model: what ``--model`` says.
         vocabulary: of a model that cannot have another one; ``None`` for a built-in one.
@@ -154,8 +154,8 @@ def _read(source: str, name: str) -> HuggingFaceTokenizer:
     except Exception as error:  # the hub's, the network's and the readers' own, of many types
         first = next(iter(str(error).splitlines()), type(error).__name__)
         raise TokenizerError(
-            f"there is no tokenizer in {source!r} ({first}): pass --tokenizer bytes, train, a tokenizer.json, "
-            "a folder with one or a name on the hub"
+            f"there is no tokenizer in {source!r} ({first}): pass --tokenizer bytes, train, a tokenizer.json"
+            ", a folder with one or a name on the hub"
         ) from error
 
 
