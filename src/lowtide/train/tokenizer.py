@@ -81,8 +81,8 @@ def find_tokenizer(
 
     Args:
         asked: ``bytes``; ``train`` or ``train:8192`` for a byte-level BPE of the text itself, of that many
-            tokens; a ``tokenizer.json`` (which names no end token), a folder with one, or a name on the hub; ``None`` is the model's
-            own, where its folder or its page on the hub has one, else bytes.
+            tokens; a ``tokenizer.json`` (which names no end token), a folder with one, or a name on the hub;
+            ``None`` is the model's own, where its folder or its page on the hub has one, else bytes.
         model: what ``--model`` says.
         vocabulary: of a model that cannot have another one; ``None`` for a built-in one.
         documents: to train it on.
