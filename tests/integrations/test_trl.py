@@ -1,5 +1,5 @@
-"""TRL's SFTTrainer under a limit, with and without an adapter of peft: the same weights bit by bit, within the
-budget."""
+"""SFTTrainer of TRL under a limit, with and without an adapter of peft: the same weights bit by bit, within
+the budget."""
 
 from __future__ import annotations
 
