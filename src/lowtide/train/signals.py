@@ -41,16 +41,3 @@ def stop_signals() -> Iterator[StopRequest]:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-
-
-def _part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:
-    """This process's part of the model, with the weights that one process alone would have."""
-    if options.shard_parameters:
-        from lowtide.train.sharded import ShardedModel
-
-        return ShardedModel(spec, options, ranks)
-    if options.pp > 1:
-        from lowtide.train.stages import Stages
-
-        return Stages(spec, options, ranks)
-    return WholeModel(spec, options, ranks)

@@ -29,6 +29,7 @@ from lowtide.train.curves import Curves
 from lowtide.train.data import Blocks, Corpus, batches, tokenize
 from lowtide.train.memory import BYTES_PER_PARAMETER, RunMeter, free_bytes, training_bytes
 from lowtide.train.options import OptionError, TrainOptions
+from lowtide.train.part import Part, WholeModel
 from lowtide.train.progress import Progress, Silent
 from lowtide.train.ranks import Ranks, ranks_for
 from lowtide.train.resume import check_same
@@ -454,3 +455,16 @@ def restore(
     if device.type == "cuda":
         torch.cuda.set_rng_state(loaded.state["random_cuda"], device)
     loaded.state.clear()
+
+
+def _part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:
+    """This process's part of the model, with the weights that one process alone would have."""
+    if options.shard_parameters:
+        from lowtide.train.sharded import ShardedModel
+
+        return ShardedModel(spec, options, ranks)
+    if options.pp > 1:
+        from lowtide.train.stages import Stages
+
+        return Stages(spec, options, ranks)
+    return WholeModel(spec, options, ranks)
