@@ -6,6 +6,7 @@ import hashlib
 import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -150,5 +151,5 @@ def batches(blocks: Blocks, batch: int, seed: int) -> StatefulDataLoader[Batch]:
         )
 
 
-def _as_it_is(batch: Batch) -> Batch:
+def _as_it_is(batch: Any) -> Any:
     return batch

@@ -161,6 +161,5 @@ def _read(source: str, name: str) -> HuggingFaceTokenizer:
 
 def _missing(source: str) -> TokenizerError:
     return TokenizerError(
-        f"--tokenizer {source} needs transformers: pip install 'lowtide[hf]', or leave it out for "
-        "bytes"
+        f"--tokenizer {source} needs transformers: pip install 'lowtide[hf]', or leave it out for bytes"
     )

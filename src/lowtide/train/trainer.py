@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import math
 import platform
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -36,6 +34,7 @@ from lowtide.train.progress import Progress, Silent
 from lowtide.train.ranks import Ranks, ranks_for
 from lowtide.train.resume import check_same
 from lowtide.train.schedule import make_schedule
+from lowtide.train.signals import stop_signals
 from lowtide.train.text import read_text
 from lowtide.train.tokenizer import HuggingFaceTokenizer, find_tokenizer
 
@@ -247,7 +246,7 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
                         f"the loss became {loss} (gradient norm {norm}) at step {done}: lower --lr or raise "
                         "--warmup"
                     )
-                rate = schedule.get_last_lr()[0]
+                rate = float(schedule.get_last_lr()[0])
                 optimizer.step()
                 schedule.step()
                 optimizer.zero_grad(set_to_none=True)
@@ -456,41 +455,6 @@ def restore(
     if device.type == "cuda":
         torch.cuda.set_rng_state(loaded.state["random_cuda"], device)
     loaded.state.clear()
-
-
-class StopRequest:
-    """Whether somebody asked the run to stop; true after the first signal."""
-
-    def __init__(self) -> None:
-        self._asked = False
-
-    def __bool__(self) -> bool:
-        return self._asked
-
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler: the first asks to stop after this step, the second stops at once."""
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-
-
-@contextmanager
-def stop_signals() -> Iterator[StopRequest]:
-    """Turn Ctrl-C and SIGTERM into a request to finish the step, save and stop. Outside the main thread
-    nothing is caught.
-    """
-    stop = StopRequest()
-    before = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, stop.ask)
-    except ValueError:
-        pass
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def _part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:
