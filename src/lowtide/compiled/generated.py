@@ -44,6 +44,7 @@ class _Ledger(TorchDispatchMode):
         super().__init__()
         self.scratch = scratch
         self.standing: set[int] = set()
+        self.lending = False  # what is made now stands anyway
         self.holders: dict[int, int] = {}
         self.live = self.peak = 0
 
@@ -63,6 +64,8 @@ class _Ledger(TorchDispatchMode):
     def hold(self, tensor: torch.Tensor) -> None:
         """Count what a tensor lies in until nothing holds it."""
         key = partitioning.storage_of(tensor)
+        if self.lending and key is not None:
+            self.standing.add(key)
         if key is None or key in self.standing:
             return
         bytes_ = tensor.untyped_storage().nbytes()
@@ -96,7 +99,7 @@ def profile_generated(
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         call = _entry(text)
         given: list[Any] = []
-        seen: dict[int, torch.UntypedStorage] = {}
+        seen: dict[int, torch.Tensor] = {}
         for node in module.graph.nodes:
             if node.op != "placeholder":
                 continue
@@ -116,7 +119,7 @@ def profile_generated(
 
 
 def _alike(
-    value: torch.Tensor, seen: dict[int, torch.UntypedStorage], ledger: _Ledger, standing: bool
+    value: torch.Tensor, seen: dict[int, torch.Tensor], ledger: _Ledger, standing: bool
 ) -> torch.Tensor:
     """A fake tensor with the geometry of another; tensors that share a storage go on sharing one."""
     address = partitioning.storage_of(value)
@@ -126,11 +129,10 @@ def _alike(
         return torch.empty(shape, dtype=value.dtype, device=value.device)
     if address not in seen:
         count = -(-hint(value.untyped_storage().nbytes()) // value.dtype.itemsize)
-        base = torch.empty(count, dtype=value.dtype, device=value.device)
-        seen[address] = base  # type: ignore[assignment]
-    base: Any = seen[address]
-    if standing:
-        ledger.standing.add(partitioning.storage_of(base))  # type: ignore[arg-type]
+        ledger.lending = standing
+        seen[address] = torch.empty(count, dtype=value.dtype, device=value.device)
+        ledger.lending = False
+    base = seen[address]
     if base.dtype != value.dtype:
         base = base.view(value.dtype)
     return torch.as_strided(base, shape, stride, hint(value.storage_offset()))
