@@ -139,7 +139,13 @@ class StepBuilder:
         for at, count in enumerate(bytes_):
             storage, value = len(self.storages), len(self.values)
             self.storages.append(
-                Storage(storage, count, "forward" if phase == "forward" else "backward", index, "" if keys else name)
+                Storage(
+                    storage,
+                    count,
+                    "forward" if phase == "forward" else "backward",
+                    index,
+                    "" if keys else name,
+                )
             )
             self.values.append(Value(value, storage, 0, index))
             writes.append(value)

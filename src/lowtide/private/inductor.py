@@ -24,7 +24,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def compile_with(
-    module: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], inner: Callable[..., Any] | None = None
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: dict[str, Any],
+    inner: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """What Inductor makes of a graph, with these settings in its forward and its backward."""
     return _compile_fx.compile_fx(
@@ -56,7 +59,13 @@ def generated(module: fx.GraphModule, backward: bool, options: dict[str, Any] | 
     mode = detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True)
     output = next(iter(reversed(twin.graph.nodes)))
     output.meta.setdefault("user_visible_output_idxs", [])
-    with inductor_config.patch(options or {}), preserve_rng_state(), torch.no_grad(), DebugContext(), V.set_fake_mode(mode):
+    with (
+        inductor_config.patch(options or {}),
+        preserve_rng_state(),
+        torch.no_grad(),
+        DebugContext(),
+        V.set_fake_mode(mode),
+    ):
         _compile_fx.view_to_reshape(twin)
         _compile_fx.fake_tensor_prop(twin, inputs)
         _compile_fx._recursive_record_original_output_strides(twin)
