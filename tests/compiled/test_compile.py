@@ -1,4 +1,4 @@
-"""`lowtide.compile`: the budget is held, what is predicted is what the meter reads, gradients are the same."""
+"""`lowtide.compile`: the budget is held, predictions are what the meter reads, gradients are the same."""
 
 from __future__ import annotations
 

@@ -121,7 +121,7 @@ class CompiledHandle:
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
                 return run(*args, **kwargs)
-            except torch._dynamo.exc.BackendCompilerFailed as error:
+            except inductor.BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, BudgetError):
                     raise error.inner_exception from None
                 raise
@@ -130,7 +130,7 @@ class CompiledHandle:
         self.compiled.__dict__[_HANDLE] = self
 
 
-def compile(  # noqa: A001 - the name of what it stands for
+def compile(
     model: torch.nn.Module,
     budget: str | int,
     *,

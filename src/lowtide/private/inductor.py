@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop as boxed_nop
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.utils import detect_fake_mode, preserve_rng_state
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as inductor_config
@@ -38,11 +39,6 @@ def compile_with(
 def mode_options(mode: str) -> dict[str, Any]:
     """The settings that a ``mode`` of `torch.compile` stands for."""
     return dict(torch._inductor.list_mode_options(mode))
-
-
-def known_options() -> set[str]:
-    """Names of Inductor's settings."""
-    return set(torch._inductor.list_options())
 
 
 def generated(module: fx.GraphModule, backward: bool, options: dict[str, Any] | None = None) -> str:
