@@ -4,21 +4,23 @@ from __future__ import annotations
 
 import torch
 from torch import fx, nn
+from torch._inductor.decomposition import select_decomp_table
 
 from lowtide.private import inductor, partitioning
 
 
-def joint_of(seen: list[int]) -> tuple[fx.GraphModule, int, tuple[int, ...]]:
+def joint_of(decompositions=None) -> tuple[fx.GraphModule, int, tuple[int, ...]]:
     """A joint graph, forward outputs and static inputs."""
     found: list[tuple[fx.GraphModule, int, tuple[int, ...]]] = []
 
     def partition(module, inputs, *, num_fwd_outputs, static_lifetime_input_indices=None, **_):
-        seen.append(len(module.graph.nodes))
         static = tuple(static_lifetime_input_indices or ())
         found.append((module, num_fwd_outputs, static))
         return partitioning.min_cut(module, num_fwd_outputs, static)
 
-    backend = inductor.aot_autograd(fw_compiler=inductor.boxed_nop, partition_fn=partition)
+    backend = inductor.aot_autograd(
+        fw_compiler=inductor.boxed_nop, partition_fn=partition, decompositions=decompositions
+    )
     torch._dynamo.reset()
     model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
     torch.compile(model, backend=backend)(torch.randn(4, 8)).sum().backward()
@@ -26,7 +28,7 @@ def joint_of(seen: list[int]) -> tuple[fx.GraphModule, int, tuple[int, ...]]:
 
 
 def test_a_joint_graph_is_cleaned_told_apart_and_cut() -> None:
-    module, outputs, static = joint_of([])
+    module, outputs, static = joint_of()
     partitioning.clean_joint(module)
     forward = partitioning.forward_names(module, static, outputs)
     backward = partitioning.tangent_names(module, static, outputs)
@@ -43,7 +45,7 @@ def test_a_joint_graph_is_cleaned_told_apart_and_cut() -> None:
 
 
 def test_kinds_of_nodes_are_told() -> None:
-    module, *_ = joint_of([])
+    module, *_ = joint_of()
     calls = [node for node in module.graph.nodes if node.op == "call_function"]
     fusible = partitioning.default_fusible()
     assert any(fusible(node) for node in calls) and not all(fusible(node) for node in calls)
@@ -62,7 +64,7 @@ def test_storages_and_sizes() -> None:
 
 
 def test_inductor_says_what_it_would_run() -> None:
-    module, outputs, static = joint_of([])
+    module, outputs, static = joint_of(select_decomp_table())
     forward, backward = partitioning.min_cut(module, outputs, static)
     assert "def call(self, args)" in inductor.generated(forward, False)
     assert "def call(self, args)" in inductor.generated(backward, True)

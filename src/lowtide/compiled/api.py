@@ -142,16 +142,16 @@ def compile(
 ) -> Any:
     """`torch.compile` a model so that its training step fits a budget, at the least extra time.
 
-    The first step compiles: the graph of forward and backward is planned as `lowtide.limit_memory` plans a step, cut
-    where the plan says, and what the backend would really allocate is predicted without compiling a kernel; then the
-    step is compiled. Later steps run compiled code alone. Where the model fits the budget as it is, it is compiled
-    as `torch.compile` would. Each graph is planned by itself: with graph breaks, what one graph keeps for its
+    The first step compiles: the graph of forward and backward is planned as `lowtide.limit_memory` plans a
+    step and cut where the plan says; what the backend would really allocate is predicted without compiling a
+    kernel; then the step is compiled. Later steps run compiled code alone. Where the model fits the budget as
+    it is, it is compiled as `torch.compile` would. Each graph is planned by itself: with graph breaks, what one graph keeps for its
     backward is not counted in the others.
 
     Args:
         model: any module.
-        budget: as of `lowtide.limit_memory`: bytes, ``"6GiB"``, ``"60%"`` of what `torch.compile` alone takes,
-            ``"min"`` or ``"auto"``.
+        budget: as of `lowtide.limit_memory`: bytes, ``"6GiB"``, ``"60%"`` of what `torch.compile` alone
+            takes,     ``"min"`` or ``"auto"``.
         optimizer: its state counts against the budget, too.
         backend: ``inductor`` or ``aot_eager``.
         mode, options, torch_compile_options: as of `torch.compile`.
@@ -195,8 +195,8 @@ def compile(
 def compile_options(budget: str | int) -> dict[str, Any]:
     """Settings for ``torch.compile(model, options=...)`` that hold a budget.
 
-    A graph is all that is known here: its inputs (parameters among them) and what it allocates count, gradients that
-    stand before the step, an optimizer's state and other graphs do not. `lowtide.compile` knows more.
+    A graph is all that is known here: its inputs (parameters among them) and what it allocates count, gradients
+    that stand before the step, an optimizer's state and other graphs do not. `lowtide.compile` knows more.
 
     Args:
         budget: as of `lowtide.compile`.

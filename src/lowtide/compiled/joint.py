@@ -121,8 +121,8 @@ class Joint:
     def _find_virtual(self) -> set[fx.Node]:
         """Nodes whose results no kernel writes to memory.
 
-        A fusible result is written where an operation reads it that is no generated kernel, where it is returned,
-        and where a reader stands beyond such an operation: that one runs in another kernel, much later.
+        A fusible result is written where an operation reads it that is no generated kernel, where it is
+        returned, and where a reader stands beyond such an operation: that one runs in another kernel, much later.
         """
         if self.fusible is None:
             return set()
@@ -160,9 +160,7 @@ class Joint:
 
     def _computes(self, node: fx.Node) -> bool:
         """Whether a call is more than a view, a size or a part of several results."""
-        if self.is_view(node) or partitioning.is_item(node) or partitioning.is_symbol(node):
-            return False
-        return True
+        return not (self.is_view(node) or partitioning.is_item(node) or partitioning.is_symbol(node))
 
     def _side(self, node: fx.Node) -> bool:
         return node.name in self.in_forward
@@ -284,7 +282,8 @@ def _draws(node: fx.Node) -> bool:
 
 
 _REDUCTIONS = frozenset({
-    "sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "prod",
+    "sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all",
+    "prod",
     "prepare_softmax_online", "cumsum", "_softmax", "_log_softmax",
 })  # fmt: skip
 

@@ -26,8 +26,8 @@ class Report:
 class Partitioner(inductor.CustomPartitionerFn):
     """Cuts each joint graph within a budget.
 
-    It is immutable and can be pickled: Inductor puts a copy of it into the key of its cache, so another budget,
-    version or machine compiles anew.
+    It is immutable and can be pickled: Inductor puts a copy of it into the key of its cache, so another
+    budget, version or machine compiles anew.
 
     Args:
         budget: as of `lowtide.limit_memory`.

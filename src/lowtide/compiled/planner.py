@@ -1,8 +1,8 @@
 """A plan for one joint graph within a budget, against what the backend will really allocate.
 
-The planner's simulator knows calls; a backend fuses them, reuses buffers and has an order of its own. So each plan is
-carried out, what it takes is predicted exactly from the two graphs, and where that is not within the budget the
-planner is asked again, with as many bytes less as it was off.
+The planner's simulator knows calls; a backend fuses them, reuses buffers and has an order of its own. So each
+plan is carried out, what it takes is predicted exactly from the two graphs, and where that is not within the
+budget the planner is asked again, with as many bytes less as it was off.
 """
 
 from __future__ import annotations

@@ -258,8 +258,8 @@ class StepBuilder:
 
 
 def ordered_backward(joint: Joint) -> list[Call]:
-    """The calls of the backward in the order in which they run: what rests on gradients in the order of the joint
-    graph, everything else where it is first read.
+    """The calls of the backward in the order in which they run: what rests on gradients in the order of the
+    joint graph, everything else where it is first read.
     """
     maker = {key: call for call in joint.calls if not call.forward for key in call.writes}
     done: set[int] = set()

@@ -1,4 +1,4 @@
-"""Inductor: compile a graph with a partitioner of our own, and see what it would generate without compiling it.
+"""Inductor: compile a graph with a partitioner of our own, and see what it would generate.
 
 Seen in PyTorch 2.11 to 2.13. Importing it takes seconds, so only the compiled engine does.
 """
@@ -42,8 +42,8 @@ def mode_options(mode: str) -> dict[str, Any]:
 
 
 def generated(module: fx.GraphModule, backward: bool, options: dict[str, Any] | None = None) -> str:
-    """The Python text that Inductor would run for a forward or a backward: which buffers it allocates, hands on
-    and frees, and in which order. No kernel is compiled; ``module`` stays as it is.
+    """The Python text that Inductor would run for a forward or a backward: which buffers it allocates,
+    hands on and frees, and in which order. No kernel is compiled; ``module`` stays as it is.
 
     Args:
         module: the graph.
