@@ -325,7 +325,7 @@ def test_weights_and_tokenizer_of_a_folder_are_where_a_run_begins(text: Path, tm
     torch.manual_seed(3)
     model = transformers.LlamaForCausalLM(config)
     config.save_pretrained(folder)
-    begins = options(text, model=str(folder), pretrained=True, steps=2, batch=2, seq=32, lr=1e-30)
+    begins = unplanned(text, model=str(folder), pretrained=True, steps=2, batch=2, seq=32, lr=1e-30)
     with pytest.raises(ModelError, match=r"a model\.safetensors is needed there"):
         train(begins)
     model.save_pretrained(folder)
