@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from lowtide.errors import BudgetError, LowtideError, PlanError, ReplayError, TraceError
 
 if TYPE_CHECKING:
+    from lowtide.compiled.api import compile, compile_options
     from lowtide.graph import StepGraph
     from lowtide.meter import Measurement, measure
     from lowtide.plan import make as plan
@@ -45,6 +46,8 @@ _HOMES = {
     "Recompute": "lowtide.plan.data",
     "StepGraph": "lowtide.graph",
     "apply": "lowtide.run.apply",
+    "compile": "lowtide.compiled.api",
+    "compile_options": "lowtide.compiled.api",
     "handle_of": "lowtide.run.limit.limit",
     "checkpoint": "lowtide.run.scope.scope",
     "checkpointing": "lowtide.run.scope.scope",
@@ -76,6 +79,8 @@ __all__ = [
     "apply",
     "checkpoint",
     "checkpointing",
+    "compile",
+    "compile_options",
     "handle_of",
     "layout",
     "limit_memory",

@@ -227,8 +227,9 @@ def limit_memory(
         model = model.module
     if private.is_compiled(model):
         raise PlanError(
-            "this model is compiled as a whole, which lowtide cannot look into: limit the model itself and "
-            "compile its submodules instead (they stay compiled)"
+            "this model is compiled as a whole, which limit_memory cannot look into: use lowtide.compile(model, "
+            "budget) in place of torch.compile, or limit the model itself and compile its submodules (they stay "
+            "compiled)"
         )
     before = handle_of(model)
     if before is not None:
@@ -261,6 +262,9 @@ def handle_of(model: torch.nn.Module) -> Handle | None:
     What others wrapped around the model's forward afterwards (accelerate does, for mixed precision) is seen
     through.
     """
+    compiled = model.__dict__.get("_lowtide_handle")
+    if compiled is not None:
+        return compiled
     forward: Any = model.__dict__.get("forward")
     while forward is not None and not isinstance(forward, Limiter):
         forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)

@@ -1,0 +1,111 @@
+"""What the calls of a joint graph cost: timed by themselves, and less where a kernel takes several."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.compiled.joint import Call, Joint, described
+from lowtide.private import OpOverload, partitioning, tree_leaves
+from lowtide.trace.costs.measure import measure_costs
+from lowtide.trace.costs.roofline import calibrate
+from lowtide.trace.costs.specs import OpSpec, TensorSpec, flops
+
+_FUSED_SHARE = 0.1
+"""Of what an element-wise call takes by itself, what its arithmetic adds to a kernel that has its inputs."""
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Seconds of one run, bytes that it takes beyond its results, floating-point operations."""
+
+    seconds: float
+    scratch_bytes: int
+    flops: int
+
+
+def costs_of(joints: list[Joint], time_budget: float = 0.7) -> list[list[Cost]]:
+    """A `Cost` for every call of every graph. Equal calls are timed once, on made-up inputs."""
+    specs: dict[Any, OpSpec] = {}
+    keys: dict[fx.Node, Any] = {}
+    for joint in joints:
+        for node in {one: None for call in joint.calls for one in (call.node, *call.inlined)}:
+            found = spec_of(node)
+            if found is not None:
+                keys[node] = repr(found)
+                specs.setdefault(keys[node], found)
+    measured = measure_costs(specs, time_budget=time_budget)
+    work = {key: flops(spec) for key, spec in specs.items()}
+    result: list[list[Cost]] = []
+    for joint in joints:
+        rows: list[Cost] = []
+        for call in joint.calls:
+            own = measured.get(keys.get(call.node))
+            inlined = sum(measured[keys[one]].seconds for one in call.inlined if one in keys)
+            if own is None:
+                rows.append(Cost(0.0, 0, 0))
+            elif joint.fusible is not None and joint.fusible(call.node):
+                rows.append(Cost(_fused_seconds(joint, call, own.seconds + inlined), 0, 0))
+            else:
+                rows.append(Cost(own.seconds, own.scratch_bytes, work[keys[call.node]]))
+        result.append(rows)
+    return result
+
+
+def _fused_seconds(joint: Joint, call: Call, alone: float) -> float:
+    """Time of a generated kernel: its traffic, and a share of what its calls take one by one."""
+    moved = sum(joint.bytes[key] for key in (*call.reads, *call.writes))
+    value = call.node.meta.get("val")
+    device = value.device if isinstance(value, torch.Tensor) else "cpu"
+    return moved / calibrate(device).bytes_per_second + _FUSED_SHARE * alone
+
+
+def spec_of(node: fx.Node) -> OpSpec | None:
+    """A call without its tensors; ``None`` for what is no operation (a size, a region of its own)."""
+    if node.op != "call_function" or not isinstance(node.target, OpOverload):
+        return None
+    numbers: dict[int, int] = {}
+    args, kwargs = described(node)
+    value = node.meta.get("val")
+    known = {address for address in map(partitioning.storage_of, _leaves((args, kwargs))) if address}
+    fresh = {
+        partitioning.storage_of(one): partitioning.hint(one.untyped_storage().nbytes())
+        for one in _leaves(value)
+        if partitioning.storage_of(one) not in known and partitioning.storage_of(one) is not None
+    }
+    return OpSpec(
+        node.target, _described(args, numbers), _described(kwargs, numbers), output_bytes=sum(fresh.values())
+    )
+
+
+def _leaves(tree: Any) -> list[torch.Tensor]:
+    return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
+
+
+def _described(item: Any, numbers: dict[int, int]) -> Any:
+    hint = partitioning.hint
+    if isinstance(item, torch.Tensor):
+        address = partitioning.storage_of(item)
+        if address is None:
+            return TensorSpec(0, item.dtype, tuple(map(hint, item.shape)), (), 0, item.device, -1)
+        return TensorSpec(
+            hint(item.untyped_storage().nbytes()),
+            item.dtype,
+            tuple(map(hint, item.shape)),
+            tuple(map(hint, item.stride())),
+            hint(item.storage_offset()),
+            item.device,
+            numbers.setdefault(address, len(numbers)),
+        )
+    if isinstance(item, dict):
+        return {name: _described(part, numbers) for name, part in item.items()}
+    if isinstance(item, (tuple, list)):
+        return type(item)(_described(part, numbers) for part in item) if type(item) in (tuple, list) else tuple(
+            _described(part, numbers) for part in item
+        )
+    if isinstance(item, torch.SymInt):
+        return hint(item)
+    return item

@@ -1,0 +1,85 @@
+"""Cut a joint graph in two where a plan says, and put what runs again right before its first reader."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from torch import fx
+
+from lowtide.compiled.joint import Joint, Key
+from lowtide.private import partitioning
+
+
+def cut(joint: Joint, stored: Iterable[Key]) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward when ``stored`` and the forward's inputs are what backward may start from.
+
+    Args:
+        joint: the graph.
+        stored: storages that stay; whatever else backward reads is computed again.
+    """
+    kept = set(stored)
+    nodes = [
+        node
+        for node in joint.nodes
+        if (joint.key_of.get(node) in kept and joint.root[joint.key_of[node]] is node)
+        or (partitioning.is_primal(node) and not partitioning.is_symbol(node))
+    ]
+    symbols = [
+        node
+        for node in joint.nodes
+        if partitioning.is_symbol(node) and node.op != "output" and node.name not in joint.after_tangents
+    ]
+    opaque = [node for node in nodes if partitioning.is_opaque(node)]
+    forward, backward = partitioning.extract(
+        joint.module,
+        [node for node in nodes if node not in opaque],
+        symbols,
+        opaque,
+        joint.forward_outputs,
+        joint.static,
+    )
+    lazily(backward, joint)
+    return partitioning.finish(forward, backward)
+
+
+def lazily(backward: fx.GraphModule, joint: Joint) -> None:
+    """Order a backward: what rests on its gradients in the order of the joint graph, and everything else where
+    it is first needed, which is what the planner's simulator does, too.
+    """
+    graph = backward.graph
+    nodes = list(graph.nodes)
+    place = {node.name: at for at, node in enumerate(joint.nodes)}
+    at = {node: place.get(node.name, number) for number, node in enumerate(nodes)}
+    done: set[fx.Node] = set()
+    order: list[fx.Node] = []
+
+    def emit(node: fx.Node) -> None:
+        needed: set[fx.Node] = set()
+        stack = [node]
+        while stack:
+            one = stack.pop()
+            if one not in done and one not in needed:
+                needed.add(one)
+                stack += one.all_input_nodes
+        for one in sorted(needed, key=lambda one: (one.op != "placeholder", one is node, at[one])):
+            done.add(one)
+            order.append(one)
+
+    for node in nodes:
+        if node.op == "placeholder":
+            done.add(node)
+            order.append(node)
+    for node in nodes:
+        if node.op == "call_function" and (
+            node.name in joint.after_tangents or not node.users  # what is called for its effects
+        ):
+            emit(node)
+    for node in nodes:
+        if node.op == "output":
+            emit(node)
+    moved = order[0]
+    for node in order[1:]:
+        moved.append(node)
+        moved = node
+    graph.lint()
+    backward.recompile()

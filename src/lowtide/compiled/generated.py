@@ -1,0 +1,180 @@
+"""Live bytes of what Inductor generates: its text is run on fake tensors, its kernels are left out."""
+
+from __future__ import annotations
+
+import ast
+import builtins
+import weakref
+from collections.abc import Callable, Collection
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.compiled.liveness import Profile
+from lowtide.private import FakeTensorMode, TorchDispatchMode, partitioning, tree_leaves
+
+
+class _Nothing:
+    """A kernel, or anything else that takes no memory of its own."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> None:
+        return None
+
+    def __getattr__(self, name: str) -> _Nothing:
+        return self
+
+
+class _Extern:
+    """Calls of operations that write to what they are given, or allocate their result."""
+
+    def __getattr__(self, name: str) -> Callable[..., Any]:
+        operation = getattr(torch.ops.aten, name, None)
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            return kwargs["out"] if "out" in kwargs or operation is None else operation(*args, **kwargs)
+
+        return call
+
+
+class _Ledger(TorchDispatchMode):
+    """Counts the storages that tensors hold."""
+
+    def __init__(self, scratch: Callable[[Any, Any, Any], int]) -> None:
+        super().__init__()
+        self.scratch = scratch
+        self.standing: set[int] = set()
+        self.lending = False  # what is made now stands anyway
+        self.holders: dict[int, int] = {}
+        self.live = self.peak = 0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if "out" in kwargs:
+            return kwargs["out"]
+        result = func(*args, **kwargs)
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor):
+                self.hold(leaf)
+        self.peak = max(self.peak, self.live + self.scratch(func, args, kwargs))
+        return result
+
+    def hold(self, tensor: torch.Tensor) -> None:
+        """Count what a tensor lies in until nothing holds it."""
+        key = partitioning.storage_of(tensor)
+        if self.lending and key is not None:
+            self.standing.add(key)
+        if key is None or key in self.standing:
+            return
+        bytes_ = tensor.untyped_storage().nbytes()
+        if not self.holders.get(key):
+            self.live += bytes_
+            self.peak = max(self.peak, self.live)
+        self.holders[key] = self.holders.get(key, 0) + 1
+        weakref.finalize(tensor, self._let_go, key, bytes_)
+
+    def _let_go(self, key: int, bytes_: int) -> None:
+        self.holders[key] -= 1
+        if not self.holders[key]:
+            self.live -= bytes_
+
+
+def profile_generated(
+    text: str,
+    module: fx.GraphModule,
+    lent: Collection[str],
+    scratch: Callable[[Any, Any, Any], int] = lambda func, args, kwargs: 0,
+) -> Profile:
+    """As `lowtide.compiled.liveness.profile`, for generated text.
+
+    Args:
+        text: what `lowtide.private.inductor.generated` says.
+        module: the graph that it was generated from, whose inputs it takes.
+        lent: names of inputs that stand anyway.
+        scratch: bytes that a call of an ATen operation takes beyond its results.
+    """
+    ledger = _Ledger(scratch)
+    with FakeTensorMode(allow_non_fake_inputs=True), ledger:
+        call = _entry(text)
+        given: list[Any] = []
+        seen: dict[int, torch.Tensor] = {}
+        for node in module.graph.nodes:
+            if node.op != "placeholder":
+                continue
+            value = node.meta["val"]
+            if isinstance(value, torch.Tensor):
+                value = _alike(value, seen, ledger, standing=node.name in lent)
+            elif isinstance(value, torch.SymInt):
+                value = partitioning.hint(value)
+            given.append(value)
+        del value
+        seen.clear()
+        begin = ledger.peak = ledger.live
+        kept = call(given)
+        end = ledger.live
+        del kept
+    return Profile(ledger.peak, end, begin)
+
+
+def _alike(
+    value: torch.Tensor, seen: dict[int, torch.Tensor], ledger: _Ledger, standing: bool
+) -> torch.Tensor:
+    """A fake tensor with the geometry of another; tensors that share a storage go on sharing one."""
+    address = partitioning.storage_of(value)
+    hint = partitioning.hint
+    shape, stride = [*map(hint, value.shape)], [*map(hint, value.stride())]
+    if address is None:
+        return torch.empty(shape, dtype=value.dtype, device=value.device)
+    if address not in seen:
+        count = -(-hint(value.untyped_storage().nbytes()) // value.dtype.itemsize)
+        ledger.lending = standing
+        seen[address] = torch.empty(count, dtype=value.dtype, device=value.device)
+        ledger.lending = False
+    base = seen[address]
+    if base.dtype != value.dtype:
+        base = base.view(value.dtype)
+    return torch.as_strided(base, shape, stride, hint(value.storage_offset()))
+
+
+def _entry(text: str) -> Callable[[list[Any]], Any]:
+    """The function ``call(args)`` of generated text, with nothing in place of kernels and checks."""
+    tree = ast.parse(text)
+    functions: list[ast.stmt] = []
+    for node in tree.body:
+        if isinstance(node, ast.FunctionDef) and node.name not in ("get_args", "benchmark_compiled_module"):
+            functions.append(node)
+        elif isinstance(node, ast.ClassDef) and node.name == "Runner":
+            functions.append(node)
+    names: dict[str, Any] = {
+        "torch": torch,
+        "aten": torch.ops.aten,
+        "inductor_ops": torch.ops.inductor,
+        "device": torch.device,
+        "extern_kernels": _Extern(),
+        "reinterpret_tensor": _reinterpret,
+        "empty_strided": torch.empty_strided,
+    }
+    for kind in ("cpu", "cuda", "cpu_pinned", "xpu", "mtia"):
+        names[f"empty_strided_{kind}"] = _empty_on("cpu" if kind == "cpu_pinned" else kind)
+    source = ast.Module(functions, [])
+    for node in ast.walk(source):
+        if isinstance(node, ast.Name) and node.id not in names and not hasattr(builtins, node.id):
+            names[node.id] = _Nothing()
+    exec(compile(ast.fix_missing_locations(source), "<generated>", "exec"), names)
+    runner = names.get("Runner")
+    if isinstance(runner, type):
+        return runner(partitions=[]).call
+    return names["call"]
+
+
+def _empty_on(kind: str) -> Callable[..., torch.Tensor]:
+    def empty(size: Any, stride: Any, dtype: torch.dtype) -> torch.Tensor:
+        return torch.empty_strided(size, stride, dtype=dtype, device=kind)
+
+    return empty
+
+
+def _reinterpret(tensor: torch.Tensor, size: Any, stride: Any, offset: int = 0) -> torch.Tensor:
+    return torch.as_strided(tensor, size, stride, tensor.storage_offset() + offset)

@@ -1,0 +1,304 @@
+"""A joint graph as the planner sees it: which operations there are, what they read and write by storage.
+
+In: the FX graph in which AOTAutograd has traced forward and backward as one. Out: a `Joint`, plain lists of
+`Call`, keyed by storage; views are no calls. Under Inductor most element-wise calls never write memory: they are
+computed again inside each kernel that reads them. Such calls are left out, and who reads them reads what they rest
+on (`Joint.frontier`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.private import OpOverload, partitioning, tree_leaves
+
+Key = str
+"""Name of the node that first has a storage: what the storage is called here."""
+
+
+@dataclass
+class Call:
+    """An operation of the joint graph.
+
+    Attributes:
+        node: the FX node that calls it.
+        reads, writes: storages, each once.
+        forward: whether it is part of the forward.
+        inlined: nodes that are computed within it.
+        again: whether a second run gives the same.
+        reason: why not.
+        late: whether its results are worth storing though no forward kernel writes them to memory.
+    """
+
+    node: fx.Node
+    reads: tuple[Key, ...]
+    writes: tuple[Key, ...]
+    forward: bool
+    inlined: tuple[fx.Node, ...] = ()
+    again: bool = True
+    reason: str = ""
+    late: bool = False
+
+
+@dataclass
+class Joint:
+    """One joint graph.
+
+    Args:
+        module: the graph, cleaned (`lowtide.private.partitioning.clean_joint`).
+        forward_outputs: how many of its outputs are the forward's.
+        static: positions of inputs that stand at the same address in every step (parameters, buffers).
+        fusible: whether a node is computed inside the kernels that read it, where that pays; ``None`` where
+            every call runs by itself.
+    """
+
+    module: fx.GraphModule
+    forward_outputs: int
+    static: tuple[int, ...]
+    fusible: Callable[[fx.Node], bool] | None = None
+    key_of: dict[fx.Node, Key] = field(default_factory=dict, init=False)
+    bytes: dict[Key, int] = field(default_factory=dict, init=False)
+    root: dict[Key, fx.Node] = field(default_factory=dict, init=False)
+    calls: list[Call] = field(default_factory=list, init=False)
+
+    def __post_init__(self) -> None:
+        self.nodes = list(self.module.graph.nodes)
+        self.names = {node.name: node for node in self.nodes}
+        self._find_storages()
+        self.in_forward = partitioning.forward_names(self.module, self.static, self.forward_outputs)
+        self.after_tangents = partitioning.tangent_names(self.module, self.static, self.forward_outputs)
+        self.virtual = self._find_virtual()
+        self.masks = self._find_masks()
+        self._frontier: dict[tuple[fx.Node, bool], tuple[Key, ...]] = {}
+        self._find_calls()
+
+    # ---- storages --------------------------------------------------------------------------------
+
+    def _find_storages(self) -> None:
+        by_address: dict[int, Key] = {}
+        for node in self.nodes:
+            value = node.meta.get("val")
+            if node.op == "output" or not isinstance(value, torch.Tensor):
+                continue
+            address = partitioning.storage_of(value)
+            if address is None:
+                continue
+            key = by_address.setdefault(address, node.name)
+            self.key_of[node] = key
+            if key == node.name:
+                self.root[key] = node
+                self.bytes[key] = partitioning.hint(value.untyped_storage().nbytes())
+
+    def is_view(self, node: fx.Node) -> bool:
+        """Whether a node only looks at a storage that is there."""
+        key = self.key_of.get(node)
+        return key is not None and self.root[key] is not node and not _writes_in_place(node)
+
+    @cached_property
+    def outputs(self) -> tuple[list[Any], list[Any]]:
+        """What forward and backward return."""
+        found = list(self.nodes[-1].args[0])  # type: ignore[arg-type]
+        return found[: self.forward_outputs], found[self.forward_outputs :]
+
+    @cached_property
+    def primals(self) -> list[fx.Node]:
+        """The forward's inputs, in order."""
+        return [node for node in self.nodes if partitioning.is_primal(node)]
+
+    @cached_property
+    def tangents(self) -> list[fx.Node]:
+        """The gradients that backward is given."""
+        return [node for node in self.nodes if node.op == "placeholder" and partitioning.is_tangent(node)]
+
+    # ---- what never reaches memory ---------------------------------------------------------------
+
+    def _find_virtual(self) -> set[fx.Node]:
+        """Nodes whose results no kernel writes to memory.
+
+        A fusible result is written where an operation reads it that is no generated kernel, where it is returned,
+        and where a reader stands beyond such an operation: that one runs in another kernel, much later.
+        """
+        if self.fusible is None:
+            return set()
+        fusible = {node for node in self.nodes if node.op == "call_function" and self._may_fuse(node)}
+        level: dict[fx.Node, int] = {}
+        for node in self.nodes:
+            before = max((level[source] for source in node.all_input_nodes), default=0)
+            own = node.op == "call_function" and node not in fusible and self._computes(node)
+            level[node] = before + own
+        returned = {node for part in self.outputs for node in part if isinstance(node, fx.Node)}
+        kept = {self.key_of[node] for node in returned if node in self.key_of}
+        for node in self.nodes:
+            if node.op != "call_function" or not self._computes(node):
+                continue
+            for source in node.all_input_nodes:
+                key = self.key_of.get(source)
+                if key is None:
+                    continue
+                far = level[node] != level[self.root[key]]
+                crosses = self._side(node) != self._side(self.root[key])
+                if node not in fusible or (far and not crosses):
+                    kept.add(key)
+        return {
+            node
+            for node in fusible
+            if (key := self.key_of.get(node)) is not None
+            and key not in kept
+            and self.root[key] is node
+            and not _reduces(node)
+        }
+
+    def _may_fuse(self, node: fx.Node) -> bool:
+        assert self.fusible is not None
+        return node in self.key_of and not _writes_in_place(node) and self.fusible(node)
+
+    def _computes(self, node: fx.Node) -> bool:
+        """Whether a call is more than a view, a size or a part of several results."""
+        if self.is_view(node) or partitioning.is_item(node) or partitioning.is_symbol(node):
+            return False
+        return True
+
+    def _side(self, node: fx.Node) -> bool:
+        return node.name in self.in_forward
+
+    def frontier(self, node: fx.Node, forward: bool) -> tuple[Key, ...]:
+        """The storages in memory that a reader of a node reads: the node's own, or what it is computed from
+        inside the reader's kernel.
+
+        Args:
+            node: what is read.
+            forward: whether a call of the forward reads it.
+        """
+        known = self._frontier.get((node, forward))
+        if known is None:
+            key = self.key_of.get(node)
+            base = self.root[key] if key is not None else node
+            if key is not None and (base not in self.virtual or (base in self.masks and not forward)):
+                known = (key,)
+            elif key is None and not partitioning.is_symbol(node):
+                known = ()  # several results at once, each with a storage of its own; or an object
+            else:
+                known = tuple(
+                    dict.fromkeys(
+                        one for source in base.all_input_nodes for one in self.frontier(source, forward)
+                    )
+                )
+            self._frontier[node, forward] = known
+        return known
+
+    # ---- calls -----------------------------------------------------------------------------------
+
+    def _find_calls(self) -> None:
+        parts: dict[fx.Node, list[Key]] = {}
+        for node in self.nodes:
+            if partitioning.is_item(node) and (key := self.key_of.get(node)) and self.root[key] is node:
+                maker: Any = node
+                while partitioning.is_item(maker):
+                    maker = maker.args[0]
+                parts.setdefault(maker, []).append(key)
+        for node in self.nodes:
+            if node.op != "call_function" or not self._computes(node) or node in self.virtual:
+                continue
+            own = self.key_of.get(node)
+            writes = (own,) if own is not None and self.root[own] is node else tuple(parts.get(node, ()))
+            self.calls.append(self._call(node, writes))
+        for node in self.masks:
+            self.calls.append(self._call(node, (self.key_of[node],), late=True))
+        place = {node: at for at, node in enumerate(self.nodes)}
+        self.calls.sort(key=lambda call: place[call.node])
+
+    def _call(self, node: fx.Node, writes: tuple[Key, ...], late: bool = False) -> Call:
+        forward = self._side(node)
+        inlined = self._inlined(node, forward)
+        reads = tuple(
+            dict.fromkeys(key for source in node.all_input_nodes for key in self.frontier(source, forward))
+        )
+        reason = next((why for one in (node, *inlined) if (why := self._fixed(one))), "")
+        return Call(node, reads, writes, forward, inlined, not reason, reason, late)
+
+    def _inlined(self, node: fx.Node, forward: bool) -> tuple[fx.Node, ...]:
+        found: dict[fx.Node, None] = {}
+        stack = list(node.all_input_nodes)
+        while stack:
+            one = stack.pop()
+            key = self.key_of.get(one)
+            base = self.root[key] if key is not None else one
+            if base in self.virtual and base not in found and (forward or base not in self.masks):
+                found[base] = None
+                stack += base.all_input_nodes
+        return tuple(found)
+
+    def _fixed(self, node: fx.Node) -> str:
+        """Why a call may not run again, or nothing."""
+        target = node.target
+        if _writes_in_place(node):
+            return "it writes to what it is given"
+        if partitioning.is_effect(node):
+            return "it has effects"
+        if partitioning.must_save(node) or any(
+            partitioning.must_save(user) for user in node.users if partitioning.is_item(user)
+        ):
+            return "its result must be kept"
+        if isinstance(target, OpOverload):
+            if torch.Tag.nondeterministic_seeded in target.tags:
+                return "it draws random numbers"
+            if target.namespace in ("_c10d_functional", "c10d"):
+                return "it is a collective"
+        if _draws(node):
+            return "it draws random numbers"
+        return ""
+
+    def _find_masks(self) -> list[fx.Node]:
+        """Masks that are drawn: a byte an element to store, and slow to draw again."""
+        found: list[fx.Node] = []
+        drawn: set[fx.Node] = set()
+        for node in self.nodes:
+            if node in self.virtual and (
+                _name(node) == "inductor_random" or any(one in drawn for one in node.all_input_nodes)
+            ):
+                if node.meta["val"].dtype == torch.bool and self._side(node):
+                    found.append(node)
+                else:
+                    drawn.add(node)
+        return found
+
+
+def _writes_in_place(node: fx.Node) -> bool:
+    target = node.target
+    return isinstance(target, OpOverload) and target._schema.is_mutable
+
+
+def _name(node: fx.Node) -> str:
+    return node.target._opname if isinstance(node.target, OpOverload) else ""
+
+
+def _draws(node: fx.Node) -> bool:
+    """Whether a call takes numbers from a generator; PyTorch's tags leave some out."""
+    return _name(node) in ("inductor_seed", "inductor_seeds", "inductor_randint_seed")
+
+
+_REDUCTIONS = frozenset({
+    "sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "prod",
+    "prepare_softmax_online", "cumsum", "_softmax", "_log_softmax",
+})  # fmt: skip
+
+
+def _reduces(node: fx.Node) -> bool:
+    """Whether a kernel ends with a call: what reduces is written."""
+    return _name(node) in _REDUCTIONS
+
+
+def described(node: fx.Node) -> tuple[Any, dict[str, Any]]:
+    """A call's arguments with (fake) tensors and numbers in place of nodes."""
+    return fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))  # type: ignore[return-value]
+
+
+def tensors(items: Iterable[Any]) -> list[torch.Tensor]:
+    """The tensors among arguments."""
+    return [leaf for leaf in tree_leaves(list(items)) if isinstance(leaf, torch.Tensor)]

@@ -1,0 +1,76 @@
+"""Inductor: compile a graph with a partitioner of our own, and see what it would generate without compiling it.
+
+Seen in PyTorch 2.11 to 2.13. Importing it takes seconds, so only the compiled engine does.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.backends.common import aot_autograd as aot_autograd
+from torch._dynamo.backends.debugging import boxed_nop as boxed_nop
+from torch._dynamo.utils import detect_fake_mode, preserve_rng_state
+from torch._inductor import compile_fx as _compile_fx
+from torch._inductor import config as inductor_config
+from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
+from torch._inductor.debug import DebugContext
+from torch._inductor.graph import GraphLowering
+from torch._inductor.virtualized import V
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+
+def compile_with(
+    module: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], inner: Callable[..., Any] | None = None
+) -> Callable[..., Any]:
+    """What Inductor makes of a graph, with these settings in its forward and its backward."""
+    return _compile_fx.compile_fx(
+        module, inputs, inner_compile=inner or _compile_fx.compile_fx_inner, config_patches=options or None
+    )
+
+
+def mode_options(mode: str) -> dict[str, Any]:
+    """The settings that a ``mode`` of `torch.compile` stands for."""
+    return dict(torch._inductor.list_mode_options(mode))
+
+
+def known_options() -> set[str]:
+    """Names of Inductor's settings."""
+    return set(torch._inductor.list_options())
+
+
+def generated(module: fx.GraphModule, backward: bool, options: dict[str, Any] | None = None) -> str:
+    """The Python text that Inductor would run for a forward or a backward: which buffers it allocates, hands on
+    and frees, and in which order. No kernel is compiled; ``module`` stays as it is.
+
+    Args:
+        module: the graph.
+        backward: whether it is one.
+        options: Inductor's settings.
+    """
+    twin = fx.GraphModule(module, copy.deepcopy(module.graph))
+    inputs = [node.meta["val"] for node in twin.graph.nodes if node.op == "placeholder"]
+    mode = detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True)
+    output = next(iter(reversed(twin.graph.nodes)))
+    output.meta.setdefault("user_visible_output_idxs", [])
+    with inductor_config.patch(options or {}), preserve_rng_state(), torch.no_grad(), DebugContext(), V.set_fake_mode(mode):
+        _compile_fx.view_to_reshape(twin)
+        _compile_fx.fake_tensor_prop(twin, inputs)
+        _compile_fx._recursive_record_original_output_strides(twin)
+        _compile_fx._recursive_post_grad_passes(twin, is_inference=False)
+        lowering = GraphLowering(
+            twin,
+            example_inputs=inputs,
+            shape_env=mode.shape_env,
+            is_inference=False,
+            is_backward=backward,
+            get_decomp_fn=_compile_fx.select_decomp_table,
+        )
+        lowering.freeze_runtime_asserts()
+        with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
+            lowering.run(*inputs)
+            wrapper, _ = lowering.codegen()
+    return wrapper.value
