@@ -121,7 +121,7 @@ class CompiledHandle:
         def forward(*args: Any, **kwargs: Any) -> Any:
             try:
                 return run(*args, **kwargs)
-            except torch._dynamo.exc.BackendCompilerFailed as error:
+            except inductor.BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, BudgetError):
                     raise error.inner_exception from None
                 raise
@@ -130,7 +130,7 @@ class CompiledHandle:
         self.compiled.__dict__[_HANDLE] = self
 
 
-def compile(  # noqa: A001 - the name of what it stands for
+def compile(
     model: torch.nn.Module,
     budget: str | int,
     *,
@@ -142,16 +142,16 @@ def compile(  # noqa: A001 - the name of what it stands for
 ) -> Any:
     """`torch.compile` a model so that its training step fits a budget, at the least extra time.
 
-    The first step compiles: the graph of forward and backward is planned as `lowtide.limit_memory` plans a step, cut
-    where the plan says, and what the backend would really allocate is predicted without compiling a kernel; then the
-    step is compiled. Later steps run compiled code alone. Where the model fits the budget as it is, it is compiled
-    as `torch.compile` would. Each graph is planned by itself: with graph breaks, what one graph keeps for its
+    The first step compiles: the graph of forward and backward is planned as `lowtide.limit_memory` plans a
+    step and cut where the plan says; what the backend would really allocate is predicted without compiling a
+    kernel; then the step is compiled. Later steps run compiled code alone. Where the model fits the budget as
+    it is, it is compiled as `torch.compile` would. Each graph is planned by itself: with graph breaks, what one graph keeps for its
     backward is not counted in the others.
 
     Args:
         model: any module.
-        budget: as of `lowtide.limit_memory`: bytes, ``"6GiB"``, ``"60%"`` of what `torch.compile` alone takes,
-            ``"min"`` or ``"auto"``.
+        budget: as of `lowtide.limit_memory`: bytes, ``"6GiB"``, ``"60%"`` of what `torch.compile` alone
+            takes,     ``"min"`` or ``"auto"``.
         optimizer: its state counts against the budget, too.
         backend: ``inductor`` or ``aot_eager``.
         mode, options, torch_compile_options: as of `torch.compile`.
@@ -195,8 +195,8 @@ def compile(  # noqa: A001 - the name of what it stands for
 def compile_options(budget: str | int) -> dict[str, Any]:
     """Settings for ``torch.compile(model, options=...)`` that hold a budget.
 
-    A graph is all that is known here: its inputs (parameters among them) and what it allocates count, gradients that
-    stand before the step, an optimizer's state and other graphs do not. `lowtide.compile` knows more.
+    A graph is all that is known here: its inputs (parameters among them) and what it allocates count, gradients
+    that stand before the step, an optimizer's state and other graphs do not. `lowtide.compile` knows more.
 
     Args:
         budget: as of `lowtide.compile`.

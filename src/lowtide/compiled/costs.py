@@ -103,8 +103,10 @@ def _described(item: Any, numbers: dict[int, int]) -> Any:
     if isinstance(item, dict):
         return {name: _described(part, numbers) for name, part in item.items()}
     if isinstance(item, (tuple, list)):
-        return type(item)(_described(part, numbers) for part in item) if type(item) in (tuple, list) else tuple(
-            _described(part, numbers) for part in item
+        return (
+            type(item)(_described(part, numbers) for part in item)
+            if type(item) in (tuple, list)
+            else tuple(_described(part, numbers) for part in item)
         )
     if isinstance(item, torch.SymInt):
         return hint(item)

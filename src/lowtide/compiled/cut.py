@@ -43,8 +43,8 @@ def cut(joint: Joint, stored: Iterable[Key]) -> tuple[fx.GraphModule, fx.GraphMo
 
 
 def lazily(backward: fx.GraphModule, joint: Joint) -> None:
-    """Order a backward: what rests on its gradients in the order of the joint graph, and everything else where
-    it is first needed, which is what the planner's simulator does, too.
+    """Order a backward: what rests on its gradients in the order of the joint graph, and everything else
+    where it is first needed, which is what the planner's simulator does, too.
     """
     graph = backward.graph
     nodes = list(graph.nodes)

@@ -143,9 +143,9 @@ def _entry(text: str) -> Callable[[list[Any]], Any]:
     tree = ast.parse(text)
     functions: list[ast.stmt] = []
     for node in tree.body:
-        if isinstance(node, ast.FunctionDef) and node.name not in ("get_args", "benchmark_compiled_module"):
-            functions.append(node)
-        elif isinstance(node, ast.ClassDef) and node.name == "Runner":
+        if (
+            isinstance(node, ast.FunctionDef) and node.name not in ("get_args", "benchmark_compiled_module")
+        ) or (isinstance(node, ast.ClassDef) and node.name == "Runner"):
             functions.append(node)
     names: dict[str, Any] = {
         "torch": torch,

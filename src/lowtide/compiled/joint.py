@@ -1,14 +1,14 @@
 """A joint graph as the planner sees it: which operations there are, what they read and write by storage.
 
 In: the FX graph in which AOTAutograd has traced forward and backward as one. Out: a `Joint`, plain lists of
-`Call`, keyed by storage; views are no calls. Under Inductor most element-wise calls never write memory: they are
-computed again inside each kernel that reads them. Such calls are left out, and who reads them reads what they rest
-on (`Joint.frontier`).
+`Call`, keyed by storage; views are no calls. Under Inductor most element-wise calls never write memory: they
+are computed again inside each kernel that reads them. Such calls are left out, and who reads them reads what
+they rest on (`Joint.frontier`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.private import OpOverload, partitioning, tree_leaves
+from lowtide.private import OpOverload, partitioning, schema_of
 
 Key = str
 """Name of the node that first has a storage: what the storage is called here."""
@@ -121,8 +121,8 @@ class Joint:
     def _find_virtual(self) -> set[fx.Node]:
         """Nodes whose results no kernel writes to memory.
 
-        A fusible result is written where an operation reads it that is no generated kernel, where it is returned,
-        and where a reader stands beyond such an operation: that one runs in another kernel, much later.
+        A fusible result is written where an operation reads it that is no generated kernel, where it is
+        returned, and where a reader stands beyond such an operation: that one runs in another kernel, much later.
         """
         if self.fusible is None:
             return set()
@@ -160,9 +160,7 @@ class Joint:
 
     def _computes(self, node: fx.Node) -> bool:
         """Whether a call is more than a view, a size or a part of several results."""
-        if self.is_view(node) or partitioning.is_item(node) or partitioning.is_symbol(node):
-            return False
-        return True
+        return not (self.is_view(node) or partitioning.is_item(node) or partitioning.is_symbol(node))
 
     def _side(self, node: fx.Node) -> bool:
         return node.name in self.in_forward
@@ -271,11 +269,11 @@ class Joint:
 
 def _writes_in_place(node: fx.Node) -> bool:
     target = node.target
-    return isinstance(target, OpOverload) and target._schema.is_mutable
+    return isinstance(target, OpOverload) and schema_of(target).is_mutable
 
 
 def _name(node: fx.Node) -> str:
-    return node.target._opname if isinstance(node.target, OpOverload) else ""
+    return schema_of(node.target).name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
 
 
 def _draws(node: fx.Node) -> bool:
@@ -284,7 +282,8 @@ def _draws(node: fx.Node) -> bool:
 
 
 _REDUCTIONS = frozenset({
-    "sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all", "prod",
+    "sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all",
+    "prod",
     "prepare_softmax_online", "cumsum", "_softmax", "_log_softmax",
 })  # fmt: skip
 
@@ -297,8 +296,3 @@ def _reduces(node: fx.Node) -> bool:
 def described(node: fx.Node) -> tuple[Any, dict[str, Any]]:
     """A call's arguments with (fake) tensors and numbers in place of nodes."""
     return fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))  # type: ignore[return-value]
-
-
-def tensors(items: Iterable[Any]) -> list[torch.Tensor]:
-    """The tensors among arguments."""
-    return [leaf for leaf in tree_leaves(list(items)) if isinstance(leaf, torch.Tensor)]

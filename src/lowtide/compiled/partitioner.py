@@ -26,8 +26,8 @@ class Report:
 class Partitioner(inductor.CustomPartitionerFn):
     """Cuts each joint graph within a budget.
 
-    It is immutable and can be pickled: Inductor puts a copy of it into the key of its cache, so another budget,
-    version or machine compiles anew.
+    It is immutable and can be pickled: Inductor puts a copy of it into the key of its cache, so another
+    budget, version or machine compiles anew.
 
     Args:
         budget: as of `lowtide.limit_memory`.
@@ -73,7 +73,9 @@ class Partitioner(inductor.CustomPartitionerFn):
         inputs = {joint.key_of[node]: 0 for node in joint.primals if node in joint.key_of}
         standing = sum(joint.bytes[key] for key in inputs)
         if self._standing is not None:
-            parameters = {joint.key_of[joint.primals[at]] for at in static if joint.primals[at] in joint.key_of}
+            parameters = {
+                joint.key_of[joint.primals[at]] for at in static if joint.primals[at] in joint.key_of
+            }
             standing = self._standing() + sum(joint.bytes[key] for key in inputs if key not in parameters)
         planned = plan_graph(joint, self.budget, standing, self.options)
         if self._report is not None:

@@ -1,8 +1,8 @@
 """A plan for one joint graph within a budget, against what the backend will really allocate.
 
-The planner's simulator knows calls; a backend fuses them, reuses buffers and has an order of its own. So each plan is
-carried out, what it takes is predicted exactly from the two graphs, and where that is not within the budget the
-planner is asked again, with as many bytes less as it was off.
+The planner's simulator knows calls; a backend fuses them, reuses buffers and has an order of its own. So each
+plan is carried out, what it takes is predicted exactly from the two graphs, and where that is not within the
+budget the planner is asked again, with as many bytes less as it was off.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from torch import fx
 
 from lowtide import budget as budgets
-from lowtide.budget import ACTIVATIONS, STANDING
+from lowtide.budget import ACTIVATIONS, STANDING, with_slack
 from lowtide.compiled.costs import Cost, costs_of
 from lowtide.compiled.cut import cut
 from lowtide.compiled.generated import profile_generated
@@ -23,8 +23,8 @@ from lowtide.compiled.steps import Outside, StepBuilder
 from lowtide.errors import BudgetError
 from lowtide.plan import make
 from lowtide.plan.data import Plan
-from lowtide.plan.simulate import Simulator
 from lowtide.private import inductor, partitioning
+from lowtide.run.limit.margins import within
 
 ROUNDS = 5
 """Plans for one budget, each corrected by what the one before would really take."""
@@ -84,7 +84,9 @@ def _lent(joint: Joint) -> set[str]:
     return {node.name for node in (*joint.primals, *joint.tangents)}
 
 
-def plan_graph(joint: Joint, budget: str | int, standing_bytes: int, options: dict[str, object] | None) -> Planned:
+def plan_graph(
+    joint: Joint, budget: str | int, standing_bytes: int, options: dict[str, object] | None
+) -> Planned:
     """Cut a joint graph so that forward and backward stay within a budget, at the least extra time.
 
     Args:
@@ -123,30 +125,28 @@ def plan_graph(joint: Joint, budget: str | int, standing_bytes: int, options: di
         return tried[key]
 
     limit = budgets.resolve(
-        budget, plain_peak, lambda: attempt(1)[2], device, standing_bytes=standing_bytes
+        budget, plain_peak, lambda: with_slack(attempt(1)[2]), device, standing_bytes=standing_bytes
     )
     if plain_peak <= limit:
-        everything = Simulator(step.graph)
-        from lowtide.plan.policies import make_plan
-
-        plan = make_plan(step.graph, stored=everything.droppable, policy="keep_all", bound=False)
+        plan = make(step.graph, policy="keep_all", progress=False)
         return Planned(*plain, _told(plan, limit, plain_peak, plain_peak), plain_peak, plain_peak, limit)
-    target, best = limit, None
+    room = within(limit)  # the loss and other scalars outside the graph
+    target, best = room, None
     for _ in range(ROUNDS):
         found = plan, _, peak = attempt(target)
-        if peak <= limit and (best is None or plan.predicted_extra_seconds < best[0].predicted_extra_seconds):
+        if peak <= room and (best is None or plan.predicted_extra_seconds < best[0].predicted_extra_seconds):
             best = found
-        if NEAR * limit <= peak <= limit:
+        if NEAR * limit <= peak <= room:
             break
-        following = limit - (peak - plan.predicted_peak_bytes)
-        if following == target or (peak <= limit and following < target):
+        following = room - (peak - plan.predicted_peak_bytes)
+        if following == target or (peak <= room and following < target):
             break
         target = following
     if best is None:
         found = attempt(1)
-        best = found if found[2] <= limit else None
+        best = found if found[2] <= room else None
     if best is None:
-        smallest = min(peak for _, _, peak in tried.values())
+        smallest = with_slack(min(peak for _, _, peak in tried.values())) + 1
         raise budgets.too_small(
             limit,
             smallest,

@@ -139,7 +139,13 @@ class StepBuilder:
         for at, count in enumerate(bytes_):
             storage, value = len(self.storages), len(self.values)
             self.storages.append(
-                Storage(storage, count, "forward" if phase == "forward" else "backward", index, "" if keys else name)
+                Storage(
+                    storage,
+                    count,
+                    "forward" if phase == "forward" else "backward",
+                    index,
+                    "" if keys else name,
+                )
             )
             self.values.append(Value(value, storage, 0, index))
             writes.append(value)
@@ -252,8 +258,8 @@ class StepBuilder:
 
 
 def ordered_backward(joint: Joint) -> list[Call]:
-    """The calls of the backward in the order in which they run: what rests on gradients in the order of the joint
-    graph, everything else where it is first read.
+    """The calls of the backward in the order in which they run: what rests on gradients in the order of the
+    joint graph, everything else where it is first read.
     """
     maker = {key: call for call in joint.calls if not call.forward for key in call.writes}
     done: set[int] = set()

@@ -1,4 +1,4 @@
-"""Inductor: compile a graph with a partitioner of our own, and see what it would generate without compiling it.
+"""Inductor: compile a graph with a partitioner of our own, and see what it would generate.
 
 Seen in PyTorch 2.11 to 2.13. Importing it takes seconds, so only the compiled engine does.
 """
@@ -13,6 +13,7 @@ import torch
 from torch import fx
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop as boxed_nop
+from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.utils import detect_fake_mode, preserve_rng_state
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as inductor_config
@@ -24,7 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 
 def compile_with(
-    module: fx.GraphModule, inputs: Sequence[Any], options: dict[str, Any], inner: Callable[..., Any] | None = None
+    module: fx.GraphModule,
+    inputs: Sequence[Any],
+    options: dict[str, Any],
+    inner: Callable[..., Any] | None = None,
 ) -> Callable[..., Any]:
     """What Inductor makes of a graph, with these settings in its forward and its backward."""
     return _compile_fx.compile_fx(
@@ -37,14 +41,9 @@ def mode_options(mode: str) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode))
 
 
-def known_options() -> set[str]:
-    """Names of Inductor's settings."""
-    return set(torch._inductor.list_options())
-
-
 def generated(module: fx.GraphModule, backward: bool, options: dict[str, Any] | None = None) -> str:
-    """The Python text that Inductor would run for a forward or a backward: which buffers it allocates, hands on
-    and frees, and in which order. No kernel is compiled; ``module`` stays as it is.
+    """The Python text that Inductor would run for a forward or a backward: which buffers it allocates,
+    hands on and frees, and in which order. No kernel is compiled; ``module`` stays as it is.
 
     Args:
         module: the graph.
@@ -56,7 +55,13 @@ def generated(module: fx.GraphModule, backward: bool, options: dict[str, Any] | 
     mode = detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True)
     output = next(iter(reversed(twin.graph.nodes)))
     output.meta.setdefault("user_visible_output_idxs", [])
-    with inductor_config.patch(options or {}), preserve_rng_state(), torch.no_grad(), DebugContext(), V.set_fake_mode(mode):
+    with (
+        inductor_config.patch(options or {}),
+        preserve_rng_state(),
+        torch.no_grad(),
+        DebugContext(),
+        V.set_fake_mode(mode),
+    ):
         _compile_fx.view_to_reshape(twin)
         _compile_fx.fake_tensor_prop(twin, inputs)
         _compile_fx._recursive_record_original_output_strides(twin)

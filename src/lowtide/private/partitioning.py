@@ -15,7 +15,6 @@ from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.compile_utils import fx_graph_cse
-from torch.fx.experimental.symbolic_shapes import free_symbols as free_symbols
 from torch.utils.checkpoint import CheckpointPolicy
 
 
@@ -31,12 +30,12 @@ def min_cut(
     )
 
 
-def clean_joint(module: fx.GraphModule, cse: bool = True) -> None:
+def clean_joint(module: fx.GraphModule) -> None:
     """Remove what is dead or computed twice, and mark what must never run again: collectives, effects, the
     source of what both passes write. What `torch.compile`'s own partitioner does before it decides.
     """
     module.graph.eliminate_dead_code()
-    if cse and functorch_config.cse:
+    if functorch_config.cse:
         module.graph = fx_graph_cse(module.graph)
     if partitioners.has_recomputable_ops(module):
         partitioners.cleanup_recompute_tags(module, is_default_partition=False)

@@ -227,9 +227,9 @@ def limit_memory(
         model = model.module
     if private.is_compiled(model):
         raise PlanError(
-            "this model is compiled as a whole, which limit_memory cannot look into: use lowtide.compile(model, "
-            "budget) in place of torch.compile, or limit the model itself and compile its submodules (they stay "
-            "compiled)"
+            "this model is compiled as a whole, which limit_memory cannot look into: call "
+            "lowtide.compile(model, budget) in place of torch.compile, or limit the model itself and compile "
+            "its submodules (they stay compiled)"
         )
     before = handle_of(model)
     if before is not None:

@@ -1,0 +1,198 @@
+"""`lowtide.compile`: the budget is held, predictions are what the meter reads, gradients are the same."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.compiled.partitioner import Partitioner
+from lowtide.meter import peak, resident_bytes
+
+
+class Block(nn.Module):
+    def __init__(self, width: int, dropout: float) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+        self.dropout = nn.Dropout(dropout)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.dropout(self.down(nn.functional.gelu(self.up(self.norm(x)))))
+
+
+class Model(nn.Module):
+    def __init__(self, layers: int = 3, width: int = 32, dropout: float = 0.0) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(width, dropout) for _ in range(layers))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x.square().mean()
+
+
+def gradients(model: nn.Module) -> list[torch.Tensor]:
+    return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def real_peak(compiled: nn.Module, model: nn.Module, x: torch.Tensor) -> int:
+    """What a step takes, by the allocator's own count, with what stands before it."""
+    model.zero_grad(set_to_none=True)
+    standing = resident_bytes(model) + x.nbytes
+    with peak("cpu") as seen:
+        compiled(x).backward()
+    return seen.peak_bytes + standing
+
+
+@pytest.fixture(autouse=True)
+def _own_code() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+@pytest.mark.parametrize("budget", ["100%", "70%", "50%", "min"])
+def test_aot_eager_holds_the_budget_and_its_gradients_are_bitwise_those_of_eager(budget: str) -> None:
+    model, x = Model(), torch.randn(1024, 32)
+    twin = copy.deepcopy(model)
+    twin(x).backward()
+    compiled = lowtide.compile(model, budget, backend="aot_eager")
+    compiled(x).backward()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
+    handle = lowtide.handle_of(compiled)
+    assert handle is not None and handle.plan is not None
+    real = real_peak(compiled, model, x)
+    assert abs(real - handle.predicted_peak_bytes) <= 16, "the loss and its gradient are outside the graph"
+    if budget != "100%":
+        assert 0.95 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
+        assert handle.plan.replayed
+
+
+def test_inductor_holds_the_budget_as_predicted() -> None:
+    model, x = Model(layers=2), torch.randn(1024, 32)
+    twin = copy.deepcopy(model)
+    twin(x).backward()
+    compiled = lowtide.compile(model, "60%")
+    compiled(x).backward()
+    handle = lowtide.handle_of(compiled)
+    assert handle is not None and handle.plan is not None
+    for a, b in zip(gradients(model), gradients(twin), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    real = real_peak(compiled, model, x)
+    assert abs(real / handle.predicted_peak_bytes - 1) <= 0.01
+    assert real <= handle.plan.budget_bytes < handle.plain_peak_bytes
+
+
+def test_dropout_is_bitwise_that_of_eager_at_every_budget() -> None:
+    model, x = Model(dropout=0.3), torch.randn(512, 32)
+    wanted = copy.deepcopy(model)
+    torch.manual_seed(1)
+    wanted(x).backward()
+    for budget in ("100%", "min"):
+        twin = copy.deepcopy(model)
+        compiled = lowtide.compile(twin, budget, backend="aot_eager")
+        torch.manual_seed(1)
+        compiled(x).backward()
+        assert all(torch.equal(a, b) for a, b in zip(gradients(twin), gradients(wanted), strict=True)), budget
+
+
+def test_batch_norm_moves_its_statistics_once() -> None:
+    def made() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(16, 64), nn.BatchNorm1d(64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+
+    x = torch.randn(256, 16)
+    model, twin = made(), made()
+    twin(x).square().sum().backward()
+    compiled = lowtide.compile(model, "min", backend="aot_eager")
+    compiled(x).square().sum().backward()
+    assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
+    assert torch.equal(model[1].running_mean, twin[1].running_mean)
+    assert model[1].num_batches_tracked.item() == 1
+
+
+def test_tied_weights_get_one_gradient() -> None:
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tokens = nn.Embedding(64, 16)
+            self.head = nn.Linear(16, 64, bias=False)
+            self.head.weight = self.tokens.weight
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.head(nn.functional.gelu(self.tokens(x))).logsumexp(-1).sum()
+
+    model, x = Tied(), torch.randint(64, (256,))
+    twin = copy.deepcopy(model)
+    twin(x).backward()
+    lowtide.compile(model, "min", backend="aot_eager")(x).backward()
+    assert torch.equal(model.head.weight.grad, twin.head.weight.grad)
+
+
+def test_a_budget_that_no_plan_meets_says_what_does() -> None:
+    model, x = Model(), torch.randn(1024, 32)
+    compiled = lowtide.compile(model, "100KiB", backend="aot_eager")
+    with pytest.raises(lowtide.BudgetError, match="too small") as refused:
+        compiled(x)
+    smallest = refused.value.smallest_bytes
+    handle = lowtide.handle_of(compiled)
+    handle.set_budget(smallest)
+    compiled(x).backward()
+    assert real_peak(compiled, model, x) <= smallest
+
+
+def test_another_budget_and_none() -> None:
+    model, x = Model(), torch.randn(1024, 32)
+    compiled = lowtide.compile(model, "100%", backend="aot_eager")
+    compiled(x).backward()
+    handle = lowtide.handle_of(compiled)
+    whole = real_peak(compiled, model, x)
+    handle.set_budget("60%")
+    compiled(x).backward()
+    assert real_peak(compiled, model, x) <= 0.6 * whole
+    handle.remove()
+    compiled(x).backward()
+    assert real_peak(compiled, model, x) == whole
+    assert lowtide.handle_of(compiled) is None
+
+
+def test_the_optimizers_state_counts_before_it_is_there() -> None:
+    model, x = Model(), torch.randn(1024, 32)
+    optimizer = torch.optim.AdamW(model.parameters())
+    alone = lowtide.compile(copy.deepcopy(model), "100%", backend="aot_eager")
+    alone(x).backward()
+    compiled = lowtide.compile(model, "100%", backend="aot_eager", optimizer=optimizer)
+    compiled(x).backward()
+    more = lowtide.handle_of(compiled).predicted_peak_bytes - lowtide.handle_of(alone).predicted_peak_bytes
+    state = 2 * sum(p.nbytes for p in model.parameters())
+    assert state <= more <= state + 4 * len(list(model.parameters()))
+
+
+@pytest.mark.parametrize(
+    ("wrong", "said"),
+    [
+        ({"backend": "eager"}, "no backend 'eager'"),
+        ({"backend": "aot_eager", "mode": "max-autotune"}, "drop them"),
+        ({"mode": "reduce-overhead"}, "CUDA graphs"),
+    ],
+    ids=["backend", "mode", "cudagraphs"],
+)
+def test_what_cannot_be_is_refused(wrong: dict[str, str], said: str) -> None:
+    with pytest.raises(lowtide.PlanError, match=said):
+        lowtide.compile(nn.Linear(2, 2), "60%", **wrong)
+
+
+def test_a_malformed_budget_is_refused_at_once() -> None:
+    with pytest.raises(lowtide.BudgetError):
+        lowtide.compile(nn.Linear(2, 2), "six")
+    with pytest.raises(lowtide.BudgetError):
+        lowtide.compile_options("six")
+
+
+def test_the_partitioner_can_be_pickled_and_tells_budgets_apart() -> None:
+    one, other = (Partitioner(budget, options={}) for budget in ("60%", "70%"))
+    assert pickle.loads(pickle.dumps(one)).uuid() == one.uuid() != other.uuid()

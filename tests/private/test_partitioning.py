@@ -1,0 +1,76 @@
+"""AOTAutograd's partitioner and Inductor, as the compiled engine uses them."""
+
+from __future__ import annotations
+
+import torch
+from torch import fx, nn
+from torch._inductor.decomposition import select_decomp_table
+
+from lowtide.private import inductor, partitioning
+
+
+def joint_of(decompositions=None) -> tuple[fx.GraphModule, int, tuple[int, ...]]:
+    """A joint graph, forward outputs and static inputs."""
+    found: list[tuple[fx.GraphModule, int, tuple[int, ...]]] = []
+
+    def partition(module, inputs, *, num_fwd_outputs, static_lifetime_input_indices=None, **_):
+        static = tuple(static_lifetime_input_indices or ())
+        found.append((module, num_fwd_outputs, static))
+        return partitioning.min_cut(module, num_fwd_outputs, static)
+
+    backend = inductor.aot_autograd(
+        fw_compiler=inductor.boxed_nop, partition_fn=partition, decompositions=decompositions
+    )
+    torch._dynamo.reset()
+    model = nn.Sequential(nn.Linear(8, 8), nn.GELU(), nn.Linear(8, 1))
+    torch.compile(model, backend=backend)(torch.randn(4, 8)).sum().backward()
+    return found[0]
+
+
+def test_a_joint_graph_is_cleaned_told_apart_and_cut() -> None:
+    module, outputs, static = joint_of()
+    partitioning.clean_joint(module)
+    forward = partitioning.forward_names(module, static, outputs)
+    backward = partitioning.tangent_names(module, static, outputs)
+    assert forward and backward and not forward & backward
+    tangents = [
+        node for node in module.graph.nodes if node.op == "placeholder" and partitioning.is_tangent(node)
+    ]
+    assert len(tangents) == 1 and tangents[0].name in backward
+    primals = [node for node in module.graph.nodes if partitioning.is_primal(node)]
+    first, second = partitioning.extract(module, primals, [], [], outputs, static)
+    first, second = partitioning.finish(first, second)
+    assert {node.name for node in first.graph.nodes if node.op == "call_function"} <= forward
+    assert any(node.name in forward for node in second.graph.nodes if node.op == "call_function")
+
+
+def test_kinds_of_nodes_are_told() -> None:
+    module, *_ = joint_of()
+    calls = [node for node in module.graph.nodes if node.op == "call_function"]
+    fusible = partitioning.default_fusible()
+    assert any(fusible(node) for node in calls) and not all(fusible(node) for node in calls)
+    assert not any(partitioning.is_symbol(node) or partitioning.is_opaque(node) for node in calls)
+    assert not any(partitioning.is_effect(node) or partitioning.must_save(node) for node in calls)
+    assert not any(partitioning.should_recompute(node) or partitioning.is_item(node) for node in calls)
+
+
+def test_storages_and_sizes() -> None:
+    x = torch.ones(4)
+    assert (
+        partitioning.storage_of(x) == partitioning.storage_of(x.view(2, 2)) != partitioning.storage_of(x + 1)
+    )
+    assert partitioning.storage_of(3) is None
+    assert partitioning.hint(7) == 7
+
+
+def test_inductor_says_what_it_would_run() -> None:
+    module, outputs, static = joint_of(select_decomp_table())
+    forward, backward = partitioning.min_cut(module, outputs, static)
+    assert "def call(self, args)" in inductor.generated(forward, False)
+    assert "def call(self, args)" in inductor.generated(backward, True)
+
+
+def test_names_that_are_handed_on() -> None:
+    assert inductor.mode_options("max-autotune-no-cudagraphs")["max_autotune"] is True
+    assert issubclass(inductor.BackendCompilerFailed, Exception)
+    assert callable(inductor.compile_with) and inductor.CustomPartitionerFn.uuid
