@@ -3,6 +3,8 @@
 #                go on with the last run, for more steps where it is to be longer                 (ARGS="--resume --steps 300")
 #   make test    the tests, doctests included                                           (ARGS="tests/train -k checkpoint")
 #   make lint    ruff, pyright, and that imports run one way
+#   make docs    the site, into site/index.html; fails on a link or an anchor that leads nowhere
+#   make dist    a wheel and an archive of the source, into dist
 #   make versions  what rests on PyTorch's private interfaces, and a core of the tests, on each version that is supported
 #                (PIP_ARGS="--index-url ..." for builds without CUDA)
 #   make bench   the benchmarks; results go to benchmarks/results
@@ -11,6 +13,7 @@
 VENV    := .venv
 BIN     := $(VENV)/bin
 STAMP   := $(VENV)/.installed
+LEAN    := $(VENV)/.training
 PYTHON  ?= $(shell for p in python3 python3.14 python3.13 python3.12 python3.11; do \
              $$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && echo $$p && break; done)
 RUN     := runs/$(shell date +%Y%m%d-%H%M%S)
@@ -21,7 +24,7 @@ CORE    := tests/private tests/run/test_interception.py tests/run/test_scope.py 
            tests/trace/test_eager.py tests/parallel/test_pipelining_private.py
 PIP_ARGS ?=
 
-.PHONY: install train test lint format versions bench clean
+.PHONY: install train test lint format docs dist versions bench clean
 
 install: $(STAMP)
 
@@ -29,13 +32,20 @@ $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "lowtide needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
+	@touch $@ $(LEAN)
+
+# What `make train` alone needs, which takes half the time; nothing where everything is there already.
+$(LEAN): pyproject.toml constraints.txt
+	@test -n "$(PYTHON)" || { echo "lowtide needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }
+	@test -e $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-compile --constraint constraints.txt --editable '.[train]'
 	@touch $@
 
 # A new run gets a folder of its own; --resume goes on in the newest one, or in the one that ARGS names.
-train: $(STAMP)
+train: $(LEAN)
 ifeq ($(filter --resume,$(ARGS)),)
 	@mkdir -p $(RUN)
-	$(BIN)/lowtide train --json $(RUN)/results.json --plot $(RUN)/memory.png --checkpoint-dir $(RUN) --checkpoint-every 50 $(ARGS)
+	$(BIN)/lowtide train --json $(RUN)/results.json --plot $(RUN)/memory.png --report $(RUN)/report.html --checkpoint-dir $(RUN) --checkpoint-every 50 $(ARGS)
 else
 	$(BIN)/lowtide train --checkpoint-every 50 $(ARGS)
 endif
@@ -52,6 +62,14 @@ lint: $(STAMP)
 format: $(STAMP)
 	$(BIN)/ruff check --fix
 	$(BIN)/ruff format
+
+# Material says that it will not follow MkDocs 2; what is pinned works with 1.
+docs: $(STAMP)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+
+dist: $(STAMP)
+	rm -rf dist build
+	$(BIN)/python -m build
 
 versions:
 	@for version in $(TORCHES); do \
@@ -71,4 +89,4 @@ bench: $(STAMP)
 	$(BIN)/python -m benchmarks $(ARGS)
 
 clean:
-	rm -rf $(VENV) $(VENV)-torch-* build dist src/*.egg-info .pytest_cache .ruff_cache .hypothesis
+	rm -rf $(VENV) $(VENV)-torch-* build dist site src/*.egg-info .pytest_cache .ruff_cache .hypothesis

@@ -8,7 +8,7 @@ from importlib import import_module
 from benchmarks.common import QUICK
 
 NAMES = (
-    "estimate_speed",
+    "estimate_published",
     "estimate_scale",
     "planning_time",
     "random_lengths",
@@ -25,7 +25,9 @@ NAMES = (
     "layer_times",
     "long_sequence",
     "recorder",
+    "techniques",
     "report",
+    "figures",
 )
 
 

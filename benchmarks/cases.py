@@ -46,9 +46,9 @@ class Bottleneck(torch.nn.Module):
         return torch.nn.functional.relu(x + self.layers(x), inplace=True)
 
 
-def language(name: str, batch: int, sequence: int, **shape: Any) -> Case:
+def language(name: str, batch: int, sequence: int, *, vocabulary: int = 512, **shape: Any) -> Case:
     """A built-in language model on random bytes."""
-    config = ModelConfig(vocabulary=512, positions=sequence, **shape)
+    config = ModelConfig(vocabulary=vocabulary, positions=sequence, **shape)
 
     def build() -> torch.nn.Module:
         torch.manual_seed(0)
@@ -56,7 +56,7 @@ def language(name: str, batch: int, sequence: int, **shape: Any) -> Case:
 
     def data() -> dict[str, Any]:
         torch.manual_seed(1)
-        tokens = torch.randint(512, (batch, sequence))
+        tokens = torch.randint(vocabulary, (batch, sequence))
         return {"tokens": tokens, "targets": tokens}
 
     return Case(name, build, data)

@@ -60,7 +60,9 @@ def alone(name: str, stages: list[int]) -> dict[str, Any]:
 def newcomer() -> dict[str, Any]:
     """Does Llama-3 8B at 8k tokens fit on 4 x 80 GB, and with what?"""
     begin = time.perf_counter()
-    found = suggest("llama3-8b", devices=4, device=device("a100"), memory_bytes=80 * 10**9, seq=8192)
+    found = suggest(
+        "llama3-8b", devices=4, device=device("a100"), memory_bytes=80 * 10**9, seq=8192, runs_with="lowtide"
+    )
     return {
         "seconds": time.perf_counter() - begin,
         "fitting": found.fitting,
@@ -168,8 +170,8 @@ def write_docs(data: dict[str, Any]) -> None:
                 str(one["pp"]) + (f" x{one['interleave']}" if one["interleave"] > 1 else ""),
                 *(str(one[key]) for key in ("dp", "zero", "micro_batch", "recompute")),
                 "host" if one["offload_optimizer"] else "device",
-                "chunked" if one["chunked_loss"] else "whole",
-                f"{one['total_bytes'] / gib:.1f}",
+                one["loss"].replace("auto", "whole"),
+                f"{one['reserved_bytes'] / gib:.1f}",
                 f"{one['seconds']:.0f}",
             ]
             for place, one in enumerate(data["newcomer"]["suggestions"][:5], 1)

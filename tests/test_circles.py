@@ -9,19 +9,12 @@ from pathlib import Path
 import lowtide
 
 ROOT = Path(lowtide.__file__).parent
-KNOWN = [
-    # options check themselves with what only their own files know; those read the options
-    {"options", "part", "ranks", "sharded", "stages"},
-    # until speeds of links reach the planner as data
-    {"movable", "supply", "placements", "links"},
-]
 
 
-def test_there_are_no_circles_but_the_known_ones() -> None:
+def test_there_are_no_circles() -> None:
     files = {_module(file): file for file in ROOT.rglob("*.py")}
     imports = {name: set(_imported(file, name, files)) for name, file in files.items()}
-    found = [sorted(circle) for circle in _circles(imports)]
-    assert [c for c in found if not any({n.split(".")[-1] for n in c} <= known for known in KNOWN)] == []
+    assert [sorted(circle) for circle in _circles(imports)] == []
 
 
 def test_a_circle_is_found() -> None:

@@ -10,6 +10,7 @@ Importing lowtide imports no torch; each name below is loaded when it is first u
 from __future__ import annotations
 
 from importlib import import_module
+from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import BudgetError, LowtideError, PlanError, ReplayError, TraceError
@@ -22,15 +23,15 @@ if TYPE_CHECKING:
     from lowtide.plan import policies
     from lowtide.plan.data import Chain, Compress, Keep, Offload, Plan, Recompute, Shard
     from lowtide.plan.layout import layout
+    from lowtide.plan.moves.supply import measure_links
     from lowtide.run.apply import apply
     from lowtide.run.limit.limit import Handle, handle_of, limit_memory
     from lowtide.run.limit.messages import LowtideWarning
     from lowtide.run.look.step import trace
-    from lowtide.run.move.links import measure_links
     from lowtide.run.scope.scope import checkpoint, checkpointing
     from lowtide.store.stores import Stores
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 _HOMES = {
     "Chain": "lowtide.plan.data",
@@ -54,7 +55,7 @@ _HOMES = {
     "layout": "lowtide.plan.layout",
     "limit_memory": "lowtide.run.limit.limit",
     "measure": "lowtide.meter",
-    "measure_links": "lowtide.run.move.links",
+    "measure_links": "lowtide.plan.moves.supply",
     "policies": "lowtide.plan.policies",
 }
 
@@ -93,7 +94,7 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("estimate", "plan", "trace"):  # rooms; the last two are verbs too
+    if name in ("estimate", "plan"):  # rooms; the last is a verb, too
         return import_module(f"lowtide.{name}")
     if name == "policies":
         return import_module("lowtide.plan.policies")
@@ -105,3 +106,13 @@ def __getattr__(name: str) -> Any:
 
 def __dir__() -> list[str]:
     return sorted([*globals(), *__all__])
+
+
+class _Trace(ModuleType):
+    """Lets ``lowtide.trace`` be the room and the verb, which runs a step: the room knows nothing of that."""
+
+    def __call__(self, *args: Any, **kwargs: Any) -> StepGraph:
+        return import_module("lowtide.run.look.step").trace(*args, **kwargs)
+
+
+import_module("lowtide.trace").__class__ = _Trace

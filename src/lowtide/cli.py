@@ -21,7 +21,22 @@ from lowtide.errors import BudgetError, LowtideError
 from lowtide.estimate.command import estimate_command
 from lowtide.estimate.simulate_command import simulate_command
 from lowtide.estimate.suggest_command import suggest_command
+from lowtide.flags import (
+    Batch,
+    Budget,
+    Device,
+    Dropout,
+    DtypeOption,
+    LossChunks,
+    Model,
+    PlanDevice,
+    Policy,
+    Seq,
+    Unfused,
+    budget_asked,
+)
 from lowtide.progress import muted
+from lowtide.train.report_command import report_command
 
 # torch and everything on top of it is imported inside the commands, so that --help and --version answer at
 # once.
@@ -29,49 +44,9 @@ from lowtide.progress import muted
 app = typer.Typer(
     help="Make a PyTorch training step fit the memory you have, at the least extra time.",
     no_args_is_help=True,
-    add_completion=False,
     pretty_exceptions_enable=False,
     rich_markup_mode=None,
 )
-
-Dtype = Literal["fp32", "bf16"]
-Model = Annotated[
-    str,
-    typer.Option(
-        help="A preset (gpt-nano ... gpt3-175b, llama-nano ... llama3-70b), "
-        "hf:TYPE[:key=value,...], or a Hugging Face config.json."
-    ),
-]
-Budget = Annotated[
-    str | None,
-    typer.Option(
-        help="Most live bytes at any moment: 600MiB, 6GiB, 60% of the plain step's peak, min (the "
-        "smallest that works) or auto (what the "
-        "device has, less a reserve). [default: 60% or the smallest that works, whichever is more; none "
-        "under a --policy]"
-    ),
-]
-Policy = Annotated[
-    str | None,
-    typer.Option(
-        help="How to meet the budget: optimal (the default), mixed (moves values, too), or "
-        "keep_all, full, sqrt, selective, offload, compress."
-    ),
-]
-Batch = Annotated[int, typer.Option(help="Sequences in a micro-batch.")]
-Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
-DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 by autocast over float32 weights.")]
-Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
-Dropout = Annotated[float | None, typer.Option(help="Dropout probability of a built-in model.")]
-Unfused = Annotated[
-    bool,
-    typer.Option(
-        "--unfused-attention", help="Built-in models: plain attention operations instead of the fused kernel."
-    ),
-]
-LossChunks = Annotated[
-    int | None, typer.Option(help="Built-in models: pieces in which tokens go through the output head.")
-]
 
 
 def _version(asked: bool) -> None:
@@ -92,19 +67,41 @@ def _app(
 @app.command()
 def train(
     context: typer.Context,
-    model: Model = "gpt-small",
+    model: Model = "gpt-mini",
+    pretrained: Annotated[
+        bool,
+        typer.Option(
+            "--pretrained", help="Begin with the safetensors in --model's folder, or with those on the hub."
+        ),
+    ] = False,
     budget: Budget = None,
     policy: Policy = None,
-    steps: Annotated[int, typer.Option(help="Optimizer steps; a resumed run may get more.")] = 150,
+    steps: Annotated[int, typer.Option(help="Optimizer steps; a resumed run may get more.")] = 100,
     batch: Batch = 8,
     seq: Seq = 256,
     dtype: DtypeOption = "fp32",
     seed: Annotated[int, typer.Option(help="Of weights, batches and dropout.")] = 0,
     data: Annotated[
-        Path | None,
-        typer.Option(help="A text file or folder. [default: the source of Python's standard library]"),
+        str | None,
+        typer.Option(
+            help="A text file or folder; a .jsonl, .parquet, .csv or .arrow file or a folder that datasets "
+            "saved; or hf:OWNER/NAME[:CONFIGURATION]. [default: the source of Python's standard library]"
+        ),
     ] = None,
-    lr: Annotated[float, typer.Option(help="Peak learning rate; a cosine takes it down to a tenth.")] = 1e-3,
+    text_column: Annotated[
+        str | None, typer.Option(help="Column of --data with the text. [default: text, or the only one]")
+    ] = None,
+    tokenizer: Annotated[
+        str | None,
+        typer.Option(
+            help="bytes; train or train:8192 for one learned from the text; a tokenizer.json, its folder or "
+            "a name on the hub. [default: the model's own, else bytes]"
+        ),
+    ] = None,
+    lr: Annotated[float, typer.Option(help="Peak learning rate.")] = 1e-3,
+    lr_schedule: Annotated[
+        str, typer.Option(help="From the peak on: cosine or linear (down to a tenth), or constant.")
+    ] = "cosine",
     warmup: Annotated[
         int | None,
         typer.Option(help="Steps up to the peak learning rate. [default: a tenth of --steps, at least 20]"),
@@ -183,6 +180,9 @@ def train(
             "[default: 30, longer in a debugger]"
         ),
     ] = None,
+    tensorboard: Annotated[
+        Path | None, typer.Option(help="Folder for TensorBoard's curves (needs tensorboard).")
+    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
     plot: Annotated[
         Path | None,
@@ -190,11 +190,16 @@ def train(
             help="Draw live memory over one step into this file (.png, .pdf or .svg; needs matplotlib)."
         ),
     ] = None,
+    report: Annotated[
+        Path | None,
+        typer.Option(help="Show one step and its plan in this file: a page (.html), or as lowtide report."),
+    ] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
     """Train a language model on text under a memory budget, and show what the budget did to a step."""
     from rich.console import Console
 
+    from lowtide.report import save_report
     from lowtide.train.options import TrainOptions
     from lowtide.train.progress import ConsoleProgress, Silent
     from lowtide.train.resume import resumed
@@ -203,7 +208,8 @@ def train(
 
     asked: dict[str, Any] = dict(
         model=model,
-        budget=_budget(budget, policy),
+        pretrained=pretrained,
+        budget=budget_asked(budget, policy),
         raise_budget=budget is None,
         policy=policy,
         steps=steps,
@@ -212,7 +218,10 @@ def train(
         dtype=dtype,
         seed=seed,
         data=data,
+        text_column=text_column,
+        tokenizer=tokenizer,
         lr=lr,
+        lr_schedule=lr_schedule,
         warmup=warmup,
         weight_decay=weight_decay,
         optimizer_host_fraction=_share(optimizer_host_fraction),
@@ -236,8 +245,10 @@ def train(
         pp=pp,
         schedule=schedule,
         silent_seconds=silent_seconds,
+        tensorboard=tensorboard,
         json=json_file,
         plot=plot,
+        report=report,
     )
     if resume:
         asked = resumed(asked, _given(context))
@@ -256,6 +267,8 @@ def train(
         _write_json(options.json, result.to_json())
     if first:
         save_plot(result)
+        if result.report is not None and options.report is not None:
+            save_report(result.report, options.report)
     show(result, console)
     if result.stopped:
         raise typer.Exit(130)
@@ -269,17 +282,10 @@ def plan(
     batch: Batch = 8,
     seq: Seq = 256,
     dtype: DtypeOption = "fp32",
-    device: Device = "cpu",
+    device: PlanDevice = "cpu",
     dropout: Dropout = None,
     unfused_attention: Unfused = False,
     loss_chunks: LossChunks = None,
-    silent_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="How long a process may say nothing before the others end the run; 0 is for ever. "
-            "[default: 30, longer in a debugger]"
-        ),
-    ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Save the plan to this file.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
@@ -288,7 +294,7 @@ def plan(
 
     options = PlanOptions(
         model=model,
-        budget=_budget(budget, policy),
+        budget=budget_asked(budget, policy),
         raise_budget=budget is None,
         policy=policy,
         batch=batch,
@@ -308,16 +314,30 @@ def plan(
         typer.echo(str(made))
 
 
+@app.command()
+def doctor(
+    disk_path: Annotated[
+        Path | None,
+        typer.Option(help="Folder that offloaded values would go to. [default: that for temporary files]"),
+    ] = None,
+    disk: Annotated[
+        bool, typer.Option("--disk/--no-disk", help="Time the disk; takes a few seconds.")
+    ] = True,
+    as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
+) -> None:
+    """Say what this machine has, what that means for a limited step, and what to do about it."""
+    from lowtide.doctor import examine, report
+
+    found = examine(disk_path, measure_disk=disk)
+    typer.echo(json.dumps(report(found), indent=1) if as_json else "\n".join(map(str, found)))
+    if any(finding.state == "problem" for finding in found):
+        raise typer.Exit(1)
+
+
 app.command("estimate")(estimate_command)
 app.command("simulate")(simulate_command)
 app.command("suggest")(suggest_command)
-
-
-def _budget(budget: str | None, policy: str | None) -> str | None:
-    """The budget asked for; 60 % of the plain peak where neither a budget nor a policy says what is
-    wanted.
-    """
-    return "60%" if budget is None and policy in (None, "optimal", "mixed") else budget
+app.command("report")(report_command)
 
 
 def _given(context: typer.Context) -> list[str]:

@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-GRAPH_FORMAT = 1
+GRAPH_FORMAT = 2
 
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "backward"]
 """Where a storage comes from: it stood before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
@@ -163,12 +163,6 @@ class StepGraph:
         device: the device that the budget is about, for example ``cpu`` or ``cuda``.
         source: how the graph was made: ``fake`` or ``real`` tensors.
         notes: what should be known about how it was made.
-        outputs: ids of the storages that the step's caller can hold on to (logits beside the loss). The
-            events have them freed where the step itself lets go of them; `holding_outputs` is the graph of a
-            caller that does not.
-        withheld: what ends with such outputs' own history, of which the loss has no part: saved tensors
-            (``release``) and storages (``free``) that who holds the outputs holds, too.
-        aside: places of those outputs among the tensors in what the forward returned.
         claims: indices of the operations that layers were told run again, so that they saved the results and
             not what these are made from.
     """
@@ -185,9 +179,6 @@ class StepGraph:
     device: str = "cpu"
     source: Literal["fake", "real"] = "fake"
     notes: tuple[str, ...] = field(default=())
-    outputs: tuple[int, ...] = field(default=())
-    withheld: tuple[Event, ...] = field(default=())
-    aside: tuple[int, ...] = field(default=())
     claims: tuple[int, ...] = field(default=())
 
     def __repr__(self) -> str:
@@ -202,15 +193,6 @@ class StepGraph:
             f"{len(self.storages):,} storages; {len(self.saved):,} saved tensors, {kept:,} bytes that a plan "
             f"may give up; {self.device}, traced on {self.source} tensors)"
         )
-
-    def holding_outputs(self) -> StepGraph:
-        """The same step when its caller holds what the forward returned until the step ends, and so what
-        autograd saved for it alone.
-        """
-        held = {*self.withheld, *(Event("free", storage) for storage in self.outputs)}
-        events = [event for event in self.events if event not in held]
-        ended = [event for event in self.events if event in held]
-        return replace(self, events=(*events, *ended)) if ended else self
 
     def structure(self) -> list[Any]:
         """Everything but times and scratch, as nested lists: two traces of one step agree on it."""
@@ -255,19 +237,7 @@ class StepGraph:
                 kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}) for item in items
             )
 
-        parts = (
-            "format",
-            "operations",
-            "storages",
-            "values",
-            "saved",
-            "events",
-            "notes",
-            "outputs",
-            "withheld",
-            "aside",
-            "claims",
-        )
+        parts = ("format", "operations", "storages", "values", "saved", "events", "notes", "claims")
         rest = {k: v for k, v in data.items() if k not in parts}
         return cls(
             operations=rows(Operation, data["operations"]),
@@ -276,9 +246,6 @@ class StepGraph:
             saved=rows(Saved, data["saved"]),
             events=tuple(Event(kind, index) for kind, index in data["events"]),
             notes=tuple(data["notes"]),
-            outputs=tuple(data["outputs"]),
-            withheld=tuple(Event(kind, index) for kind, index in data.get("withheld", ())),
-            aside=tuple(data.get("aside", ())),
             claims=tuple(data.get("claims", ())),
             **rest,
         )

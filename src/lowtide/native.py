@@ -11,30 +11,158 @@ import importlib.machinery
 import importlib.util
 import os
 import platform
+import shlex
+import shutil
 import subprocess
 import sys
 import sysconfig
 import tempfile
 import time
-from collections.abc import Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-_FLAGS = ("-std=c++17", "-O2", "-shared", "-fPIC")
 _SECONDS = 600
+
+
+class BuildError(Exception):
+    """A file cannot be compiled here; the message says why, and what helps."""
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How a file is compiled.
+
+    Attributes:
+        source: it.
+        flags: the compiler's, before the file.
+        libraries: after it.
+        facts: versions that matter besides.
+    """
+
+    source: Path
+    flags: tuple[str, ...] = ("-std=c++17", "-O2", "-shared", "-fPIC")
+    libraries: tuple[str, ...] = ()
+    facts: tuple[str, ...] = ()
+
+    @property
+    def target(self) -> Path:
+        """Where the compiled file lies, or would lie.
+
+        Raises:
+            BuildError: there is no compiler, or no place.
+        """
+        line = " ".join([*compiler(), *self.flags, *self.libraries])
+        known = (self.source.read_text(), platform.machine(), line, *self.facts)
+        key = hashlib.sha256("\0".join(known).encode()).hexdigest()[:20]
+        return cache_dir() / f"{self.source.stem}-{key}.so"
+
+
+def cache_dir() -> Path:
+    """The folder for compiled files: ``LOWTIDE_CACHE_DIR``, else the user's cache folder, else a private
+    folder for temporary files.
+
+    Raises:
+        BuildError: none of them is writable and ours alone.
+    """
+    uid = os.getuid() if hasattr(os, "getuid") else 0
+    named = os.environ.get("LOWTIDE_CACHE_DIR")
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
+    places = (
+        [Path(named)] if named else [Path(home) / "lowtide", Path(tempfile.gettempdir()) / f"lowtide-{uid}"]
+    )
+    for place in places:
+        try:
+            place.mkdir(parents=True, exist_ok=True, mode=0o700)
+            facts = place.stat()
+            if hasattr(os, "getuid") and (facts.st_uid != uid or facts.st_mode & 0o022):
+                continue  # somebody else could swap the library under us
+            if os.access(place, os.W_OK | os.X_OK):
+                return place
+        except OSError:
+            continue
+    raise BuildError(
+        f"no private, writable cache folder among {', '.join(map(str, places))}; set LOWTIDE_CACHE_DIR to one"
+    )
+
+
+def compiler() -> list[str]:
+    """The C++ compiler's command (``CXX`` names another one).
+
+    Raises:
+        BuildError: there is none.
+    """
+    for name in (os.environ.get("CXX", ""), "c++", "g++", "clang++"):
+        words = shlex.split(name)
+        if words and shutil.which(words[0]):
+            return words
+    raise BuildError("no C++ compiler found (tried CXX, c++, g++, clang++); install one")
+
+
+def built(recipe: Recipe) -> Path:
+    """The compiled file, compiled now where the cache has none.
+
+    Raises:
+        BuildError: it cannot be compiled.
+    """
+    target = recipe.target
+    if target.exists():
+        return target
+    try:
+        handle, name = tempfile.mkstemp(suffix=".so", prefix="building-", dir=target.parent)
+        os.close(handle)
+        try:
+            line = [*compiler(), *recipe.flags, str(recipe.source), "-o", name, *recipe.libraries]
+            subprocess.run(line, capture_output=True, text=True, timeout=_SECONDS, check=True)
+            os.replace(name, target)  # atomic: whoever comes second replaces it by its equal
+        finally:
+            Path(name).unlink(missing_ok=True)
+    except (OSError, subprocess.SubprocessError) as error:
+        said = getattr(error, "stderr", None) or str(error)
+        raise BuildError(f"compiling {recipe.source.name} failed: {said.strip()[-600:]}") from error
+    return target
 
 
 def load(source: Path) -> ctypes.CDLL | None:
     """The library made from a file with a plain C interface, or ``None`` where it cannot be compiled or
     loaded.
     """
-    built = _built(source, _FLAGS, ())
     try:
-        return ctypes.CDLL(str(built)) if built is not None else None
-    except OSError:
+        return ctypes.CDLL(str(built(Recipe(source))))
+    except (BuildError, OSError):
         return None
+
+
+@cache
+def with_torch(source: Path, python: bool = False) -> Recipe:
+    """How a file is compiled that uses PyTorch's own C++.
+
+    Args:
+        source: the file.
+        python: it is a Python module; else it needs nothing but ``c10``.
+
+    Raises:
+        BuildError: this system has no headers for it.
+    """
+    import torch
+
+    if sys.platform == "win32":
+        raise BuildError(f"{source.name} is not built on Windows")
+    root, headers = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
+    flags = ("-std=c++20", "-O2", "-shared", "-fPIC", f"-I{root / 'include'}")
+    flags += (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",)
+    names = ("c10",)
+    if python:
+        if not (Path(headers) / "Python.h").exists():
+            raise BuildError("Python's headers are not there")
+        flags += ("-fvisibility=hidden", f"-I{headers}")
+        names += ("torch_cpu", "torch", "torch_python")
+    libraries = (f"-L{root / 'lib'}", *(f"-l{library}" for library in names))
+    if sys.platform == "darwin":
+        libraries = ("-undefined", "dynamic_lookup")
+    return Recipe(source, flags, libraries, (torch.__version__, str(torch.version.git_version), sys.version))
 
 
 def extension(source: Path, name: str, *, wait: bool = False) -> ModuleType | None:
@@ -46,24 +174,18 @@ def extension(source: Path, name: str, *, wait: bool = False) -> ModuleType | No
         name: of the module.
         wait: compile it here; else another process does, and who asks again finds it.
     """
-    found = _extension_target(source)
-    if found is None:
-        return None
-    target, line = found
-    if not target.exists():
-        if not wait:
+    try:
+        recipe = with_torch(source, python=True)
+        if not wait and not recipe.target.exists():
             _compile_beside(source)
             return None
-        if _built(source, *line) is None:
-            return None
-    try:
-        loader = importlib.machinery.ExtensionFileLoader(name, str(target))
+        loader = importlib.machinery.ExtensionFileLoader(name, str(built(recipe)))
         spec = importlib.util.spec_from_loader(name, loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
         loader.exec_module(module)
         return module
-    except ImportError:
+    except (BuildError, ImportError):
         return None
 
 
@@ -82,11 +204,10 @@ def _compile_beside(source: Path) -> None:
 
 def _alone(source: Path) -> None:
     """Compile an extension unless another process is at it."""
-    found = _extension_target(source)
-    if found is None or found[0].exists():
+    recipe = with_torch(source, python=True)
+    if recipe.target.exists():
         return
-    target, line = found
-    mark = target.with_suffix(".building")
+    mark = recipe.target.with_suffix(".building")
     if mark.exists() and time.time() - mark.stat().st_mtime > _SECONDS:
         mark.unlink(missing_ok=True)  # whoever made it is gone
     try:
@@ -95,77 +216,11 @@ def _alone(source: Path) -> None:
         return
     try:
         os.nice(10)
-        _built(source, *line)
+        built(recipe)
     finally:
         mark.unlink(missing_ok=True)
 
 
-_Line = tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]
-"""Flags, libraries, and versions that matter."""
-
-
-@cache
-def _extension_target(source: Path) -> tuple[Path, _Line] | None:
-    """Where an extension of PyTorch lies once it is compiled, and how it is."""
-    import torch
-
-    root, headers = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
-    if sys.platform == "win32" or not (Path(headers) / "Python.h").exists():
-        return None
-    flags = ("-std=c++20", "-O2", "-shared", "-fPIC", "-fvisibility=hidden", f"-I{headers}")
-    flags += (f"-I{root / 'include'}", f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}")
-    libraries = ("-undefined", "dynamic_lookup") if sys.platform == "darwin" else (f"-L{root / 'lib'}",)
-    libraries += tuple(f"-l{library}" for library in ("c10", "torch_cpu", "torch", "torch_python"))
-    line = flags, libraries, (torch.__version__, str(torch.version.git_version), sys.version)
-    target = _target(source, *line)
-    return (target, line) if target is not None else None
-
-
-def _target(
-    source: Path, flags: Sequence[str], libraries: Sequence[str], facts: Sequence[str]
-) -> Path | None:
-    """Where the compiled file lies, or would lie; ``None`` without a compiler or a place."""
-    from lowtide.meter.build import cache_dir, compiler
-    from lowtide.meter.errors import MeterError
-
-    command = compiler()
-    if command is None:
-        return None
-    line = " ".join([*command, *flags, *libraries])
-    known = (source.read_text(), platform.machine(), line, *facts)
-    key = hashlib.sha256("\0".join(known).encode()).hexdigest()[:20]
-    try:
-        return cache_dir() / f"{source.stem}-{key}.so"
-    except (MeterError, OSError):
-        return None
-
-
-def _built(
-    source: Path, flags: Sequence[str], libraries: Sequence[str], facts: Sequence[str] = ()
-) -> Path | None:
-    from lowtide.meter.build import compiler
-
-    target, command = _target(source, flags, libraries, facts), compiler()
-    if target is None or command is None:
-        return None
-    try:
-        if not target.exists():
-            handle, name = tempfile.mkstemp(suffix=".so", prefix="building-", dir=target.parent)
-            os.close(handle)
-            try:
-                subprocess.run(
-                    [*command, *flags, str(source), "-o", name, *libraries],
-                    capture_output=True,
-                    timeout=_SECONDS,
-                    check=True,
-                )
-                os.replace(name, target)
-            finally:
-                Path(name).unlink(missing_ok=True)
-        return target
-    except (OSError, subprocess.SubprocessError):
-        return None
-
-
 if __name__ == "__main__":
-    _alone(Path(sys.argv[1]))
+    with suppress(BuildError):
+        _alone(Path(sys.argv[1]))

@@ -123,6 +123,17 @@ class OpInfo:
     collective: bool = False
     waits: bool = False
 
+    @property
+    def replays_plainly(self) -> bool:
+        """Whether calling it once more with its arguments is all that a replay takes, where it draws no
+        numbers.
+
+        Everything else is Python's (`lowtide.run.record.tape.run_again`); the compiled recorder leaves it
+        alone.
+        """
+        special = self.written or self.running_statistics or self.collective or self.loose or self.reason
+        return not special and (not self.random or self.dropout_position is not None)
+
 
 @cache
 def op_info(func: private.OpOverload) -> OpInfo:

@@ -1,7 +1,8 @@
-"""Makes the helpers of this folder, and the one that starts ranks, importable."""
+"""Makes the helpers of this folder, the one that starts ranks, and the benchmarks importable."""
 
 import sys
 from pathlib import Path
 
-sys.path.insert(0, str(Path(__file__).parent))
-sys.path.insert(0, str(Path(__file__).parent.parent / "parallel"))
+HERE = Path(__file__).parent
+for folder in (HERE, HERE.parent / "parallel", HERE.parent.parent):
+    sys.path.insert(0, str(folder))

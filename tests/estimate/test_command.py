@@ -77,7 +77,7 @@ def test_every_flag_of_the_issue() -> None:
         "--recompute", "full", "--attention", "fused", "--mlp", "swiglu", "--norm", "rmsnorm", "--dropout",
         "0.1", "--dtype", "bf16",
         "--optimizer", "adam", "--offload-optimizer", "0.5", "--partition-activations",
-        "--offload-activations", "--chunked-loss",
+        "--offload-activations", "--loss", "chunked",
         "--tied-embeddings", "--iteration-time", "2.0", "--peak-tflops", "312", "--json",
     )  # fmt: skip
     data = json.loads(text)
@@ -129,7 +129,8 @@ def test_each_flag_changes_the_answer() -> None:
         ["--norm", "rmsnorm"], ["--dropout", "0"], ["--dtype", "fp32"], ["--dtype", "autocast"],
         ["--gradient-dtype", "bf16"], ["--optimizer", "sgd"],
         ["--offload-optimizer", "0.3"], ["--partition-activations"], ["--offload-activations"],
-        ["--chunked-loss"], ["--untied-embeddings"],
+        ["--loss", "chunked"], ["--loss", "torch"], ["--loss", "compiled"], ["--recompute", "selective-op"],
+        ["--recompute", "selective-layer"], ["--untied-embeddings"],
         ["--head-width", "64"], ["--positions", "rotary"], ["--no-bias"], ["--keep-output-tensors"],
     ]  # fmt: skip
     for change in changes:

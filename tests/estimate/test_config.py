@@ -63,7 +63,7 @@ BAD = [
         "--partition-activations with --sequence-parallel",
         "one of the two",
     ),
-    (dict(model="22b", loss_chunks=4), "--loss-chunks=4", "--chunked-loss"),
+    (dict(model="22b", loss_chunks=4), "--loss-chunks=4", "--loss chunked"),
     (dict(model="22b", unfused_mlp=True), "--unfused-mlp", "swiglu"),
     (dict(model="22b", keep_output_tensors=True), "--keep-output-tensors", "--pp 2"),
     (dict(model="22b", memory_bytes=-1), "--memory=-1", "above 0"),

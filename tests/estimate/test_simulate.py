@@ -33,7 +33,7 @@ ONE_PROCESS: list[tuple[dict[str, Any], int]] = [
     (TWO | dict(dtype="autocast", attention="fused", dropout=0.0), 0),
     (TWO | dict(recompute="selective"), 0),
     (GPT | dict(recompute="full"), 0),
-    (TWO | dict(chunked_loss=True, dropout=0.0), 0),
+    (TWO | dict(loss="chunked", dropout=0.0), 0),
     (TWO | dict(global_batch=6), 0),
     (GPT | dict(pp=2, global_batch=8), 0),
     (GPT | dict(pp=2, global_batch=8, recompute="full"), 1),
@@ -143,13 +143,16 @@ def test_one_trillion() -> None:
 
 
 def test_peaks_agree_with_the_closed_form() -> None:
-    """Kept and temporary together, where the closed form's kernels are the model's own: within 4 %."""
+    """Kept and temporary together, where the closed form's kernels are the model's own: within 4 %, but for
+    the bfloat16 logits, which the project's models let go of and most callers do not.
+    """
+    logits = 2 * 1024 * 50257
     for changes in (dict(), dict(recompute="full"), dict(recompute="selective"), dict(attention="fused")):
         stage = simulate(
             configure("gpt2", **(dict(attention="unfused", micro_batch=2, dtype="bf16") | changes))
         ).stages[0]
         assert stage.timeline.activation_peak_bytes == pytest.approx(
-            stage.closed.activation_peak_bytes, rel=0.04
+            stage.closed.activation_peak_bytes - 2 * logits, rel=0.04
         ), changes
 
 

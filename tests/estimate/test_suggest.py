@@ -8,7 +8,6 @@ import json
 from dataclasses import replace
 
 import pytest
-from published_tables import table
 from typer.testing import CliRunner
 
 from lowtide.cli import app
@@ -19,20 +18,6 @@ from lowtide.estimate.speed import step_time
 from lowtide.estimate.suggest import TIE, Suggestion, peak_bytes, suggest
 
 A100 = device("a100")
-
-
-@pytest.mark.parametrize("row", table("2205.05198_table5_e2e"), ids=lambda row: row["model"])
-def test_published_iteration_times(row: dict[str, str]) -> None:
-    """Table 5: the eight predicted times are within 12 %, and the gain of the paper's techniques within 12
-    points.
-    """
-    full = step_time(configure(row["model"], as_published=True, recompute="full"), A100).total
-    fast = step_time(
-        configure(row["model"], as_published=True, recompute="selective", sequence_parallel=True), A100
-    ).total
-    assert full == pytest.approx(float(row["full_recompute_iter_s"]), rel=0.12)
-    assert fast == pytest.approx(float(row["present_work_iter_s"]), rel=0.12)
-    assert 100 * (full / fast - 1) == pytest.approx(float(row["throughput_increase_pct"]), abs=16)
 
 
 def test_llama_3_8b_at_8k_on_four_cards() -> None:
@@ -77,7 +62,7 @@ def test_the_order_is_the_one_that_is_told() -> None:
         "Order: the fastest predicted first; in steps of 3% times count as equal, and there the simpler "
         "goes first: without offload" in told
     )
-    assert told.index("Order:") < told.index("tokens/s")
+    assert told.index("Order:") < told.index("tok/s")
 
 
 def test_the_ends_need_most() -> None:

@@ -158,7 +158,7 @@ def test_interleaved_7b() -> None:
 
 
 def test_chunked_loss_takes_the_logits_off() -> None:
-    plain, chunked = (estimate(llama(chunked_loss=c)).stages[0] for c in (False, True))
+    plain, chunked = (estimate(llama(loss=kind)).stages[0] for kind in ("torch", "chunked"))
     logits = S * B * 128256
     assert plain.activations_bytes - chunked.activations_bytes == 4 * logits - 4 * S * B
     assert chunked.total_bytes < plain.total_bytes
@@ -191,7 +191,7 @@ def test_every_line_names_a_source() -> None:
             recompute="selective",
             offload_optimizer=0.5,
         ),
-        configure("gpt2", recompute="sqrt", chunked_loss=True),
+        configure("gpt2", recompute="sqrt", loss="chunked"),
     ):
         found = estimate(config)
         for stage, traffic in zip(found.stages, found.traffic, strict=True):

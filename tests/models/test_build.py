@@ -107,5 +107,5 @@ def test_without_transformers_the_remedy_is_named(monkeypatch: pytest.MonkeyPatc
         return real(name, *args, **kwargs)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(ModelError, match=r"pip install 'lowtide\[transformers\]'"):
+    with pytest.raises(ModelError, match=r"pip install 'lowtide\[hf\]'"):
         model_spec("hf:gpt2")

@@ -22,7 +22,7 @@ from torch.nn import functional as F
 
 import lowtide
 from lowtide import parallel as lp
-from lowtide.parallel.layers import ParallelModule
+from lowtide.parallel.module import ParallelModule
 
 pytestmark = needs_gloo
 HUGGING_FACE = find_spec("transformers") is not None

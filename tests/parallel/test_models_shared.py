@@ -17,7 +17,7 @@ from lowtide import parallel as lp
 from lowtide.models import ModelError, preset
 from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
-from lowtide.parallel.layers import ParallelModule
+from lowtide.parallel.module import ParallelModule
 
 pytestmark = needs_gloo
 VOCABULARY = 37  # divides by nothing

@@ -14,7 +14,7 @@ from importlib import import_module
 import lowtide.plan
 for module in pkgutil.walk_packages(lowtide.plan.__path__, "lowtide.plan."):
     import_module(module.name)
-heavy = ("lowtide.store", "lowtide.run", "lowtide.trace")
+heavy = ("lowtide.store", "lowtide.run", "lowtide.trace.")
 print(sorted(name for name in sys.modules if name == "torch" or name.startswith(heavy)))
 """
 

@@ -109,11 +109,11 @@ def test_a_plan_made_again_has_its_own_program(twins: Any) -> None:
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
     kind = pair.limited.__dict__["forward"].latest
-    first = kind.program
+    first = kind.programs[False]
     kind.solve_again = "the test wants it"
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
-    assert kind.program is not first
+    assert kind.programs[False] is not first
 
 
 @pytest.mark.parametrize("policy", ["full", give_up_gelu])
@@ -130,7 +130,7 @@ def test_both_halves_hold_the_same_bytes(twins: Any, monkeypatch: pytest.MonkeyP
 
     compiled_peak = peak()
     monkeypatch.setattr(limiter, "compiled_program", lambda steps: None)
-    pair.limited.__dict__["forward"].latest.program = None
+    pair.limited.__dict__["forward"].latest.programs.clear()
     pair.step(lambda m: m(batch()), 4)
     assert len(heard(pair.limited, monkeypatch)) > 20
     assert peak() == compiled_peak

@@ -11,18 +11,15 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from scoped_model import N, Stack, batch, grads, make
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
-from lowtide import PlanError, private
+from lowtide import PlanError
 from lowtide.interception import interceptors
-from lowtide.run.record import handles
-from lowtide.run.record import recorder as record
-
-N = 16
 
 
 class Log(TorchDispatchMode):
@@ -44,51 +41,6 @@ def backward(loss: torch.Tensor) -> Log:
     with Log() as log:
         loss.backward()
     return log
-
-
-def batch() -> torch.Tensor:
-    return torch.randn(6, N, generator=torch.Generator().manual_seed(3))
-
-
-class Mlp(nn.Module):
-    def __init__(self) -> None:
-        super().__init__()
-        self.norm, self.up, self.down = nn.LayerNorm(N), nn.Linear(N, 4 * N), nn.Linear(4 * N, N)
-        self.drop = nn.Dropout(0.2)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return x + self.drop(self.down(F.gelu(self.up(self.norm(x)))))
-
-
-class Stack(nn.Module):
-    """Blocks, each in a scope when asked to be."""
-
-    def __init__(self, layers: int = 3) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList([Mlp() for _ in range(layers)])
-        self.scoped: Any = lambda k: True
-        self.policy: Any = None
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for k, block in enumerate(self.blocks):
-            if self.scoped(k):
-                with lowtide.checkpointing(policy=self.policy):
-                    x = block(x)
-            else:
-                x = block(x)
-        return x.square().mean()
-
-
-def grads(model: nn.Module, x: torch.Tensor | None = None) -> list[torch.Tensor]:
-    model.zero_grad()
-    torch.manual_seed(1)
-    model(batch() if x is None else x).backward()
-    return [p.grad.clone() for p in model.parameters()]
-
-
-def make(layers: int = 3) -> Stack:
-    torch.manual_seed(0)
-    return Stack(layers)
 
 
 @pytest.mark.parametrize(
@@ -441,118 +393,3 @@ def test_generator_loops_and_recursion(same: Any) -> None:
 
     flat(x, 4).sum().backward()
     assert same(scoped, x.grad)
-
-
-class Digests:
-    """Counts digests, each of which waits for the device, and second runs."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.digests = self.second_runs = 0
-        for module, name in ((record, "digest"), (handles, "digest"), (record, "why_not_reproduced")):
-            monkeypatch.setattr(module, name, self.counted(name, getattr(module, name)))
-
-    def counted(self, name: str, function: Any) -> Any:
-        def call(*args: Any) -> Any:
-            if name == "digest":
-                self.digests += 1
-            else:
-                self.second_runs += 1
-            return function(*args)
-
-        return call
-
-    def of(self, step: Any) -> tuple[bool, bool]:
-        """Whether a step took digests, and ran operations twice."""
-        self.digests = self.second_runs = 0
-        step()
-        return self.digests > 0, self.second_runs > 0
-
-
-def test_a_scope_verifies_when_it_runs_for_the_first_time(monkeypatch: pytest.MonkeyPatch, same: Any) -> None:
-    plain, model, count = make(), make(), Digests(monkeypatch)
-    plain.scoped = lambda k: False
-    assert count.of(lambda: grads(model)) == (True, True)
-    verified = count.second_runs
-    assert [count.of(lambda: grads(model)) for _ in range(3)] == [(False, False)] * 3
-    assert all(map(same, grads(plain), grads(model)))
-    # another shape, and the same again
-    assert count.of(lambda: grads(model, batch()[:3])) == (True, True)
-    assert count.of(lambda: grads(model, batch()[:3])) == (False, False)
-    assert count.of(lambda: grads(model)) == (False, False)
-    # a block that has not run yet
-    model.blocks.append(make(1).blocks[0])
-    assert count.of(lambda: grads(model)) == (True, True)
-    assert 0 < count.second_runs < verified
-    # other operations
-    model.blocks[1].drop.p = 0.0
-    assert count.of(lambda: grads(model)) == (True, True)
-    # another model, from the same lines
-    assert count.of(lambda: grads(make())) == (True, True)
-
-
-def test_verify_always_and_never(monkeypatch: pytest.MonkeyPatch, same: Any) -> None:
-    count, w = Digests(monkeypatch), nn.Parameter(batch())
-    found = []
-
-    def step(verify: Any) -> None:
-        w.grad = None
-        with lowtide.checkpointing(verify=verify):
-            y = F.gelu(w * 2).exp()
-        y.sum().backward()
-        found.append(w.grad)
-
-    for verify in ("always", "never"):
-        for _ in range(2):
-            assert count.of(lambda verify=verify: step(verify)) == ((verify == "always",) * 2)
-    assert all(same(found[0], other) for other in found)
-    with pytest.raises(PlanError, match="'sometimes' is not known"):
-        lowtide.checkpointing(verify="sometimes")  # type: ignore[arg-type]
-
-
-def test_a_scope_in_code_that_is_recorded_otherwise_is_verified_there(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """What a rule kept was not verified; it is when another rule evicts it in the same place."""
-    count, model = Digests(monkeypatch), make(1)
-    for policy, verified in (("keep_all", False), (["aten.gelu"], True), (None, True), (None, False)):
-        model.policy = policy
-        assert count.of(lambda: grads(model)) == (verified, verified), policy
-
-
-def test_fake_tensors_without_a_trace_are_refused() -> None:
-    with (
-        private.fake_mode(),
-        pytest.raises(PlanError, match="cannot record on fake tensors"),
-        lowtide.checkpointing(),
-    ):
-        pass
-    with private.fake_mode(), torch.no_grad(), lowtide.checkpointing():
-        pass  # there is nothing to record
-
-
-@pytest.mark.parametrize(
-    ("policy", "forced"),
-    [
-        (None, {"aten.addmm.default", "aten.tanh.default"}),
-        ("keep_all", set()),
-        (["aten.tanh.default"], {"aten.tanh.default"}),
-    ],
-)
-def test_a_fake_trace_knows_scopes_as_a_real_one_does(policy: Any, forced: set[str]) -> None:
-    class Scoped(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.layer = nn.Linear(N, N)
-
-        def forward(self, x: torch.Tensor) -> torch.Tensor:
-            with lowtide.checkpointing(policy):
-                x = F.gelu(self.layer(x)).tanh()
-            return x.exp().sin().sum()
-
-    def forced_in(graph: lowtide.StepGraph) -> set[str]:
-        producers = (graph.values[saved.value].producer for saved in graph.saved if saved.forced)
-        return {graph.operations[producer].name for producer in producers if producer is not None}
-
-    model, x = Scoped(), torch.randn(4, N)
-    assert forced_in(lowtide.trace(model, x, fake=True, costs=False)) == forced
-    assert forced_in(lowtide.trace(model, x, costs=False)) == forced

@@ -21,7 +21,6 @@ from lowtide.store.codec import (
     Dictionary,
     Form,
     Positive,
-    Raw,
     Sparse,
     chunk_elements,
     codec_named,
@@ -57,7 +56,6 @@ def test_lossless_codecs_give_back_every_bit(size: int, dtype: torch.dtype) -> N
     relu = torch.where(torch.rand(size) < 0.5, torch.randn(size), torch.zeros(size)).to(dtype)
     relu[::2] = 0
     assert same(relu, there_and_back(Sparse(0.6), relu))
-    assert same(relu, there_and_back(Raw(), relu))
 
 
 def test_odd_numbers_survive() -> None:
@@ -193,7 +191,7 @@ def test_an_accelerator_takes_larger_chunks_and_the_planner_knows() -> None:
         assert codec.scratch(count) == codec.scratch_bytes
         assert codec.scratch(count, "cuda:1") == 32 * codec.scratch_bytes
         assert codec.scratch(1000, "cuda") == codec.scratch(1000) < codec.scratch_bytes / 8
-    assert BFloat16().scratch(count, "cuda") == Raw().scratch(count) == 0
+    assert BFloat16().scratch(count, "cuda") == 0
 
 
 def test_chunks_of_any_size_hold_the_same_bytes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -16,11 +16,10 @@ import lowtide
 from lowtide import meter, policies
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Chain, Compress, Link, Moving, Offload, stages
+from lowtide.plan.data import Chain, Compress, Link, Moving, Offload, decision_of, stages
 from lowtide.plan.moves.linear import linear_values
 from lowtide.plan.moves.placements import (
     _measured,
-    decision_of,
     default_placements,
     missing_links,
     placements_of,

@@ -18,9 +18,11 @@ import torch
 
 from lowtide import meter
 from lowtide.errors import PlanError
+from lowtide.plan.data.decisions import TIERS
 from lowtide.store.arena import Arena, Region
 from lowtide.store.disk import BUFFER_BYTES, Disk
 from lowtide.store.host import Host
+from lowtide.store.stores import Stores
 from lowtide.store.tier import StoreError, Tier
 
 Make = Callable[..., Tier]
@@ -246,3 +248,9 @@ def test_transfers_go_through_buffers_that_do_not_grow(make: Make) -> None:
             meter.measure(lambda t=tier, o=out, s=slot: t.read(s, o).wait(), timeline=False).peak_bytes == 0
         )
         assert torch.equal(data, out)
+
+
+def test_every_tier_that_a_plan_may_name_can_be_opened(tmp_path: Path) -> None:
+    with Stores() as stores:
+        opened = {name: stores.tier(name, str(tmp_path), torch.device("cpu")) for name in TIERS}
+    assert {name: tier.name for name, tier in opened.items()} == {name: name for name in TIERS}

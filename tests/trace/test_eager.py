@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,16 +11,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import lowtide
-from lowtide import TraceError, private
+from lowtide import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors
-from lowtide.ops import op_info
 from lowtide.plan.simulate import plain
-from lowtide.trace import eager
-from lowtide.trace.clock import Clock
 from lowtide.trace.eager import StepTracer
-from lowtide.trace.fake.tracer import FakeTracer
-from lowtide.trace.tracer import Call
 
 torch.set_num_threads(1)
 N = 16
@@ -494,46 +486,3 @@ def test_a_real_trace_knows_how_long_backward_holds_what_it_was_handed() -> None
             checked += len(near)
             assert near and all(place[operation.index] < ends[s.id] <= released[s.id] for s in near)
     assert checked >= 2
-
-
-# ---- devices -------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind", [StepTracer, FakeTracer])
-def test_tensors_of_other_devices_count_no_bytes_and_are_not_evicted(kind: Any) -> None:
-    """The meta device stands for the host, beside a GPU."""
-    tracer = kind(None, torch.device("cpu"))
-    with tracer, private.fake_mode() if kind is FakeTracer else nullcontext():
-        here, there = (torch.ones(100, device=device).exp() for device in ("cpu", "meta"))
-        assert [tracer.packs(tensor)[1] for tensor in (here, there)] == [True, False]
-    graph = tracer.graph()
-    assert [o.name for o in graph.operations] == ["aten.ones.default", "aten.exp.default"] * 2
-    assert [s.bytes for s in graph.storages] == [400, 400, 0, 0]
-    assert [s.droppable for s in graph.saved] == [True, False]
-
-
-def test_scratch_is_read_by_the_meter_of_the_steps_device(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[torch.device] = []
-
-    @contextmanager
-    def peak(device: torch.device) -> Iterator[SimpleNamespace]:
-        asked.append(device)
-        yield SimpleNamespace(peak_bytes=1000, live_bytes=400)
-
-    monkeypatch.setattr(eager, "peak", peak)
-    tracer = StepTracer(None, torch.device("cuda"))
-    tracer.clock = Clock(torch.device("cpu"))
-    tracer.in_region = False
-    with tracer:
-        torch.ones(2, device="meta").exp()
-    assert asked == [torch.device("cuda")] * 2
-    assert [o.scratch_bytes for o in tracer.graph().operations] == [600, 600]
-
-
-@pytest.mark.parametrize("name", ["mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"])
-def test_what_fake_tensors_reserve_nothing_for_is_run_for_real(name: str) -> None:
-    func = getattr(torch.ops.aten, name).default
-    tracer = FakeTracer()
-    call = Call(func, (), {}, op_info(func), [], [], [], ())
-    with pytest.raises(TraceError, match="run the step for real"):
-        tracer.run(call)

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import gzip
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
-from lowtide.train.data import STANDARD_LIBRARY_BYTES, Batches, DataError, load_corpus
+from lowtide.train import text as texts
+from lowtide.train.data import Blocks, Corpus, batches, tokenize
+from lowtide.train.text import STANDARD_LIBRARY_BYTES, DataError, read_text
+from lowtide.train.tokenizer import (
+    Bytes,
+    HuggingFaceTokenizer,
+    TokenizerError,
+    find_tokenizer,
+    train_tokenizer,
+)
+
+
+def load_corpus(path: Path | None = None) -> Corpus:
+    return tokenize(read_text(None if path is None else str(path)), Bytes())
 
 
 def test_the_standard_library_is_there_and_always_the_same() -> None:
@@ -24,7 +36,7 @@ def test_the_standard_library_is_there_and_always_the_same() -> None:
 
 def test_a_python_without_sources_names_the_way_out(tmp_path: Path) -> None:
     with pytest.raises(DataError, match="pass --data"):
-        load_corpus(standard_library=tmp_path)
+        texts._standard_library(tmp_path)
 
 
 def test_a_file_ends_with_its_validation_text(tmp_path: Path) -> None:
@@ -90,32 +102,98 @@ def test_any_encoding_that_extends_ascii_is_text(tmp_path: Path) -> None:
         assert load_corpus(tmp_path / encoding).train.size > 0
 
 
-@given(
-    st.integers(2, 400), st.integers(1, 5), st.integers(1, 64), st.integers(0, 2**32), st.integers(0, 10**9)
-)
-def test_batches_are_windows_that_depend_on_seed_and_index_alone(
-    size: int, batch: int, sequence: int, seed: int, index: int
-) -> None:
-    text = np.arange(size) % 251
-    if size < sequence + 1:
-        with pytest.raises(DataError, match=f"--seq {sequence} needs at least {sequence + 1}"):
-            Batches(text, batch, sequence, seed)
-        return
-    tokens, targets = Batches(text, batch, sequence, seed).draw(index)
-    assert tokens.shape == targets.shape == (batch, sequence)
-    assert tokens.dtype == targets.dtype == torch.int64
-    assert torch.equal((tokens + 1) % 251, targets)
-    assert torch.equal(tokens, Batches(text, batch, sequence, seed).draw(index)[0])
+POEM = [f"{i} squared is {i * i}.\n".encode() for i in range(400)]
 
 
-def test_different_seeds_and_indices_draw_different_batches() -> None:
-    text = np.random.default_rng(0).integers(0, 256, 100_000)
-    draws = [Batches(text, 2, 16, seed).draw(index)[0] for seed in (0, 1) for index in (0, 1)]
-    assert len({tuple(draw.flatten().tolist()) for draw in draws}) == 4
+def test_blocks_of_one_token_too_few_are_refused() -> None:
+    assert len(Blocks(np.arange(9), 8)) == 1
+    with pytest.raises(DataError, match="--seq 9 needs at least 10"):
+        Blocks(np.arange(9), 9)
+
+
+def test_an_epoch_has_every_block_once_and_targets_come_one_later() -> None:
+    order = iter(batches(Blocks(np.arange(91), 10), batch=3, seed=0))
+    epoch = [next(order) for _ in range(3)]
+    assert all(torch.equal(tokens + 1, targets) for tokens, targets in epoch)
+    assert sorted(int(row[0]) for tokens, _ in epoch for row in tokens) == list(range(0, 90, 10))
+    other = [next(order) for _ in range(3)]
+    assert [tokens.tolist() for tokens, _ in epoch] != [tokens.tolist() for tokens, _ in other]
+
+
+@pytest.mark.parametrize("done", [0, 1, 3, 7])
+def test_a_loader_goes_on_where_another_stopped_and_draws_nothing_of_others(done: int) -> None:
+    before = torch.get_rng_state()
+    whole = batches(Blocks(np.arange(91), 10), batch=4, seed=5)
+    order = iter(whole)
+    for _ in range(done):
+        next(order)
+    state = whole.state_dict()
+    resumed = batches(Blocks(np.arange(91), 10), batch=4, seed=5)
+    resumed.load_state_dict(json.loads(json.dumps(state)))
+    rest = iter(resumed)
+    for _ in range(6):
+        assert torch.equal(next(order)[0], next(rest)[0])
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_validation_batches_span_the_text() -> None:
-    batches = list(Batches(np.arange(1001), 2, 10, 0).spread(3))
-    assert [tokens.shape for tokens, _ in batches] == [(2, 10)] * 3
-    assert batches[0][0][0, 0] == 0
-    assert batches[-1][1][-1, -1] == 1000
+    found = list(Blocks(np.arange(1001), 10).spread(3, batch=2))
+    assert [tokens.shape for tokens, _ in found] == [(2, 10)] * 3
+    assert found[0][0][0, 0] == 0
+    assert found[-1][1][-1, -1] == 1000
+
+
+def test_a_tokenizer_is_trained_on_the_text_saved_and_found_again(tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    made = train_tokenizer(POEM, 300)
+    tokens = made.encode(POEM)
+    assert 256 < made.vocabulary <= 300 and tokens.size < sum(map(len, POEM))
+    ends = [made.tokenizer.eos_token_id]
+    assert np.isin(tokens, ends).sum() == len(POEM), "an end after each document"
+    text = made.tokenizer.decode([t for t in tokens.tolist() if t not in ends])
+    assert text.encode() == b"".join(POEM), "it can write any text"
+    made.save(tmp_path)
+    expected = np.array(made.tokenizer("7 squared")["input_ids"])
+    for asked, model, run in (
+        (str(tmp_path), "gpt-nano", None),
+        (str(tmp_path / "tokenizer.json"), "gpt-nano", None),
+        (None, str(tmp_path), None),
+        ("train:300", "gpt-nano", tmp_path),
+    ):
+        found = find_tokenizer(asked, model, None, [b"other text"], run)
+        assert isinstance(found, HuggingFaceTokenizer)
+        assert np.array_equal(found.encode([b"7 squared"])[: expected.size], expected)
+
+
+@pytest.mark.parametrize(
+    ("asked", "message"), [("train:100", "give more"), ("./nowhere", "there is no tokenizer in './nowhere'")]
+)
+def test_a_tokenizer_that_cannot_be_is_refused(asked: str, message: str) -> None:
+    pytest.importorskip("transformers")
+    with pytest.raises(TokenizerError, match=message):
+        find_tokenizer(asked, "gpt-nano", None, POEM)
+
+
+def test_a_built_in_model_reads_bytes_unless_told_otherwise() -> None:
+    assert isinstance(find_tokenizer(None, "gpt2", None, POEM), Bytes)
+
+
+@pytest.mark.parametrize("kind", ["jsonl", "csv", "parquet", "saved"])
+def test_rows_are_documents(tmp_path: Path, kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    datasets = pytest.importorskip("datasets")
+    rows = datasets.Dataset.from_dict({"text": [row.decode() for row in POEM], "other": ["x"] * len(POEM)})
+    file = str(tmp_path / f"rows.{kind}")
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "cache")
+    {"jsonl": rows.to_json, "csv": rows.to_csv, "parquet": rows.to_parquet, "saved": rows.save_to_disk}[kind](
+        file
+    )
+    found = read_text(file)
+    assert len(found.validation) == 20 and sorted(found.train + found.validation) == sorted(POEM)
+    assert read_text(file, "other").train[0] == b"x"
+    with pytest.raises(DataError, match="no column 'words' of strings; choose one with --text-column: text"):
+        read_text(file, "words")
+
+
+def test_columns_are_refused_where_there_are_none() -> None:
+    with pytest.raises(DataError, match="has no columns: leave it out"):
+        read_text(None, "text")

@@ -28,10 +28,11 @@ from lowtide.train.planning import PlanOptions
         ({"silent_seconds": -1.0, "dp": 2}, r"--silent-seconds -1\.0: it cannot be negative"),
         ({"silent_seconds": 60.0}, r"--silent-seconds 60\.0: one process waits for nobody"),
         ({"resume": True}, "--resume: it needs --checkpoint-dir"),
-        ({"stop_after": 300}, "--stop-after 300: choose a step from 1 to --steps 150"),
+        ({"stop_after": 300}, "--stop-after 300: choose a step from 1 to --steps 100"),
         ({"plot": Path("a.png"), "compare": False}, "leave out --no-compare"),
         ({"plot": Path("a.txt")}, r"--plot a.txt: choose a name that ends in \.png"),
         ({"json": Path("missing/a.json")}, "--json missing/a.json: cannot write a file there"),
+        ({"lr_schedule": "steep"}, "--lr-schedule steep: choose one of cosine, linear, constant"),
         ({"device": "tpu9"}, "--device tpu9"),
         ({"device": "mps"}, "--device mps: choose cpu, cuda"),
     ],
@@ -46,6 +47,7 @@ def test_an_impossible_value_is_named(options: dict[str, Any], message: str) -> 
     [
         ({"model": "gpt-nano", "seq": 2000}, "gpt-nano has 1024 positions, choose at most that"),
         ({"model": "hf:gpt2:vocab_size=100"}, "vocabulary of 100 is too small for bytes"),
+        ({"model": "gpt-nano", "pretrained": True}, "gpt-nano is a shape and has no weights"),
     ],
 )
 def test_a_model_that_cannot_read_the_text_is_refused(options: dict[str, Any], message: str) -> None:
@@ -81,7 +83,7 @@ def test_what_shapes_the_losses_is_in_the_trajectory_and_the_rest_is_not() -> No
         {"dropout": 0.1},
         {"grad_accum": 2},
         {"dtype": "bf16"},
-        {"steps": 100},
+        {"steps": 90},
         {"unfused_attention": True},
     ):
         assert TrainOptions(model="gpt-nano", **other).trajectory("text") != base

@@ -308,3 +308,52 @@ def test_a_run_asked_to_stop_saves_and_can_go_on(text: Path, tmp_path: Path) -> 
     step = checkpoint.load(folder).step
     assert f"stopped after step {step}" in " ".join(output.split())
     assert len(json.loads((folder / "results.json").read_text())["losses"]) == step
+
+
+def test_weights_and_tokenizer_of_a_folder_are_where_a_run_begins(text: Path, tmp_path: Path) -> None:
+    transformers = pytest.importorskip("transformers")
+    from lowtide.models import ModelError, build_model
+    from lowtide.train.tokenizer import train_tokenizer
+
+    folder = tmp_path / "model"
+    tokenizer = train_tokenizer([text.read_bytes()], 300)
+    tokenizer.save(folder)
+    config = transformers.LlamaConfig(
+        vocab_size=tokenizer.vocabulary, hidden_size=32, intermediate_size=64, num_hidden_layers=2,
+        num_attention_heads=2, max_position_embeddings=64,
+    )  # fmt: skip
+    torch.manual_seed(3)
+    model = transformers.LlamaForCausalLM(config)
+    config.save_pretrained(folder)
+    begins = options(text, model=str(folder), pretrained=True, steps=2, batch=2, seq=32, lr=1e-30)
+    with pytest.raises(ModelError, match=r"a model\.safetensors is needed there"):
+        train(begins)
+    model.save_pretrained(folder)
+    built = build_model(begins.spec(tokenizer.vocabulary))
+    assert built.training and all(
+        torch.equal(one, other) for one, other in zip(model.parameters(), built.parameters(), strict=True)
+    )
+    curves = tmp_path / "curves"
+    result = train(dataclasses.replace(begins, checkpoint_dir=tmp_path / "run", tensorboard=curves))
+    saved = checkpoint.load(tmp_path / "run").state["model"]
+    for name, tensor in model.state_dict().items():
+        assert torch.allclose(saved[f"model.{name}"], tensor), "so small a rate leaves them as they were"
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    told = EventAccumulator(str(curves)).Reload()
+    assert [row.value for row in told.Scalars("loss")] == pytest.approx(result.losses)
+    assert [row.step for row in told.Scalars("validation_loss")] == [2]
+    assert "memory/peak_mib" in told.Tags()["scalars"] or not meter.available()
+
+
+def test_a_trained_tokenizer_is_the_same_when_a_run_goes_on(text: Path, tmp_path: Path) -> None:
+    pytest.importorskip("transformers")
+    small = unplanned(text, steps=4, seq=32, tokenizer="train:300")
+    whole = train(dataclasses.replace(small, checkpoint_dir=tmp_path / "whole"))
+    parts = dataclasses.replace(small, checkpoint_dir=tmp_path / "parts")
+    first = train(dataclasses.replace(parts, stop_after=2))
+    second = train(dataclasses.replace(parts, resume=True))
+    assert trail(first) + trail(second) == trail(whole)
+    with pytest.raises(OptionError, match="or with another tokenizer"):
+        train(dataclasses.replace(parts, steps=5, resume=True, tokenizer=None))

@@ -145,8 +145,10 @@ def compile(
     The first step compiles: the graph of forward and backward is planned as `lowtide.limit_memory` plans a
     step and cut where the plan says; what the backend would really allocate is predicted without compiling a
     kernel; then the step is compiled. Later steps run compiled code alone. Where the model fits the budget as
-    it is, it is compiled as `torch.compile` would. Each graph is planned by itself: with graph breaks, what one graph keeps for its
-    backward is not counted in the others.
+    it is, it is compiled as `torch.compile` would.
+
+    Each graph is planned by itself: with graph breaks, what one graph keeps for its backward is not counted
+    in the others, nor is a loss outside the model.
 
     Args:
         model: any module.
@@ -195,8 +197,9 @@ def compile(
 def compile_options(budget: str | int) -> dict[str, Any]:
     """Settings for ``torch.compile(model, options=...)`` that hold a budget.
 
-    A graph is all that is known here: its inputs (parameters among them) and what it allocates count, gradients
-    that stand before the step, an optimizer's state and other graphs do not. `lowtide.compile` knows more.
+    A graph is all that is known here: its inputs (parameters among them) and what it allocates count,
+    gradients that stand before the step, an optimizer's state and other graphs do not.
+    `lowtide.compile` knows more.
 
     Args:
         budget: as of `lowtide.compile`.

@@ -45,6 +45,7 @@ class _Ledger(TorchDispatchMode):
         self.scratch = scratch
         self.standing: set[int] = set()
         self.lending = False  # what is made now stands anyway
+        self.lent: list[torch.Tensor] = []  # held: addresses of storages are used again
         self.holders: dict[int, int] = {}
         self.live = self.peak = 0
 
@@ -132,6 +133,8 @@ def _alike(
         ledger.lending = standing
         seen[address] = torch.empty(count, dtype=value.dtype, device=value.device)
         ledger.lending = False
+        if standing:
+            ledger.lent.append(seen[address])
     base = seen[address]
     if base.dtype != value.dtype:
         base = base.view(value.dtype)

@@ -122,7 +122,8 @@ class Joint:
         """Nodes whose results no kernel writes to memory.
 
         A fusible result is written where an operation reads it that is no generated kernel, where it is
-        returned, and where a reader stands beyond such an operation: that one runs in another kernel, much later.
+        returned, and where a reader stands beyond such an operation: that one runs in another
+        kernel, much later.
         """
         if self.fusible is None:
             return set()

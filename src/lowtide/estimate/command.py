@@ -58,11 +58,17 @@ SequenceParallel = Annotated[
 Pp = Annotated[int | None, _option("Pipeline stages (p). [default: 1]")]
 Interleave = Annotated[int | None, _option("Model chunks on a stage (m). [default: 1]")]
 Dp = Annotated[int | None, _option("Data parallel size (d). [default: 1]")]
+Cp = Annotated[int | None, _option("Context parallel size: ranks that share each sequence. [default: 1]")]
 Zero = Annotated[
-    int | None, _option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights). [default: 0]")
+    int | None,
+    _option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights: FSDP). [default: 0]"),
 ]
 Recompute = Annotated[
-    str | None, _option("none, selective, full, sqrt, or a number of layers of each stage. [default: none]")
+    str | None,
+    _option(
+        "none; selective (Megatron's: the attention core); full; selective-op, selective-layer "
+        "(torchtitan's); sqrt; or a number of layers of each stage. [default: none]"
+    ),
 ]
 Attention = Annotated[
     Literal["unfused", "fused"] | None,
@@ -85,7 +91,13 @@ PartitionActivations = Annotated[
     Switch, _option("ZeRO-R's P_a: split kept layer inputs among tensor ranks.", "--partition-activations")
 ]
 OffloadActivations = Annotated[Switch, _option("Keep activations on the host.", "--offload-activations")]
-ChunkedLoss = Annotated[Switch, _option("Output layer and loss in --loss-chunks pieces.", "--chunked-loss")]
+Loss = Annotated[
+    Literal["torch", "in-place", "compiled", "chunked"] | None,
+    _option(
+        "Cross entropy: torch's, in place (Megatron's and lowtide's), torch's compiled, or in --loss-chunks "
+        "pieces with the output layer. [default: torch at t = 1, in-place above]"
+    ),
+]
 LossChunks = Annotated[int | None, _option("Pieces of a chunked loss. [default: 8]")]
 UnfusedMlp = Annotated[
     Switch, _option("SwiGLU in separate operations, which also keep silu(gate).", "--unfused-mlp")
@@ -94,6 +106,14 @@ KeepOutputs = Annotated[
     Switch,
     _option("Stage outputs are not freed after sending (arXiv 2205.05198, App. B).", "--keep-output-tensors"),
 ]
+KeepGathered = Annotated[
+    Switch,
+    _option("Gathered inputs are kept under --sequence-parallel (DTensor, nanotron).", "--keep-gathered"),
+]
+Compile = Annotated[
+    Switch, _option("Pointwise operations are fused, by torch.compile or by hand (times only).", "--compile")
+]
+Float8 = Annotated[Switch, _option("The layers' products run in float8 (times only).", "--float8")]
 AsPublished = Annotated[
     bool,
     typer.Option(
@@ -107,7 +127,9 @@ PeakTflops = Annotated[
     float | None,
     _option("Peak TFLOP/s of one device, for MFU and HFU. [default: the --device's]", "--peak-tflops"),
 ]
-DeviceName = Annotated[str | None, _option("a100, h100, h200, ...: its memory and peak rate.")]
+DeviceName = Annotated[
+    str | None, _option("a100, h100, h200, ...: its memory and peak rate, and a prediction of the time.")
+]
 Memory = Annotated[str | None, _option("Memory of a device (80GB, 80GiB). [default: the --device's]")]
 ConfigFile = Annotated[
     Path | None, _option("A JSON file with the flags' names as keys; flags go before it.", "--config")
@@ -177,6 +199,7 @@ def estimate_command(
     pp: Pp = None,
     interleave: Interleave = None,
     dp: Dp = None,
+    cp: Cp = None,
     zero: Zero = None,
     recompute: Recompute = None,
     attention: Attention = None,
@@ -187,10 +210,13 @@ def estimate_command(
     offload_optimizer: OffloadOptimizer = None,
     partition_activations: PartitionActivations = None,
     offload_activations: OffloadActivations = None,
-    chunked_loss: ChunkedLoss = None,
+    loss: Loss = None,
     loss_chunks: LossChunks = None,
     unfused_mlp: UnfusedMlp = None,
     keep_output_tensors: KeepOutputs = None,
+    keep_gathered: KeepGathered = None,
+    compile: Compile = None,
+    float8: Float8 = None,
     as_published: AsPublished = False,
     iteration_time: IterationTime = None,
     peak_tflops: PeakTflops = None,
@@ -225,7 +251,7 @@ def estimate_command(
     else:
         from rich.console import Console
 
-        render.show(found, Console(), stage, lines=not brief)
+        render.show(found, Console(), stage, lines=not brief, name=model)
 
 
 SETTINGS = frozenset({
@@ -233,8 +259,8 @@ SETTINGS = frozenset({
     "bias", "tied", "seq", "micro_batch",
     "global_batch", "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "attention", "dropout",
     "dtype", "gradient_dtype", "optimizer",
-    "offload_optimizer", "partition_activations", "offload_activations", "chunked_loss", "loss_chunks",
-    "unfused_mlp", "keep_output_tensors",
+    "offload_optimizer", "partition_activations", "offload_activations", "loss", "loss_chunks",
+    "unfused_mlp", "keep_output_tensors", "keep_gathered", "cp", "compile", "float8",
 })  # fmt: skip
 
 
@@ -268,5 +294,5 @@ def make(
     if as_published:
         given["as_published"] = True
     if config is not None:
-        return estimate(read_config(config, model=model, **given))
-    return estimate(configure(model, **given))
+        return estimate(read_config(config, model=model, **given), known)
+    return estimate(configure(model, **given), known)

@@ -7,6 +7,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
+from fractions import Fraction
 from pathlib import Path
 from typing import Any, Literal
 
@@ -15,7 +16,9 @@ from lowtide.estimate.hugging_face import read_hugging_face, read_json
 from lowtide.estimate.presets import PAPER, Preset, changed, preset
 from lowtide.estimate.shape import Shape, check_size, kv_heads_per_rank
 
-Recompute = Literal["none", "selective", "full", "sqrt"] | int
+RECOMPUTE = ("none", "selective", "selective-op", "selective-layer", "full", "sqrt")
+Recompute = Literal["none", "selective", "selective-op", "selective-layer", "full", "sqrt"] | int
+Loss = Literal["auto", "torch", "in-place", "compiled", "chunked"]
 Dtype = Literal["bf16", "fp16", "fp32", "autocast"]
 Optimizer = Literal["adam", "adamw", "momentum", "sgd"]
 
@@ -28,6 +31,7 @@ _CHOICES: dict[str, tuple[Any, ...]] = {
     "dtype": ("bf16", "fp16", "fp32", "autocast"),
     "gradient_dtype": ("auto", "bf16", "fp16", "fp32"),
     "optimizer": tuple(OPTIMIZER_STATES),
+    "loss": ("auto", "torch", "in-place", "compiled", "chunked"),
 }
 _SIZES = {
     "seq": 1 << 30,
@@ -36,11 +40,12 @@ _SIZES = {
     "pp": 1 << 14,
     "interleave": 1 << 10,
     "dp": 1 << 20,
+    "cp": 1 << 14,
     "loss_chunks": 1 << 20,
 }
 _SWITCHES = (
-    "sequence_parallel", "partition_activations", "offload_activations", "chunked_loss", "unfused_mlp",
-    "keep_output_tensors",
+    "sequence_parallel", "partition_activations", "offload_activations", "unfused_mlp",
+    "keep_output_tensors", "keep_gathered", "compile", "float8",
 )  # fmt: skip
 
 
@@ -53,15 +58,20 @@ class Config:
         seq: tokens in a sequence (s); the model's longest where it is 0.
         micro_batch: sequences in a micro-batch (b).
         global_batch: sequences in an optimizer step (B); just enough to fill the pipeline where it is 0.
-        tp, pp, dp: tensor (t), pipeline (p) and data parallel size; the product is the number of devices.
+        tp, pp, dp, cp: tensor (t), pipeline (p), data (d) and context parallel size; the product is the
+            number of devices. Context-parallel ranks share each sequence and, for ZeRO, count as
+            data-parallel ones.
         sequence_parallel: whether norms and dropouts are split along the sequence (2205.05198, Section
             4.2.2).
         interleave: model chunks on a pipeline stage (m); 1 is plain 1F1B.
         zero: ZeRO's stage (1910.02054): 1 splits the optimizer over the data-parallel ranks, 2 gradients too,
-            3 weights too.
-        recompute: ``none``; ``selective``: the attention core (2205.05198, Section 5); ``full``: each layer
-            from its input; ``sqrt``: segments of about the square root of the layers (1604.06174); or a
-            number: that many layers of every stage in full, the rest kept.
+            3 weights too (FSDP2's ``fully_shard``).
+        recompute: ``none``; ``selective``: the attention core (2205.05198, Section 5; Megatron's
+            ``--recompute-granularity selective``); ``full``: each layer from its input; ``selective-op``:
+            every second matrix product is kept, and attention (torchtitan's ``selective_ac_option = "op"``);
+            ``selective-layer``: every second layer in full (torchtitan's ``selective_ac_option = "2"``);
+            ``sqrt``: segments of about the square root of the layers (1604.06174); or a number: that many
+            layers of every stage in full, the rest kept.
         attention: ``unfused`` keeps the quadratic score matrices; ``fused`` keeps the output and one
             log-sum-exp a row.
         dropout: probability. Only whether it is 0 matters: each dropout keeps a mask of one byte an element.
@@ -77,7 +87,15 @@ class Config:
             (ZeRO-R's P_a).
         offload_activations: what is kept for backward lies on the host (with ``partition_activations``:
             P_a+cpu).
-        chunked_loss: tokens pass the output layer in ``loss_chunks`` pieces, recomputed in backward.
+        loss: how cross entropy is computed. ``torch``: `torch.nn.functional.cross_entropy` on float32 logits,
+            14 bytes a logit in bfloat16 at its peak; ``in-place``: Megatron's and lowtide's, 6; ``compiled``:
+            torch's under `torch.compile`, 6; ``chunked``: tokens pass the output layer in ``loss_chunks``
+            pieces, recomputed in backward. ``auto`` is ``torch`` at t = 1 and ``in-place`` above.
+        keep_gathered: under sequence parallelism a layer keeps its gathered inputs (DTensor, nanotron) rather
+            than gather them again in backward (Megatron and lowtide).
+        compile: pointwise operations are fused, by `torch.compile` or by hand (Megatron-Core with
+            TransformerEngine). Changes times, and the bytes of ``selective-op``.
+        float8: the layers' matrix products run in float8. Changes times, not bytes.
         unfused_mlp: SwiGLU in separate operations, which keep silu(gate) too.
         keep_output_tensors: a stage's outputs are not freed after they were sent (2205.05198, Appendix B,
             before).
@@ -100,6 +118,7 @@ class Config:
     pp: int = 1
     interleave: int = 1
     dp: int = 1
+    cp: int = 1
     zero: int = 0
     recompute: Recompute = "none"
     attention: Literal["unfused", "fused"] = "unfused"
@@ -110,10 +129,13 @@ class Config:
     offload_optimizer: float = 0.0
     partition_activations: bool = False
     offload_activations: bool = False
-    chunked_loss: bool = False
+    loss: Loss = "auto"
     loss_chunks: int = 8
     unfused_mlp: bool = False
     keep_output_tensors: bool = False
+    keep_gathered: bool = False
+    compile: bool = False
+    float8: bool = False
     iteration_seconds: float | None = None
     peak_flops: float | None = None
     memory_bytes: int | None = None
@@ -180,10 +202,21 @@ class Config:
                 "--sequence-parallel with --tp=1: there are no tensor-parallel ranks to split a sequence "
                 "among; give --tp 2 or more"
             )
-        if self.sequence_parallel and self.seq % self.tp:
+        if self.cp > 1 and self.attention == "unfused":
             raise EstimateError(
-                f"--seq={self.seq} does not divide by --tp={self.tp}, as --sequence-parallel needs: choose a "
-                f"multiple of {self.tp}"
+                f"--cp={self.cp} passes keys and values around a ring, which a fused kernel does: give "
+                "--attention fused"
+            )
+        split = self.tp * self.cp if self.sequence_parallel else self.cp
+        if self.seq % split:
+            by = "--tp" if self.cp == 1 else "--cp x --tp" if self.sequence_parallel else "--cp"
+            raise EstimateError(
+                f"--seq={self.seq} does not divide by {by}={split}, among whose ranks it is split: choose a "
+                f"multiple of {split}"
+            )
+        if self.keep_gathered and not self.sequence_parallel:
+            raise EstimateError(
+                "--keep-gathered without --sequence-parallel: nothing is gathered; give both or neither"
             )
         layers = self.model.layers
         if self.interleave > 1 and self.pp == 1:
@@ -222,10 +255,9 @@ class Config:
                     f"--recompute={given}: a number of layers of each pipeline stage, from 1 to "
                     f"{stage_layers}{many}"
                 )
-        elif given not in ("none", "selective", "full", "sqrt"):
+        elif given not in RECOMPUTE:
             raise EstimateError(
-                f"--recompute={given!r}: choose none, selective, full, sqrt or a number of layers of each "
-                "stage"
+                f"--recompute={given!r}: choose {', '.join(RECOMPUTE)} or a number of layers of each stage"
             )
         if self.partition_activations:
             if given not in ("full", "sqrt"):
@@ -243,16 +275,35 @@ class Config:
                     "--partition-activations with --sequence-parallel: layer inputs are already split along "
                     "the sequence; choose one of the two"
                 )
-        if self.loss_chunks != 8 and not self.chunked_loss:
+        if self.loss_chunks != 8 and self.loss != "chunked":
             raise EstimateError(
-                f"--loss-chunks={self.loss_chunks} without --chunked-loss changes nothing: give both or "
+                f"--loss-chunks={self.loss_chunks} without --loss chunked changes nothing: give both or "
                 "neither"
             )
 
     @property
     def devices(self) -> int:
-        """Number of devices: t p d."""
-        return self.tp * self.pp * self.dp
+        """Number of devices: t p d and the context-parallel size."""
+        return self.tp * self.pp * self.shards
+
+    @property
+    def shards(self) -> int:
+        """Ranks among which ZeRO splits a stage's states: data- and context-parallel ones."""
+        return self.dp * self.cp
+
+    @property
+    def loss_kind(self) -> str:
+        """What ``auto`` stands for, or ``loss`` itself."""
+        return self.loss if self.loss != "auto" else "torch" if self.tp == 1 else "in-place"
+
+    @property
+    def recomputed_share(self) -> Fraction:
+        """Share of the layers that are recomputed in full."""
+        if self.recompute in ("full", "sqrt"):
+            return Fraction(1)
+        if self.recompute == "selective-layer":
+            return Fraction(1, 2)
+        return Fraction(self.recompute, self.stage_layers) if isinstance(self.recompute, int) else Fraction(0)
 
     @property
     def micro_batches(self) -> int:
@@ -266,8 +317,8 @@ class Config:
 
     @property
     def tokens(self) -> int:
-        """Tokens in a micro-batch: s b."""
-        return self.seq * self.micro_batch
+        """Tokens of a micro-batch on one context-parallel rank: s b where there is one."""
+        return self.seq * self.micro_batch // self.cp
 
     @property
     def replication(self) -> int:

@@ -1,4 +1,4 @@
-"""Accelerators by name: what their makers' data sheets say, as numbers."""
+"""Accelerators by name: what their makers' data sheets say, as numbers, and the memory that PyTorch sees."""
 
 from __future__ import annotations
 
@@ -16,12 +16,15 @@ class Device:
     Attributes:
         name: what it is called.
         flops: peak FLOP/s of dense bfloat16 matrix products.
-        memory_bytes: its memory as the driver reports it (an "80 GB" card has 80 GiB less what is reserved).
+        memory_bytes: its memory as `torch.cuda.mem_get_info` reports the total: a card of "80 GB" has 79.2
+            GiB.
         memory_bandwidth: bytes a second to its memory.
         node: devices in a node, joined by the fast link.
         node_bandwidth: bytes a second that one device sends over the fast link.
         network_bandwidth: bytes a second that one device sends to other nodes.
         host_bandwidth: bytes a second to the host, one direction.
+        measured: the device of `lowtide.estimate.speed.EFFICIENCIES` whose efficiencies it takes: its own, or
+            those of the nearest that runs were published for.
     """
 
     name: str
@@ -32,30 +35,41 @@ class Device:
     node_bandwidth: float
     network_bandwidth: float
     host_bandwidth: float
+    measured: str
 
 
 def _device(
-    name: str, tflops: float, gb: int, bandwidth: float, node: float, network: float, host: float
+    name: str,
+    tflops: float,
+    gib: float,
+    bandwidth: float,
+    node: float,
+    network: float,
+    host: float,
+    like: str,
 ) -> Device:
-    return Device(name, tflops * 1e12, gb * _GB, bandwidth * _GB, 8, node * _GB, network * _GB, host * _GB)
+    return Device(
+        name, tflops * 1e12, int(gib * 2**30), bandwidth * _GB, 8, node * _GB, network * _GB, host * _GB, like
+    )
 
 
 DEVICES = {
     device.name: device
     for device in (
-        _device("v100", 125, 32, 900, 150, 3.1, 12),
-        _device("a100-40gb", 312, 40, 1555, 300, 25, 25),
-        _device("a100", 312, 80, 2039, 300, 25, 25),
-        _device("h100", 989, 80, 3350, 450, 50, 50),
-        _device("h200", 989, 141, 4800, 450, 50, 50),
-        _device("b200", 2250, 180, 8000, 900, 50, 50),
-        _device("rtx4090", 165, 24, 1008, 25, 3.1, 25),
-        _device("l40s", 362, 48, 864, 25, 25, 25),
+        _device("v100", 125, 31.74, 900, 150, 3.1, 12, "a100"),
+        _device("a100-40gb", 312, 39.39, 1555, 300, 25, 25, "a100"),
+        _device("a100", 312, 79.15, 2039, 300, 25, 25, "a100"),
+        _device("a800", 312, 79.15, 2039, 200, 25, 25, "a100"),
+        _device("h100", 989, 79.18, 3350, 450, 50, 50, "h100"),
+        _device("h100-96gb", 989, 95.02, 2400, 450, 50, 50, "h100-96gb"),
+        _device("h200", 989, 139.80, 4800, 450, 50, 50, "h200"),
+        _device("b200", 2250, 178.35, 8000, 900, 50, 50, "b200"),
+        _device("rtx4090", 165, 23.64, 1008, 25, 3.1, 25, "a100"),
+        _device("l40s", 362, 44.39, 864, 25, 25, 25, "a100"),
     )
 }
 """Peaks are dense bfloat16 (float16 on V100); link rates one direction; networks one 25 to 400 Gb/s card a
-device.
-"""
+device. ``h100-96gb`` is Grand Teton's, at 500 W. Memory: totals in PyTorch's own out-of-memory messages."""
 
 
 def device(name: str, **changes: float) -> Device:
@@ -63,8 +77,12 @@ def device(name: str, **changes: float) -> Device:
 
     >>> device("A100").flops
     312000000000000.0
+
+    Raises:
+        EstimateError: there is none of that name, or a number is not positive.
     """
-    key = name.lower().removesuffix("-80gb") if name.lower() != "a100-40gb" else "a100-40gb"
+    key = name.lower()
+    key = key if key in DEVICES else key.removesuffix("-80gb")
     if key not in DEVICES:
         raise unknown("device", name, DEVICES)
     for what, value in changes.items():

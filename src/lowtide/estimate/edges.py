@@ -7,7 +7,7 @@ from __future__ import annotations
 from fractions import Fraction
 
 from lowtide.estimate.config import Config
-from lowtide.estimate.layer import AUTOCAST
+from lowtide.estimate.layer import AUTOCAST, TENSOR
 from lowtide.estimate.lines import KORTHIKANTI, Line, Term
 from lowtide.estimate.schedule import micro_batches_in_flight
 
@@ -20,7 +20,9 @@ def loss_terms(config: Config) -> list[Term]:
     hidden = Fraction(config.tokens * config.model.hidden, config.replication)
     over, over_t = "" if config.replication == 1 else "/t", "" if config.tp == 1 else "/t"
     logits = Term("logits in float32", 4 * logit_elements(config), f"4sbv{over_t}", SECTION, "loss")
-    if config.chunked_loss:
+    if config.loss_kind == "compiled":
+        logits = Term("logits", e * logit_elements(config), f"{e}sbv{over_t}", SECTION, "loss")
+    if config.loss_kind == "chunked":
         logits = Term(
             "loss and its chunks' sums",
             Fraction(4 * config.tokens),
@@ -30,6 +32,9 @@ def loss_terms(config: Config) -> list[Term]:
             "the logits of a chunk are recomputed in backward",
         )
     copies = []
+    if config.keep_gathered:
+        more = e * Fraction(config.tokens * config.model.hidden * (config.tp - 1), config.tp)
+        copies.append(Term("gathered input of the output layer", more, f"{e}sbh(t-1)/t", TENSOR, "loss"))
     if config.dtype == "autocast":
         size = Fraction(2 * -(-config.model.vocab // config.tp) * config.model.hidden)
         copies.append(Term("bfloat16 copy of the output layer", size, f"2hv{over_t}", AUTOCAST, "loss"))

@@ -6,7 +6,6 @@ Matrix products only. Attention is counted whole, causal mask or not, as the pap
 from __future__ import annotations
 
 from dataclasses import dataclass
-from fractions import Fraction
 
 from lowtide.estimate.config import Config
 
@@ -51,12 +50,15 @@ def logit_flops(config: Config, sequences: int) -> int:
     return 2 * sequences * config.seq * config.model.hidden * config.model.vocab
 
 
-def recomputed_layers(config: Config) -> Fraction:
-    """Layers whose forward runs again for each micro-batch."""
-    layers = config.model.layers
-    if config.recompute in ("full", "sqrt"):
-        return Fraction(layers)
-    return Fraction(config.recompute * config.pp) if isinstance(config.recompute, int) else Fraction(0)
+def recomputed_flops(config: Config, sequences: int) -> int:
+    """FLOPs of the layers' forward that run again, of all layers."""
+    model, layers = config.model, config.model.layers
+    if config.recompute == "selective":
+        return layers * attention_flops(config, sequences)
+    if config.recompute == "selective-op":  # every second product: k, the output's, and half of the MLP's
+        columns = model.kv_width + model.query_width + model.ffn
+        return layers * 2 * sequences * config.seq * model.hidden * columns
+    return int(config.recomputed_share * layers * layer_flops(config, sequences))
 
 
 def iteration_flops(config: Config) -> Flops:
@@ -75,11 +77,9 @@ def iteration_flops(config: Config) -> Flops:
         logit_flops(config, batch),
     )
     model = 3 * (layers * layer + logits)
-    again = int(recomputed_layers(config) * layer)
-    chunk = logits if config.chunked_loss else 0
-    if config.recompute == "selective":
-        return Flops(model, model + 3 * layers * core + chunk, model + layers * core + chunk)
-    return Flops(model, model + again + chunk, model + again + chunk)
+    again = recomputed_flops(config, batch) + (logits if config.loss_kind == "chunked" else 0)
+    extra = 2 * layers * core if config.recompute == "selective" else 0
+    return Flops(model, model + again + extra, model + again)
 
 
 def utilization(flops: int, seconds: float, devices: int, peak_flops: float) -> float:

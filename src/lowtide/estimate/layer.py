@@ -20,6 +20,8 @@ FUSED = "arXiv 2205.14135 Alg. 1"
 GROUPED = f"{SECTION}; grouped queries: 2305.13245"
 SWIGLU = f"{SECTION}; SwiGLU: 2002.05202"
 SQUARED = f"{SECTION}; squared ReLU: 2109.08668"
+TENSOR = f"{SECTION}; torch.distributed.tensor.parallel"
+TORCHTITAN = f"{SECTION}; torchtitan's selective_ac_option op"
 
 
 def _over(size: int) -> str:
@@ -73,6 +75,10 @@ def layer_terms(config: Config) -> list[Term]:
     ]
     if config.dropout:
         terms.append(Term("mask of the MLP's dropout", hidden, f"sbh{over}", SECTION, "mlp"))
+    if config.keep_gathered:
+        more = Fraction(2 * (config.tp - 1), config.tp) * e * tokens * model.hidden
+        note = "what the shards above are gathered into"
+        terms.append(Term("gathered inputs", more, f"{2 * e}sbh(t-1)/t", TENSOR, "attention", note))
     if config.dtype == "autocast":
         copies = Fraction(2 * model.layer_weight_elements(config.tp))
         terms.append(
@@ -182,6 +188,33 @@ def selective_terms(config: Config) -> list[Term]:
     return [term for term in layer_terms(config) if term.part != "core"]
 
 
+def operation_terms(config: Config) -> list[Term]:
+    """What torchtitan's per-operation recomputation keeps of a layer: its input, attention's output, and the
+    outputs of every second matrix product (q, v, and of the MLP the first and, where there are three, the
+    last).
+    """
+    model, e = config.model, config.element_bytes
+    over, over_t = _over(config.replication), _over(config.tp)
+    hidden = Fraction(config.tokens * model.hidden, config.replication)
+    queries = Fraction(config.tokens * model.query_width, config.tp)
+    keys = Fraction(config.tokens * config.local_kv_width)
+    inner = Fraction(config.tokens * model.ffn, config.tp)
+    kept = [
+        checkpoint_term(config),
+        Term("queries", e * queries, f"{e}sbh{over_t}", TORCHTITAN, "attention"),
+        Term("values", e * keys, f"{e}sb(kd){over_t}", TORCHTITAN, "attention"),
+        Term("output of attention", e * queries, f"{e}sbh{over_t}", TORCHTITAN, "attention"),
+        *(term for term in core_terms(config) if config.attention == "fused"),
+        Term("output of the MLP's first product", e * inner, _ffn(config, e, over_t), TORCHTITAN, "mlp"),
+    ]
+    if model.mlp == "swiglu" and not config.compile:  # nothing reads it in backward, as a compiler notices
+        kept.append(Term("output of the MLP's last product", e * hidden, f"{e}sbh{over}", TORCHTITAN, "mlp"))
+    if config.tp > 1:
+        note = "outputs of the two reductions over tensor-parallel ranks"
+        kept.append(Term("reduced outputs", 2 * e * hidden, f"{2 * e}sbh{over}", TORCHTITAN, "mlp", note))
+    return kept
+
+
 def kept_terms(config: Config) -> Sequence[tuple[Term, Fraction]]:
     """What the layers of a stage keep under the configured recomputation: each term, and the share of the
     layers that keep it.
@@ -191,6 +224,8 @@ def kept_terms(config: Config) -> Sequence[tuple[Term, Fraction]]:
         return [(term, Fraction(1)) for term in layer_terms(config)]
     if given == "selective":
         return [(term, Fraction(1)) for term in selective_terms(config)]
+    if given == "selective-op":
+        return [(term, Fraction(1)) for term in operation_terms(config)]
     if given == "full":
         return [(checkpoint_term(config), Fraction(1))]
     if given == "sqrt":
@@ -201,8 +236,7 @@ def kept_terms(config: Config) -> Sequence[tuple[Term, Fraction]]:
             f"segments of k = {segment_layers(config)} layers",
         )  # fmt: skip
         return [(term, Fraction(-(-config.stage_layers // segment_layers(config)), config.stage_layers))]
-    assert isinstance(given, int)
-    share = Fraction(given, config.stage_layers)
+    share = config.recomputed_share
     kept = [(term, 1 - share) for term in layer_terms(config) if share < 1]
     return [(checkpoint_term(config), share), *kept]
 

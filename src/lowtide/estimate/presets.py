@@ -83,6 +83,14 @@ def _nemotron(layers: int, hidden: int, heads: int, kv_heads: int, ffn: int) -> 
     return Preset(shape, dict(MODERN))
 
 
+def _mpt(layers: int, hidden: int, heads: int) -> Preset:
+    """A model of MosaicML's benchmarks, without its learned positions: they are as many as a run's tokens."""
+    shape = Shape(
+        layers=layers, hidden=hidden, heads=heads, vocab=50368, sequence=2048, positions="rotary", bias=False
+    )
+    return Preset(shape, dict(MODERN))
+
+
 PRESETS: dict[str, Preset] = {
     "22b": _megatron(48, 6144, 64, tp=8, pp=1, interleave=1, global_batch=4, micro_batch=4),
     "175b": _megatron(96, 12288, 96, tp=8, pp=8, interleave=3, global_batch=64, micro_batch=1),
@@ -104,11 +112,21 @@ PRESETS: dict[str, Preset] = {
     "llama3-8b": _llama(32, 4096, 32, 8, 14336, 128256, 8192),
     "llama3-70b": _llama(80, 8192, 64, 8, 28672, 128256, 8192),
     "llama3-405b": _llama(126, 16384, 128, 8, 53248, 128256, 8192),
+    "codellama-34b": _llama(48, 8192, 64, 8, 22016, 32000, 16384),
     "mistral-7b": _llama(32, 4096, 32, 8, 14336, 32000, 8192),
     "qwen2-7b": _llama(28, 3584, 28, 4, 18944, 152064, 8192, qkv_bias=True),
     "qwen2-72b": _llama(80, 8192, 64, 8, 29568, 152064, 8192, qkv_bias=True),
     "qwen3-8b": _llama(36, 4096, 32, 8, 12288, 151936, 8192, qk_norm=True),
     "qwen3-32b": _llama(64, 5120, 64, 8, 25600, 151936, 8192, head_width=128, qk_norm=True),
+    "mpt-125m": _mpt(12, 768, 12),
+    "mpt-350m": _mpt(24, 1024, 16),
+    "mpt-760m": _mpt(24, 1536, 12),
+    "mpt-1b": _mpt(24, 2048, 16),
+    "mpt-3b": _mpt(32, 2560, 20),
+    "mpt-7b": _mpt(32, 4096, 32),
+    "mpt-13b": _mpt(40, 5120, 40),
+    "mpt-30b": _mpt(48, 7168, 56),
+    "mpt-70b": _mpt(80, 8192, 64),
     "nemotron-15b": _nemotron(32, 6144, 48, 8, 24576),
     "nemotron-340b": _nemotron(96, 18432, 96, 8, 73728),
 }

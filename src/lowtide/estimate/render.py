@@ -19,7 +19,7 @@ from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.lines import KINDS, Stage
 from lowtide.estimate.suggest import Suggestions
-from lowtide.estimate.total import Estimate
+from lowtide.estimate.total import Estimate, reserved
 
 SHOWN_STAGES = 8
 
@@ -49,8 +49,32 @@ def gib(count: int, digits: int = 2) -> str:
     return f"{count / 2**30:.{digits}f}"
 
 
+HEADINGS = {"gradients": "grads", "optimizer": "optim.", "activations": "kept", "temporaries": "temp."}
+"""Column names that leave room for all columns in 80 characters."""
+
+
+def header(found: Estimate, name: str | None) -> Text:
+    """What is estimated: the model, its batch in words, the devices and how they share."""
+    config = found.config
+    shares = [("t", config.tp), ("c", config.cp), ("p", config.pp), ("d", config.dp)]
+    split = ", ".join(f"{letter}={size}" for letter, size in shares if size > 1)
+    zero = f", ZeRO {config.zero}" if config.zero else ""
+    stages = f", {config.stage_layers} layers a stage" if config.pp > 1 else f", {config.stage_layers} layers"
+    sequences = f"{config.micro_batch} x {config.seq:,} tokens a micro-batch"
+    batches = f"{config.micro_batches} micro-batches x d={config.dp}" if config.dp > 1 else "micro-batches"
+    count = f"{config.micro_batches} " if config.dp == 1 else ""
+    return Text(
+        f"{name or 'model'}: {found.parameters / 1e9:.2f} B parameters{stages}, on {config.devices} "
+        f"device{'s' if config.devices > 1 else ''}{f' ({split}{zero})' if split else ''}\n"
+        f"{sequences}; a step: {count}{batches} = {config.global_batch} sequences, "
+        f"{config.global_batch * config.seq:,} tokens",
+        style="bold",
+    )
+
+
 def summary_table(found: Estimate) -> Table:
-    """One row a pipeline stage."""
+    """One row a pipeline stage. Fits 80 characters."""
+    config = found.config
     table = Table(
         title="GiB on one device of each pipeline stage",
         title_justify="left",
@@ -58,27 +82,21 @@ def summary_table(found: Estimate) -> Table:
         box=SIMPLE_HEAD,
         padding=(0, 1, 0, 0),
     )
-    table.add_column("stage", justify="right", no_wrap=True)
-    table.add_column("layers", justify="right", no_wrap=True)
-    for kind in KINDS:
-        table.add_column(
-            {"activations": "kept", "temporaries": "temporary"}.get(kind, kind), justify="right", no_wrap=True
-        )
-    table.add_column("total", justify="right", style="bold", no_wrap=True)
-    if found.config.memory_bytes is not None:
-        table.add_column("left", justify="right", no_wrap=True)
-        table.add_column("whole", justify="right", no_wrap=True)
+    whole = config.memory_bytes is not None and config.recompute != "none"
+    names = ["stage", *(HEADINGS.get(kind, kind) for kind in KINDS), "total", "reserved"]
+    names += ["left"] if config.memory_bytes is not None else []
+    names += ["whole"] if whole else []
+    for name in names:
+        table.add_column(name, justify="right", style="bold" if name == "reserved" else "", no_wrap=True)
     for stage in _stages(found):
-        row: list[str | Text] = [
-            str(stage.index),
-            str(stage.layers),
-            *(gib(stage.bytes(kind)) for kind in KINDS),
-            gib(stage.total_bytes),
-        ]
-        if found.config.memory_bytes is not None:
-            left = int(found.config.memory_bytes) - stage.total_bytes
-            row.append(Text(gib(left), style="green" if left >= 0 else "bold red"))
-            row.append(f"{stage.whole_micro_batches} of {float(stage.micro_batches_in_flight):.3g}")
+        held = reserved(config, stage.total_bytes)
+        row: list[str | Text] = [str(stage.index), *(gib(stage.bytes(kind)) for kind in KINDS)]
+        row += [gib(stage.total_bytes), gib(held)]
+        if config.memory_bytes is not None:
+            left = int(config.memory_bytes) - held
+            row.append(Text(gib(left, 1), style="green" if left >= 0 else "bold red"))
+        if whole:
+            row.append(f"{stage.whole_micro_batches} of {float(stage.micro_batches_in_flight):.0f}")
         table.add_row(*row)
     return table
 
@@ -120,28 +138,35 @@ def figures(found: Estimate) -> Table:
     table.add_column(justify="right")
     table.add_column(style="dim")
     flops = found.flops
-    table.add_row("parameters", f"{found.parameters / 1e9:.3f} B", f"on {found.config.devices} devices")
     table.add_row("model FLOPs a step", flops_text(flops.model), "arXiv 2205.05198 Eq. 7")
     table.add_row(
         "hardware FLOPs a step",
         flops_text(flops.hardware),
-        f"arXiv 2205.05198 Eq. 8; executed: {flops_text(flops.executed)}",
+        f"its Eq. 8; executed: {flops_text(flops.executed)}",
     )
     if found.mfu is not None and found.hfu is not None:
         table.add_row(
             "MFU, HFU", f"{100 * found.mfu:.1f} %, {100 * found.hfu:.1f} %", "of the peak rate given"
         )
+    if found.time is not None and found.tokens_per_second is not None:
+        share = flops.model / found.config.devices / found.time.total
+        of_peak = f", MFU {100 * share / found.config.peak_flops:.0f} %" if found.config.peak_flops else ""
+        table.add_row("predicted step", f"{found.time.total:.3g} s", "efficiencies of published runs")
+        table.add_row(
+            "tokens a second and device", f"{found.tokens_per_second:,.0f}", of_peak.removeprefix(", ")
+        )
     table.add_row("network, a device and step", format_bytes(found.network_bytes), "busiest stage")
     if found.host_link_bytes:
         table.add_row("host link, a device and step", format_bytes(found.host_link_bytes), "both directions")
     if found.host_bytes:
-        table.add_row("host memory, a device", format_bytes(found.host_bytes), "")
+        all_devices = format_bytes(found.config.devices * found.host_bytes)
+        table.add_row("host memory, a device", format_bytes(found.host_bytes), f"all devices: {all_devices}")
     return table
 
 
-def report(found: Estimate, stage: int = 0, lines: bool = True) -> Group:
+def report(found: Estimate, stage: int = 0, lines: bool = True, name: str | None = None) -> Group:
     """Everything, for a terminal."""
-    parts: list[RenderableType] = [summary_table(found)]
+    parts: list[RenderableType] = [header(found, name), summary_table(found)]
     if lines:
         parts.append(line_table(found, found.stages[stage]))
     parts.append(figures(found))
@@ -150,7 +175,9 @@ def report(found: Estimate, stage: int = 0, lines: bool = True) -> Group:
         style = "bold green" if found.fits else "bold red"
         parts.append(
             Text(
-                f"{verdict}: {format_bytes(found.total_bytes)} of {format_bytes(found.config.memory_bytes)}",
+                f"{verdict}: {format_bytes(found.reserved_bytes)} reserved of "
+                f"{format_bytes(found.config.memory_bytes)}, "
+                f"{format_bytes(found.total_bytes)} in use at the peak",
                 style=style,
             )
         )
@@ -158,9 +185,11 @@ def report(found: Estimate, stage: int = 0, lines: bool = True) -> Group:
     return Group(*parts)
 
 
-def show(found: Estimate, console: Console, stage: int = 0, lines: bool = True) -> None:
-    """Print everything."""
-    console.print(report(found, stage, lines))
+def show(
+    found: Estimate, console: Console, stage: int = 0, lines: bool = True, name: str | None = None
+) -> None:
+    """Print everything; ``name`` is what the model is called."""
+    console.print(report(found, stage, lines, name))
 
 
 def to_csv(found: Estimate) -> str:
@@ -196,7 +225,7 @@ def drawing(path: Path) -> Iterator[tuple[Any, Any]]:
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise EstimateError("--plot needs matplotlib: pip install 'lowtide[pictures]'") from error
+        raise EstimateError("--plot needs matplotlib: pip install 'lowtide[train]'") from error
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     FigureCanvasAgg(figure)
     yield figure, figure.add_subplot()
@@ -264,12 +293,12 @@ def _place(offload: float) -> str:
 
 
 def suggestion_table(found: Suggestions) -> Table:
-    """One row a suggestion, in the order that they have."""
+    """One row a suggestion, in the order that they have. Fits 80 characters."""
     table = Table(header_style="bold", box=SIMPLE_HEAD, padding=(0, 1, 0, 0), show_edge=False)
-    for name in ("", "t", "p", "d", "ZeRO", "b", "recompute", "optim.", "loss", "GiB", "s/step", "tokens/s"):
-        table.add_column(
-            name, justify="left" if name in ("recompute", "optim.", "loss") else "right", no_wrap=True
-        )
+    left = ("recompute", "optim.", "loss")
+    host = any(one.host_bytes for one in found.best)
+    for name in ("", "t", "p", "d", "Z", "b", *left, "GiB", *(["host"] if host else []), "s/step", "tok/s"):
+        table.add_column(name, justify="left" if name in left else "right", no_wrap=True)
     for place, one in enumerate(found.best, 1):
         config = one.config
         table.add_row(
@@ -279,11 +308,12 @@ def suggestion_table(found: Suggestions) -> Table:
             str(config.dp),
             str(config.zero),
             str(config.micro_batch),
-            str(config.recompute),
+            str(config.recompute).removeprefix("selective-"),
             _place(config.offload_optimizer),
-            "chunked" if config.chunked_loss else "whole",
-            gib(one.total_bytes),
+            config.loss_kind,
+            gib(one.reserved_bytes, 1),
+            *([gib(one.host_bytes, 0)] if host else []),
             f"{one.time.total:.3g}",
-            f"{one.tokens_per_second:,.0f}",
+            f"{one.tokens_per_second / config.devices:,.0f}",
         )
     return table

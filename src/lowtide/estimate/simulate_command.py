@@ -50,7 +50,7 @@ def simulate_command(
     dropout: options.Dropout = None,
     dtype: options.Dtype = None,
     gradient_dtype: options.GradientDtype = None,
-    chunked_loss: options.ChunkedLoss = None,
+    loss: options.Loss = None,
     loss_chunks: options.LossChunks = None,
     unfused_mlp: options.UnfusedMlp = None,
     keep_output_tensors: options.KeepOutputs = None,

@@ -89,7 +89,7 @@ def state_lines(config: Config, stage: int) -> list[Line]:
     offload, zero = config.offload_optimizer, config.zero
     states = model_states(
         count,
-        dp=config.dp,
+        dp=config.shards,
         zero=zero,
         offload=offload,
         weight_bytes=weight,
@@ -125,7 +125,7 @@ def host_bytes(config: Config, stage: int) -> int:
     """Host memory that one device's share of the offloaded optimizer takes: optimizer state and gradients
     (2101.06840, Table 1: 14 M).
     """
-    count = Fraction(stage_parameters(config, stage), config.dp if config.zero >= 1 else 1)
+    count = Fraction(stage_parameters(config, stage), config.shards if config.zero >= 1 else 1)
     return ceil(count * Fraction(config.offload_optimizer) * (config.optimizer_bytes + config.gradient_bytes))
 
 

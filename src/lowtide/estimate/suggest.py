@@ -10,15 +10,17 @@ from itertools import product
 from math import log, log1p
 from typing import Any
 
-from lowtide.estimate.config import Config, configure, flag
+from lowtide.estimate.config import SHAPE_SETTINGS, Config, configure, flag
 from lowtide.estimate.devices import Device
 from lowtide.estimate.errors import EstimateError
+from lowtide.estimate.frameworks import Framework, framework
 from lowtide.estimate.shape import check_size
 from lowtide.estimate.speed import StepTime, step_time
-from lowtide.estimate.total import stage_estimate
+from lowtide.estimate.states import host_bytes
+from lowtide.estimate.total import reserved, stage_estimate
 
-RESERVE = 0.08
-"""Share of a device's memory left for the driver's context, communication buffers and fragmentation."""
+RESERVE = 0.04
+"""Share of a device's memory left for the driver's context and communication buffers: 3 GiB of 80."""
 TIE = 0.03
 """Predicted times this close to each other are taken for equal."""
 ORDER = (
@@ -37,13 +39,19 @@ class Suggestion:
     Attributes:
         config: the configuration.
         total_bytes: peak of the device that needs most.
+        reserved_bytes: what PyTorch's allocator holds for it: what has to fit.
+        host_bytes: host memory that all of a node's devices take for what is offloaded.
+        command: what runs it, where a framework was chosen.
         time: predicted seconds of a step.
         settings: what was given beside the sizes and ways that vary, by name.
     """
 
     config: Config
     total_bytes: int
+    reserved_bytes: int
     time: StepTime
+    host_bytes: int = 0
+    command: str = ""
     settings: tuple[tuple[str, Any], ...] = ()
 
     @property
@@ -63,12 +71,11 @@ class Suggestion:
             value = getattr(config, name)
             if value > (0 if name == "zero" else 1):
                 parts.append(f"--{name} {value}")
-        if config.sequence_parallel:
-            parts.append("--sequence-parallel")
+        parts += [flag(name) for name in ("sequence_parallel", "keep_gathered") if getattr(config, name)]
         if config.recompute != "none":
             parts.append(f"--recompute {config.recompute}")
-        if config.chunked_loss:
-            parts.append("--chunked-loss")
+        if config.loss != "auto":
+            parts.append(f"--loss {config.loss}")
         if config.offload_optimizer:
             parts.append(f"--offload-optimizer {config.offload_optimizer:g}")
         parts += [f"{flag(name)} {value}" for name, value in self.settings if not isinstance(value, bool)]
@@ -80,16 +87,19 @@ class Suggestion:
         config = self.config
         names = (
             "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "seq", "micro_batch",
-            "global_batch", "recompute", "chunked_loss",
+            "global_batch", "recompute", "loss",
             "offload_optimizer",
         )  # fmt: skip
         return {
             **{name: getattr(config, name) for name in names},
             "total_bytes": self.total_bytes,
+            "reserved_bytes": self.reserved_bytes,
+            "host_bytes": self.host_bytes,
             "seconds": self.time.total,
-            "seconds_by_part": {name: getattr(self.time, name) for name in StepTime.__slots__},
+            "seconds_by_part": self.time.to_json(),
             "tokens_per_second": self.tokens_per_second,
             "flags": self.flags(),
+            "command": self.command,
         }
 
 
@@ -130,6 +140,7 @@ def suggest(
     memory_bytes: int | None = None,
     reserve: float = RESERVE,
     count: int = 8,
+    runs_with: str = "any",
     **settings: Any,
 ) -> Suggestions:
     """Look through parallel sizes, micro-batches, recomputation, ZeRO stages and offload for what fits and is
@@ -142,6 +153,8 @@ def suggest(
         memory_bytes: memory of one, where it is not the kind's own.
         reserve: share of the memory to leave alone.
         count: how many to return, at most one for each set of parallel sizes.
+        runs_with: one of `lowtide.estimate.frameworks.FRAMEWORKS`: only what it can run is looked at, and
+            each suggestion has its command.
         settings: settings that are given: they are not varied.
 
     Raises:
@@ -157,10 +170,12 @@ def suggest(
     check_size("--count", count, 1000)
     if not 0 <= reserve < 1:
         raise EstimateError(f"--reserve={reserve}: a share of at least 0 and below 1 is needed")
-    given = {key: value for key, value in settings.items() if value is not None}
+    way = framework(runs_with)
+    asked = {key: value for key, value in settings.items() if value is not None}
+    given = _with_framework(model, way, asked)
     base = configure(
         model,
-        **{key: value for key, value in given.items() if key not in _VARIED or key in ("micro_batch",)}
+        **{key: value for key, value in given.items() if key not in _VARIED or key == "micro_batch"}
         | _alone(given),
     )
     usable = int((memory_bytes or device.memory_bytes) * (1 - reserve))
@@ -170,40 +185,49 @@ def suggest(
     least: Suggestion | None = None
     reasons: list[str] = []
     stated = tuple((name, value) for name, value in given.items() if name not in (*_VARIED, "seq"))
-    ways = list(_spare(base, given))
+
+    def suggestion(config: Config) -> Suggestion:
+        need = peak_bytes(config)
+        together = min(devices, device.node) * max(host_bytes(config, stage) for stage in {0, config.pp - 1})
+        command = way.command(str(model), config, device.node)
+        time = step_time(config, device)
+        return Suggestion(config, need, reserved(config, need), time, together, command, stated)
+
+    ways = list(_spare(base, given, way))
     plain, sparest = ways[0], ways[-1]
-    for sizes in _sizes(base, devices, device.node, given):
+    for sizes in _sizes(base, devices, device.node, given, way):
         for micro_batch in [given["micro_batch"]] if "micro_batch" in given else (1, 2, 4, 8, 16, 32):
             any_fits = False
-            for spare in [sparest, *ways[:-1]]:
+            for spare in dict.fromkeys([len(ways) - 1, *range(len(ways) - 1)]):
                 try:
-                    config = replace(base, **sizes, **spare, micro_batch=micro_batch, global_batch=batch)
+                    config = replace(
+                        base, **sizes, **ways[spare], micro_batch=micro_batch, global_batch=batch
+                    )
                 except EstimateError as error:
                     reasons.append(str(error))
                     continue
                 tried += 1
-                need = peak_bytes(config)
-                if least is None or need < least.total_bytes:
-                    least = Suggestion(config, need, step_time(config, device), stated)
-                if need <= usable:
+                found = suggestion(config)
+                if least is None or found.reserved_bytes < least.reserved_bytes:
+                    least = found
+                if found.reserved_bytes <= usable:
                     fitting += 1
                     any_fits = True
-                    found = Suggestion(config, need, step_time(config, device), stated)
                     key = (config.tp, config.pp, config.interleave, config.zero, config.offload_optimizer > 0)
                     if key not in by_sizes or _rank(found) < _rank(by_sizes[key]):
                         by_sizes[key] = found
-                    if spare == plain:
+                    if ways[spare] == plain:
                         break  # sparing more only takes longer
-                elif spare == sparest:
+                elif ways[spare] == sparest:
                     break  # nothing needs less
             if not any_fits:
                 break  # a larger micro-batch needs more
     if least is None:
         why = f": {reasons[0]}" if reasons else ""
         fixed = "".join(
-            f" {flag(name)}={given[name]}"
-            for name in ("tp", "pp", "dp", "interleave", "micro_batch")
-            if name in given
+            f" {flag(name)}={asked[name]}"
+            for name in ("tp", "pp", "dp", "cp", "interleave", "micro_batch")
+            if name in asked
         )
         raise EstimateError(
             f"no parallel sizes divide the model and --devices={devices} with a global batch of "
@@ -224,9 +248,43 @@ _VARIED = (
     "zero",
     "micro_batch",
     "recompute",
-    "chunked_loss",
+    "loss",
     "offload_optimizer",
+    "keep_gathered",
 )
+
+
+def _with_framework(model: Any, way: Framework, asked: dict[str, Any]) -> dict[str, Any]:
+    """The settings that are given, the framework's among them.
+
+    Raises:
+        EstimateError: a setting is asked for that the framework does not have.
+    """
+    if way.models is not None and model not in way.models:
+        raise EstimateError(
+            f"--for {way.name}: it has {', '.join(sorted(way.models))}, and not --model {model}; give "
+            "--for any"
+        )
+    swiglu = (
+        configure(model, **{name: asked[name] for name in SHAPE_SETTINGS if name in asked}).model.mlp
+        == "swiglu"
+    )
+    own = {name: value for name, value in way.settings.items() if name != "unfused_mlp" or swiglu}
+    has = {
+        "zero": {*way.zero, *way.zero_pipelined},
+        "loss": {*way.losses, *(("torch",) if "auto" in way.losses else ())},
+        "recompute": {*way.recompute, "none"},
+        "offload_optimizer": set(way.offload),
+        "pp": {own["pp"]} if "pp" in own else None,
+        "interleave": {own["interleave"]} if "interleave" in own else None,
+    }
+    for name, known in has.items():
+        if way.name != "any" and known is not None and name in asked and asked[name] not in known:
+            raise EstimateError(
+                f"{flag(name)}={asked[name]}: {way.name} runs {', '.join(map(str, sorted(known, key=str)))}; "
+                "give --for any to look at all that there are formulas for"
+            )
+    return own | asked
 
 
 def _alone(given: dict[str, Any]) -> dict[str, Any]:
@@ -253,7 +311,9 @@ def _usual_batch(seq: int, devices: int) -> int:
     return batch
 
 
-def _sizes(base: Config, devices: int, node: int, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _sizes(
+    base: Config, devices: int, node: int, given: dict[str, Any], way: Framework
+) -> Iterator[dict[str, Any]]:
     """Parallel sizes whose product is the devices."""
     model = base.model
     for tp in (
@@ -266,24 +326,27 @@ def _sizes(base: Config, devices: int, node: int, given: dict[str, Any]) -> Iter
             if "pp" in given
             else [p for p in range(1, model.layers + 1) if model.layers % p == 0]
         ):
-            if devices % (tp * pp) or ("dp" in given and given["dp"] != devices // (tp * pp)):
+            used = tp * pp * base.cp
+            if devices % used or ("dp" in given and given["dp"] != devices // used):
                 continue
-            dp = devices // (tp * pp)
-            zeros = (
-                [given["zero"]] if "zero" in given else [0] if dp == 1 else [0, 1] if pp > 1 else [0, 1, 2, 3]
-            )
+            dp = devices // used
+            known = way.zero if pp == 1 else way.zero_pipelined
+            zeros = [given["zero"]] if "zero" in given else [0] if dp * base.cp == 1 else list(known)
             chunks = [1] if pp == 1 else [m for m in (1, 2, 3, 4) if model.layers % (pp * m) == 0]
             interleaves = [given["interleave"]] if "interleave" in given else chunks
             split = given.get("sequence_parallel", tp > 1 and base.seq % tp == 0)
             for zero, interleave in product(zeros, interleaves):
-                yield dict(tp=tp, pp=pp, dp=dp, zero=zero, interleave=interleave, sequence_parallel=split)
+                yield dict(
+                    tp=tp, pp=pp, dp=dp, zero=zero, interleave=interleave, sequence_parallel=split,
+                    keep_gathered=given.get("keep_gathered", split and way.keep_gathered),
+                )  # fmt: skip
 
 
-def _spare(base: Config, given: dict[str, Any]) -> Iterator[dict[str, Any]]:
+def _spare(base: Config, given: dict[str, Any], way: Framework) -> Iterator[dict[str, Any]]:
     """Ways to spare memory, from none to most: recomputation, a chunked loss, the optimizer on the host."""
-    usual = ["none", "full"] if base.attention == "fused" else ["none", "selective", "full"]
+    usual = [kind for kind in way.recompute if kind != "selective" or base.attention == "unfused"]
     recompute = [given["recompute"]] if "recompute" in given else usual
-    chunked = [given["chunked_loss"]] if "chunked_loss" in given else [False, True]
-    offload = [given["offload_optimizer"]] if "offload_optimizer" in given else [0.0, 1.0]
-    for choice, chunk, away in product(recompute, chunked, offload):
-        yield dict(recompute=choice, chunked_loss=chunk, offload_optimizer=away)
+    losses = [given["loss"]] if "loss" in given else way.losses
+    offload = [given["offload_optimizer"]] if "offload_optimizer" in given else way.offload
+    for choice, loss, away in product(recompute, losses, offload):
+        yield dict(recompute=choice, loss=loss, offload_optimizer=away)

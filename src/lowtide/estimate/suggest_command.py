@@ -39,8 +39,8 @@ def suggest_command(
         float | None, typer.Option(help="GB/s to a device's own memory.", show_default=False)
     ] = None,
     reserve: Annotated[
-        float, typer.Option(help="Share of the memory left for the driver, buffers and fragmentation.")
-    ] = 0.08,
+        float, typer.Option(help="Share of the memory left for the driver and communication buffers.")
+    ] = 0.04,
     seq: options.Seq = None,
     global_batch: Annotated[
         int | None, typer.Option(help="Sequences in a step. [default: about 4M tokens]", show_default=False)
@@ -67,6 +67,10 @@ def suggest_command(
     ] = None,
     dp: Annotated[
         int | None, typer.Option(help="Data parallel size (d). [default: varied]", show_default=False)
+    ] = None,
+    cp: Annotated[
+        int | None,
+        typer.Option(help="Context parallel size. [default: none, and not varied]", show_default=False),
     ] = None,
     zero: Annotated[
         int | None,
@@ -95,15 +99,19 @@ def suggest_command(
             show_default=False,
         ),
     ] = None,
-    chunked_loss: Annotated[
-        bool | None,
+    loss: options.Loss = None,
+    runs_with: Annotated[
+        str | None,
         typer.Option(
-            "--chunked-loss/--whole-loss",
-            help="Loss in chunks, or whole. [default: varied]",
+            "--for",
+            help="What shall run it: lowtide, torchtitan, megatron, or any. [default: lowtide, where it has "
+            "the model]",
             show_default=False,
         ),
     ] = None,
     count: Annotated[int, typer.Option(help="How many to show.")] = 8,
+    compile: options.Compile = None,
+    float8: options.Float8 = None,
     json_out: options.Json = False,
 ) -> None:
     """Suggest parallel sizes, micro-batch, recomputation and offload that fit, the fastest predicted first,
@@ -113,6 +121,7 @@ def suggest_command(
     """
     given = {name: value for name, value in locals().items() if name in _SETTINGS and value is not None}
     from lowtide.estimate.devices import device as find_device
+    from lowtide.estimate.frameworks import LOWTIDE_MODELS
     from lowtide.estimate.speed import ASSUMPTIONS
     from lowtide.estimate.suggest import suggest
 
@@ -131,23 +140,25 @@ def suggest_command(
     kind = find_device(device, **changes)
     memory_bytes = parse_memory(memory) if memory is not None else kind.memory_bytes
     given["recompute"] = parse_recompute(recompute)
+    chosen = runs_with or ("lowtide" if model in LOWTIDE_MODELS else "any")
     found = suggest(
-        model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve, count=count, **given
-    )
+        model, devices=devices, device=kind, memory_bytes=memory_bytes, reserve=reserve, count=count,
+        runs_with=chosen, **given,
+    )  # fmt: skip
     if json_out:
         data = {
             "fits": found.fits, "tried": found.tried, "fitting": found.fitting, "memory_bytes": memory_bytes,
-            "usable_bytes": found.usable_bytes,
+            "usable_bytes": found.usable_bytes, "for": chosen,
             "suggestions": [one.to_json() for one in found.best], "assumptions": list(ASSUMPTIONS),
         }  # fmt: skip
         typer.echo(json.dumps(data, indent=1))
     else:
-        _show(model, devices, kind.name, memory_bytes, found)
+        _show(model, devices, kind.name, memory_bytes, chosen, found)
     if not found.fits:
         raise typer.Exit(1)
 
 
-def _show(model: str, devices: int, kind: str, memory_bytes: int, found: Any) -> None:
+def _show(model: str, devices: int, kind: str, memory_bytes: int, chosen: str, found: Any) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -162,31 +173,37 @@ def _show(model: str, devices: int, kind: str, memory_bytes: int, found: Any) ->
         f"({format_bytes(found.usable_bytes)} usable)"
     )
     if found.fits:
-        console.print(
-            Text(f"It fits: {where}. {found.fitting} of {found.tried} configurations do.", style="bold green")
-        )
+        told = f"It fits: {where}. {found.fitting} of {found.tried} configurations do."
+        console.print(Text(told, style="bold green"))
         console.print(f"Order: {ORDER}.", highlight=False)
     else:
-        text = (
-            f"It does not fit: {where}. The least of {found.tried} configurations needs "
-            f"{format_bytes(best.total_bytes)}:"
-        )
-        console.print(Text(text, style="bold red"))
-    console.print("", suggestion_table(found), "", sep="\n")
-    console.print("Line by line:", style="bold")
-    console.print(f"  lowtide estimate --model {model} {best.flags()}", soft_wrap=True, highlight=False)
-    for note in ASSUMPTIONS:
-        console.print(f"assumed: {note}", style="dim", highlight=False)
+        told = f"It does not fit: {where}. The least of {found.tried} configurations needs"
+        console.print(Text(f"{told} {format_bytes(best.reserved_bytes)}:", style="bold red"))
+    tokens = best.config.global_batch * best.config.seq
     console.print(
-        "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel, b "
-        "micro-batch",
+        f"A step is {best.config.global_batch} sequences ({tokens:,} tokens) on all devices together.",
+        highlight=False,
+    )
+    console.print("", suggestion_table(found), "", sep="\n")
+    console.print(
+        "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel, "
+        "Z ZeRO's stage, b sequences in a micro-batch of one data-parallel rank, GiB reserved on the fullest "
+        "device, host GiB of a node's memory for what is offloaded, tok/s on each device",
         style="dim",
         highlight=False,
     )
+    if found.fits and best.command:
+        console.print(f"Run the rows with {chosen}:", style="bold")
+        for place, one in enumerate(found.best, 1):
+            console.print(f"  {place}: {one.command}", soft_wrap=True, highlight=False)
+    console.print("The first row line by line:", style="bold")
+    console.print(f"  lowtide estimate --model {model} {best.flags()}", soft_wrap=True, highlight=False)
+    for note in ASSUMPTIONS:
+        console.print(f"assumed: {note}", style="dim", highlight=False)
 
 
 _SETTINGS = frozenset({
     "seq", "global_batch", "micro_batch", "tp", "sequence_parallel", "pp", "interleave", "dp", "zero",
     "attention", "dropout", "dtype",
-    "gradient_dtype", "optimizer", "offload_optimizer", "chunked_loss",
+    "gradient_dtype", "optimizer", "offload_optimizer", "loss", "cp", "compile", "float8",
 })  # fmt: skip

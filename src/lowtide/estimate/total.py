@@ -8,11 +8,14 @@ from math import ceil
 from typing import Any
 
 from lowtide.estimate.config import Config, describe
+from lowtide.estimate.devices import Device
 from lowtide.estimate.edges import edge_lines
+from lowtide.estimate.fitted import fitted
 from lowtide.estimate.flops import Flops, iteration_flops, utilization
 from lowtide.estimate.layer import kept_terms, layer_terms
 from lowtide.estimate.lines import Line, Stage, total
 from lowtide.estimate.schedule import layers_in_flight, micro_batches_in_flight
+from lowtide.estimate.speed import StepTime, step_time
 from lowtide.estimate.states import host_bytes, model_states, stage_parameters, state_lines
 from lowtide.estimate.traffic import Traffic, stage_traffic
 from lowtide.estimate.working import offload_lines, temporary_lines
@@ -30,6 +33,7 @@ class Estimate:
         traffic: what one device of each stage sends in a step.
         host_bytes: host memory per device, of the stage that needs most.
         notes: what should be known: what does not hold together in a source, what was assumed.
+        time: predicted seconds of a step; ``None`` where no device was named.
     """
 
     config: Config
@@ -39,11 +43,19 @@ class Estimate:
     traffic: tuple[tuple[Traffic, ...], ...]
     host_bytes: int = 0
     notes: tuple[str, ...] = field(default=())
+    time: StepTime | None = None
 
     @property
     def total_bytes(self) -> int:
         """Peak of the device that needs most."""
         return max(stage.total_bytes for stage in self.stages)
+
+    @property
+    def reserved_bytes(self) -> int:
+        """What PyTorch's allocator holds of the device that needs most, the gaps between its blocks
+        included.
+        """
+        return reserved(self.config, self.total_bytes)
 
     @property
     def mean_states_bytes(self) -> float:
@@ -53,7 +65,7 @@ class Estimate:
         config = self.config
         states = model_states(
             self.parameters,
-            dp=config.dp,
+            dp=config.shards,
             zero=config.zero,
             offload=config.offload_optimizer,
             weight_bytes=config.weight_bytes,
@@ -64,8 +76,8 @@ class Estimate:
 
     @property
     def fits(self) -> bool | None:
-        """Whether it fits ``memory_bytes``; ``None`` where none was given."""
-        return None if self.config.memory_bytes is None else self.total_bytes <= self.config.memory_bytes
+        """Whether what is reserved fits ``memory_bytes``; ``None`` where none was given."""
+        return None if self.config.memory_bytes is None else self.reserved_bytes <= self.config.memory_bytes
 
     @property
     def mfu(self) -> float | None:
@@ -84,6 +96,12 @@ class Estimate:
             if seconds is None or peak is None
             else utilization(flops, seconds, self.config.devices, peak)
         )
+
+    @property
+    def tokens_per_second(self) -> float | None:
+        """Tokens that each device is predicted to work through in a second."""
+        config = self.config
+        return config.global_batch * config.seq / config.devices / self.time.total if self.time else None
 
     @property
     def network_bytes(self) -> int:
@@ -106,6 +124,7 @@ class Estimate:
                 for stage, items in zip(self.stages, self.traffic, strict=True)
             ],
             "total_bytes": self.total_bytes,
+            "reserved_bytes": self.reserved_bytes,
             "mean_states_bytes": self.mean_states_bytes,
             "fits": self.fits,
             "model_flops": self.flops.model,
@@ -116,8 +135,19 @@ class Estimate:
             "network_bytes": self.network_bytes,
             "host_link_bytes": self.host_link_bytes,
             "host_bytes": self.host_bytes,
+            "predicted_seconds": self.time.total if self.time else None,
+            "predicted_tokens_per_second": self.tokens_per_second,
             "notes": list(self.notes),
         }
+
+
+def reserved(config: Config, allocated_bytes: int) -> int:
+    """What the allocator reserves for a peak: the share on top is fitted to runs that print it
+    (``efficiency.json``), and larger where gathered weights of many sizes come and go.
+    """
+    shares = fitted()["reserved"]
+    gathered = config.zero == 3 and config.shards > 1
+    return ceil(allocated_bytes * (1 + shares["gathered" if gathered else "plain"]))
 
 
 def activation_lines(config: Config, stage: int) -> list[Line]:
@@ -129,8 +159,12 @@ def activation_lines(config: Config, stage: int) -> list[Line]:
     return [*lines, *edge_lines(config, stage)]
 
 
-def estimate(config: Config) -> Estimate:
+def estimate(config: Config, device: Device | None = None) -> Estimate:
     """Bytes, FLOPs and traffic of a training step, by closed formulas.
+
+    Args:
+        config: what is trained, and how.
+        device: the accelerator: says how long a step is predicted to take.
 
     Example:
         >>> from lowtide.estimate import configure, estimate
@@ -150,6 +184,7 @@ def estimate(config: Config) -> Estimate:
         traffic=tuple(tuple(stage_traffic(config, index)) for index in range(config.pp)),
         host_bytes=max(_host_bytes(config, index) for index in range(config.pp)),
         notes=tuple(_notes(config)),
+        time=step_time(config, device) if device is not None else None,
     )
 
 
@@ -211,7 +246,7 @@ def _notes(config: Config) -> list[str]:
             "gradients are summed in float32 (2205.05198: 18 bytes a parameter); --gradient-dtype bf16 "
             "counts ZeRO's 16"
         )
-    if config.zero and config.dp == 1:
+    if config.zero and config.shards == 1:
         notes.append(
             f"--zero {config.zero} with --dp 1: there is one data-parallel rank, so it holds everything"
         )
@@ -222,6 +257,11 @@ def _notes(config: Config) -> list[str]:
         )
     if config.tp > 1 and config.model.vocab % config.tp:
         notes.append(f"the vocabulary of {config.model.vocab} is padded to a multiple of {config.tp}")
+    if config.offload_optimizer or config.offload_activations:
+        notes.append(
+            "PyTorch rounds each pinned block of host memory up to a power of two: up to twice as much is "
+            "taken"
+        )
     if config.recompute == "full" and config.sequence_parallel:
         notes.append(
             "full recomputation keeps layer inputs split along the sequence: 2sbh/t, where Table 2's last "

@@ -14,12 +14,11 @@ from math import ceil
 from typing import Any, Literal
 
 from lowtide.estimate.config import Config
-from lowtide.estimate.flops import recomputed_layers
 from lowtide.estimate.layer import kept_terms
 from lowtide.estimate.lines import KORTHIKANTI, ZERO, ZERO_OFFLOAD, total
 from lowtide.estimate.states import stage_parameters
 
-Link = Literal["tensor", "pipeline", "data", "host"]
+Link = Literal["tensor", "context", "pipeline", "data", "host"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,7 +26,7 @@ class Traffic:
     """Bytes of one kind that one device of a stage sends in a step.
 
     Attributes:
-        link: ``tensor``, ``pipeline`` or ``data`` parallel group, or ``host``.
+        link: ``tensor``, ``context``, ``pipeline`` or ``data`` parallel group, or ``host``.
         name: what it is.
         bytes: sent by one device.
         formula, source: as in `lowtide.estimate.lines.Line`.
@@ -51,7 +50,13 @@ def _ring(size: Fraction | int, ranks: int) -> Fraction:
 
 def stage_traffic(config: Config, stage: int) -> list[Traffic]:
     """All that one device of a stage sends in a step."""
-    return [*_tensor(config, stage), *_pipeline(config, stage), *_data(config, stage), *_host(config, stage)]
+    return [
+        *_tensor(config, stage),
+        *_context(config),
+        *_pipeline(config, stage),
+        *_data(config, stage),
+        *_host(config, stage),
+    ]
 
 
 def _tensor(config: Config, stage: int) -> list[Traffic]:
@@ -61,7 +66,7 @@ def _tensor(config: Config, stage: int) -> list[Traffic]:
     message = Fraction(e * config.tokens * config.model.hidden)
     one = _ring(message, t)
     layers = config.stage_layers * n
-    again = Fraction(recomputed_layers(config), config.pp) * n
+    again = config.recomputed_share * layers
     found = []
     if config.sequence_parallel:
         found.append(
@@ -137,6 +142,18 @@ def _tensor(config: Config, stage: int) -> list[Traffic]:
     return found
 
 
+def _context(config: Config) -> list[Traffic]:
+    """Keys and values go once around the ring in forward (again where it is recomputed), and with their
+    gradients in backward.
+    """
+    if config.cp == 1:
+        return []
+    keys = Fraction(2 * config.element_bytes * config.tokens * config.local_kv_width)
+    rounds = 3 + config.recomputed_share
+    size = ceil((config.cp - 1) * keys * rounds * config.stage_layers * config.micro_batches)
+    return [Traffic("context", "keys and values around the ring", size, "4(c-1)sbkd", "arXiv 2310.01889")]
+
+
 def _pipeline(config: Config, stage: int) -> list[Traffic]:
     if config.pp == 1:
         return []
@@ -155,7 +172,7 @@ def _pipeline(config: Config, stage: int) -> list[Traffic]:
 
 
 def _data(config: Config, stage: int) -> list[Traffic]:
-    d, n = config.dp, config.micro_batches
+    d, n = config.shards, config.micro_batches
     if d == 1:
         return []
     count = Fraction(stage_parameters(config, stage))
@@ -181,7 +198,7 @@ def _host(config: Config, stage: int) -> list[Traffic]:
         share = (
             Fraction(config.offload_optimizer)
             * stage_parameters(config, stage)
-            / (config.dp if config.zero >= 1 else 1)
+            / (config.shards if config.zero >= 1 else 1)
         )
         source = f"{ZERO_OFFLOAD} Sec. 3"
         # no room on the device to sum them over micro-batches

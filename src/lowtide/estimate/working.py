@@ -15,23 +15,48 @@ from math import ceil
 
 from lowtide.estimate.config import Config
 from lowtide.estimate.edges import logit_elements, loss_terms
-from lowtide.estimate.layer import checkpoint_term, core_terms, layer_terms, segment_layers
+from lowtide.estimate.layer import (
+    TORCHTITAN,
+    checkpoint_term,
+    core_terms,
+    layer_terms,
+    operation_terms,
+    segment_layers,
+)
 from lowtide.estimate.lines import CHEN, KORTHIKANTI, ZERO, Line, total
+from lowtide.estimate.states import stage_parameters
+
+FULLY_SHARD = f"{ZERO} Sec. 5.3; torch.distributed.fsdp.fully_shard"
+
+
+def loss_moment_bytes(config: Config) -> int:
+    """Bytes a logit above what is kept (`lowtide.estimate.edges.loss_terms`), at the loss.
+
+    PyTorch's cross entropy keeps float32 log-probabilities and makes two float32 gradients of their size,
+    while the caller still holds low-precision logits: 14 bytes in all in bfloat16. DTensor's
+    ``loss_parallel`` (t > 1) makes one more. Megatron's, in place, has the low-precision logits beside the
+    float32 ones: 6. Compiled, it is one kernel from low-precision logits to their gradient. A chunked loss
+    does all of it for one chunk.
+
+    >>> from lowtide.estimate.config import configure
+    >>> [loss_moment_bytes(configure("llama3-8b", loss=kind)) for kind in ("torch", "in-place", "compiled")]
+    [10, 2, 4]
+    """
+    e = config.element_bytes
+    held = e if e < 4 else 0
+    if config.loss_kind == "chunked":
+        return 12 if config.tp == 1 else 4 + e
+    if config.loss_kind == "torch":
+        return (8 if config.tp == 1 else 12) + held
+    return 4 if config.loss_kind == "compiled" else e
 
 
 def loss_moment(config: Config) -> Fraction:
-    """Bytes above what is kept, at the loss.
-
-    Vocabulary-parallel cross entropy (t > 1) works in place: the low-precision logits stand beside the
-    float32 ones. PyTorch's own (t = 1) keeps the float32 log-probabilities and makes two float32 gradients of
-    their size. A chunked loss does all of it for one chunk.
-    """
-    e, logits = config.element_bytes, logit_elements(config)
-    if config.chunked_loss:
-        return _ceil_share(logits, config.loss_chunks) * (12 if config.tp == 1 else 4 + e)
-    if config.tp > 1:
-        return logits * (e if e < 4 else 4)
-    return logits * 8
+    """Bytes above what is kept, at the loss."""
+    logits = logit_elements(config)
+    if config.loss_kind == "chunked":
+        logits = Fraction(ceil(logits / config.loss_chunks))
+    return logits * loss_moment_bytes(config)
 
 
 def backward_moments(config: Config) -> Mapping[str, Fraction]:
@@ -82,6 +107,8 @@ def recomputed_bytes(config: Config) -> tuple[Fraction, str]:
     whole = total(terms) - (0 if config.partition_activations else checkpoint_term(config).bytes)
     if config.recompute == "none":
         return Fraction(0), ""
+    if config.recompute == "selective-op":
+        return total(terms) - total(operation_terms(config)), TORCHTITAN
     if config.recompute == "selective":
         return total(core_terms(config)), f"{KORTHIKANTI} Sec. 5"
     if config.recompute == "sqrt":
@@ -152,38 +179,30 @@ def temporary_lines(config: Config, stage: int) -> list[Line]:
                 f"{KORTHIKANTI} App. B",
             )
         )
-    lines += _zero3(config)
+    lines += _zero3(config, stage)
     return lines
 
 
 def _loss_formula(config: Config) -> str:
-    pieces = " / chunks" if config.chunked_loss else ""
-    if config.tp > 1:
-        return f"{config.element_bytes + (4 if config.chunked_loss else 0)}sbv/t{pieces}"
-    return f"{12 if config.chunked_loss else 8}sbv{pieces}"
+    pieces = " / chunks" if config.loss_kind == "chunked" else ""
+    return f"{loss_moment_bytes(config)}sbv{'' if config.tp == 1 else '/t'}{pieces}"
 
 
-def _zero3(config: Config) -> list[Line]:
-    if config.zero < 3 or config.dp == 1:
+def _zero3(config: Config, stage: int) -> list[Line]:
+    """What fully sharded weights and gradients are gathered into."""
+    if config.zero < 3 or config.shards == 1:
         return []
     model = config.model
+    if config.pp > 1:
+        count = stage_parameters(config, stage)
+        size, formula = (config.weight_bytes + 4) * count, f"{config.weight_bytes + 4}Ψ"
+        note = "micro-batches of a pipeline share one gather, and one reduction of float32 gradients"
+        return [Line("temporaries", "gathered weights and gradients", size, formula, FULLY_SHARD, note)]
     layer = model.layer_matrix_parameters(config.tp) + model.layer_shared_parameters()
-    table = -(-model.vocab // config.tp) * model.hidden
-    size = ceil(config.weight_bytes * Fraction(max(2 * layer, table)))
-    return [
-        Line(
-            "temporaries",
-            "gathered weights",
-            size,
-            "two layers, or the embedding",
-            f"{ZERO} Sec. 5.3",
-            "one in use, one fetched ahead",
-        )
-    ]
-
-
-def _ceil_share(count: Fraction, pieces: int) -> Fraction:
-    return Fraction(ceil(count / pieces))
+    table = -(-model.vocab // config.tp) * model.hidden * (1 if model.tied else 2)
+    size = config.weight_bytes * (2 * layer + table)
+    note = "a layer in use, one fetched ahead; the root's stay until the next step"
+    return [Line("temporaries", "gathered weights", size, "two layers, the embeddings", FULLY_SHARD, note)]
 
 
 def offload_lines(config: Config, lines: list[Line]) -> list[Line]:

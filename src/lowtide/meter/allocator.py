@@ -15,18 +15,20 @@ from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowtide import private
+from lowtide.native import BuildError, built, with_torch
 
-from .build import library
 from .errors import MeterError
 from .reading import Moments, Reading
 from .resident import storages
 
 _LOCK = threading.RLock()
+_SOURCE = Path(__file__).with_name("counting_allocator.cpp")
 
 
 class CountingAllocator:
@@ -45,10 +47,7 @@ class CountingAllocator:
         self._install = bind("lt_install", position)
         self._uninstall = bind("lt_uninstall", position)
         self._installs = bind("lt_installs", position)
-        self._reset_peak = bind("lt_reset_peak", None)
-        self._live, self._peak, self._count = (
-            bind(f"lt_{name}", number) for name in ("live", "peak", "count")
-        )
+        self._live = bind("lt_live", number)
         self._adopt = bind("lt_adopt", number, ctypes.c_void_p)
         self._mark_open = bind("lt_mark_open", position)
         self._mark_close = bind("lt_mark_close", None, position)
@@ -90,22 +89,6 @@ class CountingAllocator:
     def live_bytes(self) -> int:
         """Bytes live now, of those allocated while it was installed and those adopted."""
         return self._live()
-
-    @property
-    def peak_bytes(self) -> int:
-        """The most `live_bytes` since `reset_peak` or the first install. Process-wide: for one's own use take
-        a mark, or `peak`.
-        """
-        return self._peak()
-
-    @property
-    def allocations(self) -> int:
-        """Blocks allocated while it was installed."""
-        return self._count()
-
-    def reset_peak(self) -> None:
-        """Start `peak_bytes` over from what is live now. Marks are not touched."""
-        self._reset_peak()
 
     def adopt(self, tensors: Iterable[torch.Tensor]) -> int:
         """Take over the storages of tensors that were allocated before the install, so that their free and
@@ -158,7 +141,7 @@ class CountingAllocator:
 @lru_cache(maxsize=1)
 def _load() -> CountingAllocator | MeterError:
     try:
-        allocator = CountingAllocator(str(library()))
+        allocator = CountingAllocator(str(built(with_torch(_SOURCE))))
         allocator.install()
         try:
             mark = allocator.mark()
@@ -172,6 +155,8 @@ def _load() -> CountingAllocator | MeterError:
             allocator.uninstall()
     except MeterError as error:
         return error
+    except BuildError as error:
+        return MeterError(f"there is no counting allocator, which measures exactly and cheaply: {error}")
     except (OSError, AttributeError) as error:
         return MeterError(f"the counting allocator cannot be loaded: {error}")
     alone = threading.active_count() == 1

@@ -1,8 +1,10 @@
-// A CPU allocator for PyTorch that counts: exact bytes as requested, every thread, at the cost of one small table access per block.
+// A CPU allocator for PyTorch that counts: exact bytes as requested, every thread, at the cost of one small
+// table access per block.
 //
-// Blocks come from c10::alloc_cpu and look exactly like the default allocator's (same address, alignment, context == data), so a block may
-// be freed by either allocator whoever made it: oneDNN, for one, frees its workspaces through whichever allocator is current. Sizes live in
-// a side table. A block that left through another deleter leaves a stale entry; it is dropped when its address is issued again.
+// Blocks come from c10::alloc_cpu and look exactly like the default allocator's (same address, alignment,
+// context == data), so a block may be freed by either allocator whoever made it: oneDNN, for one, frees its
+// workspaces through whichever allocator is current. Sizes live in a side table. A block that left through
+// another deleter leaves a stale entry; it is dropped when its address is issued again.
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/alloc_cpu.h>
@@ -55,7 +57,6 @@ struct State {
   std::array<Mark, kMarks> marks;
   std::atomic<uint64_t> open{0};
   std::atomic<int64_t> live{0};
-  std::atomic<int64_t> peak{0};
   std::atomic<int64_t> count{0};
   std::atomic<Event*> ring{nullptr};
   std::atomic<uint64_t> written{0};
@@ -77,7 +78,9 @@ Shard& shard(void* p) {
 }
 
 int64_t now_ns() {
-  return std::chrono::duration_cast<std::chrono::nanoseconds>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  return std::chrono::duration_cast<std::chrono::nanoseconds>(
+             std::chrono::steady_clock::now().time_since_epoch())
+      .count();
 }
 
 void raise_to(std::atomic<int64_t>& peak, int64_t value) {
@@ -97,8 +100,8 @@ void note_alloc(int64_t bytes) {
   State& s = state();
   int64_t live = s.live.fetch_add(bytes, std::memory_order_seq_cst) + bytes;
   s.count.fetch_add(1, std::memory_order_relaxed);
-  raise_to(s.peak, live);
-  for (uint64_t open = s.open.load(std::memory_order_seq_cst); open != 0; open &= open - 1) raise_to(s.marks[__builtin_ctzll(open)].peak, live);
+  for (uint64_t open = s.open.load(std::memory_order_seq_cst); open != 0; open &= open - 1)
+    raise_to(s.marks[__builtin_ctzll(open)].peak, live);
   log_event(bytes);
 }
 
@@ -152,7 +155,9 @@ struct CountingAllocator final : c10::Allocator {
     return {data, data, &counted_delete, c10::Device(c10::DeviceType::CPU)};
   }
   c10::DeleterFnPtr raw_deleter() const override { return &counted_delete; }
-  void copy_data(void* dest, const void* src, std::size_t count) const override { default_copy_data(dest, src, count); }
+  void copy_data(void* dest, const void* src, std::size_t count) const override {
+    default_copy_data(dest, src, count);
+  }
 };
 
 CountingAllocator& allocator() {
@@ -173,7 +178,8 @@ void after_fork() {
 
 extern "C" {
 
-// 0: installed (or one more user); 1: somebody else's allocator is set; 2: one of higher priority cannot be replaced.
+// 0: installed (or one more user); 1: somebody else's allocator is set; 2: one of higher priority cannot be
+// replaced.
 int lt_install() {
   State& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
@@ -209,30 +215,27 @@ int lt_installs() {
 }
 
 int64_t lt_live() { return state().live.load(); }
-int64_t lt_peak() { return state().peak.load(); }
-int64_t lt_count() { return state().count.load(); }
 int64_t lt_now() { return now_ns(); }
 
-void lt_reset_peak() {
-  State& s = state();
-  s.peak.store(s.live.load());
-  raise_to(s.peak, s.live.load());
-}
-
-// Take over the block of a storage that the default allocator made, so that its free and its resizing are counted.
-// Open watermarks see neither the bytes nor a change. Returns the bytes taken over, 0 for a block of another kind.
+// Take over the block of a storage that the default allocator made, so that its free and its resizing are
+// counted. Open watermarks see neither the bytes nor a change. Returns the bytes taken over, 0 for a block of
+// another kind.
 int64_t lt_adopt(void* storage_impl) {
   State& s = state();
   auto* storage = static_cast<c10::StorageImpl*>(storage_impl);
   std::lock_guard<std::mutex> guard(s.mutex);
   c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
   c10::Allocator* standard = c10::GetDefaultCPUAllocator();
-  if (data.device().type() != c10::DeviceType::CPU || (storage->allocator() != nullptr && storage->allocator() != standard)) return 0;
+  if (data.device().type() != c10::DeviceType::CPU ||
+      (storage->allocator() != nullptr && storage->allocator() != standard))
+    return 0;
   if (data.get() == nullptr) {
     if (storage->allocator() == standard) storage->set_allocator(&allocator());
     return 0;
   }
-  if (data.get() != data.get_context() || !data.compare_exchange_deleter(standard->raw_deleter(), &counted_delete)) return 0;
+  if (data.get() != data.get_context() ||
+      !data.compare_exchange_deleter(standard->raw_deleter(), &counted_delete))
+    return 0;
   storage->set_allocator(&allocator());
   auto bytes = static_cast<int64_t>(storage->nbytes());
   if (bytes == 0) return 0;
@@ -242,7 +245,7 @@ int64_t lt_adopt(void* storage_impl) {
     mark.peak.fetch_add(bytes - stale);
     mark.start.fetch_add(bytes - stale);
   }
-  raise_to(s.peak, s.live.fetch_add(bytes - stale) + bytes - stale);
+  s.live.fetch_add(bytes - stale);
   return bytes;
 }
 
@@ -272,7 +275,8 @@ void lt_mark_close(int id) {
   state().open.fetch_and(~(uint64_t{1} << id));
 }
 
-// Begin logging for one more reader; returns the position of the next event, or -1 when there is no memory for the ring.
+// Begin logging for one more reader; returns the position of the next event, or -1 when there is no memory
+// for the ring.
 int64_t lt_log_open() {
   State& s = state();
   std::lock_guard<std::mutex> guard(s.mutex);
@@ -289,7 +293,8 @@ void lt_log_close() { state().readers.fetch_sub(1); }
 
 int64_t lt_log_end() { return static_cast<int64_t>(state().written.load()); }
 
-// Copy the events [from, to) into ns and delta, the oldest that the ring no longer has left out; returns how many were copied.
+// Copy the events [from, to) into ns and delta, the oldest that the ring no longer has left out; returns how
+// many were copied.
 int64_t lt_log_read(int64_t from, int64_t to, int64_t* ns, int64_t* delta) {
   State& s = state();
   Event* ring = s.ring.load();

@@ -1,18 +1,22 @@
 """From a model's name on the command line to a module with random weights.
 
-Three kinds of names: a preset (``gpt2``), a Hugging Face model type, with settings if wanted
-(``hf:llama:hidden_size=256,num_hidden_layers=4``), and the path of a Hugging Face ``config.json`` or of the
-folder that holds one. All become a module ``f(tokens, targets=None)`` that returns a `CausalOutput`.
+Four kinds of names: a preset (``gpt2``), a Hugging Face model type, with settings if wanted
+(``hf:llama:hidden_size=256,num_hidden_layers=4``), the path of a Hugging Face ``config.json`` or of the
+folder that holds one, and a model's name on the hub (``owner/name``). Weights are random, unless those of a
+folder or of the hub are asked for. All become a module ``f(tokens, targets=None)`` that returns a
+`CausalOutput`.
 """
 
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from lowtide.models.common import CausalOutput, next_token_loss
@@ -33,6 +37,8 @@ class ModelSpec:
         hugging_face: a Hugging Face configuration object, or ``None``.
         vocabulary: number of tokens it knows.
         positions: longest sequence, or ``None`` where the configuration names none.
+        source: the folder or the name on the hub that may have weights, or ``None``.
+        pretrained: whether the model begins with those.
     """
 
     name: str
@@ -40,6 +46,8 @@ class ModelSpec:
     positions: int | None
     config: ModelConfig | None = None
     hugging_face: Any = field(default=None, compare=False)
+    source: str | None = None
+    pretrained: bool = False
 
     def describe(self) -> dict[str, Any]:
         """Everything that shapes the model, as plain values: two specs with equal descriptions build equal
@@ -54,7 +62,8 @@ def model_spec(name: str, changes: Mapping[str, Any] | None = None) -> ModelSpec
     """Understand a model's name.
 
     Args:
-        name: a preset, ``hf:TYPE[:key=value,...]``, or the path of a ``config.json``.
+        name: a preset, ``hf:TYPE[:key=value,...]``, the path of a ``config.json`` or its folder, or a name on
+            the hub.
         changes: settings of a built-in model's `ModelConfig` to change.
 
     Raises:
@@ -72,18 +81,34 @@ def model_spec(name: str, changes: Mapping[str, Any] | None = None) -> ModelSpec
             f"{', '.join(changes)}: only built-in models take this; set it in the configuration of {name!r} "
             "under the name it has there"
         )
-    hugging_face = (
-        _config_of_type(name) if name.startswith(HUGGING_FACE_PREFIX) else _config_from_file(Path(name))
-    )
+    source = None
+    if name.startswith(HUGGING_FACE_PREFIX):
+        hugging_face = _config_of_type(name)
+    elif is_hub_name(name):
+        hugging_face, source = _config_from_hub(name), name
+    else:
+        hugging_face = _config_from_file(Path(name))
+        source = str(Path(name) if Path(name).is_dir() else Path(name).parent)
     hugging_face.use_cache = False
     if getattr(hugging_face, "is_decoder", None) is False:
         hugging_face.is_decoder = True  # BERT and its kin look both ways unless told that they are decoders
     text = hugging_face.get_text_config()
     if not isinstance(getattr(text, "vocab_size", None), int):
         raise ModelError(f"{name!r} has no vocabulary: choose the configuration of a causal language model")
-    return ModelSpec(
-        name, text.vocab_size, getattr(text, "max_position_embeddings", None), hugging_face=hugging_face
-    )
+    positions = getattr(text, "max_position_embeddings", None)
+    return ModelSpec(name, text.vocab_size, positions, hugging_face=hugging_face, source=source)
+
+
+def is_hub_name(name: str) -> bool:
+    """Whether a model's name can only be one on the hub.
+
+    >>> is_hub_name("Qwen/Qwen3-0.6B"), is_hub_name("configs/tiny.json"), is_hub_name("gpt2")
+    (True, False, False)
+    """
+    return bool(_HUB_NAME.fullmatch(name)) and not name.endswith(".json") and not Path(name).exists()
+
+
+_HUB_NAME = re.compile(r"\w[\w.-]*/\w[\w.-]*")
 
 
 def build_model(
@@ -119,7 +144,11 @@ class HuggingFaceModel(nn.Module):
         super().__init__()
         transformers = _transformers(spec.name)
         try:
-            self.model: nn.Module = transformers.AutoModelForCausalLM.from_config(spec.hugging_face)
+            self.model: nn.Module = (
+                _with_weights(transformers, spec)
+                if spec.pretrained
+                else transformers.AutoModelForCausalLM.from_config(spec.hugging_face)
+            )
         except (ValueError, ImportError) as error:
             raise ModelError(
                 f"{spec.name!r} does not build as a causal language model: {_first_lines(error)}"
@@ -133,13 +162,42 @@ class HuggingFaceModel(nn.Module):
         return CausalOutput(next_token_loss(logits, nn.Identity(), targets), None)
 
 
+def _with_weights(transformers: Any, spec: ModelSpec) -> nn.Module:
+    """The model with the safetensors of its source: formats that can execute code are not read."""
+    assert spec.source is not None
+    try:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            spec.source,
+            config=spec.hugging_face,
+            dtype=torch.float32,
+            use_safetensors=True,
+            local_files_only=Path(spec.source).is_dir(),
+        ).train()
+    except OSError as error:
+        raise ModelError(
+            f"cannot read weights for {spec.name!r} from {spec.source!r} ({_first_lines(error)}): a "
+            "model.safetensors is needed there"
+        ) from error
+
+
+def _config_from_hub(name: str) -> Any:
+    """The configuration of a model on the hub, or in the cache of those that were there once; code that it
+    names is not run."""
+    try:
+        return _transformers(name).AutoConfig.from_pretrained(name)
+    except Exception as error:  # the hub's, the network's and the configuration's own, of many types
+        raise ModelError(
+            f"there is no folder {name!r} here, and no model of that name can be had from the hub "
+            f"({_first_lines(error)}): check the name and the network"
+        ) from error
+
+
 def _transformers(name: str) -> Any:
     try:
         import transformers
     except ImportError as error:
         raise ModelError(
-            f"{name!r} is a Hugging Face model, and transformers is not installed: pip install "
-            "'lowtide[transformers]'"
+            f"{name!r} is a Hugging Face model, and transformers is not installed: pip install 'lowtide[hf]'"
         ) from error
     return transformers
 

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from lowtide import private
 from lowtide.parallel.errors import ParallelError
-from lowtide.parallel.layers import ParallelModule
+from lowtide.parallel.module import ParallelModule
 from lowtide.parallel.partition import Partition
 
 # imported where it is used: it takes seconds, and processes that import it may abort when they end

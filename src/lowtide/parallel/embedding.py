@@ -10,7 +10,6 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from lowtide.parallel.errors import ParallelError
-from lowtide.parallel.layers import ParallelModule
 from lowtide.parallel.mappings import (
     check_sequence_dimension,
     gather_from_tensor_model_parallel_region,
@@ -18,6 +17,7 @@ from lowtide.parallel.mappings import (
     reduce_scatter_to_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from lowtide.parallel.module import ParallelModule
 from lowtide.parallel.partition import initialize, partition
 from lowtide.parallel.vocabulary import check_tokens
 

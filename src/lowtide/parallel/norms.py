@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from lowtide.parallel.layers import ParallelModule
+from lowtide.parallel.module import ParallelModule
 from lowtide.parallel.partition import replicated
 
 

@@ -24,11 +24,12 @@ from lowtide.parallel.embedding import ParallelEmbedding
 from lowtide.parallel.errors import ParallelError
 from lowtide.parallel.gradients import Marker
 from lowtide.parallel.groups import TensorGroup, tensor_group
-from lowtide.parallel.layers import ParallelModule, RowParallelLinear
+from lowtide.parallel.layers import RowParallelLinear
 from lowtide.parallel.mappings import (
     gather_from_sequence_parallel_region,
     scatter_to_sequence_parallel_region,
 )
+from lowtide.parallel.module import ParallelModule
 from lowtide.parallel.random import ParallelDropout, RandomTracker
 from lowtide.parallel.region import RegionColumnLinear, RegionHeadsLinear, enter_region
 

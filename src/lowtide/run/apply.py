@@ -13,7 +13,8 @@ from lowtide.plan.data import Plan
 from lowtide.run.move.engine import TransferEngine, prepare
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled_program
-from lowtide.run.record.recorder import Findings, Recorder, Verify
+from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.verify import Findings, Verify
 from lowtide.store.stores import Stores
 
 

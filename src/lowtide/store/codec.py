@@ -35,7 +35,6 @@ __all__ = [
     "Dictionary",
     "Form",
     "Positive",
-    "Raw",
     "Sparse",
     "chunk_elements",
     "codec_named",
@@ -202,26 +201,6 @@ class Positive(Chunked):
             out[part] = unpack_bits(parts[0][bits_of(part)], 1, part.stop - part.start)
 
 
-class Raw(Chunked):
-    """The bytes as they are: what a value that does not fit its codec is kept as."""
-
-    name = "raw"
-    lossless = True
-    scratch_bytes = 0
-
-    def encoded_bytes(self, form: Form) -> int:
-        """As many."""
-        return form.bytes
-
-    def encode(self, flat: torch.Tensor) -> Parts:
-        """A copy."""
-        return (flat.clone(),)
-
-    def decode(self, parts: Parts, out: torch.Tensor) -> None:
-        """A copy."""
-        out.copy_(parts[0])
-
-
 class BFloat16(Chunked):
     """Half the bytes of float32: 8 bits of precision, float32's range."""
 
@@ -377,7 +356,6 @@ def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:
         for c in (
             *(Dictionary(b) for b in (1, 2, 4, 8)),
             Positive(),
-            Raw(),
             BFloat16(),
             Blockwise(8),
             Blockwise(4),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,6 +15,12 @@ from lowtide.store.host import Host
 from lowtide.store.shard import Replicas
 from lowtide.store.slab import Slab
 from lowtide.store.tier import Fault, Tier
+
+_OPEN: dict[str, Callable[[str, Fault | None, torch.device], Tier]] = {
+    "host": lambda path, fault, device: Host(device, fault),
+    "disk": lambda path, fault, device: Disk(path or None, fault, device),
+}
+"""How the tiers are opened that plans name (`lowtide.Offload`)."""
 
 
 class Stores:
@@ -90,8 +96,7 @@ class Stores:
         """
         key = (name, os.path.abspath(path) if path else "", str(device))
         if key not in self.tiers:
-            made = Disk(path or None, self.fault, device) if name == "disk" else Host(device, self.fault)
-            self.tiers[key] = made
+            self.tiers[key] = _OPEN[name](path, self.fault, device)
         return self.tiers[key]
 
     def codec(self, name: str) -> Codec:

@@ -6,24 +6,3 @@ that runs, `fake` one that cannot run here, `costs` times operations for that on
 
 ``lowtide.trace(step, *args)`` is the verb; see `lowtide.run.look.step.trace`.
 """
-
-from __future__ import annotations
-
-import sys
-from types import ModuleType
-from typing import TYPE_CHECKING, Any
-
-if TYPE_CHECKING:
-    from lowtide.graph import StepGraph
-
-
-class _Room(ModuleType):
-    """Lets ``lowtide.trace`` be the room and the verb: ``lowtide.trace(step, *args)``."""
-
-    def __call__(self, *args: Any, **kwargs: Any) -> StepGraph:
-        from lowtide.run.look.step import trace
-
-        return trace(*args, **kwargs)
-
-
-sys.modules[__name__].__class__ = _Room

@@ -1,172 +1,155 @@
-"""Text as bytes: a corpus from a file, a folder or Python's own standard library, and the batches drawn from
-it.
-
-Nothing is downloaded. Batch number ``i`` depends on the seed and ``i`` alone, so a resumed run reads on
-exactly where it stopped.
-"""
+"""A text as tokens, and the batches of it, in an order that a resumed run goes on with."""
 
 from __future__ import annotations
 
 import hashlib
-import sysconfig
-from collections.abc import Iterator
+import warnings
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset, Sampler
+from torchdata.stateful_dataloader import StatefulDataLoader
 
-from lowtide.errors import LowtideError
+from lowtide.train.text import DataError, Text
+from lowtide.train.tokenizer import Bytes, Tokenizer
 
-VOCABULARY = 256
-STANDARD_LIBRARY_BYTES = 20_000_000
-VALIDATION_SHARE = 20  # one file in twenty, or the last twentieth of a single file
-_LEFT_OUT = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test", "lib2to3"}
-_TEXT_CONTROLS = bytes([7, 8, 9, 10, 11, 12, 13, 27])
-_CONTROLS = bytes(set(range(32)) - set(_TEXT_CONTROLS))
-
-
-class DataError(LowtideError):
-    """The training text is missing, empty, binary or too short."""
+Batch = tuple[Tensor, Tensor]
+"""Tokens and, one place later, targets: both (batch, sequence)."""
 
 
 @dataclass(frozen=True, eq=False)
 class Corpus:
-    """Text to train on and text to validate on, as bytes.
+    """Tokens to train on and tokens to validate on.
 
     Attributes:
         name: what it is, for people.
-        train, validation: the bytes.
+        train, validation: the tokens.
+        vocabulary: of the tokenizer.
+        bytes_per_token: of the validation text.
         digest: of both; a resumed run checks it.
     """
 
     name: str
     train: np.ndarray
     validation: np.ndarray
+    vocabulary: int
+    bytes_per_token: float
     digest: str
 
     def __str__(self) -> str:
+        unit = "MB" if self.vocabulary == Bytes.vocabulary else "M tokens"
         return (
-            f"{self.name}: {self.train.size / 1e6:.1f} MB to train on, {self.validation.size / 1e6:.1f} MB "
-            "to validate on"
+            f"{self.name}: {self.train.size / 1e6:.1f} {unit} to train on, {self.validation.size / 1e6:.1f} "
+            f"{unit} to validate on"
         )
 
 
-def load_corpus(path: Path | None = None, standard_library: Path | None = None) -> Corpus:
-    """The corpus in a text file or folder, or Python's standard library without one.
+def tokenize(text: Text, tokenizer: Tokenizer) -> Corpus:
+    """The corpus that a tokenizer makes of a text.
 
-    A folder is every text file below it, in the order of their names; hidden and binary files are passed
-    over.
+    >>> str(tokenize(Text("a poem", [b"..."], [b"."]), Bytes()))
+    'a poem: 0.0 MB to train on, 0.0 MB to validate on'
+    """
+    train, validation = tokenizer.encode(text.train), tokenizer.encode(text.validation)
+    digest = hashlib.sha256(train.tobytes() + b"\0" + validation.tobytes()).hexdigest()[:16]
+    size = sum(len(document) for document in text.validation) / max(1, validation.size)
+    name = text.name if isinstance(tokenizer, Bytes) else f"{text.name}, {tokenizer.name}"
+    return Corpus(name, train, validation, tokenizer.vocabulary, size, digest)
+
+
+class Blocks(Dataset[Batch]):
+    """Tokens cut into blocks of one sequence each, that overlap by the token that is only a target.
+
+    Args:
+        tokens: 1-D.
+        sequence: tokens in a block.
+        what: of which text they are, for people.
 
     Raises:
-        DataError: there is no text there.
-    """
-    if path is None:
-        folder = standard_library or Path(sysconfig.get_path("stdlib"))
-        texts = list(_capped(_texts_below(folder, "*.py", _LEFT_OUT), STANDARD_LIBRARY_BYTES))
-        if not texts:
-            raise DataError(
-                f"this Python has no source of its standard library under {str(folder)!r}: pass --data with "
-                "a text file or folder"
-            )
-        return _split("Python's standard library", texts)
-    try:
-        if path.is_dir():
-            texts = list(_texts_below(path, "*", set()))
-            if not texts:
-                raise DataError(
-                    f"the folder {str(path)!r} holds no text file: pass --data with one that does"
-                )
-            return _split(str(path), texts)
-        if not path.exists():
-            raise DataError(f"there is no file or folder {str(path)!r}: check --data")
-        text = path.read_bytes()
-    except OSError as error:
-        raise DataError(f"cannot read {str(path)!r}: {error.strerror or error}") from error
-    if not text:
-        raise DataError(f"the file {str(path)!r} is empty: pass --data with some text")
-    if not _is_text(text):
-        raise DataError(
-            f"the file {str(path)!r} is binary, not text: pass --data with plain text (UTF-8, unpacked)"
-        )
-    return _split(str(path), [text])
+        DataError: there are too few for one block.
 
-
-class Batches:
-    """Training batches, drawn at random places of a text.
-
-    >>> batches = Batches(np.arange(100, dtype=np.uint8), batch=2, sequence=8, seed=0)
-    >>> tokens, targets = batches.draw(5)
-    >>> tokens.shape, bool((tokens[:, 1:] == targets[:, :-1]).all())
-    (torch.Size([2, 8]), True)
+    >>> blocks = Blocks(np.arange(10), sequence=4)
+    >>> [block.tolist() for block in blocks.__getitems__([1])]
+    [[[4, 5, 6, 7]], [[5, 6, 7, 8]]]
     """
 
-    def __init__(
-        self, text: np.ndarray, batch: int, sequence: int, seed: int, what: str = "training"
-    ) -> None:
-        if text.size < sequence + 1:
+    def __init__(self, tokens: np.ndarray, sequence: int, what: str = "training") -> None:
+        if tokens.size < sequence + 1:
             raise DataError(
-                f"the {what} text has {text.size} bytes, and --seq {sequence} needs at least {sequence + 1}: "
-                "pass more text or a smaller --seq"
+                f"the {what} text has {tokens.size} tokens, and --seq {sequence} needs at least "
+                f"{sequence + 1}: pass more text or a smaller --seq"
             )
-        self._text, self._batch, self._sequence, self._seed = text, batch, sequence, seed
+        self._tokens, self._sequence = tokens, sequence
 
-    def draw(self, index: int) -> tuple[Tensor, Tensor]:
-        """Batch number ``index``: tokens and, one place later, targets, both (batch, sequence)."""
-        random = np.random.default_rng([self._seed, index])
-        return self._windows(random.integers(0, self._text.size - self._sequence, size=self._batch))
+    def __len__(self) -> int:
+        return (self._tokens.size - 1) // self._sequence
 
-    def spread(self, count: int) -> Iterator[tuple[Tensor, Tensor]]:
+    def __getitem__(self, index: int) -> Batch:
+        tokens, targets = self.__getitems__([index])
+        return tokens[0], targets[0]
+
+    def __getitems__(self, indices: Sequence[int]) -> Batch:
+        """The batch of some blocks; what a loader asks for."""
+        starts = np.asarray(indices)[:, None] * self._sequence
+        window = self._tokens[starts + np.arange(self._sequence + 1)].astype(np.int64)
+        return torch.from_numpy(window[:, :-1].copy()), torch.from_numpy(window[:, 1:].copy())
+
+    def spread(self, count: int, batch: int) -> Iterator[Batch]:
         """``count`` batches spread evenly over the text, the same ones every time."""
-        starts = np.linspace(0, self._text.size - self._sequence - 1, num=count * self._batch).astype(
-            np.int64
+        places = np.linspace(0, len(self) - 1, num=count * batch).astype(np.int64)
+        for first in range(0, len(places), batch):
+            yield self.__getitems__(places[first : first + batch].tolist())
+
+
+class Shuffled(Sampler[int]):
+    """Every block once an epoch, without end, in an order that seed and epoch alone decide. Its state is how
+    many it has given.
+
+    >>> sampler = Shuffled(3, seed=0)
+    >>> from itertools import islice
+    >>> first = list(islice(sampler, 5))
+    >>> sorted(first[:3]), sampler.state_dict()
+    ([0, 1, 2], {'given': 5})
+    """
+
+    def __init__(self, length: int, seed: int) -> None:
+        self._length, self._seed, self._given = length, seed, 0
+
+    def __iter__(self) -> Iterator[int]:
+        while True:
+            epoch, place = divmod(self._given, self._length)
+            order = np.random.default_rng([self._seed, epoch]).permutation(self._length)
+            for index in order[place:].tolist():
+                self._given += 1
+                yield index
+
+    def state_dict(self) -> dict[str, int]:
+        """Where it stands."""
+        return {"given": self._given}
+
+    def load_state_dict(self, state: dict[str, int]) -> None:
+        """Go on from there."""
+        self._given = state["given"]
+
+
+def batches(blocks: Blocks, batch: int, seed: int) -> StatefulDataLoader[Batch]:
+    """A loader of shuffled batches without end; its state belongs into a checkpoint. It draws no random
+    numbers but its own.
+    """
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "'set_vital'")  # torchdata's, of a call that does nothing
+        return StatefulDataLoader(
+            blocks,
+            batch_size=batch,
+            sampler=Shuffled(len(blocks), seed),
+            collate_fn=_as_it_is,
+            generator=torch.Generator(),
         )
-        for first in range(0, len(starts), self._batch):
-            yield self._windows(starts[first : first + self._batch])
-
-    def _windows(self, starts: np.ndarray) -> tuple[Tensor, Tensor]:
-        windows = self._text[starts[:, None] + np.arange(self._sequence + 1)].astype(np.int64)
-        return torch.from_numpy(windows[:, :-1].copy()), torch.from_numpy(windows[:, 1:].copy())
 
 
-def _texts_below(folder: Path, pattern: str, left_out: set[str]) -> Iterator[bytes]:
-    """The content of every text file below a folder, in the order of their names."""
-    for file in sorted(folder.rglob(pattern), key=lambda file: file.relative_to(folder).parts):
-        parts = file.relative_to(folder).parts
-        if left_out.intersection(parts) or any(part.startswith(".") for part in parts) or not file.is_file():
-            continue
-        text = file.read_bytes()
-        if text and _is_text(text):
-            yield text
-
-
-def _capped(texts: Iterator[bytes], most: int) -> Iterator[bytes]:
-    for text in texts:
-        if most <= 0:
-            return
-        yield text[:most]
-        most -= len(text)
-
-
-def _is_text(data: bytes) -> bool:
-    """Whether bytes look like text in an ASCII-compatible encoding: no zero byte, hardly a control
-    character.
-    """
-    sample = data[:65536]
-    return b"\0" not in data and len(sample) - len(sample.translate(None, _CONTROLS)) <= len(sample) // 100
-
-
-def _split(name: str, texts: list[bytes]) -> Corpus:
-    """Every twentieth file for validation; the last twentieth of the text where there are only a few
-    files.
-    """
-    if len(texts) >= VALIDATION_SHARE:
-        train = b"".join(text for i, text in enumerate(texts) if i % VALIDATION_SHARE != VALIDATION_SHARE - 1)
-        validation = b"".join(texts[VALIDATION_SHARE - 1 :: VALIDATION_SHARE])
-    else:
-        text = b"".join(texts)
-        cut = len(text) - max(1, len(text) // VALIDATION_SHARE)
-        train, validation = text[:cut], text[cut:]
-    digest = hashlib.sha256(train + b"\0" + validation).hexdigest()[:16]
-    return Corpus(name, np.frombuffer(train, np.uint8), np.frombuffer(validation, np.uint8), digest)
+def _as_it_is(batch: Any) -> Any:
+    return batch

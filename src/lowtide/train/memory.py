@@ -5,6 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from types import TracebackType
 
 import torch
@@ -76,7 +77,10 @@ def training_bytes(spec: ModelSpec) -> int:
     if spec.config is not None:
         return spec.config.parameters() * BYTES_PER_PARAMETER
     with torch.device("meta"):
-        return sum(parameter.numel() for parameter in build_model(spec).parameters()) * BYTES_PER_PARAMETER
+        return (
+            sum(parameter.numel() for parameter in build_model(replace(spec, pretrained=False)).parameters())
+            * BYTES_PER_PARAMETER
+        )
 
 
 def free_bytes(device: torch.device) -> int | None:

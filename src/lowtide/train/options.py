@@ -6,24 +6,23 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 
 from lowtide.budget import asks_for
-from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec, model_spec
 from lowtide.plan import POLICIES
-from lowtide.train.data import VOCABULARY
+from lowtide.report import check_ending
+from lowtide.train.arrangements import check_pipeline, check_sharding
+from lowtide.train.errors import OptionError, require
+from lowtide.train.schedule import SHAPES
+from lowtide.train.tokenizer import BYTES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
-
-
-class OptionError(LowtideError):
-    """An option has an impossible value, or does not go with another."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,9 @@ class TrainOptions:
     """A training run.
 
     Attributes:
-        model: a preset, ``hf:TYPE[:key=value,...]``, or the path of a Hugging Face ``config.json``.
+        model: a preset, ``hf:TYPE[:key=value,...]``, the path of a Hugging Face ``config.json`` or of the
+            folder that holds one, or a model's name on the hub.
+        pretrained: begin with the weights in that folder (or on the hub) instead of random ones.
         budget: the most live bytes at any moment: ``600MiB``, ``60%`` of the plain step's peak, ``min`` (the
             smallest that works) or ``auto`` (what the device has, less a reserve); ``None`` with a policy
             that takes none.
@@ -41,8 +42,12 @@ class TrainOptions:
         batch, seq: sequences in a micro-batch, tokens in a sequence.
         dtype: ``fp32``, or ``bf16`` for autocast over float32 weights.
         seed: of the weights, the batches and dropout.
-        data: a text file or folder; ``None`` is Python's standard library.
+        data, text_column: as `lowtide.train.text.read_text` takes them; ``None`` is Python's standard
+            library.
+        tokenizer: as `lowtide.train.tokenizer.find_tokenizer` takes it; ``None`` is the model's own, else
+            bytes.
         lr, warmup: peak learning rate, and the steps up to it.
+        lr_schedule: from there on, one of `lowtide.train.schedule.SHAPES`.
         weight_decay: AdamW's, on matrices only.
         optimizer_host_fraction: share of AdamW's state on the host (0 to 1, or ``auto``): main memory for
             CUDA, disk for the CPU; ``None`` leaves the plain optimizer on the device.
@@ -65,21 +70,28 @@ class TrainOptions:
         schedule: of the pipeline's micro-batches, one of `lowtide.parallel.pipeline.SCHEDULES`.
         silent_seconds: how long a process may say nothing before the others end the run; 0 is for ever,
             ``None`` half a minute. One in a debugger is waited for.
+        tensorboard: folder for TensorBoard's curves.
         json, plot: files for the results and for the picture of memory.
+        report: file for the report of one step: a page, or what else its ending says
+            (`lowtide.report.save_report`).
     """
 
-    model: str = "gpt-small"
+    model: str = "gpt-mini"
+    pretrained: bool = False
     budget: str | None = "60%"
     raise_budget: bool = False
     policy: str | None = None
-    steps: int = 150
+    steps: int = 100
     batch: int = 8
     seq: int = 256
     dtype: Literal["fp32", "bf16"] = "fp32"
     seed: int = 0
-    data: Path | None = None
+    data: str | Path | None = None
+    text_column: str | None = None
+    tokenizer: str | None = None
     lr: float = 1e-3
     warmup: int = 20
+    lr_schedule: str = "cosine"
     weight_decay: float = 0.1
     optimizer_host_fraction: float | Literal["auto"] | None = None
     grad_accum: int = 1
@@ -102,8 +114,10 @@ class TrainOptions:
     shard_parameters: bool = False
     schedule: str | None = None
     silent_seconds: float | None = None
+    tensorboard: Path | None = None
     json: Path | None = None
     plot: Path | None = None
+    report: Path | None = None
 
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq", "grad_accum", "eval_batches", "tp", "dp", "pp"):
@@ -157,6 +171,9 @@ class TrainOptions:
             f"it is longer than the run of --steps {self.steps}",
         )
         require(self.dtype in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")
+        require(
+            self.lr_schedule in SHAPES, "lr-schedule", self.lr_schedule, f"choose one of {', '.join(SHAPES)}"
+        )
         check_policy(self.policy)
         if self.checkpoint_dir is not None:
             fits = self.checkpoint_dir.is_dir() or not self.checkpoint_dir.exists()
@@ -187,8 +204,21 @@ class TrainOptions:
                 f"choose a name that ends in {', '.join(PICTURE_SUFFIXES)}",
             )
             if importlib.util.find_spec("matplotlib") is None:
-                raise OptionError("--plot needs matplotlib: pip install 'lowtide[pictures]'")
-        for name, file in (("json", self.json), ("plot", self.plot)):
+                raise OptionError("--plot needs matplotlib: pip install 'lowtide[train]'")
+        if self.report is not None:
+            require(
+                self.compares,
+                "report",
+                self.report,
+                "it shows the comparison: leave out --no-compare and --pp",
+            )
+            check_ending(self.report)
+        if self.tensorboard is not None:
+            fits = self.tensorboard.is_dir() or not self.tensorboard.exists()
+            require(fits, "tensorboard", self.tensorboard, "that is a file, and a folder is needed")
+            if importlib.util.find_spec("tensorboard") is None:
+                raise OptionError("--tensorboard needs tensorboard: pip install 'lowtide[tensorboard]'")
+        for name, file in (("json", self.json), ("plot", self.plot), ("report", self.report)):
             check_file(name, file)
         check_device(self.device)
         self._check_layout()
@@ -215,16 +245,12 @@ class TrainOptions:
                 f"--sequence-parallel shares it among --tp {self.tp}, which must divide it",
             )
         if self.shard_parameters:
-            from lowtide.train.sharded import check_sharding
-
             check_sharding(self)
         if self.pp == 1:
             require(
                 self.schedule is None, "schedule", self.schedule, "it is a pipeline's: pass --pp 2 or more"
             )
             return
-        from lowtide.train.stages import check_pipeline
-
         check_pipeline(self)
 
     @property
@@ -255,11 +281,23 @@ class TrainOptions:
         """Whether the run ends with a comparison."""
         return self.pp == 1 and not self.shard_parameters if self.compare is None else self.compare
 
-    def spec(self) -> ModelSpec:
-        """The model, with the changes that the options ask for, checked against sequence and text."""
-        return checked_spec(self.model, self.seq, self.dropout, self.unfused_attention, self.loss_chunks)
+    def spec(self, vocabulary: int = BYTES) -> ModelSpec:
+        """The model for texts of so many different tokens, with the changes that the options ask for, checked
+        against sequence and text.
+        """
+        spec = checked_spec(
+            self.model, self.seq, self.dropout, self.unfused_attention, self.loss_chunks, vocabulary
+        )
+        require(
+            not self.pretrained or spec.source is not None,
+            "pretrained",
+            "",
+            f"{self.model} is a shape and has no weights: give --model a folder with safetensors, or a name "
+            "on the hub",
+        )
+        return replace(spec, pretrained=True) if self.pretrained else spec
 
-    def trajectory(self, corpus_digest: str) -> dict[str, Any]:
+    def trajectory(self, corpus_digest: str, vocabulary: int = BYTES) -> dict[str, Any]:
         """Everything that the losses depend on. Budget, policy and what is reported may differ between a run
         and its resumption.
         """
@@ -271,6 +309,7 @@ class TrainOptions:
             "seed",
             "lr",
             "warmup",
+            "lr_schedule",
             "weight_decay",
             "grad_accum",
             "clip",
@@ -279,7 +318,7 @@ class TrainOptions:
         return {
             **{name: getattr(self, name) for name in names},
             "data": corpus_digest,
-            "model": self.spec().describe(),
+            "model": self.spec(vocabulary).describe(),
         }
 
     def to_json(self) -> dict[str, Any]:
@@ -288,12 +327,18 @@ class TrainOptions:
 
 
 def checked_spec(
-    model: str, seq: int, dropout: float | None, unfused_attention: bool, loss_chunks: int | None
+    model: str,
+    seq: int,
+    dropout: float | None,
+    unfused_attention: bool,
+    loss_chunks: int | None,
+    vocabulary: int = BYTES,
 ) -> ModelSpec:
-    """A model for byte-level text in sequences of ``seq`` tokens.
+    """A model for texts of ``vocabulary`` different tokens in sequences of ``seq`` of them. A built-in one
+    gets a vocabulary that is large enough.
 
     Raises:
-        OptionError: the model cannot read bytes or sequences that long.
+        OptionError: the model cannot read such tokens or sequences that long.
     """
     changes = {
         "dropout": dropout,
@@ -305,11 +350,16 @@ def checked_spec(
         require(
             seq <= spec.positions, "seq", seq, f"{model} has {spec.positions} positions, choose at most that"
         )
+    if spec.config is not None and spec.vocabulary < vocabulary:
+        config = replace(spec.config, vocabulary=vocabulary)
+        return replace(spec, config=config, vocabulary=vocabulary)
+    what = "bytes" if vocabulary == BYTES else "the tokenizer"
     require(
-        spec.vocabulary >= VOCABULARY,
+        spec.vocabulary >= vocabulary,
         "model",
         model,
-        f"its vocabulary of {spec.vocabulary} is too small for bytes, which need {VOCABULARY}",
+        f"its vocabulary of {spec.vocabulary} is too small for {what}, which need{'s' * (what != 'bytes')} "
+        f"{vocabulary}",
     )
     return spec
 
@@ -356,9 +406,3 @@ def check_policy(name: str | None) -> None:
         name,
         f"choose {', '.join(POLICIES[:-1])} or {POLICIES[-1]}",
     )
-
-
-def require(holds: bool, name: str, value: object, message: str) -> None:
-    """Raise an `OptionError` about an option unless ``holds``."""
-    if not holds:
-        raise OptionError(f"--{name.replace('_', '-')} {value}".rstrip() + f": {message}")

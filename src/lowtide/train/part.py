@@ -23,6 +23,7 @@ from lowtide.parallel.data import average_gradients
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients
 from lowtide.parallel.grads import clip_grad_norm
 from lowtide.parallel.parallelize import parallelize
+from lowtide.report import Measured, Report
 from lowtide.train.compare import Comparison, compare
 from lowtide.train.options import DTYPES, OptionError, TrainOptions
 from lowtide.train.ranks import Ranks
@@ -88,6 +89,15 @@ class Part(ABC):
             OptionError: this part is no step of its own.
         """
         raise OptionError("--compare: the comparison is of one process's step: leave it out with --pp")
+
+    def report(self, comparison: Comparison, curve: bool) -> Report | None:
+        """All that is to be shown of the step that was compared; ``None`` where no plan is this part's own.
+
+        Args:
+            comparison: what was measured.
+            curve: whether to plan for other budgets, too, which takes seconds.
+        """
+        return None
 
     def release(self) -> None:  # noqa: B027  (a part without a handle has nothing to do)
         """Take the budget out of force."""
@@ -212,6 +222,18 @@ class WholeModel(Part):
             agree=agree,
         )
 
+    def report(self, comparison: Comparison, curve: bool) -> Report | None:
+        options, plain, planned = self.options, comparison.plain, comparison.planned
+        return self._handle.make_report(
+            f"{options.model}, {options.batch} x {options.seq} tokens, {options.dtype}",
+            points=None if curve else (),
+            measured_plain=None
+            if plain is None
+            else Measured.of(plain.peak_bytes, plain.seconds, plain.curve),
+            measured_planned=Measured.of(planned.peak_bytes, planned.seconds, planned.curve),
+            measured_extra=comparison.extra,
+        )
+
     def release(self) -> None:
         self._handle.remove()
 
@@ -236,19 +258,6 @@ def raised(asked: str | None, error: BudgetError) -> str:
         f"{chosen}: the default of {asked} of the plain step's peak is "
         f"{budgets.format_bytes(error.budget_bytes)}"
     )
-
-
-def make_part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:
-    """This process's part of the model, with the weights that one process alone would have."""
-    if options.shard_parameters:
-        from lowtide.train.sharded import ShardedModel
-
-        return ShardedModel(spec, options, ranks)
-    if options.pp > 1:
-        from lowtide.train.stages import Stages
-
-        return Stages(spec, options, ranks)
-    return WholeModel(spec, options, ranks)
 
 
 def shared_model(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> nn.Module:

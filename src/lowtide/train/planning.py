@@ -11,6 +11,11 @@ from torch import Tensor, nn
 
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError
+from lowtide.estimate.devices import DEVICES, Device
+from lowtide.estimate.devices import device as find_device
+from lowtide.estimate.fitted import fitted
+from lowtide.estimate.simulation.pricing import pricer
+from lowtide.estimate.suggest import RESERVE
 from lowtide.graph import StepGraph
 from lowtide.models import ModelSpec, build_model
 from lowtide.plan import Plan, make
@@ -29,7 +34,13 @@ step itself may not have.
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """A step to plan; the attributes mean what they mean in `lowtide.train.options.TrainOptions`."""
+    """A step to plan; the attributes mean what they mean in `lowtide.train.options.TrainOptions`.
+
+    Attributes:
+        device: ``cpu``, ``cuda``, ``cuda:N``, or an accelerator that need not be there
+            (`lowtide.estimate.devices`): the step is traced on the CPU, and operations take what they would
+            there.
+    """
 
     model: str = "gpt-small"
     budget: str | None = "60%"
@@ -50,12 +61,29 @@ class PlanOptions:
         require(self.dtype in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")
         check_policy(self.policy)
         check_file("json", self.json)
-        check_device(self.device)
+        if self.device.lower() not in DEVICES:
+            check_device(self.device)
+        else:
+            require(
+                self.dtype == "bf16",
+                "dtype",
+                self.dtype,
+                f"--device {self.device} is priced by its bfloat16 products: pass --dtype bf16",
+            )
 
 
 def make_plan(options: PlanOptions) -> Plan:
-    """Trace the step on fake tensors and plan it. On a CPU this takes little memory whatever the model's
+    """The plan of the step, traced on fake tensors. On a CPU this takes little memory whatever the model's
     size.
+
+    Raises:
+        LowtideError: the options do not fit the model, or no plan meets the budget.
+    """
+    return traced_and_planned(options)[1]
+
+
+def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:
+    """The step, traced on fake tensors, and its plan.
 
     Raises:
         LowtideError: the options do not fit the model, or no plan meets the budget.
@@ -63,7 +91,8 @@ def make_plan(options: PlanOptions) -> Plan:
     spec = checked_spec(
         options.model, options.seq, options.dropout, options.unfused_attention, options.loss_chunks
     )
-    device = torch.device(options.device)
+    card = find_device(options.device) if options.device.lower() in DEVICES else None
+    device = torch.device(options.device if card is None else "cpu")
     model = build_untouched(spec, device)
     tokens = torch.zeros(options.batch, options.seq, dtype=torch.long, device=device)
 
@@ -75,12 +104,31 @@ def make_plan(options: PlanOptions) -> Plan:
     with working("planning", "planned") as work:
         work.say("tracing one step")
         inputs = (tokens, tokens.clone())
-        graph = with_overhead(
-            trace_fake(step, inputs, {}, [model], device.type, memory_limit_bytes=TIMED_BYTES)
-        )
-        made = _planned(graph, options, policy)
+        if card is None:
+            traced = trace_fake(step, inputs, {}, [model], device.type, memory_limit_bytes=TIMED_BYTES)
+            graph = with_overhead(traced)
+            made = _planned(graph, options, policy)
+        else:
+            graph = trace_fake(step, inputs, {}, [model], device.type, price=pricer(card))
+            made = _planned(graph, replace(options, budget=_budget_on(card, model, options.budget)), policy)
+            made = replace(made, notes=(*made.notes, _priced(card)))
         work.done(in_one_line(made))
-    return made
+    return graph, made
+
+
+def _budget_on(card: Device, model: nn.Module, budget: str | None) -> str | None:
+    """The budget, where ``auto`` is what the card has for PyTorch, less AdamW's state."""
+    if budgets.asks_for(budget) != "auto":
+        return budget
+    state = sum(2 * parameter.numel() * parameter.element_size() for parameter in model.parameters())
+    return f"{int(card.memory_bytes * (1 - RESERVE) / (1 + fitted()['reserved']['plain'])) - state} B"
+
+
+def _priced(card: Device) -> str:
+    return (
+        f"traced on this machine's CPU kernels; seconds are the {card.name}'s at the efficiencies of "
+        "published runs (docs/estimate.md), and what kernels allocate while they run is not in it"
+    )
 
 
 def _planned(graph: StepGraph, options: PlanOptions, policy: str) -> Plan:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from abc import ABC, abstractmethod
 
 from rich.console import Console
@@ -9,6 +10,9 @@ from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, Tim
 from rich.progress import Progress as RichProgress
 
 from lowtide.budget import format_bytes
+
+NARROW = 80
+"""Columns up to which the bar is a short one."""
 
 LINES = 10
 """How many times a run reports itself where there is no terminal."""
@@ -30,8 +34,8 @@ class Progress(ABC):
         """A step has ended; ``peak_bytes`` is the most live memory within it, if known."""
 
     @abstractmethod
-    def evaluated(self, done: int, loss: float) -> None:
-        """The validation loss after ``done`` steps."""
+    def evaluated(self, done: int, loss: float, bytes_per_token: float) -> None:
+        """The validation loss per token after ``done`` steps."""
 
     @abstractmethod
     def finish(self) -> None:
@@ -51,7 +55,7 @@ class Silent(Progress):
 
     def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None: ...
 
-    def evaluated(self, done: int, loss: float) -> None: ...
+    def evaluated(self, done: int, loss: float, bytes_per_token: float) -> None: ...
 
     def finish(self) -> None: ...
 
@@ -84,14 +88,12 @@ class ConsoleProgress(Progress):
         if self._console.is_terminal:
             if self._bar is None:  # only now: planning shows its own progress during the first step
                 self._bar = RichProgress(
-                    TextColumn("training"),
-                    BarColumn(),
+                    BarColumn(bar_width=None if self._console.width > NARROW else 8),
                     MofNCompleteColumn(),
                     TextColumn(
-                        "loss {task.fields[loss]:.3f}  {task.fields[rate]:,.0f} tokens/s  live peak "
-                        "{task.fields[peak]}"
+                        "loss {task.fields[loss]:.2f} {task.fields[rate]:,.0f} tokens/s {task.fields[peak]}"
                     ),
-                    TimeRemainingColumn(),
+                    TimeRemainingColumn(compact=True),
                     console=self._console,
                 )
                 self._task = self._bar.add_task(
@@ -101,13 +103,16 @@ class ConsoleProgress(Progress):
             assert self._task is not None
             self._bar.update(self._task, completed=done, loss=loss, rate=rate, peak=peak)
         elif done == self._first + 1 or done == self._steps or done % max(1, self._steps // LINES) == 0:
-            text = f"step {done:>5}/{self._steps}  loss {loss:.3f}  {rate:,.0f} tokens/s  live peak {peak}"
+            text = f"step {done}/{self._steps}  loss {loss:.3f}  {rate:,.0f} tokens/s  peak {peak}"
             self._console.print(text, highlight=False, soft_wrap=True)
 
-    def evaluated(self, done: int, loss: float) -> None:
+    def evaluated(self, done: int, loss: float, bytes_per_token: float) -> None:
+        bits = loss / math.log(2) / bytes_per_token
+        # at most 60 columns
         self._console.print(
-            f"step {done:>5}/{self._steps}  validation loss {loss:.3f} ({loss / 0.6931:.2f} bits per byte)",
+            f"step {done}/{self._steps}  validation {loss:.3f} ({bits:.2f} bits a byte)",
             highlight=False,
+            soft_wrap=True,
         )
 
     def finish(self) -> None:

@@ -15,7 +15,17 @@ from lowtide.train.options import OptionError
 RUNS = Path("runs")
 """Where ``make train`` puts its runs, each in a folder of its own."""
 
-_OWN = {"checkpoint_dir", "resume", "stop_after", "compare", "silent_seconds", "json", "plot"}
+_OWN = {
+    "checkpoint_dir",
+    "resume",
+    "stop_after",
+    "compare",
+    "silent_seconds",
+    "json",
+    "plot",
+    "report",
+    "tensorboard",
+}
 _LAYOUT = {"tp", "dp", "pp", "sequence_parallel", "shard_parameters", "schedule"}
 """A checkpoint is loaded into any layout, so the command says which."""
 
@@ -59,13 +69,16 @@ def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
         kept |= _OF_THE_BUDGET
     for name, value in started_with(folder).items():
         if name in options and name not in kept:
-            options[name] = Path(value) if name == "data" and value is not None else value
+            options[name] = value
     step = (checkpoint.steps(folder) or [0])[-1]
     if options["json"] is None and (folder / "results.json").exists():
         options["json"] = folder / f"results-from-{step}.json"
     picture = (folder / "memory.png").exists() and importlib.util.find_spec("matplotlib") is not None
     if options["plot"] is None and picture and options["compare"] is not False:
         options["plot"] = folder / f"memory-from-{step}.png"
+    page = (folder / "report.html").exists() and options["compare"] is not False
+    if options["report"] is None and page:
+        options["report"] = folder / f"report-from-{step}.html"
     return options
 
 
@@ -102,7 +115,7 @@ def check_same(folder: Path, run: dict[str, Any], now: dict[str, Any], done: int
     if "steps" in differs and now["steps"] > run["steps"]:
         differs.remove("steps")
     words = {
-        "data": "it was trained on other text (--data)",
+        "data": "it was trained on other text, or with another tokenizer (--data, --tokenizer)",
         "model": "it trains a model of another shape (--model and changes to it)",
     }
     told = [

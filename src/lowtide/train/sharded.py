@@ -24,57 +24,15 @@ from lowtide.errors import BudgetError
 from lowtide.models import ModelSpec
 from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients, mark_partial_gradients
 from lowtide.run.limit.optimizer_need import optimizer_need
-from lowtide.train.options import TrainOptions, require
+from lowtide.train.errors import require
+from lowtide.train.options import TrainOptions
 from lowtide.train.part import Batch, WholeModel, raised
 from lowtide.train.ranks import Ranks
 
-_POLICIES = (None, "optimal", "keep_all", "full")
 _READINGS = 2
 """Steps that are measured for one way of running: what a collective moves through goes when the other
 processes let it.
 """
-
-
-def check_sharding(options: TrainOptions) -> None:
-    """Refuse what does not go with shared parameters, before processes wait for each other.
-
-    Raises:
-        OptionError: with what to do.
-    """
-    name = "shard-parameters"
-    require(
-        options.dp > 1,
-        name,
-        "",
-        "it shares parameters, gradients and optimizer state among --dp processes: pass --dp 2 or more",
-    )
-    require(
-        options.pp == 1,
-        name,
-        "",
-        "every micro-batch of a pipeline would gather the stage anew: leave out --pp, or this",
-    )
-    require(
-        not options.compare,
-        "compare",
-        "",
-        "the comparison is of one plan for the whole model: leave it out with --shard-parameters",
-    )
-    require(
-        options.policy in _POLICIES,
-        "policy",
-        options.policy,
-        "with --shard-parameters a budget chooses how many blocks are recomputed: keep_all, full, or a "
-        "--budget without a policy",
-    )
-    fixed = options.policy in ("keep_all", "full")
-    require(
-        fixed or options.budget is not None,
-        name,
-        "",
-        "say what is to fit: pass --budget, or --policy keep_all or full",
-    )
-
 
 _OVERLAP = 1.03
 """A step may take so many times what a measured one took: gathers and scatters overlap otherwise each time

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from lowtide import budget as budgets
 from lowtide import meter
-from lowtide.errors import BudgetError, LowtideError
+from lowtide.errors import BudgetError
 from lowtide.models import ModelSpec
 from lowtide.models.stage import cut, layers_of_stage, stage_input
 from lowtide.parallel.data import average_gradients
@@ -21,65 +21,10 @@ from lowtide.parallel.gradients import allreduce_sequence_parallel_gradients
 from lowtide.parallel.pipeline import Pipeline, schedule_kind, stages_of
 from lowtide.parallel.window import MicroBatch, StageMemory, measure_micro_batch
 from lowtide.run.limit.optimizer_need import optimizer_need
-from lowtide.train.options import OptionError, TrainOptions, require
+from lowtide.train.arrangements import DEFAULT_SCHEDULE
+from lowtide.train.options import TrainOptions
 from lowtide.train.part import Batch, Part, count_parameters, raised, shared_model
 from lowtide.train.ranks import Ranks
-
-DEFAULT_SCHEDULE = "1f1b"
-_POLICIES = (None, "optimal", "keep_all", "full")
-
-
-def check_pipeline(options: TrainOptions) -> None:
-    """Refuse what a pipeline cannot do, before processes wait for each other.
-
-    Raises:
-        OptionError: with what to do.
-    """
-    try:
-        kind = schedule_kind(options.schedule or DEFAULT_SCHEDULE)
-    except LowtideError as error:
-        raise OptionError(f"--{error}") from error
-    micro, ranks = options.grad_accum, options.pp
-    if kind.stages > 1:
-        require(
-            micro % ranks == 0,
-            "grad-accum",
-            micro,
-            f"it is the pipeline's micro-batches, of which --schedule {options.schedule} needs a multiple of "
-            f"--pp {ranks}",
-        )
-    least = ranks * (2 if kind.v_shaped else 1)
-    require(
-        micro >= least,
-        "grad-accum",
-        micro,
-        f"it is the pipeline's micro-batches, which fill --pp {ranks} from {least} on",
-    )
-    config = options.spec().config
-    require(
-        config is not None,
-        "model",
-        options.model,
-        "a pipeline cuts built-in models only: choose gpt-... or llama-...",
-    )
-    assert config is not None
-    stages = ranks * kind.stages
-    require(
-        config.layers >= stages,
-        "pp",
-        ranks,
-        f"{options.model} has {config.layers} layers, which do not fill {stages} stages",
-    )
-    policies = "keep_all, full, or a --budget without a policy"
-    require(
-        options.policy in _POLICIES,
-        "policy",
-        options.policy,
-        f"under a pipeline a budget chooses how many micro-batches are kept whole: {policies}",
-    )
-    require(
-        not options.compare, "compare", "", "the comparison is of one process's step: leave it out with --pp"
-    )
 
 
 class Stages(Part):

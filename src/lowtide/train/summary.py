@@ -38,7 +38,11 @@ def show(result: TrainResult, console: Console) -> None:
             console.print(
                 terminal_picture(curves, comparison.plan.budget_bytes, width, PICTURE_HEIGHT), soft_wrap=True
             )
-    for what, file in (("results", result.options.json), ("picture", result.options.plot)):
+    for what, file in (
+        ("results", result.options.json),
+        ("picture", result.options.plot),
+        ("report", result.options.report if result.report is not None else None),
+    ):
         if file is not None:
             console.print(f"{what} in {file}", highlight=False)
     folder = result.options.checkpoint_dir

@@ -6,12 +6,10 @@ from __future__ import annotations
 
 import math
 import platform
-import signal
 import time
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
-from types import FrameType
 from typing import Any, Literal
 
 import torch
@@ -23,17 +21,22 @@ from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec
 from lowtide.optim import HostOptimizer
 from lowtide.progress import muted
+from lowtide.report import Report
 from lowtide.train import checkpoint, shards
 from lowtide.train.alive import Alive, guarded
 from lowtide.train.compare import Comparison
-from lowtide.train.data import Batches, Corpus, load_corpus
+from lowtide.train.curves import Curves
+from lowtide.train.data import Blocks, Corpus, batches, tokenize
 from lowtide.train.memory import BYTES_PER_PARAMETER, RunMeter, free_bytes, training_bytes
 from lowtide.train.options import OptionError, TrainOptions
-from lowtide.train.part import make_part
+from lowtide.train.part import Part, WholeModel
 from lowtide.train.progress import Progress, Silent
 from lowtide.train.ranks import Ranks, ranks_for
 from lowtide.train.resume import check_same
-from lowtide.train.schedule import learning_rate
+from lowtide.train.schedule import make_schedule
+from lowtide.train.signals import stop_signals
+from lowtide.train.text import read_text
+from lowtide.train.tokenizer import HuggingFaceTokenizer, find_tokenizer
 
 
 class TrainError(LowtideError):
@@ -61,6 +64,7 @@ class TrainResult:
             process alone.
         plans: how many plans were made (one for each shape of step).
         comparison: the plain and the planned step side by side, unless turned off.
+        report: all that is shown of them, where results or a report are written.
         stopped: whether the run was interrupted before its last step.
         seconds: of the whole run.
     """
@@ -77,6 +81,7 @@ class TrainResult:
     budget_bytes: int | None = None
     plans: int = 0
     comparison: Comparison | None = None
+    report: Report | None = None
     stopped: bool = False
     seconds: float = 0.0
     ranks: list[dict[str, Any]] = field(default_factory=list)
@@ -133,6 +138,7 @@ class TrainResult:
             "steps_over_budget": self.steps_over_budget,
             "plans": self.plans,
             "comparison": None if self.comparison is None else self.comparison.to_json(),
+            "report": None if self.report is None else self.report.to_json(),
             "stopped": self.stopped,
             "ranks": self.ranks,
             "seconds": self.seconds,
@@ -169,15 +175,26 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
 def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive | None) -> TrainResult:
     began = time.perf_counter()
     device = ranks.device
-    spec = options.spec()
+    text = read_text(None if options.data is None else str(options.data), options.text_column)
+    fixed = options.spec(0).vocabulary if options.spec(0).config is None else None
+    tokenizer = find_tokenizer(
+        options.tokenizer,
+        options.model,
+        fixed,
+        text.train,
+        options.checkpoint_dir if options.resume else None,
+    )
+    corpus = tokenize(text, tokenizer)
+    spec = options.spec(corpus.vocabulary)
     # weights are a quarter of what training holds, and each process makes all of its share of the layers
     # before others take some over
     sharded = min(options.dp, BYTES_PER_PARAMETER // 4) if options.shard_parameters else 1
     check_room(spec, device, options.tp * options.pp * sharded, options.optimizer_host_fraction)
-    corpus = load_corpus(options.data)
-    batches = Batches(corpus.train, options.batch, options.seq, options.seed)
-    validation = Batches(corpus.validation, options.batch, options.seq, options.seed, "validation")
+    loader = batches(Blocks(corpus.train, options.seq), options.batch, options.seed)
+    validation = Blocks(corpus.validation, options.seq, "validation")
     resumed = find_checkpoint(options, corpus, ranks)
+    if isinstance(tokenizer, HuggingFaceTokenizer) and options.checkpoint_dir is not None and ranks.rank == 0:
+        tokenizer.save(options.checkpoint_dir)
 
     def doing(what: str) -> None:
         if alive is not None:
@@ -185,7 +202,7 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
 
     with RunMeter(device) as memory, stop_signals() as stop:
         torch.manual_seed(options.seed)
-        part = make_part(spec, options, ranks)
+        part = _part(spec, options, ranks)
         optimizer = make_optimizer(part.modules, options)
         part.limit(optimizer)
         result = TrainResult(options, str(corpus), part.parameters, first_step=0)
@@ -194,6 +211,12 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
             # the loaded state is the checkpoint's own tensors
             memory.adopt(meter.resident_tensors(optimizer=optimizer))
             result.first_step = resumed.step
+            loader.load_state_dict(resumed.run["loader"])
+        order = iter(loader)
+        schedule = make_schedule(
+            optimizer, options.lr, result.first_step, options.steps, options.warmup, options.lr_schedule
+        )
+        curves = Curves(options.tensorboard if ranks.rank == 0 else None, result.first_step)
         progress.start(
             result.first_step,
             options.steps,
@@ -208,12 +231,8 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
             doing(f"step {done}")
             with memory.block() as peak:
                 step_began = time.perf_counter()
-                for group in optimizer.param_groups:
-                    group["lr"] = learning_rate(step, options.steps, options.lr, options.warmup)
                 ranks.seed(options.seed, step)
-                drawn = [
-                    batches.draw(step * options.grad_accum + micro) for micro in range(options.grad_accum)
-                ]
+                drawn = [next(order) for _ in range(options.grad_accum)]
                 # the bar of the training is there from the first step on
                 with muted() if result.losses else nullcontext():
                     loss = part.step(drawn, optimizer)
@@ -227,14 +246,17 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
                         f"the loss became {loss} (gradient norm {norm}) at step {done}: lower --lr or raise "
                         "--warmup"
                     )
+                rate = float(schedule.get_last_lr()[0])
                 optimizer.step()
+                schedule.step()
                 optimizer.zero_grad(set_to_none=True)
                 seconds = time.perf_counter() - step_began
 
                 if last or due(done, options.eval_every):
                     doing(f"the evaluation after step {done}")
                     (mean,) = ranks.sum(
-                        part.evaluate(list(validation.spread(options.eval_batches))) / ranks.size
+                        part.evaluate(list(validation.spread(options.eval_batches, options.batch)))
+                        / ranks.size
                     )
                     result.validation.append((done, mean))
                 stopping = bool(asked) if not ranks.alone else bool(stop)
@@ -242,24 +264,39 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
                     last or stopping or done == options.stop_after or due(done, options.checkpoint_every)
                 ):
                     doing(f"the checkpoint after step {done}")
-                    save(options, corpus, done, part.modules, optimizer, ranks)
+                    save(options, corpus, done, part.modules, optimizer, loader.state_dict(), ranks)
             result.losses.append(loss)
             result.gradient_norms.append(norm)
             result.step_seconds.append(seconds)
             if peak.bytes is not None:
                 result.step_peak_bytes.append(peak.bytes)
-            progress.step(done, loss, options.batch * options.seq * options.grad_accum / seconds, peak.bytes)
+            speed = options.batch * options.seq * options.grad_accum / seconds
+            progress.step(done, loss, speed, peak.bytes)
+            curves.add(
+                done,
+                loss=loss,
+                learning_rate=rate,
+                gradient_norm=norm,
+                tokens_per_second=speed,
+                memory__peak_mib=None if peak.bytes is None else peak.bytes / 2**20,
+            )
             if result.validation and result.validation[-1][0] == done:
-                progress.evaluated(done, result.validation[-1][1])
+                mean = result.validation[-1][1]
+                progress.evaluated(done, mean, corpus.bytes_per_token)
+                curves.add(done, validation_loss=mean)
             if stopping:
                 result.stopped = not last
                 break
         progress.finish()
+        curves.close()
 
         if options.compares and not result.stopped:
             doing("the comparison")
             progress.comparing()
-            result.comparison = part.compare(batches.draw(0), optimizer)
+            result.comparison = part.compare(drawn[0], optimizer)
+            if ranks.rank == 0 and (options.json is not None or options.report is not None):
+                doing("the report")
+                result.report = part.report(result.comparison, curve=options.report is not None)
         result.plans, result.budget_bytes = part.plans, part.about().get("budget_bytes")
         part.release()
     result.seconds = time.perf_counter() - began
@@ -350,8 +387,13 @@ def find_checkpoint(
         return None
     shared = not ranks.alone or shards.format_of(folder) == shards.FORMAT
     loaded = shards.newest(folder, ranks) if shared else checkpoint.load(folder)
-    now = options.trajectory(corpus.digest)
+    now = options.trajectory(corpus.digest, corpus.vocabulary)
     check_same(folder, loaded.run, now, loaded.step, options.stop_after or options.steps)
+    if "loader" not in loaded.run:
+        raise OptionError(
+            f"--resume: the run in {folder} was begun by an older lowtide, which drew its batches in another "
+            "order: start anew in another folder"
+        )
     return loaded
 
 
@@ -372,13 +414,15 @@ def save(
     step: int,
     modules: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
+    loader: dict[str, Any],
     ranks: Ranks,
 ) -> None:
-    """Write a checkpoint of everything that the rest of the run depends on. Batches depend on the step alone,
-    the learning rate too; with several processes so do random numbers.
+    """Write a checkpoint of everything that the rest of the run depends on, ``loader`` being the state of the
+    data's order. The learning rate depends on the step alone; with several processes so do random numbers.
     """
     assert options.checkpoint_dir is not None
-    run = {**options.trajectory(corpus.digest), "options": options.to_json()}
+    run = {**options.trajectory(corpus.digest, corpus.vocabulary), "options": options.to_json()}
+    run["loader"] = loader
     if not ranks.alone:
         shards.save(options.checkpoint_dir, step, modules, optimizer, run, ranks)
         return
@@ -413,36 +457,14 @@ def restore(
     loaded.state.clear()
 
 
-class StopRequest:
-    """Whether somebody asked the run to stop; true after the first signal."""
+def _part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:
+    """This process's part of the model, with the weights that one process alone would have."""
+    if options.shard_parameters:
+        from lowtide.train.sharded import ShardedModel
 
-    def __init__(self) -> None:
-        self._asked = False
+        return ShardedModel(spec, options, ranks)
+    if options.pp > 1:
+        from lowtide.train.stages import Stages
 
-    def __bool__(self) -> bool:
-        return self._asked
-
-    def ask(self, number: int, frame: FrameType | None) -> None:
-        """A signal handler: the first asks to stop after this step, the second stops at once."""
-        if self._asked:
-            raise KeyboardInterrupt
-        self._asked = True
-
-
-@contextmanager
-def stop_signals() -> Iterator[StopRequest]:
-    """Turn Ctrl-C and SIGTERM into a request to finish the step, save and stop. Outside the main thread
-    nothing is caught.
-    """
-    stop = StopRequest()
-    before = {}
-    try:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            before[number] = signal.signal(number, stop.ask)
-    except ValueError:
-        pass
-    try:
-        yield stop
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
+        return Stages(spec, options, ranks)
+    return WholeModel(spec, options, ranks)

@@ -86,11 +86,8 @@ def test_the_price_of_an_operation_is_the_bytes_that_it_touches() -> None:
     graph = transformer(2)
     sim = Simulator(graph)
     anew = Simulator(timed_anew(graph, 3))
-    by_bytes = priced(sim, alike=False)
-    assert (
-        by_bytes.graph == priced(anew, alike=False).graph
-        and priced(sim, alike=True).graph == priced(anew, alike=True).graph
-    )
+    by_bytes = priced(sim)
+    assert by_bytes.graph == priced(anew).graph
     for op, own in zip(graph.operations, by_bytes.graph.operations, strict=True):
         assert own.seconds == sum(
             graph.storages[graph.values[v].storage].bytes for v in {*op.reads, *op.writes}
@@ -105,7 +102,7 @@ def test_changing_single_decisions_lowers_the_peak() -> None:
     """From everything evicted: what is stored to begin with makes the replays that stand at the peak
     shorter.
     """
-    search = LocalSearch(priced(Simulator(transformer(3)), alike=False))
+    search = LocalSearch(priced(Simulator(transformer(3))))
     start = search.candidate(frozenset())
     better = search.lower(start)
     assert better.simulation.peak_bytes < start.simulation.peak_bytes

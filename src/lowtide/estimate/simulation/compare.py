@@ -225,7 +225,11 @@ def _merged_trace(name: str, closed: dict[str, int]) -> str:
 def _why(config: Config, name: str, difference: int) -> str:
     if difference == 0:
         return ""
-    if config.chunked_loss and name in ("logits in float32", "loss and its chunks' sums") and config.tp == 1:
+    if (
+        config.loss_kind == "chunked"
+        and name in ("logits in float32", "loss and its chunks' sums")
+        and config.tp == 1
+    ):
         return (
             "the model keeps the logits of every chunk unless a plan recomputes them: give --policy or "
             "--budget"

@@ -55,7 +55,7 @@ def model_config(config: Config, layers: int) -> ModelConfig:
         tied=shape.tied,
         dropout=config.dropout,
         fused_attention=config.attention == "fused",
-        loss_chunks=config.loss_chunks if config.chunked_loss else 1,
+        loss_chunks=config.loss_chunks if config.loss == "chunked" else 1,
     )
 
 

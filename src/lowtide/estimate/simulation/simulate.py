@@ -5,7 +5,7 @@ for, beside its closed form.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from torch import nn
@@ -197,13 +197,24 @@ def simulate(
 
 
 def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
-    for name in ("offload_optimizer", "offload_activations", "partition_activations", "zero"):
+    for name in (
+        "offload_optimizer", "offload_activations", "partition_activations", "zero", "keep_gathered",
+        "compile", "float8",
+    ):  # fmt: skip
         if getattr(config, name):
             raise EstimateError(
                 f"simulate traces a step without --{name.replace('_', '-')}: estimate has it in closed form; "
                 "leave it out here"
             )
-    if isinstance(config.recompute, int):
+    if config.cp > 1:
+        raise EstimateError(f"simulate --cp={config.cp}: no ring is traced; estimate has it in closed form")
+    own = replace(config, loss="auto", loss_chunks=8).loss_kind
+    if config.loss_kind not in (own, "chunked"):
+        raise EstimateError(
+            f"simulate --loss={config.loss}: the project's own models are traced, whose loss at "
+            f"--tp={config.tp} is {own} or chunked"
+        )
+    if isinstance(config.recompute, int) or config.recompute in ("selective-op", "selective-layer"):
         raise EstimateError(
             f"simulate --recompute={config.recompute}: choose none, selective, full or sqrt, or give --budget"
         )

@@ -19,17 +19,14 @@ from lowtide.estimate.config import Config
 from lowtide.estimate.devices import Device
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.simulation.pieces import DTYPES, Piece, hidden_shape
-from lowtide.estimate.speed import EFFICIENCY
+from lowtide.estimate.simulation.pricing import CALL_SECONDS, pricer
 from lowtide.graph import StepGraph
 from lowtide.plan.split.blocks import block_of
 from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import Roofline
-from lowtide.trace.costs.specs import OpCost, Signature, flops, runnable, staging_bytes
+from lowtide.trace.costs.specs import OpCost, Signature, runnable, staging_bytes
 from lowtide.trace.fake.tracer import FakeTracer
 from lowtide.trace.settle import with_collectives
-
-CALL_SECONDS = 5e-6
-"""What launching one operation takes at least."""
 
 SCRATCH_SECONDS = 0.2
 """How long a round of running operations for what they allocate takes; there are as many as needed."""
@@ -140,7 +137,7 @@ def trace_chunk(
         first, last: which chunk: with the embedding, with the output layer.
         with_gradients: the parameters have gradients from a micro-batch before.
         group: the (pretended) tensor-parallel ranks.
-        device: gives operations their seconds, by a roofline; without it they take none.
+        device: gives operations their seconds; without it they take none.
         scratch: run each operation once on this machine and count what it allocates meanwhile; what is known
             already, extended in place.
         whole_layers: every layer is to be recomputed as a whole.
@@ -181,7 +178,7 @@ def trace_chunk(
             )
         graph = with_collectives(tracer.graph())
     if device is not None:
-        graph = _with_roofline(graph, tracer, device)
+        graph = _priced(graph, tracer, device)
     if scratch is not None:
         graph = _with_scratch(graph, tracer, scratch)
     return Traced(graph, split, kinds["parameter"], kinds["buffer"], kinds["gradient"])
@@ -209,12 +206,10 @@ def _one_micro_batch(
     return split
 
 
-def _with_roofline(graph: StepGraph, tracer: FakeTracer, device: Device) -> StepGraph:
-    """The graph with seconds by a roofline of the device."""
-    roof = Roofline(device.flops * EFFICIENCY, device.memory_bandwidth, CALL_SECONDS)
-    seconds: dict[Signature, float] = {}
-    for signature, spec in tracer.specs.items():
-        seconds[signature] = roof.seconds(flops(spec), spec.input_bytes() + spec.output_bytes)
+def _priced(graph: StepGraph, tracer: FakeTracer, device: Device) -> StepGraph:
+    """The graph with seconds as of the device; scratch is not known."""
+    price = pricer(device)
+    seconds = {signature: price(spec).seconds for signature, spec in tracer.specs.items()}
     operations = tuple(
         replace(op, seconds=seconds[signature])
         for op, signature in zip(graph.operations, tracer.signatures, strict=True)

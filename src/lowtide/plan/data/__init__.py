@@ -13,6 +13,7 @@ from lowtide.plan.data.decisions import (
     Offload,
     Recompute,
     Shard,
+    decision_of,
     stages,
 )
 from lowtide.plan.data.moved import Codec, CodecFacts, Link, Links, Moved, ahead_bytes, gather_bytes
@@ -22,6 +23,7 @@ from lowtide.plan.data.table import ModuleRow
 __all__ = [
     "PLAN_FORMAT", "Chain", "Codec", "CodecFacts", "Compress", "Decision", "HasValue", "Keep", "Link",
     "Links", "ModuleRow", "Move",
-    "Moved", "Moving", "Offload", "Plan", "ProgramStep", "Recompute", "Shard", "ahead_bytes", "gather_bytes",
+    "Moved", "Moving", "Offload", "Plan", "ProgramStep", "Recompute", "Shard", "ahead_bytes", "decision_of",
+    "gather_bytes",
     "in_one_line", "stages",
 ]  # fmt: skip

@@ -22,6 +22,10 @@ class Recompute:
     kind: Literal["recompute"] = "recompute"
 
 
+TIERS = ("host", "disk")
+"""Names of the tiers; `lowtide.store.stores` opens them."""
+
+
 @dataclass(frozen=True, slots=True)
 class Offload:
     """The value's bytes wait in another tier.
@@ -36,8 +40,9 @@ class Offload:
     kind: Literal["offload"] = "offload"
 
     def __post_init__(self) -> None:
-        if self.tier not in ("host", "disk"):
-            raise PlanError(f"Offload({self.tier!r}): there is no such tier, give 'host' or 'disk'")
+        if self.tier not in TIERS:
+            names = " or ".join(map(repr, TIERS))
+            raise PlanError(f"Offload({self.tier!r}): there is no such tier, give {names}")
         if self.path and self.tier == "host":
             raise PlanError(
                 f"Offload('host', path={self.path!r}): the host tier has no path; leave it out, or give "
@@ -105,6 +110,25 @@ def stages(decision: Moving) -> tuple[Shard | Compress | None, Offload | None]:
     if isinstance(decision, Chain):
         return decision.first, decision.then
     return (None, decision) if isinstance(decision, Offload) else (decision, None)
+
+
+def decision_of(way: str | Moving) -> Moving:
+    """A decision, also from its short name: ``host``, ``disk``, or a codec's name.
+
+    Raises:
+        PlanError: it is neither.
+
+    >>> decision_of("disk")
+    Offload(tier='disk', path='', kind='offload')
+    """
+    if isinstance(way, str):
+        return Offload(way) if way in TIERS else Compress(way)
+    if isinstance(way, Offload | Compress | Shard | Chain):
+        return way
+    raise PlanError(
+        f"{way!r} is no way to move a value: give 'host', 'disk', a codec's name, or an Offload, Compress, "
+        "Shard or Chain"
+    )
 
 
 def decision_to_json(decision: Decision) -> Any:

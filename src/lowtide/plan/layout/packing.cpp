@@ -29,10 +29,24 @@ struct Choice {
 
 class Search {
  public:
-  Search(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections, int64_t capacity)
-      : count_(count), lower_(lower), upper_(upper), size_(size), sections_(sections), capacity_(capacity),
-        floor_(sections, 0), remaining_(sections, 0), gone_(sections + 1, 0), crossing_(sections + 1, 0),
-        starts_(sections), ends_(sections + 1), placed_(count, 0), offset_(count, 0), key_(count), rank_(count, 0) {
+  Search(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections,
+         int64_t capacity)
+      : count_(count),
+        lower_(lower),
+        upper_(upper),
+        size_(size),
+        sections_(sections),
+        capacity_(capacity),
+        floor_(sections, 0),
+        remaining_(sections, 0),
+        gone_(sections + 1, 0),
+        crossing_(sections + 1, 0),
+        starts_(sections),
+        ends_(sections + 1),
+        placed_(count, 0),
+        offset_(count, 0),
+        key_(count),
+        rank_(count, 0) {
     uint64_t state = 0x9E3779B97F4A7C15ull;
     for (int b = 0; b < count; ++b) key_[b] = mix(state += 0x9E3779B97F4A7C15ull);
     for (int b = 0; b < count; ++b) {
@@ -57,8 +71,12 @@ class Search {
     uint64_t state = seed * 0xD1342543DE82EF95ull + 1;
     for (int b = 0; b < count_; ++b) {
       const double width = upper_[b] - lower_[b], height = static_cast<double>(size_[b]);
-      const double noise = 1.0 + NOISE * static_cast<double>(mix(state += 0x9E3779B97F4A7C15ull) >> 40) / (1 << 24) * (seed > 0);
-      rank_[b] = noise * (order == 0 ? width : order == 1 ? height : order == 2 ? width * height : 1.0 / width);
+      const double noise = 1.0 + NOISE * static_cast<double>(mix(state += 0x9E3779B97F4A7C15ull) >> 40) /
+                                     (1 << 24) * (seed > 0);
+      rank_[b] = noise * (order == 0   ? width
+                          : order == 1 ? height
+                          : order == 2 ? width * height
+                                       : 1.0 / width);
     }
     auto first = [&](int a, int b) { return rank_[a] != rank_[b] ? rank_[a] > rank_[b] : a < b; };
     for (auto& list : starts_) std::sort(list.begin(), list.end(), first);
@@ -68,7 +86,9 @@ class Search {
 
   const std::vector<int64_t>& offsets() const { return offset_; }
   int64_t nodes() const { return nodes_; }
-  static double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+  static double now() {
+    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+  }
 
  private:
   static uint64_t mix(uint64_t z) {
@@ -104,7 +124,8 @@ class Search {
     }
     if (parts.empty()) return SOLVED;
     if (parts.size() == 1) return part(parts[0].first, parts[0].second);
-    std::sort(parts.begin(), parts.end(), [](auto& a, auto& b) { return a.second - a.first < b.second - b.first; });
+    std::sort(parts.begin(), parts.end(),
+              [](auto& a, auto& b) { return a.second - a.first < b.second - b.first; });
     const auto floors = floor_;
     const auto remaining = remaining_;
     const auto crossing = crossing_;
@@ -177,7 +198,8 @@ class Search {
     return FAILED;
   }
 
-  // Only what lives wholly within the valley's time can lie between its walls: the rest of each section has to fit above the lower wall.
+  // Only what lives wholly within the valley's time can lie between its walls: the rest of each section has
+  // to fit above the lower wall.
   bool supplied(const Valley& v) {
     const int64_t wall = std::min(v.left, v.right);
     if (wall >= WALL) return true;
@@ -202,7 +224,8 @@ class Search {
     for (int b : from_left ? starts_[v.begin] : ends_[v.end]) {
       if (placed_[b] || lower_[b] < v.begin || upper_[b] > v.end) continue;
       bool twin = false;
-      for (const Choice& c : found) twin |= lower_[c.buffer] == lower_[b] && upper_[c.buffer] == upper_[b] && size_[c.buffer] == size_[b];
+      for (const Choice& c : found)
+        twin |= lower_[c.buffer] == lower_[b] && upper_[c.buffer] == upper_[b] && size_[c.buffer] == size_[b];
       if (!twin) found.push_back({b, 0, 0, v.height});
     }
     // A buffer that fills the valley's width, or reaches a wall's very height, seldom does so by chance.
@@ -211,7 +234,9 @@ class Search {
       const int64_t top = v.height + size_[c.buffer];
       return (top == v.left) + (top == v.right) + (lower_[c.buffer] == v.begin && upper_[c.buffer] == v.end);
     };
-    if (by_fit_) std::stable_sort(found.begin(), found.end(), [&](const Choice& a, const Choice& b) { return fit(a) > fit(b); });
+    if (by_fit_)
+      std::stable_sort(found.begin(), found.end(),
+                       [&](const Choice& a, const Choice& b) { return fit(a) > fit(b); });
     // Leaving the corner empty wastes bytes: only where every section there can spare them.
     if (remaining_[from_left ? v.begin : v.end - 1] + v.height >= capacity_) return;
     int64_t least = WALL;
@@ -229,7 +254,8 @@ class Search {
     found.push_back({-1, from, to, raised});
   }
 
-  // One place for each state, the last that came: forgetting costs time, not exactness. Pages that nobody writes take no memory.
+  // One place for each state, the last that came: forgetting costs time, not exactness. Pages that nobody
+  // writes take no memory.
   void remember(uint64_t state) { dead_[state >> (64 - PLACES_LOG2)] = state; }
   bool failed(uint64_t state) const { return dead_[state >> (64 - PLACES_LOG2)] == state; }
 
@@ -246,7 +272,8 @@ class Search {
   std::vector<uint64_t> key_;
   std::vector<double> rank_;
   std::vector<int> open_;
-  std::unique_ptr<uint64_t, decltype(&std::free)> table_{static_cast<uint64_t*>(std::calloc(size_t{1} << PLACES_LOG2, sizeof(uint64_t))), &std::free};
+  std::unique_ptr<uint64_t, decltype(&std::free)> table_{
+      static_cast<uint64_t*>(std::calloc(size_t{1} << PLACES_LOG2, sizeof(uint64_t))), &std::free};
   uint64_t* const dead_ = table_.get();
   int64_t nodes_ = 0, limit_ = 0;
   double deadline_ = 0;
@@ -264,8 +291,9 @@ int64_t luby(uint64_t number) {
 }  // namespace
 
 // 1: offsets found; 0: there are none below the capacity; 2: the time was up.
-extern "C" int lowtide_pack(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections, int64_t capacity,
-                            double seconds, int64_t* offsets, int64_t* nodes) {
+extern "C" int lowtide_pack(int count, const int32_t* lower, const int32_t* upper, const int64_t* size,
+                            int sections, int64_t capacity, double seconds, int64_t* offsets,
+                            int64_t* nodes) {
   Search search(count, lower, upper, size, sections, capacity);
   if (!search.ready()) return 2;
   if (!search.fits()) return 0;

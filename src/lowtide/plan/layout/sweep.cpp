@@ -39,12 +39,21 @@ uint64_t mix(uint64_t z) {
   return z ^ (z >> 31);
 }
 
-double now() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 class Sweep {
  public:
-  Sweep(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections, int64_t capacity)
-      : count_(count), lower_(lower), upper_(upper), size_(size), capacity_(capacity), weight_(sections + 1, 0.0), order_(count) {
+  Sweep(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections,
+        int64_t capacity)
+      : count_(count),
+        lower_(lower),
+        upper_(upper),
+        size_(size),
+        capacity_(capacity),
+        weight_(sections + 1, 0.0),
+        order_(count) {
     std::vector<int64_t> load(sections + 1, 0);
     for (int b = 0; b < count; ++b) load[lower[b]] += size[b], load[upper[b]] -= size[b];
     int64_t alive = 0;
@@ -76,7 +85,9 @@ class Sweep {
       if (choices.empty()) return false;
       if (choices.size() > width) {
         std::nth_element(choices.begin(), choices.begin() + width, choices.end(),
-                         [](const Choice& x, const Choice& y) { return x.cost != y.cost ? x.cost < y.cost : x.key < y.key; });
+                         [](const Choice& x, const Choice& y) {
+                           return x.cost != y.cost ? x.cost < y.cost : x.key < y.key;
+                         });
         choices.resize(width);
       }
       next.clear();
@@ -98,9 +109,11 @@ class Sweep {
 
  private:
   // Both ends of every gap that is large enough; of two states that will never differ again only one.
-  void expand(State& state, int number, int b, std::vector<Choice>& choices, std::unordered_set<uint64_t>& seen) {
+  void expand(State& state, int number, int b, std::vector<Choice>& choices,
+              std::unordered_set<uint64_t>& seen) {
     auto& live = state.live;
-    live.erase(std::remove_if(live.begin(), live.end(), [&](const Live& l) { return l.end <= lower_[b]; }), live.end());
+    live.erase(std::remove_if(live.begin(), live.end(), [&](const Live& l) { return l.end <= lower_[b]; }),
+               live.end());
     int64_t floor = 0;
     for (int place = 0; place <= static_cast<int>(live.size()); ++place) {
       const int64_t ceiling = place < static_cast<int>(live.size()) ? live[place].at : capacity_;
@@ -112,13 +125,17 @@ class Sweep {
     }
   }
 
-  void add(const State& state, int number, int b, int place, int64_t at, std::vector<Choice>& choices, std::unordered_set<uint64_t>& seen) {
+  void add(const State& state, int number, int b, int place, int64_t at, std::vector<Choice>& choices,
+           std::unordered_set<uint64_t>& seen) {
     const Live mine{at, at + size_[b], upper_[b]};
     const int count = static_cast<int>(state.live.size()) + 1;
-    auto get = [&](int k) -> const Live& { return k < place ? state.live[k] : k == place ? mine : state.live[k - 1]; };
+    auto get = [&](int k) -> const Live& {
+      return k < place ? state.live[k] : k == place ? mine : state.live[k - 1];
+    };
     const double here = weight_[lower_[b]];
     uint64_t key = 0x9E3779B97F4A7C15ull;
-    // How long holes will lie above each buffer and above the floor, if nothing more came: time counts the more the fuller it is.
+    // How long holes will lie above each buffer and above the floor, if nothing more came: time counts the
+    // more the fuller it is.
     double cost = get(0).at > 0 ? weight_.back() - here : weight_.back() - weight_[get(0).end];
     for (int k = 0; k < count; ++k) {
       const Live& l = get(k);
@@ -141,12 +158,13 @@ class Sweep {
 }  // namespace
 
 // 1: offsets found, 0: none found.
-extern "C" int lowtide_sweep(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections, int64_t capacity,
-                             double seconds, int64_t* offsets) {
+extern "C" int lowtide_sweep(int count, const int32_t* lower, const int32_t* upper, const int64_t* size,
+                             int sections, int64_t capacity, double seconds, int64_t* offsets) {
   const double deadline = now() + seconds;
   std::vector<int32_t> from(count), to(count);
   for (int b = 0; b < count; ++b) from[b] = sections - upper[b], to[b] = sections - lower[b];
-  Sweep forward(count, lower, upper, size, sections, capacity), backward(count, from.data(), to.data(), size, sections, capacity);
+  Sweep forward(count, lower, upper, size, sections, capacity),
+      backward(count, from.data(), to.data(), size, sections, capacity);
   for (size_t width = 16; width <= 4096; width *= 4) {
     for (Sweep* sweep : {&forward, &backward}) {
       if (now() > deadline) return 0;

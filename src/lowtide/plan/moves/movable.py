@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
@@ -19,11 +18,8 @@ from lowtide.plan.data import (
     gather_bytes,
     stages,
 )
-from lowtide.plan.moves.supply import supply
+from lowtide.plan.moves.supply import codec_facts
 from lowtide.plan.simulate.simulator import Simulation, Simulator
-
-if TYPE_CHECKING:
-    pass
 
 _ITEM_BYTES = {
     "float64": 8, "int64": 8, "complex64": 8, "complex128": 16, "float32": 4, "int32": 4, "float16": 2,
@@ -108,7 +104,7 @@ def moved_of(
             speed = (links or {}).get(first.group) if then is not None else None
             decode = bytes_ / speed.read_bytes_per_second + speed.latency_seconds if speed else 0.0
         elif isinstance(first, Compress):
-            codec, elements = supply().codec_facts(first.codec, codecs), bytes_ // item
+            codec, elements = codec_facts(first.codec, codecs), bytes_ // item
             encoded = min(bytes_, codec.encoded_bytes(elements, dtype))
             scratch = codec.scratch(elements, sim.graph.device)
             speed = (links or {}).get(first.codec)
@@ -134,7 +130,7 @@ def not_replayable_from(
         if (
             value in read
             and isinstance(first, Compress)
-            and not supply().codec_facts(first.codec, codecs).replayable_from
+            and not codec_facts(first.codec, codecs).replayable_from
         ):
             found.add(value)
     return found
@@ -228,7 +224,7 @@ def fitting_codec(
     """
     from lowtide.plan.moves.linear import linear_values
 
-    gentler = supply().codec_facts(name, codecs).gentler
+    gentler = codec_facts(name, codecs).gentler
     if not gentler or everywhere:
         return lambda value: name
     linear = linear_values(sim.graph)

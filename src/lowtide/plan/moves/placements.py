@@ -10,9 +10,20 @@ from collections.abc import Sequence
 from functools import lru_cache
 
 from lowtide.errors import PlanError
-from lowtide.plan.data import Chain, Codec, Compress, Link, Links, Moved, Moving, Offload, Shard, stages
+from lowtide.plan.data import (
+    Chain,
+    Codec,
+    Compress,
+    Link,
+    Links,
+    Moved,
+    Moving,
+    Offload,
+    Shard,
+    stages,
+)
 from lowtide.plan.moves.movable import dtypes_of, fitting_codec, lossless_codec, movable, moved_of
-from lowtide.plan.moves.supply import supply
+from lowtide.plan.moves.supply import codecs_behind, link_speeds
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.blocks import entering_blocks
 
@@ -21,25 +32,6 @@ Placements = dict[int, list[Moved]]
 
 _WORTH = 0.95
 """A codec is offered where it leaves at most this share of a value's bytes."""
-
-
-def decision_of(way: str | Moving) -> Moving:
-    """A decision, also from its short name: ``host``, ``disk``, or a codec's name.
-
-    Raises:
-        PlanError: it is neither.
-
-    >>> decision_of("disk")
-    Offload(tier='disk', path='', kind='offload')
-    """
-    if isinstance(way, str):
-        return Offload(way) if way in ("host", "disk") else Compress(way)
-    if isinstance(way, Offload | Compress | Shard | Chain):
-        return way
-    raise PlanError(
-        f"{way!r} is no way to move a value: give 'host', 'disk', a codec's name, or an Offload, Compress, "
-        "Shard or Chain"
-    )
 
 
 def default_placements(device: str) -> tuple[Moving, ...]:
@@ -123,7 +115,7 @@ def missing_links(
             known = _measured(device, part, tuple((type(codec), codec.name) for codec in codecs))
             # later plans are made beside the tensors of a step, where there is no room to measure
             if not known:
-                known.update(supply().link_speeds([part], codecs, device, room_bytes))
+                known.update(link_speeds([part], codecs, device, room_bytes))
             found.update(known)
     return {**found, **given}
 
@@ -132,11 +124,3 @@ def missing_links(
 def _measured(device: str, decision: Moving, codecs: tuple[tuple[type, str], ...]) -> dict[str, Link]:
     """What this process has measured; empty at first, for the caller to fill."""
     return {}
-
-
-def codecs_behind(name: str, own: Sequence[Codec]) -> tuple[str, ...]:
-    """The codecs that a name may come to mean."""
-    if name == "auto":
-        return ("mask", "positive")
-    gentler = supply().codec_facts(name, own).gentler
-    return (name, gentler) if gentler else (name,)

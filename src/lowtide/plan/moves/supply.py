@@ -1,36 +1,105 @@
 """What a plan rests on outside the step: what codecs make of values, and how fast tiers, codecs and groups
-are.
+are. The planner takes both as plain data.
 
-The planner takes both as plain data. `Supply` is who knows; in a process that runs steps that is
-`lowtide.run.move.links`, which nothing else of this folder reaches.
+This is the one file of the planner that knows the stores. They bring PyTorch along, so it loads them where
+they are asked.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
+from dataclasses import astuple
+from typing import TYPE_CHECKING, cast
 
-from lowtide.plan.data import Codec, CodecFacts, Link, Moving
+from lowtide.plan.data import Codec, CodecFacts, Compress, Link, Moving, Shard, decision_of, stages
+from lowtide.progress import current
 
+if TYPE_CHECKING:
+    import torch
 
-class Supply(Protocol):
-    """Who knows codecs and speeds."""
-
-    def codec_facts(self, name: str, own: Sequence[Codec] = ()) -> CodecFacts:
-        """The codec of that name, one of ``own`` first."""
-        ...
-
-    def link_speeds(
-        self, ways: Sequence[Moving], own: Sequence[Codec], device: str, room_bytes: int | None = None
-    ) -> dict[str, Link]:
-        """The speeds of the tiers and codecs that ``ways`` name, from and to ``device``, measured in at most
-        ``room_bytes``.
-        """
-        ...
+    from lowtide.store.codec import Codec as StoreCodec
+    from lowtide.store.stores import Stores
 
 
-def supply() -> Supply:
-    """Who knows in this process."""
-    from lowtide.run.move import links
+def codec_facts(name: str, own: Sequence[Codec] = ()) -> CodecFacts:
+    """What the planner has to know of a codec, one of ``own`` or of lowtide's."""
+    import torch
 
-    return links
+    from lowtide.store.codec import Form, codec_named
+
+    codec = codec_named(name, cast("Sequence[StoreCodec]", own))
+
+    def encoded_bytes(elements: int, dtype: str) -> int:
+        return codec.encoded_bytes(Form(elements, getattr(torch, dtype, torch.uint8)))
+
+    return CodecFacts(codec.name, codec.gentler, codec.replayable_from, codec.scratch, encoded_bytes)
+
+
+def codecs_behind(name: str, own: Sequence[Codec]) -> tuple[str, ...]:
+    """The codecs that a name may come to mean."""
+    if name == "auto":
+        return ("mask", "positive")
+    gentler = codec_facts(name, own).gentler
+    return (name, gentler) if gentler else (name,)
+
+
+def link_speeds(
+    ways: Sequence[Moving], own: Sequence[Codec], device: str, room_bytes: int | None = None
+) -> dict[str, Link]:
+    """How fast the tiers and codecs of some decisions are, measured now."""
+    from lowtide.store.stores import Stores
+
+    stores = Stores(codecs=cast("Sequence[StoreCodec]", own))
+    return measure_links(*ways, stores=stores, device=device, room_bytes=room_bytes)
+
+
+def measure_links(
+    *ways: str | Moving,
+    stores: Stores | None = None,
+    device: str | torch.device = "cpu",
+    room_bytes: int | None = None,
+) -> dict[str, Link]:
+    """How fast the tiers, codecs and groups of some decisions are here, by moving a few megabytes.
+
+    Args:
+        ways: decisions, or their short names.
+        stores: with the groups and codecs that ``ways`` name. Where there is a group, all its ranks have to
+            call this, and all get the same.
+        device: where values come from.
+        room_bytes: the most device memory that measuring tiers and codecs may take; ``None`` for up to 24
+            MiB.
+
+    Returns:
+        The speed of each by its name, as ``links=`` of the policies takes them.
+
+    Raises:
+        PlanError: a tier cannot be opened, or a group or codec is not there.
+
+    Example:
+        >>> sorted(measure_links("int8"))
+        ['int8']
+    """
+    import torch
+
+    from lowtide.store.measure import measure_codec, measure_group, measure_tier
+    from lowtide.store.stores import Stores
+
+    place = torch.device(device)
+    found: dict[str, Link] = {}
+    current().say("timing transfers")
+    with Stores() as own:
+        known = stores or own
+        for decision in map(decision_of, ways):
+            first, then = stages(decision)
+            if isinstance(first, Compress):
+                for name in codecs_behind(first.codec, known.codecs):
+                    if name not in found:
+                        found[name] = Link(*astuple(measure_codec(known.codec(name), place, room_bytes)))
+            elif isinstance(first, Shard) and first.group not in found:
+                found[first.group] = Link(
+                    *astuple(measure_group(known.group(first.group, first.size), place))
+                )
+            if then is not None and then.tier not in found:
+                tier = own.tier(then.tier, then.path, place)
+                found[then.tier] = Link(*astuple(measure_tier(tier, place, room_bytes=room_bytes)))
+    return found

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Codec, Links, Moving, Plan
-from lowtide.plan.moves.placements import decision_of, default_placements, missing_links, placements_of
+from lowtide.plan.data import Codec, Links, Moving, Plan, decision_of
+from lowtide.plan.moves.placements import default_placements, missing_links, placements_of
 from lowtide.plan.policies.build import make_plan
 from lowtide.plan.policies.policy import Policy
 from lowtide.plan.search.mix import Mixer

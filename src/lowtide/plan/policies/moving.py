@@ -16,7 +16,7 @@ from lowtide.plan.moves.movable import (
     movable,
     moved_of,
 )
-from lowtide.plan.moves.supply import supply
+from lowtide.plan.moves.supply import codec_facts
 from lowtide.plan.policies.build import make_plan
 from lowtide.plan.policies.policy import Policy
 from lowtide.plan.simulate.feasible import close
@@ -122,7 +122,7 @@ def compress(
     own = () if isinstance(codec, str) else (codec,)
     name = codec if isinstance(codec, str) else codec.name
     if name != "auto":
-        supply().codec_facts(name, own)
+        codec_facts(name, own)
 
     def compressed(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = Simulator(graph)

@@ -3,10 +3,9 @@
 In: a `Simulator` and its `Stages`. Out: the values that stay. Measured seconds differ from process to
 process, and a search that they lead ends at another plan each time; the smallest budget that a refusal names
 has to be met by whoever asks for it, in another process, too. So here an operation costs as many "seconds" as
-it reads and writes bytes, and in a second search all operations cost the same: the stages are searched with
-these, the path of least memory is taken and corrected by exact simulations, and single decisions of the
-better plan are changed where the peak stands for as long as that lowers it. Nothing here looks at a
-clock or at a measured second.
+it reads and writes bytes: the stages are searched with that, the path of least memory is taken and corrected
+by exact simulations, and single decisions of the best plans are changed where the peak stands for as long as
+that lowers it. Nothing here looks at a clock or at a measured second.
 """
 
 from __future__ import annotations
@@ -24,18 +23,17 @@ from lowtide.plan.split.stages import Stages
 _CORRECTIONS = 4
 """Times that the exact simulation corrects what the stages say of the path of least memory."""
 
+_LOWERED = 4
+"""Plans whose single decisions are changed, the lowest ones."""
+
 _OVERHEAD_BYTES = 4096
 """What one more operation costs, in the bytes that could be read or written meanwhile."""
 
 
-def priced(sim: Simulator, alike: bool) -> Simulator:
-    """The same simulator for a step whose operations take as many seconds as they touch bytes, or each the
-    same time when ``alike``.
-    """
+def priced(sim: Simulator) -> Simulator:
+    """The same simulator for a step whose operations take as many seconds as they touch bytes."""
     graph = sim.graph
-    prices = [
-        0 if alike else sum(sim.value_bytes[v] for v in {*op.reads, *op.writes}) for op in graph.operations
-    ]
+    prices = [sum(sim.value_bytes[v] for v in {*op.reads, *op.writes}) for op in graph.operations]
     operations = tuple(
         replace(op, seconds=float(price)) for op, price in zip(graph.operations, prices, strict=True)
     )
@@ -57,13 +55,12 @@ def minimum_peak(
     """The values that stay in the plan with the smallest peak that is found; ``start`` gives plans that are
     known without a search.
     """
-    search = LocalSearch(priced(sim, alike=False))
+    search = LocalSearch(priced(sim))
     found = [*start(search), *search.everything()]
     if not search.everything():
-        for alike in (False, True):
-            paths = PathSearch(priced(sim, alike), stages)
-            found += [search.candidate(stored) for stored in _lightest(paths)]
-    return search.lower(min(found, key=lambda c: c.height)).stored
+        found += [search.candidate(stored) for stored in _lightest(PathSearch(search.sim, stages))]
+    lowest = sorted({c.stored: c for c in found}.values(), key=lambda c: c.height)[:_LOWERED]
+    return min((search.lower(c) for c in lowest), key=lambda c: c.height).stored
 
 
 def _lightest(paths: PathSearch) -> Iterator[frozenset[int]]:

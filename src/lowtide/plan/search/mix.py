@@ -25,7 +25,7 @@ from lowtide.plan.bound.relaxation import Bound
 from lowtide.plan.data import Codec, Compress, Links, Moved, Moving, Shard, stages
 from lowtide.plan.moves.movable import default_window, least_count
 from lowtide.plan.moves.placements import Placements
-from lowtide.plan.moves.supply import supply
+from lowtide.plan.moves.supply import codec_facts
 from lowtide.plan.search.planner import Planner
 from lowtide.plan.simulate.feasible import close
 from lowtide.plan.simulate.refusal import refusal
@@ -144,7 +144,7 @@ class Mixer:
         return self.relaxation.seconds_to_move(m) + both
 
     def _whole(self, codec: str) -> bool:
-        return supply().codec_facts(codec, self.codecs).replayable_from
+        return codec_facts(codec, self.codecs).replayable_from
 
     def _saves(self, m: Moved) -> int:
         """Bytes that moving a value frees on the device."""

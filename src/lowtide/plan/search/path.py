@@ -17,8 +17,17 @@ from lowtide.plan.simulate.feasible import feasible_replays
 from lowtide.plan.simulate.simulator import Bytes, Simulator
 from lowtide.plan.split.stages import Stages
 
-_EFFORT = 2400
-"""Configurations that are walked through, over all distinct stretches."""
+_EFFORT = 1200
+"""Configurations that are walked through, over all distinct stretches of one length."""
+
+_LONGEST = 2
+"""Stages that one stretch has at most; of three and four no plan came out better."""
+
+_LEAST_EFFORT = 24
+"""The least for a stretch; with less for each, longer ones are left out."""
+
+_CONFIGURATIONS = 64
+"""Configurations that a stretch may choose from."""
 
 _STATES = 60_000
 """States kept over all stages: what a step's stages share."""
@@ -32,9 +41,8 @@ class Option:
         first, last: the stages.
         front: what the search of an alike stretch found.
         events: event ranges of its forward and its window.
-        held, late: per configuration, bytes held, and how many of them cost nothing in the forward.
-        forward_need, window_need, seconds: per configuration, the most live bytes in its own events, and
-            seconds.
+        held, need, seconds: per configuration, bytes held beyond its own events, the most live bytes in
+            those, and seconds.
     """
 
     first: int
@@ -42,9 +50,7 @@ class Option:
     front: Front
     events: tuple[tuple[int, int], tuple[int, int]]
     held: NDArray[np.int64]
-    late: NDArray[np.int64]
-    forward_need: NDArray[np.int64]
-    window_need: NDArray[np.int64]
+    need: NDArray[np.int64]
     seconds: NDArray[np.float64]
 
     @property
@@ -65,41 +71,17 @@ class PathSearch:
         self.options: list[list[Option]] = [[] for _ in range(len(stages))]
         """options by their first stage"""
         self.base = stages.base
-        self.late = self._late()
         self._build()
-
-    def _late(self) -> list[tuple[int, int, int, int]]:
-        """Values that the program itself holds beyond their owner's forward: (owner, from event, to event,
-        bytes).
-
-        A segment's held bytes count from the end of its forward, where the base counts such values a second
-        time.
-        """
-        sim, stages = self.sim, self.stages
-        late: list[tuple[int, int, int, int]] = []
-        for v, k in stages.owner.items():
-            start, stop = stages.forward_events[k][1], sim.natural_end[sim.storage_of[v]]
-            if v not in stages.everywhere and start < stop < min(
-                sim.saved_hold.get(v, -1), stages.forward_end
-            ):
-                late.append((k, start, stop, sim.value_bytes[v]))
-        return late
 
     def correct(self, path: list[tuple[Option, int]], top: Bytes) -> None:
         """Take over what an exact simulation of ``path`` says about the moments that the model gets wrong."""
         model = self.base.copy()
-        last = self.stages.forward_end
         for option, choice in path:
             c = option.configurations[choice]
             (fa, fb), (wa, wb) = option.events
             model[fa:fb] += c.profile[: fb - fa]
             model[wa:wb] += c.profile[fb - fa :]
             model[fb:wa] += c.held_bytes
-            if fb <= last:
-                model[fb : last + 1] -= c.late_bytes
-            for owner, start, stop, size in self.late:
-                if owner < option.first:
-                    model[max(start, fa) : max(min(stop, fb), max(start, fa))] -= size
         self.base = self.base + (top - model)
         self.options = [[self._option(o.first, o.last, o.front) for o in here] for here in self.options]
 
@@ -110,85 +92,43 @@ class PathSearch:
             self.options = [[self._option(o.first, o.last, o.front) for o in here] for here in self.options]
 
     def _build(self) -> None:
-        count = len(self.stages)
-        signature = self.stages.signature
-        for length in (1, 2, 3, 4):
-            distinct = len({signature[k : k + length] for k in range(count - length + 1)})
-            if not distinct:
-                continue
-            share = int(_EFFORT * (0.45, 0.35, 0.1, 0.1)[length - 1]) // distinct
-            if length > 1 and share < 24:
+        count, signature = len(self.stages), self.stages.signature
+        for length in range(1, min(_LONGEST, count) + 1):
+            starts = range(count - length + 1)
+            share = _EFFORT // len({signature[first : first + length] for first in starts})
+            if length > 1 and share < _LEAST_EFFORT:
                 break
-            for first in range(count - length + 1):
-                if length > 1 and len(self.stages.operations(first, first + length)) > LONGEST_SEGMENT:
-                    # but a stage alone, however long where it cannot be cut: without it no path reaches the
-                    # end
-                    continue
-                self._add(first, first + length, max(24, min(share, 2500)))
+            for first in starts:
+                # a stage alone may be as long as it is: without it no path reaches the end
+                if length == 1 or len(self.stages.operations(first, first + length)) <= LONGEST_SEGMENT:
+                    self._add(first, first + length, max(_LEAST_EFFORT, share))
 
     def _add(self, first: int, last: int, effort: int) -> None:
         key = self.stages.signature[first:last]
         if key not in self.classes:
             segment = Segment(self.sim, self.stages, first, last, self.feasible)
-            seeds = self._seeds(segment, first, last)
-            self.classes[key] = segment.search(effort, seeds, 64 if last - first < 3 else 24)
+            self.classes[key] = segment.search(effort, _CONFIGURATIONS)
         self.options[first].append(self._option(first, last, self.classes[key]))
 
-    def _seeds(self, segment: Segment, first: int, last: int) -> list[int]:
-        """Configurations of a longer stretch, put together from those of its parts."""
-        if last - first == 1:
-            return []
-        parts = [self.classes[self.stages.signature[k : k + 1]] for k in range(first, last)]
-        unit = {segment.position[index]: bit for bit, index in enumerate(segment.units)}
-        fronts: list[list[int]] = []
-        offset = 0
-        for part in parts:
-            masks: dict[int, None] = {}
-            for c in part.configurations:
-                mask = 0
-                for bit, (position, _) in enumerate(part.units):
-                    at = offset + position
-                    if c.kept >> bit & 1 and at in unit:
-                        mask |= 1 << unit[at]
-                masks[mask] = None
-            fronts.append(list(masks))
-            offset += part.operations
-        longest = max(len(f) for f in fronts)
-        seeds: dict[int, None] = {}
-        for k in range(min(longest, 12)):
-            mask = 0
-            for f in fronts:
-                mask |= f[k * len(f) // min(longest, 12)]
-            seeds[mask] = None
-        return list(seeds)
-
     def _option(self, first: int, last: int, front: Front) -> Option:
-        configurations = front.configurations
         stages, graph = self.stages, self.sim.graph
         (fa, fb), (wa, wb) = (
             (stages.forward_events[first][0], stages.forward_events[last - 1][1]),
             (stages.window_events[last - 1][0], stages.window_events[first][1]),
         )
         natural = np.concatenate([self.base[fa:fb], self.base[wa:wb]])
-        for owner, start, stop, size in self.late:
-            if owner < first and start < fb and stop > fa:
-                natural[max(start, fa) - fa : min(stop, fb) - fa] -= size
-        operations = stages.operations(first, last)
-        cost = [graph.operations[i].seconds + graph.replay_overhead_seconds for i in operations]
+        cost = [
+            graph.operations[i].seconds + graph.replay_overhead_seconds
+            for i in stages.operations(first, last)
+        ]
         return Option(
             first,
             last,
             front,
             ((fa, fb), (wa, wb)),
-            np.array([c.held_bytes for c in configurations], dtype=np.int64),
-            np.array([c.late_bytes for c in configurations], dtype=np.int64),
-            np.array(
-                [int((natural + c.profile)[: fb - fa].max(initial=0)) for c in configurations], dtype=np.int64
-            ),
-            np.array(
-                [int((natural + c.profile)[fb - fa :].max(initial=0)) for c in configurations], dtype=np.int64
-            ),
-            np.array([sum(cost[k] for k in c.replayed) for c in configurations]),
+            np.array([c.held_bytes for c in front.configurations], dtype=np.int64),
+            np.array([(natural + c.profile).max(initial=0) for c in front.configurations], dtype=np.int64),
+            np.array([sum(cost[k] for k in c.replayed) for c in front.configurations]),
         )
 
     def stored(self, path: list[tuple[Option, int]]) -> frozenset[int]:
@@ -267,31 +207,28 @@ class PathSearch:
     def _lightest(self, budget: int) -> list[tuple[Option, int]] | None:
         """The path that holds the fewest bytes after each stage, within ``budget``."""
         count = len(self.stages)
-        least: list[tuple[int, int, tuple[int, int, int]] | None] = [None] * (count + 1)
-        least[0] = (0, 0, (0, 0, 0))
+        least: list[tuple[int, tuple[int, int, int]] | None] = [None] * (count + 1)
+        least[0] = (0, (0, 0, 0))
         for k in range(count):
             here = least[k]
             if here is None:
                 continue
             for which, option in enumerate(self.options[k]):
-                fits = (option.window_need + here[0] <= budget) & (
-                    option.forward_need + here[0] - here[1] <= budget
-                )
+                fits = option.need + here[0] <= budget
                 if not fits.any():
                     continue
                 held = np.where(fits, option.held, np.iinfo(np.int64).max)
                 choice = int(np.argmin(held))
-                total = here[0] + int(held[choice])
-                old = least[option.last]
+                total, old = here[0] + int(held[choice]), least[option.last]
                 if old is None or total < old[0]:
-                    least[option.last] = (total, here[1] + int(option.late[choice]), (k, which, choice))
+                    least[option.last] = (total, (k, which, choice))
         path: list[tuple[Option, int]] = []
         k = count
         while k:
             here = least[k]
             if here is None:
                 return None
-            first, which, choice = here[2]
+            first, which, choice = here[1]
             path.append((self.options[first][which], choice))
             k = first
         return path[::-1]
@@ -304,30 +241,21 @@ class _States:
     """
 
     held: NDArray[np.int64]
-    late: NDArray[np.int64]
     seconds: NDArray[np.float64]
     back: NDArray[np.int64]
 
     @classmethod
     def start(cls) -> _States:
-        return cls(
-            np.zeros(1, dtype=np.int64),
-            np.zeros(1, dtype=np.int64),
-            np.zeros(1),
-            np.zeros((1, 4), dtype=np.int64),
-        )
+        return cls(np.zeros(1, dtype=np.int64), np.zeros(1), np.zeros((1, 4), dtype=np.int64))
 
     def extend(self, option: Option, budget: int, first: int, which: int) -> _States | None:
-        fits = self.held[:, None] + option.window_need[None, :] <= budget
-        fits &= (self.held - self.late)[:, None] + option.forward_need[None, :] <= budget
-        rows, choices = np.nonzero(fits)
+        rows, choices = np.nonzero(self.held[:, None] + option.need[None, :] <= budget)
         if not len(rows):
             return None
-        held = self.held[rows] + option.held[choices]
-        late = self.late[rows] + option.late[choices]
-        seconds = self.seconds[rows] + option.seconds[choices]
         back = np.stack([np.full_like(rows, first), np.full_like(rows, which), choices, rows], axis=1)
-        return _States(held, late, seconds, back)
+        return _States(
+            self.held[rows] + option.held[choices], self.seconds[rows] + option.seconds[choices], back
+        )
 
     @classmethod
     def merge(cls, many: list[_States], most: int, quantum: int) -> _States | None:
@@ -346,6 +274,5 @@ class _States:
             bucket = held[order] // quantum
             edge = np.flatnonzero(np.diff(bucket))
             order = order[np.unique(np.concatenate([[0], edge, edge + 1, [len(order) - 1]]))]
-        late = np.concatenate([s.late for s in many])
         back = np.concatenate([s.back for s in many])
-        return cls(held[order], late[order], seconds[order], back[order])
+        return cls(held[order], seconds[order], back[order])

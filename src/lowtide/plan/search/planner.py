@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import cached_property, lru_cache
 
 from lowtide.errors import PlanError
@@ -45,12 +46,8 @@ replays hold, and single decisions choose less well what to evict for that."""
 _OVER = 0.25
 """How far beyond the budget, as a share of it, single decisions are tried to bring a plan back into it."""
 
-_SQUEEZED = (1.0, 1.0005)
-"""Multiples of the budget, or of what paths need at least, whose paths single decisions make fit."""
-
-_BETWEEN = (0.25, 0.5, 0.75)
-"""Shares of the way from the smallest peak to the budget at which paths are starts, too: where every window
-is tight, a path that has more room may waste it."""
+_STAGES_A_SEGMENT = (1, 1.5, 2, 3, 4, 6, 8)
+"""How many stages there are to a segment of the plans that keep the borders of segments."""
 
 _WHOLE_COLUMNS = 6000
 """Largest program that is solved in whole numbers; one of 4,500 columns takes 7 s on one core."""
@@ -93,15 +90,17 @@ class Planner:
         return Candidate(stored, self.sim.simulate(stored))
 
     def family(self, search: LocalSearch | None = None) -> list[Candidate]:
-        """Plans that need no search: keep everything, evict everything, per block, by square root."""
+        """Plans that need no search: keep everything, evict everything, per block, and by segments of several
+        lengths.
+        """
         search = search or self.search
-        found = [search.candidate(frozenset(self.sim.droppable)), search.candidate(frozenset())]
-        for make in (full_stored, sqrt_stored):
-            try:
-                found.append(search.candidate(make(self.graph, self.sim)))
-            except PlanError:
-                continue
-        return found
+        wishes = [frozenset(self.sim.droppable), frozenset[int]()]
+        lengths = [max(1, round(len(self.stages) / stages)) for stages in _STAGES_A_SEGMENT]
+        for segments in (None, *lengths):
+            wishes.append(sqrt_stored(self.graph, self.sim, segments, self.stages))
+        with suppress(PlanError):  # a step without modules has no blocks
+            wishes.append(full_stored(self.graph, self.sim))
+        return [search.candidate(wish) for wish in dict.fromkeys(wishes)]
 
     def solve(self, budget: int) -> Candidate:
         """The best plan found whose simulated peak is within ``budget`` bytes.
@@ -161,17 +160,11 @@ class Planner:
         best = self._best(pool, budget, 1)
         if not self._far(best, budget, _GOOD_GAP):
             return best
-        for more in _SQUEEZED:
-            pool += self._lowered(self._walked(int(more * max(budget, least.simulation.peak_bytes))), budget)
-        pool += self._whole(budget)
+        pool += [*self._lowered([*family, least], budget), *self._whole(budget)]
         best = self._best(pool, budget, _STARTS)
         if not self._far(best, budget, _WIDE_GAP):
             return best
-        pool.append(self.smallest)
-        low = self.smallest.simulation.peak_bytes
-        for share in _BETWEEN if low < budget else ():
-            pool += self._walked(low + int(share * (budget - low)))
-        return self._best(pool, budget, _STARTS)
+        return self._best([*pool, self.smallest], budget, _STARTS)
 
     def bound(self, budget: int) -> Bound:
         """Lower bounds for ``budget``."""

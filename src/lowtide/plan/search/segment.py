@@ -31,26 +31,8 @@ LONGEST_SEGMENT = 160
 longer, and is searched less.
 """
 
-_LP_PRICES = (
-    0.003,
-    0.01,
-    0.03,
-    0.07,
-    0.13,
-    0.22,
-    0.35,
-    0.5,
-    0.7,
-    1.0,
-    1.4,
-    2.0,
-    3.0,
-    5.0,
-    9.0,
-    20.0,
-    60.0,
-    300.0,
-)
+_LP_PRICES = np.geomspace(0.003, 300, 18).tolist()
+"""The same for the linear programs that give configurations to begin with."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,22 +43,18 @@ class Configuration:
         kept: for every unit of the segment, whether its outputs are stored.
         held_bytes: bytes that it adds to the step's memory from the end of its forward to the beginning of
             its window.
-        late_bytes: those of them that the program itself holds to the end of the step's forward.
         seconds: what its replays cost.
         replayed: positions, among the segment's operations, of those that run again.
         profile: bytes that it adds at every event of its forward and its window.
-        forward_most, window_most: most live bytes in its forward and its window when nothing else is kept,
-            less those before its forward.
+        most: most live bytes at its events when nothing else is kept, less those before its forward.
     """
 
     kept: int
     held_bytes: int
-    late_bytes: int
     seconds: float
     replayed: tuple[int, ...]
     profile: Bytes
-    forward_most: int
-    window_most: int
+    most: int
 
 
 @dataclass(frozen=True, eq=False)
@@ -125,7 +103,6 @@ class Segment:
         self._find_units(inside, feasible)
         (fa, fb), (wa, wb) = self.ranges
         self.size_forward = fb - fa
-        self.forward_end = stages.forward_end
         top = stages.base
         before = int(top[fa]) if fa < fb else 0
         self.natural: Bytes = np.concatenate([top[fa:fb], top[wa:wb]]) - before
@@ -220,19 +197,14 @@ class Segment:
         for v, until in replay.hold.items():
             if v in owned:
                 self._longer(hold, storage_of[v], until)
-        held, late, profile = self._profile(hold, replay.level, replay.tops)
-        natural = self.natural
-        live = natural + profile
-        split = self.size_forward
+        held, profile = self._profile(hold, replay.level, replay.tops)
         return Configuration(
             kept,
             held,
-            late,
             self._seconds(replay.running),
             tuple(self.position[i] for i in replay.running),
             profile,
-            int(live[:split].max(initial=0)),
-            int(live[split:].max(initial=0)),
+            int((self.natural + profile).max(initial=0)),
         )
 
     @staticmethod
@@ -242,12 +214,12 @@ class Segment:
 
     def _profile(
         self, hold: dict[int, int], level: list[tuple[int, int]], tops: list[tuple[int, int, int]]
-    ) -> tuple[int, int, Bytes]:
+    ) -> tuple[int, Bytes]:
         sim = self.sim
         (fa, fb), (wa, wb) = self.ranges
         split = self.size_forward
         change = [0] * (split + (wb - wa) + 1)
-        held = late = 0
+        held = 0
         storages = sim.graph.storages
         for sid, until in hold.items():
             start = sim.natural_end[sid]
@@ -256,7 +228,6 @@ class Segment:
             size = storages[sid].bytes
             if start < wa:
                 held += size
-                late += size if start >= self.forward_end else 0
             change[min(max(start, fa), fb) - fa if start < wa else min(start - wa, wb - wa) + split] += size
             change[split + min(max(until, wa), wb) - wa] -= size
         copies = [0] * (wb - wa + 1)
@@ -271,9 +242,9 @@ class Segment:
                 if wa <= event < wb:
                     k = event - wa
                     profile[split + k] += max(0, most - after[k])
-        return held, late, profile
+        return held, profile
 
-    def search(self, effort: int, seeds: list[int], most: int) -> Front:
+    def search(self, effort: int, most: int) -> Front:
         """Look for good configurations with at most about ``effort`` evaluations: the Pareto front of what
         was seen, at most ``most``.
         """
@@ -288,7 +259,7 @@ class Segment:
             span = max(1, first.held_bytes - last.held_bytes)
             price = max(last.seconds - first.seconds, 1e-12) / span
             most_known = effort if len(self.operations) > LONGEST_SEGMENT else 1 << 30
-            for seed in [*self._relaxed([f * price for f in _LP_PRICES]), *seeds]:
+            for seed in self._relaxed([f * price for f in _LP_PRICES]):
                 self.evaluate(seed)
             for transient, pairs in ((0.0, False), (1.0, True), (0.3, False), (4.0, True), (0.0, True)):
                 for factor in _PRICES:
@@ -374,7 +345,7 @@ class Segment:
             other = kept ^ moves[at]
             at = (at + 1) % total
             c = known.get(other) or evaluate(other)
-            score = c.seconds + price * c.held_bytes + transient * max(c.window_most, c.forward_most)
+            score = c.seconds + price * c.held_bytes + transient * c.most
             quiet += 1
             if score < best - 1e-15:
                 kept, best, quiet = other, score, 0
@@ -382,9 +353,7 @@ class Segment:
 
     def _best(self, price: float, transient: float) -> tuple[int, float]:
         """The best of what is known, at prices of a held byte and of a byte at the peak, and its score."""
-        rows = np.array(
-            [(c.seconds, c.held_bytes, max(c.window_most, c.forward_most)) for c in self.known.values()]
-        )
+        rows = np.array([(c.seconds, c.held_bytes, c.most) for c in self.known.values()])
         scores = rows[:, 0] + price * rows[:, 1] + transient * rows[:, 2]
         best = float(scores.min())
         alike = np.flatnonzero(scores == best).tolist()
@@ -392,21 +361,17 @@ class Segment:
         return min(kept[k] for k in alike), best
 
     def front(self, most: int) -> list[Configuration]:
-        """The configurations that no other one beats in held bytes, seconds and both peaks, thinned to about
-        ``most``.
+        """The configurations that no other one beats in held bytes, seconds and peak; of more than ``most``
+        every so many.
         """
-        everyone = sorted(
-            self.known.values(),
-            key=lambda c: (c.seconds, c.held_bytes, c.window_most, c.forward_most, c.kept),
-        )
-        table = np.array([(c.held_bytes, c.window_most, c.forward_most) for c in everyone], dtype=np.int64)
+        everyone = sorted(self.known.values(), key=lambda c: (c.seconds, c.held_bytes, c.most, c.kept))
+        table = np.array([(c.held_bytes, c.most) for c in everyone], dtype=np.int64)
         chosen: list[int] = []
         for k in range(len(everyone)):
-            if chosen and bool((table[chosen] <= table[k]).all(axis=1).any()):
-                continue
-            chosen.append(k)
+            if not (table[chosen] <= table[k]).all(axis=1).any():
+                chosen.append(k)
         if len(chosen) > most:
-            chosen = _thin(everyone, chosen, most)
+            chosen = [chosen[k * (len(chosen) - 1) // (most - 1)] for k in range(most)]
         return [everyone[k] for k in chosen]
 
 
@@ -423,25 +388,3 @@ def distinct_answers(solved: Callable[[float], int | None], prices: list[float])
             answers[middle] = solved(prices[middle])
             open_ += [(low, middle), (middle, high)]
     return list(dict.fromkeys(answer for _, answer in sorted(answers.items()) if answer is not None))
-
-
-def _thin(everyone: list[Configuration], chosen: list[int], most: int) -> list[int]:
-    """Keep the best for a grid of prices of held bytes and of transient bytes, and the extremes."""
-    seconds = np.array([everyone[k].seconds for k in chosen])
-    held = np.array([everyone[k].held_bytes for k in chosen], dtype=float)
-    peak = np.array([max(everyone[k].window_most, everyone[k].forward_most) for k in chosen], dtype=float)
-    price = max(float(np.ptp(seconds)), 1e-12) / max(1.0, float(np.ptp(held)))
-    keep: dict[int, None] = dict.fromkeys(
-        [0, int(np.argmin(held)), int(np.argmin(peak)), int(np.argmin(held + peak))]
-    )
-    for transient in (0.0, 1.0, 0.3, 3.0, 10.0, 0.1, 100.0):
-        for factor in [0.0, *np.geomspace(0.003, 300, 24).tolist()]:
-            if len(keep) < most:
-                keep[
-                    int(
-                        np.argmin(
-                            seconds + price * factor * held + price * max(factor, 0.1) * transient * peak
-                        )
-                    )
-                ] = None
-    return sorted(chosen[k] for k in keep)

@@ -4,12 +4,16 @@ when everything is evicted. A planner asks for them thousands of times."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Moved
+
+if TYPE_CHECKING:
+    from lowtide.plan.simulate.replay import Held
 
 Bytes = NDArray[np.int64]
 
@@ -23,6 +27,8 @@ class StepIndex:
         self.moved: dict[int, Moved] = {}
         self.window_bytes = 0
         self.slab = False
+        self.seen: list[Held] | None = None
+        """what the latest walk through replays held at each moment, where somebody wants to know"""
         self.feasible: list[bool] = []
         """what `lowtide.plan.simulate.feasible.feasible_replays` has found"""
         self.end = len(graph.events)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.index import StepIndex
@@ -38,6 +39,24 @@ class Replay:
     work: list[tuple[int, list[int], list[int]]]
     spans: dict[tuple[int, bool], tuple[int, int]]
     turns: list[int]
+
+
+class Held(NamedTuple):
+    """Which replayed copies are alive at one moment of a walk, for who wants to show them.
+
+    Attributes:
+        event: the moment is within it, or right after it.
+        operation: the operation that runs again then, or -1 after the event.
+        values: whose copies are alive.
+        bytes: of those, and of what is fetched ahead.
+        scratch_bytes: of the operation.
+    """
+
+    event: int
+    operation: int
+    values: frozenset[int]
+    bytes: int
+    scratch_bytes: int
 
 
 class Walk:
@@ -100,6 +119,9 @@ class Walk:
         self.level: list[tuple[int, int]] = []
         self.tops: list[tuple[int, int, int]] = []
         self.repeats: list[int] = []
+        self.seen = index.seen
+        if self.seen is not None:
+            self.seen.clear()  # the walk before this one only showed the order
 
     def _begin_turn(self, event: int) -> None:
         self.turn += 1
@@ -175,6 +197,8 @@ class Walk:
                         self._drop(u)
             if self.live != before:
                 self.level.append((event, self.live - before))
+            if self.seen is not None:
+                self.seen.append(Held(event, -1, frozenset(cached), self.live, 0))
 
     def _needed(self, value: int, cached: set[int]) -> list[int]:
         flags = self.flags
@@ -256,6 +280,9 @@ class Walk:
                     live += sizes[w]
             if live + scratch > most:
                 most, most_op = live + scratch, index
+            if self.seen is not None:
+                alive = frozenset(cached).difference(moved).union(op.writes)
+                self.seen.append(Held(event, index, alive, live, scratch))
             for w in op.writes:
                 if not flags[w] and left.get(w, 0) > 0:
                     cached.add(w)

@@ -86,7 +86,7 @@ class Simulator(StepIndex):
     def __init__(self, graph: StepGraph) -> None:
         super().__init__(graph)
         self.reach = Reach(self)
-        self.plain_live, self.plain_peak = self._plain()
+        self.plain_peak = self._plain()
 
     def moving(self, moved: Sequence[Moved], window_bytes: int, slab: bool = False) -> Simulator:
         """This simulator when some values move: to everything that rests on such a value, an operation that
@@ -106,14 +106,12 @@ class Simulator(StepIndex):
         twin.window_bytes = window_bytes
         return twin
 
-    def _plain(self) -> tuple[Bytes, int]:
+    def _plain(self) -> int:
         hold: dict[int, int] = {}
         for value, until in self.saved_hold.items():
             sid = self.storage_of[value]
             hold[sid] = max(hold.get(sid, 0), until)
-        live = self._live(hold)
-        top = live + self.scratch
-        return live, int(top.max(initial=self.graph.resident_bytes))
+        return int((self._live(hold) + self.scratch).max(initial=self.graph.resident_bytes))
 
     def _live(self, hold: dict[int, int]) -> Bytes:
         """Live bytes after every event when each storage is held until ``hold[storage]``."""

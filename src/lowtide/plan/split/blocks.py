@@ -8,7 +8,7 @@ from collections.abc import Iterable, Sequence
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.simulate.simulator import Simulator
-from lowtide.plan.split.stages import find_stages
+from lowtide.plan.split.stages import Stages, find_stages
 
 
 def block_of(module: str) -> str:
@@ -112,9 +112,11 @@ def full_stored(graph: StepGraph, sim: Simulator, blocks: Sequence[str] | None =
     return region_stored(sim, regions_of(graph, names))
 
 
-def sqrt_stored(graph: StepGraph, sim: Simulator, segments: int | None = None) -> frozenset[int]:
-    """The values that `sqrt` stores."""
-    stages = find_stages(sim)
+def sqrt_stored(
+    graph: StepGraph, sim: Simulator, segments: int | None = None, stages: Stages | None = None
+) -> frozenset[int]:
+    """The values that `sqrt` stores; ``stages`` are the step's, where they are known."""
+    stages = stages or find_stages(sim)
     count = segments or max(
         1, round(math.sqrt(max(len(default_blocks(graph)), 1) if graph.operations else 1))
     )

@@ -32,7 +32,6 @@ class Stages:
         forward_events: event range of each stage's forward.
         window_events: event range of each stage's backward.
         signature: stages with equal signatures are alike.
-        forward_end: event of the last forward operation that takes memory worth counting.
         base: at every event, the most live bytes when nothing but ``everywhere`` is stored.
     """
 
@@ -46,7 +45,6 @@ class Stages:
     window_events: tuple[tuple[int, int], ...]
     signature: tuple[int, ...]
     base: Bytes
-    forward_end: int
 
     def __len__(self) -> int:
         return len(self.starts) - 1
@@ -90,12 +88,6 @@ def find_stages(sim: Simulator) -> Stages:
     owner = _owners(sim, stage_of, last_stage, packs, of_position, position)
     forward_events, window_events = _event_ranges(sim, starts, forward, packs, of_position)
     signature = _signatures(sim, starts, forward, forward_events, window_events)
-    taken = {
-        i: graph.operations[i].scratch_bytes + sum(sim.value_bytes[w] for w in graph.operations[i].writes)
-        for i in forward
-    }
-    sizable = max(taken.values(), default=0) // 50
-    forward_end = max((sim.op_event[i] for i in forward if taken[i] >= sizable), default=0)
     base = _base(sim, everywhere, window_events, of_position, position)
     return Stages(
         tuple(starts),
@@ -108,7 +100,6 @@ def find_stages(sim: Simulator) -> Stages:
         window_events,
         signature,
         base,
-        forward_end,
     )
 
 

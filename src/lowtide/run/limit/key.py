@@ -43,12 +43,16 @@ class StepKey(NamedTuple):
 
     def fits_in(self, other: StepKey) -> bool:
         """Whether a step with this key is one with ``other``, but for being smaller in some dimensions."""
-        if self[1:] != other[1:]:
+        if not self.differs_in_size(other):
             return False
         return all(
             len(own) == len(theirs) and all(a <= b for a, b in zip(own, theirs, strict=True))
             for own, theirs in zip(self.shapes, other.shapes, strict=True)
         )
+
+    def differs_in_size(self, other: StepKey) -> bool:
+        """Whether nothing but how large the inputs are tells the two apart."""
+        return self[1:] == other[1:]
 
     def elements(self) -> int:
         """Elements of all inputs together."""

@@ -4,15 +4,12 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Plan
-from lowtide.plan.simulate import simulate_plan
+from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.watch import StepWatch
 
@@ -24,6 +21,7 @@ _LONGER = 0.1  # so much more than its graph a step has to do to be looked at
 # a step with a smaller share of the elements of the step that a plan is for gets one of its own
 _WORTH_ITS_PLAN = 0.4
 MOST_KINDS = 24  # are remembered
+_MOST_SIZES = 8  # of smaller steps are remembered with a kind
 
 
 @dataclass
@@ -42,8 +40,12 @@ class Kind:
             its own.
         claims: gathers whose results layers save, in the next look.
         without_claims: the graph and plan of a step without claims, to compare with.
+        verified: digest of the program whose operations were seen to reproduce, at this or another size.
+        strange: its program is another than the one that was verified at another size.
+        light: sizes of smaller steps that were seen to need no plan.
+        heavy: sizes of far smaller steps that were seen to need one, and deserve their own.
         steps: how many steps have run under the plan.
-        program: the plan's, as the compiled recorder knows it.
+        programs: the plan's, as the compiled recorder knows it; under ``True`` one that keeps all.
         timed: watches the time of the latest step.
         seconds: of the latest steps that were timed under the plan, and of recording and replaying in them
             where the host knows.
@@ -60,8 +62,12 @@ class Kind:
     unseen_backward: bool = False
     claims: frozenset[int] = frozenset()
     without_claims: tuple[StepGraph, Plan] | None = None
+    verified: str = ""
+    strange: bool = False
+    light: list[StepKey] = field(default_factory=list)
+    heavy: list[StepKey] = field(default_factory=list)
     steps: int = 0
-    program: Any = None
+    programs: dict[bool, Any] = field(default_factory=dict)
     timed: StepWatch | None = None
     seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
 
@@ -86,8 +92,37 @@ class Kind:
         """A plan has been made."""
         self.graph, self.plan = graph, plan
         self.look_again = self.solve_again = ""
-        self.program = self.timed = None
+        self.timed = None
+        self.programs = {}
+        self.light, self.heavy = [], []
         self.seconds.clear()
+
+    # ---- smaller steps ---------------------------------------------------------------------------
+
+    def serves(self, key: StepKey) -> bool:
+        """Whether the plan is to be used for a step with ``key``, which fits in this kind's.
+
+        It holds for every smaller step. Where it evicts much and the step is far smaller, the first such step
+        shows whether it needs a plan at all; one that does deserves its own.
+        """
+        assert self.plan is not None
+        near = key.elements() >= _WORTH_ITS_PLAN * self.key.elements()
+        return self.plan.changes_nothing or near or not any(known.fits_in(key) for known in self.heavy)
+
+    def is_light(self, key: StepKey) -> bool:
+        """Whether a step with ``key`` is known to keep the budget without a plan."""
+        return any(key.fits_in(known) for known in self.light)
+
+    def notes_size(self, key: StepKey, light: bool) -> None:
+        """A step with ``key`` was seen to need no plan, or to need one."""
+        if key == self.key:
+            return
+        if light:
+            smaller = [known for known in self.light if not known.fits_in(key)]
+            self.light = [key, *smaller][:_MOST_SIZES]
+        else:
+            self.light = [known for known in self.light if not key.fits_in(known)]
+            self.heavy = [key, *(known for known in self.heavy if not key.fits_in(known))][:_MOST_SIZES]
 
     # ---- pace ------------------------------------------------------------------------------------
 
@@ -118,36 +153,22 @@ class Kind:
             extra = plan.predicted_extra_seconds * whole / predicted
         return plan.calibrated(whole - extra, extra)
 
-    def room(self) -> Callable[[int], int]:
-        """From a forward operation's position to the bytes that the budget leaves beside it."""
-        plan, graph = self.plan, self.graph
-        assert plan is not None and graph is not None
-        if plan.budget_bytes is None:
-            return lambda _: 1 << 62
-        top = simulate_plan(graph, plan).top_bytes
-        places = [at for at, event in enumerate(graph.events) if event.kind == "op"]
-        forward = {op.index for op in graph.operations if op.phase == "forward"}
-        taken = np.array([top[at] for at in places if graph.events[at].index in forward], dtype=np.int64)
-        budget = plan.budget_bytes
-        return lambda position: int(budget - taken[position]) if position < len(taken) else 0
-
 
 def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
     """The kind of the smallest planned step that is at least as large in every dimension as one with ``key``,
     else the same.
 
     What a step takes grows with its sizes, operation by operation, so its plan holds for the smaller step,
-    too. Where it evicts much for a step that is far smaller, the smaller one deserves a plan of its own.
+    too.
     """
-    best: tuple[int, Kind] | None = None
-    for kind in kinds:
-        if kind.plan is None or kind.look_again or not key.fits_in(kind.key):
-            continue
-        size = kind.key.elements()
-        worth = kind.plan.changes_nothing or key.elements() >= _WORTH_ITS_PLAN * size
-        if worth and (best is None or size < best[0]):
-            best = size, kind
-    return best[1] if best is not None else None
+    fitting = [k for k in kinds if k.plan is not None and not k.look_again and key.fits_in(k.key)]
+    return min((k for k in fitting if k.serves(key)), key=lambda k: k.key.elements(), default=None)
+
+
+def keeps_all(program: Sequence[ProgramStep]) -> tuple[ProgramStep, ...]:
+    """The program with nothing given up; a recorder still gives up what a step runs besides."""
+    kept = ((step, (True,) * len(step.stored)) for step in program)
+    return tuple(step._replace(replayed=False, stored=stored, claimed=False) for step, stored in kept)
 
 
 def same_but_gradients(kinds: dict[Any, Kind], key: StepKey) -> Kind | None:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -20,9 +22,12 @@ from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.messages import limit_line, warn
 from lowtide.run.limit.planning import Policy
-from lowtide.run.record.recorder import Verify
+from lowtide.run.record.verify import Verify
 from lowtide.store.stores import Stores
 from lowtide.trace.results import tensors_inside
+
+if TYPE_CHECKING:
+    from lowtide.report import Report
 
 
 class Handle:
@@ -58,6 +63,52 @@ class Handle:
         """The step graph that `plan` was made for."""
         latest = self._limiter.latest
         return latest.graph if latest is not None else None
+
+    def report(self, path: str | Path, title: str = "") -> None:
+        """Show the latest step and its plan in a file.
+
+        Args:
+            path: ``.html`` for a page, ``.png``, ``.pdf`` or ``.svg`` for a picture, ``.pickle`` for
+                PyTorch's memory viewer, ``.json`` for the data.
+            title: which step it is; empty for the model's class.
+
+        Raises:
+            LowtideError: no step has ended yet, or the file cannot be written.
+
+        Example:
+            >>> handle.report("page.html")  # doctest: +SKIP
+        """
+        from lowtide.report import save_report  # what draws is needed by few runs
+
+        save_report(self.make_report(title), path)
+
+    def make_report(self, title: str = "", **more: Any) -> Report:
+        """What `report` shows of the latest step and its plan, as data.
+
+        Args:
+            title: which step it is; empty for the model's class.
+            more: what was measured, and what `lowtide.report.make_report` takes beside.
+
+        Raises:
+            PlanError: no step has ended yet.
+        """
+        from lowtide.report import Measured, make_report
+
+        plan, graph = self.plan, self.graph
+        if plan is None or graph is None:
+            raise PlanError(
+                "there is no plan to report on yet: run a step, or call prepare(...) with its arguments"
+            )
+        planner = self._limiter.planner
+        graph = replace(graph, resident_bytes=graph.resident_bytes - planner.moved_bytes)
+        more.setdefault("measured_planned", Measured(self.measured_peak_bytes))
+        return make_report(
+            graph,
+            plan,
+            title=title or f"{type(self.model).__name__}, one training step",
+            optimizer_bytes=planner.optimizer_bytes,
+            **more,
+        )
 
     @property
     def plans(self) -> dict[StepKey, Plan]:

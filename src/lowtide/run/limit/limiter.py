@@ -23,14 +23,15 @@ from lowtide import private
 from lowtide.errors import BudgetError, TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors
-from lowtide.plan.data import Plan
+from lowtide.plan.cache import program_digest
 from lowtide.progress import log
 from lowtide.run.limit.arguments import refuse_sharded
 from lowtide.run.limit.compiled_submodules import left_alone
 from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.key import Members, StepKey, step_key
-from lowtide.run.limit.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
+from lowtide.run.limit.kinds import MOST_KINDS, Kind, keeps_all, plan_for_larger, same_but_gradients
 from lowtide.run.limit.later_steps import later_steps_told
+from lowtide.run.limit.learn import Ran, learn
 from lowtide.run.limit.messages import OWN_OFF, own_checkpointing, warn
 from lowtide.run.limit.planning import Planner, Policy
 from lowtide.run.limit.unlimited import AROUND_COMPILED, CROWDED, keeps_nothing, why_unlimited
@@ -40,7 +41,8 @@ from lowtide.run.move.engine import TransferEngine, prepare
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled_program
 from lowtide.run.record.overhead import executor_overhead
-from lowtide.run.record.recorder import Recorder, Verify
+from lowtide.run.record.recorder import Recorder
+from lowtide.run.record.verify import Verify
 from lowtide.store.stores import Stores
 from lowtide.trace.eager import StepTracer
 from lowtide.trace.results import loss_to_plan_for, tensors_inside
@@ -188,7 +190,8 @@ class Limiter:
             result = self._plainly(args, kwargs)
             self.local.look[0].beside(result)
             return result
-        kind = self.kind_for(args, kwargs, members)
+        key = step_key(members, args, kwargs)
+        kind = self.kind_for(key)
         self.crowded |= self._beside_others()
         if self.crowded:
             self._tell("crowded", CROWDED)
@@ -201,7 +204,7 @@ class Limiter:
                     raise
         if kind.wants_look:
             return self._look(kind, args, kwargs)
-        return self._step(kind, args, kwargs, begin)
+        return self._step(kind, key, args, kwargs, begin)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._inside():
@@ -249,14 +252,13 @@ class Limiter:
             "limit on a module that runs them both",
         )
 
-    def kind_for(self, args: tuple[Any, ...], kwargs: dict[str, Any], members: Members | None = None) -> Kind:
-        """What is known of steps with these arguments; what an earlier step taught is acted upon now.
+    def kind_for(self, key: StepKey) -> Kind:
+        """What is known of steps with this key; what an earlier step taught is acted upon now.
 
         Raises:
             BudgetError: no plan fits.
         """
         with self.lock:
-            key = step_key(members or Members(self.model), args, kwargs)
             kind = self.kinds.get(key)
             if kind is None:
                 larger = plan_for_larger(self.kinds.values(), key)
@@ -319,7 +321,7 @@ class Limiter:
         look = Look(
             self.model,
             self.device,
-            verify=self.verify != "never",
+            verify=self._is_to_verify(kind),
             on_end=lambda look: self._looked(look, kind),
             claims=kind.claims,
         )
@@ -331,6 +333,18 @@ class Limiter:
             self.local.look = None
             raise
         return result
+
+    def _is_to_verify(self, kind: Kind) -> bool:
+        """Whether a look runs each operation twice: not those that were verified at another size."""
+        if self.verify == "never" or kind.looks or kind.strange or self.planner.kept:
+            return self.verify != "never"
+        return not any(
+            other.verified and other.key.differs_in_size(kind.key) for other in self.kinds.values()
+        )
+
+    def _has_verified(self, program: str) -> bool:
+        """Whether the operations of a program, at some size, were seen to reproduce."""
+        return any(kind.verified == program for kind in self.kinds.values())
 
     def _beside_others(self) -> bool:
         """Whether steps of other limited models are being looked at, which do not see their own part alone
@@ -354,6 +368,11 @@ class Limiter:
             self._tell_of(look)
             peak = look.peak_bytes
             graph, before = look.graph(self.model), kind.graph
+            program = program_digest(graph)
+            if not look.verified and self.verify != "never" and not self._has_verified(program):
+                kind.strange = True
+                return
+            kind.verified = program
             longest = before is None or len(graph.operations) > len(before.operations)
             kind.looks += 1
             kind.varies = kind.varies or look.tracer.asks
@@ -384,7 +403,7 @@ class Limiter:
         if self.engagement is not None:
             self.engagement.end()
             self.engagement = None
-        kind = self.kind_for(args, kwargs)
+        kind = self.kind_for(step_key(Members(self.model), args, kwargs))
         if not kind.wants_look:
             return kind
         graphs: list[Look] = []
@@ -407,6 +426,7 @@ class Limiter:
                 look.close()
         with self.lock:
             kind.looks += 1
+            kind.verified = program_digest(graph)
             kind.varies = kind.varies or look.tracer.asks
             self._tell_of(look)
             self._plan(kind, graph, look.tracer.checkpoints)
@@ -435,14 +455,17 @@ class Limiter:
 
     # ---- under a plan ----------------------------------------------------------------------------
 
-    def _step(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float) -> Any:
+    def _step(
+        self, kind: Kind, key: StepKey, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float
+    ) -> Any:
         plan = kind.plan
         assert plan is not None
         self.planner.note_pace(kind)
-        watch = StepWatch(lambda: self._compare(kind, watch, plan, director), self.device)
+        watch = StepWatch(lambda: self._learn(kind, ran), self.device)
         self.local.watch = watch
-        director = PlanDirector(plan.program, plan.moves)
-        if plan.changes_nothing and (plan.budget_bytes is None or not kind.varies):
+        ran = Ran(key, plan, watch, light=kind.is_light(key))
+        steady = plan.budget_bytes is None or not kind.varies
+        if steady and (ran.light or plan.changes_nothing):
             kind.steps += 1
             result = self._plainly(args, kwargs)
             watch.forward_ends(tensors_inside(result))
@@ -456,15 +479,18 @@ class Limiter:
             if plan.moves
             else None
         )
-        if kind.program is None:
-            kind.program = compiled_program(plan.program)
+        program = keeps_all(plan.program) if ran.light else plan.program
+        if kind.programs.get(ran.light) is None:
+            kind.programs[ran.light] = compiled_program(program)
+        ran.director = PlanDirector(program, plan.moves)
         recorder = Recorder(
-            director,
+            ran.director,
             check=self.verify == "always",
             watch=watch if timing else None,
             mover=mover,
-            program=kind.program,
+            program=kind.programs[ran.light],
         )
+        ran.findings = recorder.findings
         watch.replays = recorder.core.replays if recorder.core is not None else None
         with ExitStack() as stack:
             stack.enter_context(self._inside())
@@ -483,40 +509,19 @@ class Limiter:
         watch.forward_ends(tensors_inside(result))
         return result
 
-    def _compare(self, kind: Kind, watch: StepWatch, plan: Plan, director: PlanDirector) -> None:
-        """A backward of a step under ``plan`` has ended: hold what the step took against the budget, and note
-        what to do about it.
-        """
-        kind.ran(director.departed - director.missed)
-        if self.crowded:  # what is measured is everybody's
+    def _learn(self, kind: Kind, ran: Ran) -> None:
+        """A backward of a step has ended: hold what it took against the budget."""
+        plan, watch = ran.plan, ran.watch
+        if ran.director is not None:
+            kind.ran(ran.director.departed - ran.director.missed)
+        if self.crowded or kind.plan is not plan:  # what is measured is everybody's
             return
-        limit, peak = plan.budget_bytes, watch.peak_bytes
-        if peak is None or kind.graph is None or kind.plan is not plan:
+        peak = watch.peak_bytes
+        if peak is None or kind.graph is None:
             return
-        measured = kind.graph.resident_bytes - self.planner.moved_bytes + plan.slab_bytes + peak
-        self.measured_bytes = measured
-        if limit is None or measured <= limit + budgets.slack_bytes(limit):
-            return
-        if (director.departed or plan.changes_nothing) and kind.may_look_again:
-            remedy = (
-                "it ran other operations than the step that was planned for, and lowtide looks at the next "
-                "one"
-            )
-            kind.look_again, kind.varies = "a step ran other operations", True
-        elif watch.backwards > 1:
-            remedy = (
-                "backward runs more than once through what one forward saved (retain_graph=True), where a "
-                "plan is for one backward. Of several losses, add them up and run one backward; else give a "
-                "smaller budget"
-            )
-        else:
-            remedy = "lowtide plans again with that much less"
-            kind.margin_bytes += max(
-                0, measured - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit))
-            )
-            kind.solve_again = "a step took more than predicted"
-        warn(
-            f"a planned step took {budgets.format_bytes(measured)} where "
-            f"{budgets.format_bytes(plan.predicted_peak_bytes)} was predicted, {measured - limit:,} bytes "
-            f"above the budget of {budgets.format_bytes(limit)}: {remedy}"
-        )
+        took = kind.graph.resident_bytes - self.planner.moved_bytes + plan.slab_bytes + peak
+        self.measured_bytes = took
+        # ranks that share a model do the same, and another policy is one to follow
+        alone = self.planner.agreement is None and self.policy == "optimal"
+        if said := learn(kind, ran, took, alone):
+            warn(said)

@@ -311,10 +311,10 @@ class Planner:
     # ---- what a step needs beside what it was seen to take ---------------------------------------
 
     def _plain_peak(self, graph: StepGraph) -> int:
-        """What percentages are of: a smaller step, as the last of an epoch, has as much memory as those
-        before it.
+        """What percentages are of, collectives under way included: a smaller step, as the last of an epoch,
+        has as much memory as those before it.
         """
-        return max(plain(graph).peak_bytes, self._greatest_plain)
+        return max(plain(graph).peak_bytes + overlapped_bytes(graph), self._greatest_plain)
 
     def _without_kept(self, graph: StepGraph) -> StepGraph:
         """The graph with the operations that were found not to reproduce marked so."""
@@ -339,6 +339,11 @@ class Planner:
         made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
         state = self._optimizer_need().state_bytes + self.moved_bytes if self.optimizer is not None else 0
         return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - made - seen) + state)
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """What of a graph's resident bytes is the optimizer's state on the device."""
+        return self._optimizer_need().state_bytes if self.optimizer is not None else 0
 
     def _optimizer_need(self) -> OptimizerNeed:
         assert self.optimizer is not None

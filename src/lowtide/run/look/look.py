@@ -43,6 +43,7 @@ class Look:
         claims: as of `lowtide.trace.eager.StepTracer`.
 
     Attributes:
+        verified: every operation ran twice and was compared.
         kept: operations that did not reproduce, with the reason; what they wrote stayed.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
             measured, or the step is not over.
@@ -63,6 +64,7 @@ class Look:
         self.tracer = StepTracer(model, device, claims)
         self.recorder = _LittleMemory(self.tracer, verify)
         self.tracer.before_write = self.recorder.copy_before_write
+        self.verified = verify
         self._model = model
         self._on_end = on_end
         self._stack = ExitStack()

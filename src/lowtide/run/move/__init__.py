@@ -1,5 +1,4 @@
 """Values that leave the device, or change their form, between forward and backward.
 
-In: a plan's moves and the stores. Out: the values, in time for backward (`engine.py`); what links and
-codecs cost on this machine (`links.py`).
+In: a plan's moves and the stores. Out: the values, in time for backward (`engine.py`).
 """

@@ -54,53 +54,35 @@ class ScopeDirector(Director, Protocol):
 
 
 class RegionDirector:
-    """Records everything and evicts everything."""
+    """Records and evicts everything, or nothing.
+
+    Args:
+        evicted: whether everything is.
+    """
 
     asks: ClassVar[bool] = False
 
+    def __init__(self, evicted: bool = True) -> None:
+        self._evicted = evicted
+
     def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Always."""
-        return True
+        """Whether everything is."""
+        return self._evicted
 
     def passes(self, info: OpInfo) -> bool:
-        """Never."""
-        return False
+        """Whether nothing is recorded."""
+        return not self._evicted
 
     def skip(self, count: int) -> None:
         """Nothing to do."""
 
     def wants(self, info: OpInfo) -> bool:
-        """Always."""
-        return True
+        """Whether everything is recorded."""
+        return self._evicted
 
     def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
-        """Record it; nothing that it wrote stays."""
-        return True, ()
-
-
-class IdleDirector:
-    """Records nothing, so everything stays."""
-
-    asks: ClassVar[bool] = False
-
-    def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Never."""
-        return False
-
-    def passes(self, info: OpInfo) -> bool:
-        """Always."""
-        return True
-
-    def skip(self, count: int) -> None:
-        """Nothing to do."""
-
-    def wants(self, info: OpInfo) -> bool:
-        """Never."""
-        return False
-
-    def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
-        """Do not record it."""
-        return False, ()
+        """Nothing stays of what is recorded."""
+        return self._evicted, ()
 
 
 class PlanDirector:

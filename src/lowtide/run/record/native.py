@@ -82,8 +82,7 @@ def _kind(step: ProgramStep, info: OpInfo) -> int:
         return _CLOSER
     if not step.replayed:
         return _PASS
-    closer = info.written or info.running_statistics or info.collective or info.loose or info.reason
-    return _CLOSER if closer or (info.random and info.dropout_position is None) else _RECORD
+    return _RECORD if info.replays_plainly else _CLOSER
 
 
 def _overload(name: str) -> Any:

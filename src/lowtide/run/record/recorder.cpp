@@ -1,7 +1,8 @@
 // The compiled half of the recorder: for the operations that a plan's program names and that need no closer
-// look, what lowtide.run.record.recorder and lowtide.run.record.tape do in Python. They stay the reference: whatever is not
-// plain here (another operation than the program has next, writes to what is known, random numbers, subclasses)
-// goes there. Both halves work on the same objects: the recorder's tables, and the slots of LiveValue and Node.
+// look, what lowtide.run.record.recorder and lowtide.run.record.tape do in Python. They stay the reference:
+// whatever is not plain here (another operation than the program has next, writes to what is known, random
+// numbers, subclasses) goes there. Both halves work on the same objects: the recorder's tables, and the slots
+// of LiveValue and Node.
 
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
@@ -365,6 +366,15 @@ Tensor bring_back(py::handle value) {
 
 struct Replays {  // of one step
   double seconds = 0;
+  size_t given_up_bytes = 0;
+
+  void give_up(py::handle value) {
+    if (given_up_.insert(value.ptr()).second) given_up_bytes += PyLong_AsSize_t(names->v_nbytes(value));
+  }
+  void forget(py::handle value) { given_up_.erase(value.ptr()); }  // another may come to lie where it does
+
+ private:
+  std::unordered_set<PyObject*> given_up_;
 };
 
 struct Packed {
@@ -399,8 +409,10 @@ struct Evicted : Packed {
         options(shown.options()),
         replays(std::move(replays)) {
     add_reader(value);
+    this->replays->give_up(value);
   }
   ~Evicted() {
+    replays->forget(value);
     if (!asked) read(value);
   }
   Tensor back() {
@@ -444,11 +456,11 @@ struct Program {
   std::vector<Operation> operations;
 
   void add(const std::string& name, const std::string& overload, int does, std::vector<size_t> writes,
-           std::vector<size_t> statistics, long training, long dropout, std::vector<bool> stored, bool claimed,
-           py::object func) {
+           std::vector<size_t> statistics, long training, long dropout, std::vector<bool> stored,
+           bool claimed, py::object func) {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
-    operations.push_back({op, op ? Does(does) : Does::Closer, std::move(writes), std::move(statistics), training,
-                          dropout, std::move(stored), claimed, std::move(func)});
+    operations.push_back({op, op ? Does(does) : Does::Closer, std::move(writes), std::move(statistics),
+                          training, dropout, std::move(stored), claimed, std::move(func)});
   }
 };
 
@@ -550,7 +562,8 @@ class Core {  // of one recorder
     run(op, keys, stack);
     bool wrote = !known.writes.empty();
     for (size_t at = first_; at < stack->size() && !wrote; ++at) {
-      each_tensor((*stack)[at], [&](const Tensor& result, size_t) { return !(wrote = wrote || is_new(result)); });
+      each_tensor((*stack)[at],
+                  [&](const Tensor& result, size_t) { return !(wrote = wrote || is_new(result)); });
     }
     if (wrote) {
       ++at_;
@@ -621,7 +634,8 @@ class Core {  // of one recorder
     if (places.empty()) return true;
     if (places.size() != known.stored.size()) {  // it is another operation than the plan's
       py::object director = behind(recorder_).attr("director");
-      for (const char* count : {"departed", "missed"}) director.attr(count) = director.attr(count).cast<long>() + 1;
+      for (const char* count : {"departed", "missed"})
+        director.attr(count) = director.attr(count).cast<long>() + 1;
     }
     ++at_;
     ++passed_;
@@ -729,21 +743,29 @@ void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
 void let_in(const std::vector<std::pair<std::string, std::string>>& overloads) {
   static auto& libraries = *new std::unordered_map<std::string, torch::Library>;
   for (const auto& [space, name] : overloads) {
-    auto library = libraries.try_emplace(space, torch::Library::IMPL, space, std::nullopt, __FILE__, __LINE__).first;
-    library->second.impl(name.c_str(), torch::dispatch(OURS, torch::CppFunction::makeFromBoxedFunction<&kernel>()));
+    auto library =
+        libraries.try_emplace(space, torch::Library::IMPL, space, std::nullopt, __FILE__, __LINE__).first;
+    library->second.impl(name.c_str(),
+                         torch::dispatch(OURS, torch::CppFunction::makeFromBoxedFunction<&kernel>()));
   }
 }
 
-void know(py::object value_type, py::object node_type, py::object unpack, py::object bring_back, py::object overwritten) {
+void know(py::object value_type, py::object node_type, py::object unpack, py::object bring_back,
+          py::object overwritten) {
   auto& n = *(names = new Names);
   n.value_type = value_type;
   n.node_type = node_type;
   n.unpack = unpack;
   n.bring_back = bring_back;
   n.overwritten = overwritten;
-  for (auto& [slot, name] : std::vector<std::pair<Slot*, const char*>>{
-           {&n.v_node, "node"}, {&n.v_nbytes, "nbytes"}, {&n.v_extent, "extent"}, {&n.v_held, "held"},
-           {&n.v_version, "version"}, {&n.v_cached, "cached"}, {&n.v_readers, "readers"}, {&n.v_digest, "digest"}}) {
+  for (auto& [slot, name] : std::vector<std::pair<Slot*, const char*>>{{&n.v_node, "node"},
+                                                                       {&n.v_nbytes, "nbytes"},
+                                                                       {&n.v_extent, "extent"},
+                                                                       {&n.v_held, "held"},
+                                                                       {&n.v_version, "version"},
+                                                                       {&n.v_cached, "cached"},
+                                                                       {&n.v_readers, "readers"},
+                                                                       {&n.v_digest, "digest"}}) {
     slot->find(value_type, name);
   }
   for (auto& [slot, name] : std::vector<std::pair<Slot*, const char*>>{
@@ -774,11 +796,14 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   Boxed<Kept>::make_type("lowtide_recorder.Kept");
   Boxed<Evicted>::make_type("lowtide_recorder.Evicted");
   Boxed<std::shared_ptr<Core>>::make_type("lowtide_recorder.Packer");
-  py::class_<Replays, std::shared_ptr<Replays>>(m, "Replays").def_readonly("seconds", &Replays::seconds);
+  py::class_<Replays, std::shared_ptr<Replays>>(m, "Replays")
+      .def_readonly("seconds", &Replays::seconds)
+      .def_readonly("given_up_bytes", &Replays::given_up_bytes);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>()).def("add", &Program::add);
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
       .def(py::init<py::object, std::shared_ptr<Program>>())
-      .def_property("on", [](Core& core) { return core.on.load(); }, [](Core& core, bool on) { core.on = on; })
+      .def_property(
+          "on", [](Core& core) { return core.on.load(); }, [](Core& core, bool on) { core.on = on; })
       .def_property_readonly("replays", &Core::replays)
       .def_property_readonly("pack", [](std::shared_ptr<Core> core) {
         return hook<&packed>("pack", Boxed<std::shared_ptr<Core>>::of(std::move(core)));
@@ -787,5 +812,7 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   m.def("know", &know);
   m.def("let_in", &let_in);
   m.attr("unpack") = hook<&unpacked>("unpack", none());
-  m.def("again", [](py::handle call, const std::vector<Tensor>& inputs) { return Boxed<Call>::in(call)->again(inputs); });
+  m.def("again", [](py::handle call, const std::vector<Tensor>& inputs) {
+    return Boxed<Call>::in(call)->again(inputs);
+  });
 }

@@ -10,8 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -36,27 +35,10 @@ from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpac
 from lowtide.run.record.native import compiled
 from lowtide.run.record.random_draws import drawn
 from lowtide.run.record.tape import LiveValue, Node, Ref, Standing, flat_results
-from lowtide.run.record.verify import copied, why_not_reproduced
+from lowtide.run.record.verify import Findings, copied, why_not_reproduced
 
 if TYPE_CHECKING:
     from lowtide.run.move.engine import Fetch, TransferEngine
-
-Verify = Literal["first", "always", "never"]
-
-
-@dataclass
-class Findings:
-    """What one recorded forward found out.
-
-    Attributes:
-        kept: operation names that did not reproduce, with the reason; their results were kept.
-        given_up_bytes: bytes of the saved tensors that were given up.
-        strange_bytes: bytes that operations wrote which the plan did not know.
-    """
-
-    kept: dict[str, str] = field(default_factory=dict)
-    given_up_bytes: int = 0
-    strange_bytes: int = 0
 
 
 class Recorder(Interceptor):
@@ -68,8 +50,6 @@ class Recorder(Interceptor):
             writes that the dispatcher did not see.
         check: compare every replayed tensor with the digest of the original.
         watch: is told when backward asks for the first saved tensor.
-        room: how many bytes may be allocated beyond the operation itself at each recorded operation, by its
-            position in the forward; what does not fit is not run twice but checked by digest in backward.
         mover: carries out the plan's moves.
         program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
             What is verified or checked is Python's.
@@ -82,7 +62,6 @@ class Recorder(Interceptor):
         verify: bool = False,
         check: bool = False,
         watch: StepWatch | None = None,
-        room: Callable[[int], int] | None = None,
         mover: TransferEngine | None = None,
         program: Any = None,
     ) -> None:
@@ -91,9 +70,7 @@ class Recorder(Interceptor):
         self.verify = verify
         self.check = check or verify
         self.watch = watch
-        self.room = room
         self.mover = mover
-        self._seen = 0
         self.findings = Findings()
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
         self._held: dict[int, weakref.ref[LiveValue]] = {}
@@ -173,7 +150,6 @@ class Recorder(Interceptor):
     def skip(self, count: int) -> None:
         """So many operations of the program have run without being recorded."""
         self.director.skip(count)
-        self._seen += count
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return proceed(func, args, kwargs)
@@ -245,12 +221,7 @@ class Recorder(Interceptor):
                     fresh[key] = position
         if not fresh and not written:
             return result
-        planned = self.director if isinstance(self.director, PlanDirector) else None
-        departed = planned.departed if planned is not None else 0
         record, stays = self.director.decide(info, len(fresh) + len(written))
-        if planned is not None and planned.departed > departed:
-            self.findings.strange_bytes += sum(flat[at].untyped_storage().nbytes() for at in fresh.values())
-        self._seen += 1
         if info.uninitialized:
             for position in fresh.values():
                 self._mark_blank(flat[position])
@@ -270,16 +241,8 @@ class Recorder(Interceptor):
         if not record or node is None:
             return result
         if self.verify and not info.collective:
-            fits = len(before) == len(written) and self._fits(
-                sum(flat[at].untyped_storage().nbytes() for at in fresh.values()), ran=1
-            )
-            reason = (
-                why_not_reproduced(
-                    node, info, args, kwargs, flat, before, self._second_run(func, args, kwargs)
-                )
-                if fits
-                else ""
-            )
+            again = self._second_run(func, args, kwargs)
+            reason = why_not_reproduced(node, info, args, kwargs, flat, before, again)
             if reason:
                 self._not_reproduced(info.name, reason)
                 return result
@@ -321,7 +284,7 @@ class Recorder(Interceptor):
             }
         except Unrecordable:
             return None
-        if self.verify and self._fits(2 * sum(t.untyped_storage().nbytes() for t in written)):
+        if self.verify:
             before.extend((t, copied(t)) for t in written)
         return node, writes
 
@@ -481,10 +444,6 @@ class Recorder(Interceptor):
                 value.held = copy.set_(storage, held.storage_offset(), held.shape, held.stride())  # type: ignore[call-overload]
                 value.version = private.version(value.held)
 
-    def _fits(self, extra_bytes: int, ran: int = 0) -> bool:
-        """Whether the budget leaves room for ``extra_bytes`` beside the operation at hand."""
-        return self.room is None or extra_bytes <= self.room(self._seen - ran)
-
     def _not_reproduced(self, name: str, reason: str) -> None:
         self.findings.kept.setdefault(name, reason)
 
@@ -521,7 +480,7 @@ class Recorder(Interceptor):
             checked = None
         elif self.check and checked is None:
             checked = value.digest = digest(tensor, value.extent)
-        self.findings.given_up_bytes += tensor.nbytes
+        self.findings.given_up_bytes += value.nbytes
         return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Literal
 
 import torch
 
@@ -11,6 +12,21 @@ from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage
 from lowtide.run.record.digest import same_bytes
 from lowtide.run.record.tape import Node, flat_results, run_again
+
+Verify = Literal["first", "always", "never"]
+
+
+@dataclass
+class Findings:
+    """What one recorded forward found out.
+
+    Attributes:
+        kept: operation names that did not reproduce, with the reason; their results were kept.
+        given_up_bytes: the most bytes that what was given up would hold.
+    """
+
+    kept: dict[str, str] = field(default_factory=dict)
+    given_up_bytes: int = 0
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

@@ -20,8 +20,9 @@ from lowtide.errors import ReplayError
 from lowtide.ops import OpInfo, op_info
 from lowtide.run.limit.messages import warn
 from lowtide.run.record.directors import Director
-from lowtide.run.record.recorder import Recorder, Verify
+from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import LiveValue, Node, Ref
+from lowtide.run.record.verify import Verify
 
 MOST_TRAILS = 1 << 17
 

@@ -18,7 +18,7 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.interception import is_made_of_others
 from lowtide.ops import op_info
-from lowtide.run.record.directors import IdleDirector, RegionDirector, ScopeDirector
+from lowtide.run.record.directors import RegionDirector, ScopeDirector
 
 Overload = private.OpOverload
 Packet = private.OpOverloadPacket
@@ -48,6 +48,7 @@ class RuleDirector(RegionDirector):
     asks: ClassVar[bool] = True
 
     def __init__(self, rule: Callable[[Overload, tuple[Any, ...], dict[str, Any]], object]) -> None:
+        super().__init__()
         self._rule = rule
         self._answer = False
 
@@ -84,7 +85,7 @@ def director_for(policy: RegionPolicy) -> ScopeDirector:
         return RegionDirector()
     if isinstance(policy, str):
         if policy == "keep_all":
-            return IdleDirector()
+            return RegionDirector(evicted=False)
         raise PlanError(
             f"checkpointing(policy={policy!r}): a scope has no step graph, so it takes 'full', 'keep_all', a "
             "list of operations, or a function from an operation to whether its results are evicted; give "

@@ -16,7 +16,7 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.interception import watchers
 from lowtide.run.record.directors import RegionDirector, ScopeDirector
-from lowtide.run.record.recorder import Verify
+from lowtide.run.record.verify import Verify
 from lowtide.run.scope.reproduced import ScopeRecorder
 from lowtide.run.scope.rules import RegionPolicy, director_for, selective
 

@@ -12,7 +12,7 @@ import torch
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.trace.costs.measure import measure_costs
-from lowtide.trace.costs.specs import OpCost, Signature
+from lowtide.trace.costs.specs import OpCost, OpSpec, Signature
 from lowtide.trace.fake.tensors import Faker, borrowed
 from lowtide.trace.fake.tracer import FakeTracer
 from lowtide.trace.results import loss_in
@@ -28,6 +28,7 @@ def trace_fake(
     *,
     costs: bool = True,
     memory_limit_bytes: int | None = None,
+    price: Callable[[OpSpec], OpCost] | None = None,
 ) -> StepGraph:
     """The graph of a step that runs on fake tensors, its operations timed one at a time on made-up inputs; as
     of `lowtide.trace`.
@@ -39,6 +40,7 @@ def trace_fake(
         device: whose memory the graph is about.
         costs: have each operation's seconds and scratch in the graph.
         memory_limit_bytes: operations that need more than this alone are estimated instead of timed.
+        price: says what an operation costs, on a device that is not there; nothing is timed then.
 
     Raises:
         TraceError: the step has no loss, or uses values that fake tensors do not have.
@@ -71,6 +73,8 @@ def trace_fake(
     graph = tracer.graph()
     if not costs:
         return graph
+    if price is not None:
+        return with_costs(graph, tracer, {key: price(spec) for key, spec in tracer.specs.items()})
     return with_costs(graph, tracer, measure_costs(tracer.specs, memory_limit_bytes=memory_limit_bytes))
 
 

@@ -1,0 +1,38 @@
+"""What the pages of results are made of: result files, tables, figures as people read them."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+from benchmarks.common import RESULTS
+
+
+def load(name: str) -> dict[str, Any] | None:
+    path = RESULTS / f"{name}.json"
+    return json.loads(path.read_text()) if path.exists() else None
+
+
+def table(head: list[str], rows: list[list[str]]) -> str:
+    lines = ["| " + " | ".join(head) + " |", "|" + "---|" * len(head)]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in rows)])
+
+
+def mib(count: int) -> str:
+    return f"{count / 2**20:,.1f}"
+
+
+def percent(share: float, digits: int = 1) -> str:
+    return f"{100 * share:+.{digits}f} %"
+
+
+def where(found: dict[str, Any]) -> str:
+    machine = found["machine"]
+    return (
+        f"{machine['date']}, {machine['processor']}, {machine['cores']} cores, torch {machine['torch']}, "
+        f"Python {machine['python']}, lowtide {machine['lowtide']}"
+    )
+
+
+def yes(holds: bool) -> str:
+    return "yes" if holds else "**no**"

@@ -1,0 +1,60 @@
+"""Flags that several commands share: a model, a step of it, and how to meet a budget."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+Dtype = Literal["fp32", "bf16"]
+Model = Annotated[
+    str,
+    typer.Option(
+        help="A preset (gpt-nano ... gpt3-175b, llama-nano ... llama3-70b), "
+        "hf:TYPE[:key=value,...], a Hugging Face config.json or its folder, or a name on the hub."
+    ),
+]
+Budget = Annotated[
+    str | None,
+    typer.Option(
+        help="Most live bytes at any moment: 600MiB, 6GiB, 60% of the plain step's peak, min (the "
+        "smallest that works) or auto (what the "
+        "device has, less a reserve). [default: 60% or the smallest that works, whichever is more; none "
+        "under a --policy]"
+    ),
+]
+Policy = Annotated[
+    str | None,
+    typer.Option(
+        help="How to meet the budget: optimal (the default), mixed (moves values, too), or "
+        "keep_all, full, sqrt, selective, offload, compress."
+    ),
+]
+Batch = Annotated[int, typer.Option(help="Sequences in a micro-batch.")]
+Seq = Annotated[int, typer.Option(help="Tokens in a sequence.")]
+DtypeOption = Annotated[Dtype, typer.Option(help="fp32, or bf16 by autocast over float32 weights.")]
+Device = Annotated[str, typer.Option(help="cpu, cuda or cuda:N.")]
+PlanDevice = Annotated[
+    str,
+    typer.Option(
+        help="cpu, cuda or cuda:N; or a100, h100, h200, b200, ... (as lowtide estimate has them), which need "
+        "not be there: the plan is priced for it."
+    ),
+]
+Dropout = Annotated[float | None, typer.Option(help="Dropout probability of a built-in model.")]
+Unfused = Annotated[
+    bool,
+    typer.Option(
+        "--unfused-attention", help="Built-in models: plain attention operations instead of the fused kernel."
+    ),
+]
+LossChunks = Annotated[
+    int | None, typer.Option(help="Built-in models: pieces in which tokens go through the output head.")
+]
+
+
+def budget_asked(budget: str | None, policy: str | None) -> str | None:
+    """The budget asked for; 60 % of the plain peak where neither a budget nor a policy says what is
+    wanted.
+    """
+    return "60%" if budget is None and policy in (None, "optimal", "mixed") else budget

@@ -1,0 +1,72 @@
+"""The page of a report: one HTML file that needs no network.
+
+The charts are uPlot's (``assets/uPlot.iife.min.js``, MIT licence beside it); everything else is the plain
+HTML, CSS and JavaScript in ``assets``.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+from importlib.resources import files
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from lowtide import __version__
+from lowtide.errors import LowtideError
+from lowtide.report.report import Report, layer_of, part_of
+
+_SCRIPTS = ("step.js", "tables.js", "charts.js", "main.js")
+
+
+def save_page(report: Report, path: str | Path) -> None:
+    """Write the page of a report.
+
+    Args:
+        report: what to show.
+        path: of the file, which is replaced.
+
+    Raises:
+        LowtideError: the file cannot be written.
+    """
+    try:
+        Path(path).write_text(page(report), encoding="utf-8")
+    except OSError as error:
+        raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+
+
+def page(report: Report) -> str:
+    """The text of the page: HTML with its styles, scripts and data inside."""
+    return Template(_asset("page.html")).substitute(
+        title=html.escape(f"{report.title} - lowtide report"),
+        style=_asset("uPlot.min.css") + _asset("page.css"),
+        library=_asset("uPlot.iife.min.js"),
+        scripts="\n".join(_asset(name) for name in _SCRIPTS),
+        # a text with "</script>" or "<!--" in it would end the data's element
+        data=json.dumps(page_data(report), separators=(",", ":")).replace("<", "\\u003c"),
+        version=html.escape(__version__),
+    )
+
+
+def page_data(report: Report) -> dict[str, Any]:
+    """What the page's scripts read: the report, and for each module its layer and what it is within that."""
+    data = report.to_json()
+    texts = data["texts"]
+    named = sorted({label[1] for label in data["labels"]})
+    layers, parts = [layer_of(text) for text in texts], [part_of(text) for text in texts]
+    summary = report.summary
+    about = (
+        f"The most memory stands while {summary['peak_operation']} runs" if summary["peak_operation"] else ""
+    )
+    where = f" in {summary['peak_module']}." if summary["peak_module"] else "."
+    return {
+        **data,
+        "about": about and about + where,
+        "modules": {module: [layers[module], parts[module]] for module in named},
+        "layers": {row.module: layer_of(row.module) for row in report.decided},
+    }
+
+
+def _asset(name: str) -> str:
+    return files("lowtide.report").joinpath("assets", name).read_text(encoding="utf-8")

@@ -1,0 +1,299 @@
+"""A report: all that is shown of one step and its plan, as plain data.
+
+In: a step graph, a plan for it, and what was measured. Out: a `Report`, from which the page (`page`), the
+picture (`picture`) and the trace for PyTorch's memory viewer (`viewer`) are made; `Report.to_json` goes
+into a run's results, so that all three can be made later and elsewhere.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, field, fields
+from typing import Any
+
+from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
+from lowtide.plan.data import Plan
+from lowtide.plan.simulate import Simulator
+from lowtide.report.picture import Curve
+from lowtide.report.timeline import KINDS, Span, Tick, Timeline, in_words, timeline
+from lowtide.report.tradeoff import Point, tradeoff
+
+REPORT_FORMAT = 1
+DECISIONS = ("kept", "recomputed", "offloaded", "compressed", "sharded")
+_CURVE_COLUMNS = 600
+
+
+@dataclass(frozen=True)
+class Decided:
+    """What a plan does with what autograd saves in one module.
+
+    Attributes:
+        module: qualified name.
+        saved_bytes: decision -> bytes; the order is that of `DECISIONS`.
+        replayed: operations that run again.
+        extra_seconds: of those.
+    """
+
+    module: str
+    saved_bytes: tuple[int, ...]
+    replayed: int = 0
+    extra_seconds: float = 0.0
+
+
+@dataclass(frozen=True)
+class Measured:
+    """What one way of running the step was seen to take.
+
+    Attributes:
+        peak_bytes: the most live bytes, counted as a plan's are; ``None`` where that was not measured.
+        seconds: time of a step; ``None`` where it was not measured.
+        curve: (seconds, live bytes) over one step; empty where it was not measured.
+    """
+
+    peak_bytes: int | None = None
+    seconds: float | None = None
+    curve: tuple[tuple[float, int], ...] = field(default=(), repr=False)
+
+    @classmethod
+    def of(cls, peak_bytes: int, seconds: float, curve: Curve) -> Measured:
+        """A measured step; of its curve the most within each of 600 stretches of time is kept."""
+        length = curve.seconds
+        columns = curve.columns(_CURVE_COLUMNS, length) if length else []
+        moments = ((length * k / _CURVE_COLUMNS, live) for k, live in enumerate(columns) if live is not None)
+        return cls(peak_bytes, seconds, tuple(moments))
+
+
+@dataclass(frozen=True)
+class Report:
+    """One step and its plan.
+
+    Attributes:
+        title: which step, in words.
+        summary: the plan's numbers and words by the names of `lowtide.Plan`.
+        plain, planned: what stands in memory when, forecast.
+        decided: what the plan does, a row a module, in the order of the forward.
+        points: what other budgets would cost.
+        measured_plain, measured_planned: what was measured; ``None`` for nothing.
+        measured_extra: measured extra time as a share of the plain step, where both ran in pairs.
+
+    Example:
+        >>> from lowtide.report import make_report, save_report
+        >>> save_report(make_report(graph, plan), "page.html")  # doctest: +SKIP
+    """
+
+    title: str
+    summary: dict[str, Any]
+    plain: Timeline = field(repr=False)
+    planned: Timeline = field(repr=False)
+    decided: tuple[Decided, ...] = field(repr=False)
+    points: tuple[Point, ...] = ()
+    measured_plain: Measured | None = None
+    measured_planned: Measured | None = None
+    measured_extra: float | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        """This report as a dictionary of plain values; `from_json` reads it back."""
+        texts: dict[str, int] = {}
+        labels: dict[tuple[Any, ...], int] = {}
+        return {
+            "format": REPORT_FORMAT,
+            "title": self.title,
+            "summary": self.summary,
+            "plain": _packed(self.plain, texts, labels),
+            "planned": _packed(self.planned, texts, labels),
+            "decided": [asdict(row) for row in self.decided],
+            "points": [asdict(point) for point in self.points],
+            "measured_plain": _plain_data(self.measured_plain),
+            "measured_planned": _plain_data(self.measured_planned),
+            "measured_extra": self.measured_extra,
+            "texts": list(texts),
+            "labels": [list(label) for label in labels],
+        }
+
+    @classmethod
+    def from_json(cls, data: Any) -> Report:
+        """The report that `to_json` wrote.
+
+        Raises:
+            PlanError: it is none, or one of another format.
+        """
+        try:
+            if data["format"] != REPORT_FORMAT:
+                raise PlanError(
+                    f"this report has format {data['format']!r}; this version of lowtide reads format "
+                    f"{REPORT_FORMAT}: run the step again"
+                )
+            texts, labels = data["texts"], data["labels"]
+            return cls(
+                data["title"],
+                data["summary"],
+                _unpacked(data["plain"], texts, labels),
+                _unpacked(data["planned"], texts, labels),
+                tuple(
+                    Decided(**{**row, "saved_bytes": tuple(row["saved_bytes"])}) for row in data["decided"]
+                ),
+                tuple(Point(**point) for point in data["points"]),
+                _measured(data["measured_plain"]),
+                _measured(data["measured_planned"]),
+                data["measured_extra"],
+            )
+        except (KeyError, TypeError, ValueError, IndexError) as error:
+            raise PlanError(f"this is no lowtide report ({type(error).__name__}: {error})") from None
+
+
+def make_report(
+    graph: StepGraph,
+    plan: Plan,
+    *,
+    title: str = "one training step",
+    optimizer_bytes: int = 0,
+    points: Sequence[Point] | None = None,
+    measured_plain: Measured | None = None,
+    measured_planned: Measured | None = None,
+    measured_extra: float | None = None,
+) -> Report:
+    """All that is to be shown of a step and its plan.
+
+    Args:
+        graph: the step.
+        plan: made for it.
+        title: which step it is.
+        optimizer_bytes: what of the graph's resident bytes is the optimizer's state.
+        points: what other budgets would cost; ``None`` plans for some, for at most about ten seconds.
+        measured_plain, measured_planned, measured_extra: see `Report`.
+
+    Raises:
+        PlanError: the plan was made for another graph.
+    """
+    if [step.name for step in plan.program] != [op.name for op in graph.operations if op.phase == "forward"]:
+        raise PlanError(
+            f"the plan was made for step graph {plan.graph}, and this one runs other operations: give the "
+            "graph that it was made for"
+        )
+    plain = timeline(graph, None, optimizer_bytes)
+    planned = timeline(graph, plan, optimizer_bytes)
+    numbers = {f.name: getattr(plan, f.name) for f in fields(plan)}
+    summary = {k: v for k, v in numbers.items() if isinstance(v, int | float | str) or v is None}
+    return Report(
+        title,
+        {**summary, "notes": list(plan.notes), "changes_nothing": plan.changes_nothing},
+        plain,
+        planned,
+        decided(graph, plan),
+        tuple(tradeoff(graph) if points is None else points),
+        measured_plain,
+        measured_planned,
+        measured_extra,
+    )
+
+
+def decided(graph: StepGraph, plan: Plan) -> tuple[Decided, ...]:
+    """What a plan does with what autograd saves, a row a module. A block of memory counts once, as kept where
+    any tensor in it is kept, and only where keeping it for backward takes memory."""
+    sim = Simulator(graph)
+    until: dict[int, int] = {}
+    how: dict[int, str] = {}
+    for value, release in sim.saved_hold.items():
+        storage = sim.storage_of[value]
+        until[storage] = max(until.get(storage, 0), release)
+        if value in plan.decisions and how.get(storage) != "kept":
+            how[storage] = in_words(plan.decisions[value])
+    module_of: dict[int, str] = {}
+    for tensor in graph.saved:
+        module_of.setdefault(sim.storage_of[tensor.value], tensor.module)
+    order = dict.fromkeys([operation.module for operation in graph.operations] + list(module_of.values()))
+    rows = {module: [0] * len(DECISIONS) for module in order}
+    for storage, release in until.items():
+        if release > sim.natural_end[storage]:
+            place = DECISIONS.index(how.get(storage, "kept"))
+            rows[module_of[storage]][place] += graph.storages[storage].bytes
+    again = {row.module: row for row in plan.modules}
+    found = []
+    for module, saved in rows.items():
+        row = again.get(module)
+        replayed, seconds = (row.replayed_operations, row.extra_seconds) if row else (0, 0.0)
+        if any(saved) or replayed:
+            found.append(Decided(module, tuple(saved), replayed, seconds))
+    return tuple(found)
+
+
+def layer_of(module: str) -> str:
+    """The layer that a module is part of: its name up to the first number, or the first part of its name.
+
+    >>> layer_of("model.layers.3.mlp.up"), layer_of("head.norm"), layer_of("")
+    ('model.layers.3', 'head', '')
+    """
+    numbered = re.match(r"(?:[^.]*\.)*?\d+(?=\.|$)", module)
+    return numbered.group() if numbered else module.split(".")[0]
+
+
+def part_of(module: str) -> str:
+    """What a module is within any layer: its name behind the layer's.
+
+    >>> part_of("model.layers.3.mlp.up"), part_of("head"), part_of("model.layers.3")
+    ('mlp.up', 'head', 'layers')
+    """
+    layer = layer_of(module)
+    inside = module[len(layer) + 1 :]
+    if inside or not re.search(r"\d$", layer):
+        return inside or layer
+    return layer.split(".")[-2] if "." in layer else layer
+
+
+def _packed(line: Timeline, texts: dict[str, int], labels: dict[tuple[Any, ...], int]) -> dict[str, Any]:
+    """A timeline as columns of numbers, with every text and every label once."""
+
+    def text(words: str) -> int:
+        return texts.setdefault(words, len(texts))
+
+    def label(span: Span) -> int:
+        words = (span.module, span.name, span.form, span.decision)
+        key = (KINDS.index(span.kind), *(text(word) for word in words))
+        return labels.setdefault(key, len(labels))
+
+    phases = {"forward": 0, "backward": 1, "replay": 2}
+    return {
+        "seconds": line.seconds,
+        "ticks": {
+            "seconds": [float(f"{tick.seconds:.7g}") for tick in line.ticks],
+            "operation": [text(tick.operation) for tick in line.ticks],
+            "module": [text(tick.module) for tick in line.ticks],
+            "phase": [phases[tick.phase] for tick in line.ticks],
+        },
+        "spans": {
+            "born": [span.born for span in line.spans],
+            "gone": [span.gone for span in line.spans],
+            "bytes": [span.bytes for span in line.spans],
+            "label": [label(span) for span in line.spans],
+        },
+    }
+
+
+def _unpacked(data: dict[str, Any], texts: list[str], labels: list[list[int]]) -> Timeline:
+    ticks, spans = data["ticks"], data["spans"]
+    columns = zip(ticks["seconds"], ticks["operation"], ticks["module"], ticks["phase"], strict=True)
+    phases: Any = ("forward", "backward", "replay")
+    blocks = zip(spans["born"], spans["gone"], spans["bytes"], spans["label"], strict=True)
+    return Timeline(
+        tuple(Tick(when, texts[op], texts[module], phases[phase]) for when, op, module, phase in columns),
+        tuple(
+            Span(born, gone, size, KINDS[labels[k][0]], *(texts[t] for t in labels[k][1:]))
+            for born, gone, size, k in blocks
+        ),
+        data["seconds"],
+    )
+
+
+def _plain_data(measured: Measured | None) -> dict[str, Any] | None:
+    if measured is None:
+        return None
+    curve = [[float(f"{when:.6g}"), live] for when, live in measured.curve]
+    return {"peak_bytes": measured.peak_bytes, "seconds": measured.seconds, "curve": curve}
+
+
+def _measured(data: dict[str, Any] | None) -> Measured | None:
+    if data is None:
+        return None
+    return Measured(data["peak_bytes"], data["seconds"], tuple((when, live) for when, live in data["curve"]))

@@ -1,0 +1,64 @@
+"""Write a report into a file: its name's ending says as what."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+
+from lowtide.errors import LowtideError
+from lowtide.report.page import save_page
+from lowtide.report.report import Report
+from lowtide.report.stacked import save_stacked_picture
+from lowtide.report.viewer import save_snapshot
+
+ENDINGS = (".html", ".png", ".pdf", ".svg", ".pickle", ".json")
+
+
+def save_report(report: Report, path: str | Path) -> None:
+    """Write a report into a file.
+
+    Args:
+        report: what to show.
+        path: ``.html`` for the page, ``.png``, ``.pdf`` or ``.svg`` for a picture of memory over time,
+            ``.pickle`` for the planned step in the form that PyTorch's memory viewer reads, ``.json`` for the
+            data.
+
+    Raises:
+        LowtideError: there is no such ending, matplotlib is missing, or the file cannot be written.
+    """
+    check_ending(path)
+    ending = Path(path).suffix
+    if ending == ".html":
+        save_page(report, path)
+    elif ending == ".pickle":
+        save_snapshot(report.planned, path)
+    elif ending == ".json":
+        _save_data(report, Path(path))
+    else:
+        save_stacked_picture(report, path)
+
+
+def check_ending(path: str | Path) -> None:
+    """Refuse a name that no report can be written to.
+
+    Raises:
+        LowtideError: there is no such ending, or what it needs is not installed.
+    """
+    ending = Path(path).suffix
+    if ending not in ENDINGS:
+        raise LowtideError(
+            f"a report cannot be written to {str(path)!r}: choose a name that ends in .html for the page, "
+            ".png, .pdf or .svg for a picture, .pickle for PyTorch's memory viewer, or .json for the data"
+        )
+    if ending in (".png", ".pdf", ".svg") and importlib.util.find_spec("matplotlib") is None:
+        raise LowtideError(
+            f"a {ending} picture needs matplotlib: pip install 'lowtide[train]', or choose .html"
+        )
+
+
+def _save_data(report: Report, path: Path) -> None:
+    try:
+        path.write_text(json.dumps(report.to_json()), encoding="utf-8")
+    except OSError as error:
+        raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error

@@ -1,0 +1,87 @@
+"""The memory of a step, plain and planned, stacked by what it is, as an image file."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+
+from lowtide.budget import format_bytes
+from lowtide.errors import LowtideError
+from lowtide.report.formats import seconds_text
+from lowtide.report.report import Report
+from lowtide.report.timeline import KINDS, Timeline
+
+_COLORS = ("#566a92", "#7f6bb0", "#b3679b", "#8b939e", "#1f9d86", "#e39422", "#a3743f", "#d9566b")
+"""One for each of `KINDS`, as on the page."""
+
+_WORDS = (
+    "parameters",
+    "optimizer state",
+    "gradients",
+    "inputs",
+    "activations",
+    "recomputed",
+    "moved",
+    "temporaries",
+)
+
+
+def kinds_over_time(line: Timeline) -> np.ndarray:
+    """Bytes of each kind at each tick: shape (kinds, ticks)."""
+    change = np.zeros((len(KINDS), len(line.ticks) + 1), dtype=np.int64)
+    for span in line.spans:
+        row = KINDS.index(span.kind)
+        change[row, span.born] += span.bytes
+        change[row, span.gone] -= span.bytes
+    return np.cumsum(change, axis=1)[:, :-1]
+
+
+def save_stacked_picture(report: Report, path: str | Path) -> None:
+    """Draw the plain and the planned step side by side; the file's ending says which format.
+
+    Args:
+        report: what to draw.
+        path: of a ``.png``, ``.pdf`` or ``.svg`` file, which is replaced.
+
+    Raises:
+        ImportError: matplotlib is not installed.
+        LowtideError: the file cannot be written.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    figure = Figure(figsize=(11, 4.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    sides = figure.subplots(1, 2, sharey=True)
+    longest = max(report.plain.seconds, report.planned.seconds)
+    budget = report.summary["budget_bytes"]
+    for axes, line, name in zip(sides, (report.plain, report.planned), ("plain", "planned"), strict=True):
+        when = [*(tick.seconds for tick in line.ticks), line.seconds]
+        rows = kinds_over_time(line) / 2**20
+        rows = np.concatenate([rows, rows[:, -1:]], axis=1)
+        there = rows.max(axis=1, initial=0) > 0
+        axes.stackplot(
+            when,
+            rows[there],
+            step="post",
+            colors=[color for color, is_there in zip(_COLORS, there, strict=True) if is_there],
+            labels=[word for word, is_there in zip(_WORDS, there, strict=True) if is_there],
+        )
+        if budget is not None:
+            axes.axhline(budget / 2**20, color="black", linestyle="--", linewidth=1.2)
+        peak = f"{name}: {format_bytes(line.peak_bytes)}, {seconds_text(line.seconds)}"
+        axes.set(title=peak, xlabel="seconds, forecast", xlim=(0, longest or 1), ylim=(0, None))
+        axes.grid(alpha=0.25)
+    sides[0].set_ylabel("live memory (MiB)")
+    found = {
+        text: drawn for axes in sides for drawn, text in zip(*axes.get_legend_handles_labels(), strict=True)
+    }
+    order = [word for word in reversed(_WORDS) if word in found]
+    figure.legend([found[word] for word in order], order, loc="outside right center", frameon=False)
+    within = "" if budget is None else f", budget {format_bytes(budget)}"
+    figure.suptitle(f"{report.title}{within}")
+    try:
+        figure.savefig(path, dpi=150)
+    except OSError as error:
+        raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error

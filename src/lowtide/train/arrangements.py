@@ -1,0 +1,110 @@
+"""Which arrangements of processes the options of a run may ask for."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+from lowtide.errors import LowtideError
+from lowtide.train.errors import OptionError, require
+
+if TYPE_CHECKING:
+    from lowtide.train.options import TrainOptions
+
+DEFAULT_SCHEDULE = "1f1b"
+_POLICIES = (None, "optimal", "keep_all", "full")
+
+
+def check_sharding(options: TrainOptions) -> None:
+    """Refuse what does not go with shared parameters, before processes wait for each other.
+
+    Raises:
+        OptionError: with what to do.
+    """
+    name = "shard-parameters"
+    require(
+        options.dp > 1,
+        name,
+        "",
+        "it shares parameters, gradients and optimizer state among --dp processes: pass --dp 2 or more",
+    )
+    require(
+        options.pp == 1,
+        name,
+        "",
+        "every micro-batch of a pipeline would gather the stage anew: leave out --pp, or this",
+    )
+    require(
+        not options.compare,
+        "compare",
+        "",
+        "the comparison is of one plan for the whole model: leave it out with --shard-parameters",
+    )
+    require(
+        options.policy in _POLICIES,
+        "policy",
+        options.policy,
+        "with --shard-parameters a budget chooses how many blocks are recomputed: keep_all, full, or a "
+        "--budget without a policy",
+    )
+    fixed = options.policy in ("keep_all", "full")
+    require(
+        fixed or options.budget is not None,
+        name,
+        "",
+        "say what is to fit: pass --budget, or --policy keep_all or full",
+    )
+
+
+def check_pipeline(options: TrainOptions) -> None:
+    """Refuse what a pipeline cannot do, before processes wait for each other.
+
+    Raises:
+        OptionError: with what to do.
+    """
+    from lowtide.parallel.pipeline import schedule_kind  # takes seconds, which most runs do without
+
+    try:
+        kind = schedule_kind(options.schedule or DEFAULT_SCHEDULE)
+    except LowtideError as error:
+        raise OptionError(f"--{error}") from error
+    micro, ranks = options.grad_accum, options.pp
+    if kind.stages > 1:
+        require(
+            micro % ranks == 0,
+            "grad-accum",
+            micro,
+            f"it is the pipeline's micro-batches, of which --schedule {options.schedule} needs a multiple of "
+            f"--pp {ranks}",
+        )
+    least = ranks * (2 if kind.v_shaped else 1)
+    require(
+        micro >= least,
+        "grad-accum",
+        micro,
+        f"it is the pipeline's micro-batches, which fill --pp {ranks} from {least} on",
+    )
+    config = options.spec().config
+    require(
+        config is not None,
+        "model",
+        options.model,
+        "a pipeline cuts built-in models only: choose gpt-... or llama-...",
+    )
+    assert config is not None
+    stages = ranks * kind.stages
+    require(
+        config.layers >= stages,
+        "pp",
+        ranks,
+        f"{options.model} has {config.layers} layers, which do not fill {stages} stages",
+    )
+    policies = "keep_all, full, or a --budget without a policy"
+    require(
+        options.policy in _POLICIES,
+        "policy",
+        options.policy,
+        f"under a pipeline a budget chooses how many micro-batches are kept whole: {policies}",
+    )
+    require(
+        not options.compare, "compare", "", "the comparison is of one process's step: leave it out with --pp"
+    )

@@ -1,0 +1,105 @@
+"""Every code block of README and docs: Python runs, page by page, in order; what a page says that it prints
+is printed; commands are ones that lowtide, make and pip understand."""
+
+from __future__ import annotations
+
+import re
+import shlex
+import tomllib
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+import typer
+from benchmarks.__main__ import NAMES
+from blocks import PAGES, ROOT, blocks_of, name_of
+from given import given
+
+from lowtide import cli
+from lowtide.estimate.errors import EstimateError
+
+NEEDS = {"docs/integrations.md": ("transformers", "accelerate", "lightning", "peft")}
+"""Packages without which a page cannot run."""
+
+PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
+COMMANDS = sorted(
+    {
+        line.split(" #")[0].strip()
+        for page in PAGES
+        for block in blocks_of(page)
+        if block.language == "sh"
+        for line in block.text.splitlines()
+        if line.strip()
+    }
+)
+
+
+@pytest.mark.parametrize("page", PYTHON, ids=name_of)
+@pytest.mark.usefixtures("alone")
+@pytest.mark.filterwarnings("ignore")
+def test_a_page_runs_and_prints_what_it_says(page: Path) -> None:
+    for package in NEEDS.get(name_of(page), ()):
+        pytest.importorskip(package)
+    names, said = given(name_of(page)), ""
+    for block in blocks_of(page):
+        if block.language == "python":
+            out = StringIO()
+            with redirect_stdout(out):
+                exec(compile("\n" * (block.line - 1) + block.text, str(page), "exec"), names)
+            said = out.getvalue()
+        elif block.language == "text" and block.follows:
+            missing = [line for line in block.text.splitlines() if line.strip() not in said]
+            assert not missing, f"{name_of(page)}, line {block.line}: {missing} is not in {said!r}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=name_of)
+def test_every_block_says_what_it_is(page: Path) -> None:
+    known = ("python", "sh", "text")
+    strange = [(block.line, block.language) for block in blocks_of(page) if block.language not in known]
+    assert not strange, f"{name_of(page)}: choose one of {known} for {strange}"
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_a_command_is_understood(line: str) -> None:
+    words = shlex.split(line)
+    if words[0] == "torchrun":
+        words = ["lowtide", *words[words.index("lowtide") + 1 :]]
+    if words[0] == "lowtide":
+        understood(words[1:])
+    elif words[0] == "make":
+        assert re.search(rf"^{words[1]}:", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    elif words[:3] == ["python", "-m", "benchmarks"]:
+        assert set(words[3:]) <= {*NAMES, "--quick"}
+    else:
+        assert words[:2] == ["pip", "install"], "say in this test how such a command is checked"
+        asked = re.fullmatch(r"lowtide(?:\[(\w+)\])?", words[2])
+        assert asked is not None
+        extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert asked[1] is None or asked[1] in extras
+
+
+def understood(words: list[str]) -> None:
+    """Every option exists, with a value of its kind; nothing runs."""
+    app = typer.main.get_command(cli.app)
+    if words[0].startswith("--"):
+        assert any(words[0] in option.opts for option in app.params)
+        return
+    command = app.commands[words[0]]  # type: ignore[attr-defined]
+    if "--help" not in words:
+        command.make_context(words[0], words[1:])
+
+
+@pytest.mark.parametrize(
+    "line", [line for line in COMMANDS if re.match(r"lowtide (estimate|suggest) ", line)]
+)
+def test_an_estimate_answers(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", shlex.split(line))
+    try:
+        cli.app(standalone_mode=False)
+    except EstimateError as error:
+        assert "path/to/config.json" in str(error)  # the one that a page makes up
+        return
+    assert "GiB" in capsys.readouterr().out

@@ -1,0 +1,28 @@
+"""MosaicML's benchmarks of MPT models on H100 and A100 (llm-foundry, scripts/train/benchmarking): tokens a
+second.
+"""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.estimate_published import Run
+from published_runs import check_speed, name, unfitted
+
+MISSED_SPEED = (
+    "h100_mpt-30b_8192_x8",
+    "h100_mpt-760m_32768_x8",
+    "h100_mpt-1b_32768_x8_fp8",
+    "h100_mpt-1b_8192_x8_fp8",
+    "h100_mpt-350m_32768_x8_fp8",
+    "h100_mpt-350m_16384_x8_fp8",
+    "h100_mpt-350m_512_x8_fp8",
+    "a100_mpt-30b_8192_x8",
+    "a100_mpt-760m_1024_x8",
+    "a100_mpt-760m_512_x8",
+    "a100-40gb_mpt-70b_2048_x64",
+)
+
+
+@pytest.mark.parametrize("run", unfitted("mosaicml"), ids=name)
+def test_tokens_a_second(run: Run) -> None:
+    check_speed(run, MISSED_SPEED)

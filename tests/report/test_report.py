@@ -1,0 +1,158 @@
+"""A report as data, and as a page: complete, self-contained, and no way out of it for what stands in
+names."""
+
+from __future__ import annotations
+
+import json
+import re
+from html.parser import HTMLParser
+from importlib.resources import files
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+from synthetic import transformer
+
+from lowtide.errors import LowtideError, PlanError
+from lowtide.plan import make
+from lowtide.plan.simulate import plain
+from lowtide.report import Report, make_report, save_report
+from lowtide.report.page import page, page_data
+from lowtide.report.report import DECISIONS, decided, layer_of, part_of
+from lowtide.report.tradeoff import tradeoff
+
+
+class Links(HTMLParser):
+    """What a page would load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.found: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.found += [value or "" for name, value in attrs if name in ("src", "href", "action", "data")]
+
+
+def embedded(text: str) -> dict[str, object]:
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return json.loads(found.group(1))
+
+
+def test_a_report_survives_json(report: Report) -> None:
+    text = json.dumps(report.to_json())
+    back = Report.from_json(json.loads(text))
+    assert json.dumps(back.to_json()) == text
+    assert back.planned.spans == report.planned.spans
+    assert back.planned.peak_bytes == report.summary["predicted_peak_bytes"]
+    assert back.decided == report.decided
+    assert back.points == report.points
+    assert back.measured_plain is not None
+
+
+@pytest.mark.parametrize("damage", [{}, [], {"format": 1}, {"format": 99}, None])
+def test_what_is_no_report_is_refused(damage: object) -> None:
+    with pytest.raises(PlanError, match="report"):
+        Report.from_json(damage)
+
+
+def test_decisions_sum_to_the_plans_own_table() -> None:
+    graph = transformer(3)
+    for policy in ("keep_all", "full", "optimal"):
+        plan = make(graph, "70%" if policy == "optimal" else None, policy)
+        rows = decided(graph, plan)
+        assert {r.module: sum(r.saved_bytes) for r in rows if any(r.saved_bytes)} == {
+            r.module: r.saved_bytes for r in plan.modules if r.saved_bytes
+        }
+        assert sum(r.replayed for r in rows) == len(plan.replayed)
+        sums = {name: sum(row.saved_bytes[k] for row in rows) for k, name in enumerate(DECISIONS)}
+        assert (sums["recomputed"] > 0) == (policy != "keep_all")
+        assert (sums["kept"] == sum(sums.values())) == (policy == "keep_all")
+
+
+def test_other_budgets_cost_more_the_smaller_they_are() -> None:
+    graph = transformer(3)
+    points = tradeoff(graph, points=4)
+    assert points[0].peak_bytes == plain(graph).peak_bytes
+    assert len(points) >= 3
+    for larger, smaller in pairwise(points):
+        assert smaller.peak_bytes < larger.peak_bytes
+        assert smaller.extra_seconds > larger.extra_seconds
+    assert all(0 <= point.bound_seconds <= point.extra_seconds for point in points)
+    assert len(tradeoff(graph, points=4, seconds=-1.0)) == 1  # no time: the plain step alone
+
+
+def test_a_graph_that_the_plan_was_not_made_for_is_refused() -> None:
+    with pytest.raises(PlanError, match="give the graph"):
+        make_report(transformer(1), make(transformer(2), "70%"), points=())
+
+
+def test_modules_are_folded_into_layers_and_parts() -> None:
+    names = ["model.layers.11.mlp.up", "layer1.0.conv1", "0", "lm_head", "", "encoder.h.2"]
+    assert [layer_of(name) for name in names] == [
+        "model.layers.11",
+        "layer1.0",
+        "0",
+        "lm_head",
+        "",
+        "encoder.h.2",
+    ]
+    assert [part_of(name) for name in names] == ["mlp.up", "conv1", "0", "lm_head", "", "h"]
+
+
+def test_the_page_loads_nothing_and_holds_everything(report: Report) -> None:
+    text = page(report)
+    links = Links()
+    links.feed(text)
+    assert links.found == ["data:,"]
+    assert "url(" not in re.sub(r"<script.*?</script>", "", text, flags=re.DOTALL)
+    assert "@import" not in text
+    assert not re.search(r"\b(fetch|XMLHttpRequest|import)\(", text)
+    assert embedded(text) == json.loads(json.dumps(page_data(report)))
+
+
+def test_names_cannot_leave_the_data(report: Report) -> None:
+    text = page(report)
+    assert text.count("<script") == text.count("</script>") == 3
+    assert "<title>four &lt;layers&gt; &amp; &lt;/script&gt; - lowtide report</title>" in text
+    assert embedded(text)["title"] == "four <layers> & </script>"
+
+
+def test_every_module_of_the_data_has_a_layer(report: Report) -> None:
+    data = page_data(report)
+    assert {label[1] for label in data["labels"]} == set(data["modules"])
+    assert {row["module"] for row in data["decided"]} == set(data["layers"])
+
+
+def test_the_page_of_96_layers_is_small(deep: Report) -> None:
+    assert len(page(deep).encode()) < 2_000_000
+
+
+def test_a_charting_library_comes_with_its_licence() -> None:
+    assets = files("lowtide.report").joinpath("assets")
+    library = assets.joinpath("uPlot.iife.min.js").read_text()
+    assert library.startswith("/*! https://github.com/leeoniya/uPlot (v")
+    assert "MIT License" in assets.joinpath("uPlot.LICENSE").read_text()
+
+
+@pytest.mark.parametrize("ending", [".html", ".png", ".svg", ".pickle", ".json"])
+def test_the_ending_says_what_is_written(report: Report, tmp_path: Path, ending: str) -> None:
+    if ending in (".png", ".svg"):
+        pytest.importorskip("matplotlib")
+    file = tmp_path / f"report{ending}"
+    save_report(report, file)
+    begins = {
+        ".html": b"<!doctype html>",
+        ".png": b"\x89PNG",
+        ".svg": b"<?xml",
+        ".pickle": b"\x80",
+        ".json": b'{"format',
+    }
+    assert file.read_bytes().startswith(begins[ending])
+
+
+def test_what_cannot_be_written_says_why(report: Report, tmp_path: Path) -> None:
+    with pytest.raises(LowtideError, match=r"choose a name that ends in \.html"):
+        save_report(report, tmp_path / "report.txt")
+    with pytest.raises(LowtideError, match="cannot write"):
+        save_report(report, tmp_path / "nowhere" / "report.html")

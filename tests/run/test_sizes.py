@@ -1,0 +1,130 @@
+"""Steps of other sizes: what was verified at one size is not verified again, and what needs no plan gets
+none.
+"""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.run.look.look import Look
+
+
+class Net(nn.Module):
+    """Blocks over rows of 64 numbers; it may ask for a value, and may run another operation for few rows."""
+
+    def __init__(self, asks: bool = False, few: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.blocks = nn.ModuleList(
+            nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(3)
+        )
+        self.asks, self.few = asks, few
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.asks and x.sum().item() < -1e9:
+            x = -x
+        if len(x) < self.few:
+            x = x.sin()
+        for block in self.blocks:
+            x = x + block(x)
+        return x.square().mean()
+
+
+def rows(count: int) -> torch.Tensor:
+    return torch.randn(count, 64, generator=torch.Generator().manual_seed(count))
+
+
+def peak_of(net: nn.Module, count: int) -> int:
+    x = rows(count)
+    return lowtide.measure(lambda: net(x).backward(), timeline=False).peak_bytes
+
+
+def step(net: nn.Module, count: int) -> list[torch.Tensor]:
+    net.zero_grad()
+    net(rows(count)).backward()
+    return [p.grad.clone() for p in net.parameters() if p.grad is not None]
+
+
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each look, whether it verified."""
+    found: list[bool] = []
+    before = Look.__init__
+
+    def noted(self: Look, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        found.append(self.verified)
+
+    monkeypatch.setattr(Look, "__init__", noted)
+    return found
+
+
+def test_a_larger_step_is_looked_at_without_verifying_again(verified: list[bool]) -> None:
+    plain, net = Net(), Net()
+    lowtide.limit_memory(net, "80%")
+    for count in (256, 512, 512):
+        assert all(map(torch.equal, step(net, count), step(plain, count)))
+    assert verified == [True, False]
+
+
+def test_another_program_at_another_size_is_verified(verified: list[bool]) -> None:
+    plain, net = Net(few=300), Net(few=300)
+    handle = lowtide.limit_memory(net, "80%")
+    for count in (256, 512, 512, 512):
+        assert all(map(torch.equal, step(net, count), step(plain, count)))
+    assert verified == [True, False, True], "the second look met another program, and the third verified it"
+    assert len(handle.plans) == 2
+
+
+def test_always_and_never_mean_what_they_say(verified: list[bool]) -> None:
+    net = Net()
+    lowtide.limit_memory(net, "80%", verify="never")
+    for count in (256, 512):
+        step(net, count)
+    assert verified == [False, False]
+
+
+@pytest.mark.parametrize("asks", [False, True])
+def test_a_step_that_fits_as_it_is_recomputes_nothing(verified: list[bool], asks: bool) -> None:
+    plain, net = Net(asks), Net(asks)
+    standing = sum(p.nbytes for p in net.parameters()) * 2
+    handle = lowtide.limit_memory(net, int(0.7 * (standing + peak_of(plain, 1024))))
+    step(net, 1024)
+    assert handle.plan is not None and handle.plan.replayed
+    assert all(map(torch.equal, step(net, 128), step(plain, 128)))  # under the plan for 1,024
+    net.zero_grad()
+    plain.zero_grad()
+    assert peak_of(net, 100) == peak_of(plain, 100), "a smaller one holds what a plain one does"
+    net.zero_grad()
+    plain.zero_grad()
+    assert peak_of(net, 1024) < peak_of(plain, 1024)
+    assert len(verified) == 1 and len(handle.plans) == 1
+
+
+def test_a_step_above_a_plan_that_changes_nothing_is_not_said_to_have_run_other_operations() -> None:
+    net = Net()
+    handle = lowtide.limit_memory(net, "100%")
+    step(net, 64)
+    held: list[Any] = []
+
+    def backward(inputs: torch.Tensor) -> torch.Tensor:
+        held.append(torch.empty(1 << 20))
+        return inputs
+
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        net.zero_grad()
+        x = rows(64).requires_grad_()
+        y = rows(64) * 1.0
+        loss = net(y)
+        loss.register_hook(backward)
+        loss.backward()
+    said = [str(one.message) for one in caught if "above the budget" in str(one.message)]
+    assert x is not None and handle.plan is not None
+    assert len(said) == 1 and "it ran other operations" not in said[0] and "looks at the next one" in said[0]

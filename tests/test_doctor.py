@@ -1,0 +1,81 @@
+"""`lowtide doctor`: it finds what is there, and says what to do about what is not."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from typer.testing import CliRunner
+
+from lowtide import __version__, doctor
+from lowtide.cli import app
+from lowtide.doctor import Finding
+
+
+def found(**options: object) -> dict[str, Finding]:
+    return {finding.subject: finding for finding in doctor.examine(measure_disk=False, **options)}  # type: ignore[arg-type]
+
+
+def test_everything_is_looked_at() -> None:
+    here = found()
+    assert here["lowtide"].found.startswith(__version__)
+    assert here["PyTorch"].found == torch.__version__
+    assert "free" in here["cpu"].found
+    assert {"C++ compiler", "meter on the CPU", "CUDA", "known plans", "disk tier"} <= here.keys()
+    assert all(finding.means for finding in here.values())
+
+
+def test_without_a_compiler_it_says_what_that_costs(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.native.shutil.which", lambda name: None)
+    compiler = found()["C++ compiler"]
+    assert (compiler.state, compiler.found) == ("note", "none")
+    assert "slower" in compiler.means and "CXX" in compiler.fix
+
+
+def test_an_old_torch_is_a_problem_and_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "__version__", "2.9.1")
+    result = CliRunner().invoke(app, ["doctor", "--no-disk"])
+    assert result.exit_code == 1
+    assert "PROBLEM  PyTorch: 2.9.1" in result.output
+    assert "pip install 'torch>=2.11'" in result.output
+    assert "disk tier" not in result.output
+
+
+def test_the_disk_is_timed_where_it_is_asked_for(tmp_path: Path) -> None:
+    (disk,) = [f for f in doctor.examine(tmp_path) if f.subject == "disk tier"]
+    if disk.state == "ok":  # a folder in main memory is said instead
+        assert str(tmp_path) in disk.found and "MB/s out" in disk.found
+    else:
+        assert "main memory" in disk.means and "--disk-path" in disk.fix
+
+
+def test_a_disk_that_is_not_there_is_said(tmp_path: Path) -> None:
+    (disk,) = [f for f in doctor.examine(tmp_path / "nowhere") if f.subject == "disk tier"]
+    assert disk.state == "note" and "--disk-path" in disk.fix
+
+
+def test_caches_that_are_off_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LOWTIDE_CACHE", "off")
+    assert found()["known plans"].found == "off"
+
+
+def test_as_json() -> None:
+    result = CliRunner().invoke(app, ["doctor", "--no-disk", "--json"])
+    assert result.exit_code == 0
+    subjects = [row["subject"] for row in json.loads(result.output)["findings"]]
+    assert subjects[:2] == ["lowtide", "PyTorch"]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_is_written_for_a_shell(shell: str) -> None:
+    result = CliRunner().invoke(app, ["--show-completion", shell], prog_name="lowtide")
+    assert result.exit_code == 0
+    assert "lowtide" in result.output and "_LOWTIDE_COMPLETE" in result.output
+
+
+def test_completion_knows_commands() -> None:
+    environment = {"_LOWTIDE_COMPLETE": "complete_bash", "COMP_WORDS": "lowtide doc", "COMP_CWORD": "1"}
+    result = CliRunner().invoke(app, [], prog_name="lowtide", env=environment)
+    assert result.output.split() == ["doctor"]

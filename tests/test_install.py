@@ -1,0 +1,98 @@
+"""A wheel and an archive of the source are built; the wheel alone runs the README's first example and a short
+training."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+import sysconfig
+import tarfile
+import venv
+import zipfile
+from pathlib import Path
+
+import pytest
+
+import lowtide
+
+pytest.importorskip("build")
+pytestmark = pytest.mark.slow
+ROOT = Path(__file__).parents[1]
+
+BEFORE = """
+import torch
+from lowtide.models import build_model, preset
+model = build_model(preset("gpt-nano"))
+tokens = torch.randint(256, (2, 64))
+batches = [{"tokens": tokens, "targets": tokens}] * 2
+optimizer = torch.optim.AdamW(model.parameters())
+"""
+
+
+def run(*words: str | Path, folder: Path) -> str:
+    """A command in a folder, without the checkout on its path."""
+    clean = {name: value for name, value in os.environ.items() if not name.startswith("PYTHON")}
+    done = subprocess.run(
+        [str(word) for word in words], capture_output=True, text=True, cwd=folder, env=clean, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout
+
+
+@pytest.fixture(scope="module")
+def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The folder with both, made from what git knows."""
+    folder = tmp_path_factory.mktemp("dist")
+    source = tmp_path_factory.mktemp("source")
+    names = subprocess.run(["git", "ls-files"], capture_output=True, text=True, cwd=ROOT, check=True).stdout
+    for name in names.splitlines():
+        target = source / name
+        target.parent.mkdir(parents=True, exist_ok=True)
+        target.write_bytes((ROOT / name).read_bytes())
+    run(sys.executable, "-m", "build", "--no-isolation", "--outdir", folder, folder=source)
+    return folder
+
+
+def files_of_the_package() -> set[str]:
+    """What has to be in both: all that is not a folder of the package, and is not made by Python."""
+    package = ROOT / "src" / "lowtide"
+    names = subprocess.run(
+        ["git", "ls-files"], capture_output=True, text=True, cwd=package, check=True
+    ).stdout
+    return {f"lowtide/{name}" for name in names.splitlines()}
+
+
+def test_both_hold_every_file_of_the_package(built: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    (archive,) = built.glob("*.tar.gz")
+    expected = files_of_the_package()
+    assert any(name.endswith(".cpp") for name in expected)
+    assert expected <= set(zipfile.ZipFile(wheel).namelist())
+    with tarfile.open(archive) as packed:
+        inside = {name.split("/src/", 1)[-1] for name in packed.getnames()}
+    assert expected <= inside
+    assert wheel.name.startswith(f"lowtide-{lowtide.__version__}-")
+
+
+def test_the_wheel_runs_on_its_own(built: Path, tmp_path: Path) -> None:
+    (wheel,) = built.glob("*.whl")
+    venv.create(tmp_path / "venv", with_pip=True)
+    python = tmp_path / "venv" / "bin" / "python"
+    run(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel, folder=tmp_path)
+    # what the wheel depends on is there already: seen through a path file, behind the environment's own
+    (own,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
+    (own / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
+    told = run(python, "-c", "import lowtide; print(lowtide.__file__)", folder=tmp_path)
+    assert str(own) in told
+    assert run(tmp_path / "venv" / "bin" / "lowtide", "--version", folder=tmp_path).split() == [
+        "lowtide",
+        lowtide.__version__,
+    ]
+    first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
+    assert first is not None
+    assert "peak" in run(python, "-c", BEFORE + first[1], folder=tmp_path)
+    small = ["--model", "gpt-nano", "--batch", "4", "--seq", "64", "--data", own / "lowtide"]
+    lines = run(tmp_path / "venv" / "bin" / "lowtide", "train", "--steps", "3", *small, folder=tmp_path)
+    assert "plain" in lines and "planned" in lines

@@ -1,0 +1,59 @@
+"""Traces of steps whose tensors lie on several devices, or whose memory fake tensors do not show."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from lowtide import TraceError, private
+from lowtide.ops import op_info
+from lowtide.trace import eager
+from lowtide.trace.clock import Clock
+from lowtide.trace.eager import StepTracer
+from lowtide.trace.fake.tracer import FakeTracer
+from lowtide.trace.tracer import Call
+
+
+@pytest.mark.parametrize("kind", [StepTracer, FakeTracer])
+def test_tensors_of_other_devices_count_no_bytes_and_are_not_evicted(kind: Any) -> None:
+    """The meta device stands for the host, beside a GPU."""
+    tracer = kind(None, torch.device("cpu"))
+    with tracer, private.fake_mode() if kind is FakeTracer else nullcontext():
+        here, there = (torch.ones(100, device=device).exp() for device in ("cpu", "meta"))
+        assert [tracer.packs(tensor)[1] for tensor in (here, there)] == [True, False]
+    graph = tracer.graph()
+    assert [o.name for o in graph.operations] == ["aten.ones.default", "aten.exp.default"] * 2
+    assert [s.bytes for s in graph.storages] == [400, 400, 0, 0]
+    assert [s.droppable for s in graph.saved] == [True, False]
+
+
+def test_scratch_is_read_by_the_meter_of_the_steps_device(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[torch.device] = []
+
+    @contextmanager
+    def peak(device: torch.device) -> Iterator[SimpleNamespace]:
+        asked.append(device)
+        yield SimpleNamespace(peak_bytes=1000, live_bytes=400)
+
+    monkeypatch.setattr(eager, "peak", peak)
+    tracer = StepTracer(None, torch.device("cuda"))
+    tracer.clock = Clock(torch.device("cpu"))
+    tracer.in_region = False
+    with tracer:
+        torch.ones(2, device="meta").exp()
+    assert asked == [torch.device("cuda")] * 2
+    assert [o.scratch_bytes for o in tracer.graph().operations] == [600, 600]
+
+
+@pytest.mark.parametrize("name", ["mkldnn_rnn_layer", "_cudnn_rnn", "miopen_rnn"])
+def test_what_fake_tensors_reserve_nothing_for_is_run_for_real(name: str) -> None:
+    func = getattr(torch.ops.aten, name).default
+    tracer = FakeTracer()
+    call = Call(func, (), {}, op_info(func), [], [], [], ())
+    with pytest.raises(TraceError, match="run the step for real"):
+        tracer.run(call)

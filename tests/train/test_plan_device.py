@@ -1,0 +1,33 @@
+"""``lowtide plan --device h100``: a plan priced for a card that is not there."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.errors import LowtideError
+from lowtide.estimate.devices import DEVICES
+from lowtide.train.planning import PlanOptions, make_plan
+
+SMALL = dict(model="gpt-tiny", batch=4, seq=128, dtype="bf16")
+
+
+def test_seconds_are_the_card_s() -> None:
+    plans = {name: make_plan(PlanOptions(device=name, **SMALL)) for name in ("a100", "b200")}  # type: ignore[arg-type]
+    assert plans["a100"].plain_seconds > plans["b200"].plain_seconds > 0
+    again = make_plan(PlanOptions(device="a100", **SMALL))  # type: ignore[arg-type]
+    assert again.plain_seconds == plans["a100"].plain_seconds  # nothing is timed
+    assert any("seconds are the a100's" in note for note in plans["a100"].notes)
+    assert plans["a100"].predicted_peak_bytes < plans["a100"].plain_peak_bytes
+
+
+def test_auto_is_the_card_s_memory() -> None:
+    plan = make_plan(PlanOptions(device="rtx4090", budget="auto", **SMALL))  # type: ignore[arg-type]
+    assert plan.budget_bytes is not None
+    assert 0.9 < plan.budget_bytes / DEVICES["rtx4090"].memory_bytes < 0.96
+
+
+def test_only_what_is_priced() -> None:
+    with pytest.raises(LowtideError, match="pass --dtype bf16"):
+        PlanOptions(device="h100")
+    with pytest.raises(LowtideError, match="there is no such device"):
+        PlanOptions(device="h1000", dtype="bf16")
