@@ -81,10 +81,7 @@ def ours(rows: Sequence[dict[str, Any]]) -> list[Engine]:
     budget, the plain compiled peak, the peaks of the rivals' front, and the middles of the widest gaps
     between these until they are twelve. What was chosen once stays.
     """
-    planned = [Engine("lowtide", row["compiled"], row["setting"]) for row in rows if row["name"] == "lowtide"]
-    if planned:
-        return planned
-    rivals = [row for row in rows if row.get("seconds")]
+    rivals = [row for row in rows if row["name"] != "lowtide" and row.get("seconds")]
     peaks = {row["engine"]: row["peak_bytes"] for row in rivals}
     if "eager plain" not in peaks or PLAIN.key not in peaks:
         return []
@@ -96,10 +93,11 @@ def ours(rows: Sequence[dict[str, Any]]) -> list[Engine]:
         steps = sorted(budgets)
         low, high = max(pairwise(steps), key=lambda gap: gap[1] - gap[0])
         budgets.add((low + high) // 2)
-    return [
-        *(Engine("lowtide", False, setting) for setting in ("min", *map(str, parts))),
-        *(Engine("lowtide", True, setting) for setting in ("min", *map(str, sorted(budgets)))),
-    ]
+    found = []
+    for compiled, chosen in ((False, parts), (True, sorted(budgets))):
+        before = [r["setting"] for r in rows if r["name"] == "lowtide" and r["compiled"] == compiled]
+        found += [Engine("lowtide", compiled, setting) for setting in before or ("min", *map(str, chosen))]
+    return found
 
 
 def prepare(case: Case, engines: Sequence[Engine], rows: Rows, shared: Any) -> list[Variant]:

@@ -155,7 +155,7 @@ def variant(engine: Engine, case: Case, original: torch.nn.Module, batch: dict[s
     if engine.name == "lowtide":
         budget = engine.setting if engine.setting == "min" else int(engine.setting)
         if engine.compiled:
-            callee = lowtide.compile(model, budget)  # pyright: ignore[reportAttributeAccessIssue]
+            callee = lowtide.compile(model, budget)
             settling = 3
         else:
             lowtide.limit_memory(model, budget)

@@ -111,8 +111,6 @@ def equal(one: Step, other: Step) -> bool:
 
 def limited(model: nn.Module, budget: Any, backend: str) -> Any:
     """`lowtide.compile` with a backend."""
-    if not hasattr(lowtide, "compile"):
-        pytest.skip("lowtide.compile is not there yet")
     return lowtide.compile(model, budget, backend=backend)
 
 

@@ -198,7 +198,8 @@ def compile_options(budget: str | int) -> dict[str, Any]:
     """Settings for ``torch.compile(model, options=...)`` that hold a budget.
 
     A graph is all that is known here: its inputs (parameters among them) and what it allocates count,
-    gradients that stand before the step, an optimizer's state and other graphs do not. `lowtide.compile` knows more.
+    gradients that stand before the step, an optimizer's state and other graphs do not.
+    `lowtide.compile` knows more.
 
     Args:
         budget: as of `lowtide.compile`.
