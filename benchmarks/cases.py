@@ -66,7 +66,7 @@ def gpt(
     layers: int, width: int, *, batch: int = 2, sequence: int = 512, dropout: float = 0.0, fused: bool = True
 ) -> Case:
     """A GPT shape."""
-    shape = dict(
+    shape: dict[str, Any] = dict(
         family="gpt",
         layers=layers,
         width=width,
@@ -80,7 +80,7 @@ def gpt(
 def llama(layers: int, width: int, *, batch: int = 2, sequence: int = 512, dropout: float = 0.0) -> Case:
     """A Llama shape with grouped-query attention."""
     hidden = (8 * width // 3 + 63) // 64 * 64
-    shape = dict(
+    shape: dict[str, Any] = dict(
         family="llama",
         layers=layers,
         width=width,

@@ -18,7 +18,7 @@ from lowtide.run.limit.limit import Handle, limit_memory
 from lowtide.run.limit.messages import warn
 
 
-class LimitMemory(Callback):
+class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
     """Training stays within a budget, the optimizer's state and step included.
 
     A ``training_step`` rarely calls the module itself, but what stands in it (``self.net(x)``), so that is

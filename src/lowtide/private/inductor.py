@@ -1,8 +1,9 @@
 """Inductor: compile a graph with a partitioner of our own, and see what it would generate.
 
-Seen in PyTorch 2.11 to 2.13. Importing it takes seconds, so only the compiled engine does.
+Seen in PyTorch 2.13 to 2.13 (not tried with earlier ones). Importing it takes seconds, so only the compiled engine does.
 """
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import copy
@@ -29,7 +30,7 @@ def compile_with(
     inputs: Sequence[Any],
     options: dict[str, Any],
     inner: Callable[..., Any] | None = None,
-) -> Callable[..., Any]:
+) -> Any:
     """What Inductor makes of a graph, with these settings in its forward and its backward."""
     return _compile_fx.compile_fx(
         module, inputs, inner_compile=inner or _compile_fx.compile_fx_inner, config_patches=options or None

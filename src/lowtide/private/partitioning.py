@@ -1,8 +1,9 @@
 """AOTAutograd's joint graph: clean it, say what is forward in it, and cut it in two.
 
-Seen in PyTorch 2.11 to 2.13. Importing it takes a second, so only the compiled engine does.
+Seen in PyTorch 2.13 to 2.13 (not tried with earlier ones). Importing it takes a second, so only the compiled engine does.
 """
 
+# pyright: reportPrivateImportUsage=false
 from __future__ import annotations
 
 import copy
