@@ -81,7 +81,7 @@ def predict_generated(joint: Joint, options: dict[str, object]) -> Predict:
 
 
 def _lent(joint: Joint) -> set[str]:
-    return {node.name for node in (*joint.primals, *joint.tangents)}
+    return {node.name for node in joint.primals}
 
 
 def plan_graph(
@@ -100,7 +100,9 @@ def plan_graph(
     """
     costs = costs_of([joint])
     device = str(next((v.device for n in joint.primals if hasattr(v := n.meta["val"], "device")), "cpu"))
-    outside = Outside((standing_bytes,), (standing_bytes,))
+    # autograd makes zeros for outputs without a gradient: all tangents stand when backward begins
+    tangents = sum(joint.bytes[key] for key in {joint.key_of.get(node) for node in joint.tangents} if key)
+    outside = Outside((standing_bytes,), (standing_bytes + tangents,))
     step = StepBuilder([joint], costs, outside, device).build()
     predict = predict_calls(joint, costs[0]) if options is None else predict_generated(joint, options)
 

@@ -1,6 +1,7 @@
 """Inductor: compile a graph with a partitioner of our own, and see what it would generate.
 
-Seen in PyTorch 2.13 to 2.13 (not tried with earlier ones). Importing it takes seconds, so only the compiled engine does.
+Seen in PyTorch 2.13 to 2.13, not tried with earlier ones.
+Importing it takes seconds, so only the compiled engine does.
 """
 
 # pyright: reportPrivateImportUsage=false

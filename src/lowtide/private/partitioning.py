@@ -1,6 +1,7 @@
 """AOTAutograd's joint graph: clean it, say what is forward in it, and cut it in two.
 
-Seen in PyTorch 2.13 to 2.13 (not tried with earlier ones). Importing it takes a second, so only the compiled engine does.
+Seen in PyTorch 2.13 to 2.13, not tried with earlier ones.
+Importing it takes a second, so only the compiled engine does.
 """
 
 # pyright: reportPrivateImportUsage=false
