@@ -34,7 +34,7 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
 	@touch $@ $(LEAN)
 
-# What `make train` alone needs, which takes half the time; nothing where everything is there already.
+# What `make train` alone needs; nothing where everything is there already.
 $(LEAN): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "lowtide needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }
 	@test -e $(VENV)/bin/pip || $(PYTHON) -m venv $(VENV)

@@ -69,7 +69,8 @@ def test_as_json() -> None:
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_completion_is_written_for_a_shell(shell: str) -> None:
+def test_completion_is_written_for_a_shell(shell: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("_TYPER_COMPLETE_TEST_DISABLE_SHELL_DETECTION", "1")  # the shell is named
     result = CliRunner().invoke(app, ["--show-completion", shell], prog_name="lowtide")
     assert result.exit_code == 0
     assert "lowtide" in result.output and "_LOWTIDE_COMPLETE" in result.output

@@ -20,7 +20,7 @@ from lowtide import meter
 pytest.importorskip("transformers")
 pytestmark = pytest.mark.usefixtures("quiet_transformers")
 
-QUICK = ("convolutions", "vit")
+QUICK = ("convolutions",)
 
 STEPS = 3
 Step = list[torch.Tensor | None]

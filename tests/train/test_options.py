@@ -69,7 +69,7 @@ def test_a_plot_without_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name)
     )
-    with pytest.raises(OptionError, match=r"pip install 'lowtide\[pictures\]'"):
+    with pytest.raises(OptionError, match=r"pip install 'lowtide\[train\]'"):
         TrainOptions(plot=Path("a.png"))
 
 
