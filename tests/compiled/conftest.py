@@ -1,6 +1,17 @@
-"""Makes the families of `tests/families` importable."""
+"""Makes the families of `tests/families` importable, and tests independent of what was compiled before."""
 
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
+import pytest
+import torch._inductor.config
+
 sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
+
+
+@pytest.fixture(autouse=True)
+def cold_caches() -> Iterator[None]:
+    """Nothing comes from the disk: on a warm cache nobody plans, and the handle has no plan."""
+    with torch._inductor.config.patch(force_disable_caches=True):
+        yield
