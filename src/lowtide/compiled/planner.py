@@ -74,8 +74,10 @@ def predict_generated(joint: Joint, options: dict[str, object]) -> Predict:
     lent = _lent(joint)
 
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Profile, Profile]:
-        first = profile_generated(inductor.generated(forward, False, options), forward, lent)
-        return first, profile_generated(inductor.generated(backward, True, options), backward, lent)
+        text, strides = inductor.generated(forward, False, options)
+        first = profile_generated(text, forward, lent)
+        text, _ = inductor.generated(backward, True, options, strides)
+        return first, profile_generated(text, backward, lent)
 
     return predict
 

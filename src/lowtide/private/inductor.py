@@ -22,6 +22,7 @@ from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
+from torch._inductor.ir import IRNode
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 
@@ -43,7 +44,16 @@ def mode_options(mode: str) -> dict[str, Any]:
     return dict(torch._inductor.list_mode_options(mode))
 
 
-def generated(module: fx.GraphModule, backward: bool, options: dict[str, Any] | None = None) -> str:
+Strides = dict[str, tuple[int, ...]]
+"""Names of what a forward returns -> strides that Inductor gives it."""
+
+
+def generated(
+    module: fx.GraphModule,
+    backward: bool,
+    options: dict[str, Any] | None = None,
+    strides: Strides | None = None,
+) -> tuple[str, Strides]:
     """The Python text that Inductor would run for a forward or a backward: which buffers it allocates,
     hands on and frees, and in which order. No kernel is compiled; ``module`` stays as it is.
 
@@ -51,11 +61,21 @@ def generated(module: fx.GraphModule, backward: bool, options: dict[str, Any] | 
         module: the graph.
         backward: whether it is one.
         options: Inductor's settings.
+        strides: of inputs that a forward has laid out in another way than the graph says.
     """
     twin = fx.GraphModule(module, copy.deepcopy(module.graph))
-    inputs = [node.meta["val"] for node in twin.graph.nodes if node.op == "placeholder"]
-    mode = detect_fake_mode(inputs) or FakeTensorMode(allow_non_fake_inputs=True)
+    given = [node for node in twin.graph.nodes if node.op == "placeholder"]
+    mode = detect_fake_mode([node.meta["val"] for node in given]) or FakeTensorMode(
+        allow_non_fake_inputs=True
+    )
+    for node in given:
+        value, other = node.meta["val"], (strides or {}).get(node.name)
+        if isinstance(value, torch.Tensor) and other is not None and value.stride() != other:
+            with mode:
+                node.meta["val"] = value.as_strided(value.size(), other)
+    inputs = [node.meta["val"] for node in given]
     output = next(iter(reversed(twin.graph.nodes)))
+    names = [getattr(node, "name", "") for node in torch.utils._pytree.tree_leaves(output.args[0])]
     output.meta.setdefault("user_visible_output_idxs", [])
     with (
         inductor_config.patch(options or {}),
@@ -79,5 +99,14 @@ def generated(module: fx.GraphModule, backward: bool, options: dict[str, Any] | 
         lowering.freeze_runtime_asserts()
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
             lowering.run(*inputs)
+            found = dict(zip(names, map(_strides, lowering.graph_outputs or ()), strict=False))
             wrapper, _ = lowering.codegen()
-    return wrapper.value
+    return wrapper.value, {name: one for name, one in found.items() if name and one is not None}
+
+
+def _strides(out: Any) -> tuple[int, ...] | None:
+    """How an output is laid out, where that is known in numbers."""
+    if not isinstance(out, IRNode) or not out.has_tensor_output():
+        return None
+    found = out.get_layout().stride
+    return tuple(map(int, found)) if all(getattr(one, "is_number", True) for one in found) else None
