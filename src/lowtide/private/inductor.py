@@ -25,6 +25,7 @@ from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import IRNode
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._pytree import tree_leaves
 
 
 def compile_with(
@@ -75,7 +76,7 @@ def generated(
                 node.meta["val"] = value.as_strided(value.size(), other)
     inputs = [node.meta["val"] for node in given]
     output = next(iter(reversed(twin.graph.nodes)))
-    names = [getattr(node, "name", "") for node in torch.utils._pytree.tree_leaves(output.args[0])]
+    names = [getattr(node, "name", "") for node in tree_leaves(output.args[0])]
     output.meta.setdefault("user_visible_output_idxs", [])
     with (
         inductor_config.patch(options or {}),
