@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+import warnings
 
 import pytest
 import torch
@@ -196,3 +197,19 @@ def test_a_malformed_budget_is_refused_at_once() -> None:
 def test_the_partitioner_can_be_pickled_and_tells_budgets_apart() -> None:
     one, other = (Partitioner(budget, options={}) for budget in ("60%", "70%"))
     assert pickle.loads(pickle.dumps(one)).uuid() == one.uuid() != other.uuid()
+
+
+class Broken(Model):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.blocks[0](x)
+        torch._dynamo.graph_break()
+        return self.blocks[1](x).square().mean()
+
+
+def test_graph_breaks_are_told() -> None:
+    compiled = lowtide.compile(Broken(layers=2), "100%", backend="aot_eager")
+    with pytest.warns(lowtide.LowtideWarning, match="compiled as 2 graphs.*fullgraph=True"):
+        compiled(torch.randn(64, 32)).backward()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        compiled(torch.randn(64, 32)).backward()

@@ -13,6 +13,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.meter import resident_bytes
 from lowtide.plan.data import Plan
 from lowtide.private import inductor
+from lowtide.run.limit.messages import warn
 from lowtide.run.limit.optimizer_need import optimizer_need
 
 BACKENDS = ("inductor", "aot_eager")
@@ -114,17 +115,28 @@ class CompiledHandle:
 
         return backend
 
+    def _tell_of_breaks(self, graphs: int) -> None:
+        warn(
+            f"this model was compiled as {graphs} graphs, each planned within {self.budget} by itself: what "
+            "one keeps for its backward is not counted in the others, and a step may take more. Remove the "
+            "graph breaks (fullgraph=True names the first), or use lowtide.limit_memory on the model itself"
+        )
+
     def _install(self, backend: Callable[..., Any]) -> None:
         fresh = torch.compile(self.model, backend=backend, **self._how)
-        run = fresh.forward  # type: ignore[union-attr]
+        run, planned = fresh.forward, self._report.planned  # type: ignore[union-attr]
 
         def forward(*args: Any, **kwargs: Any) -> Any:
+            before = len(planned)
             try:
-                return run(*args, **kwargs)
+                result = run(*args, **kwargs)
             except inductor.BackendCompilerFailed as error:
                 if isinstance(error.inner_exception, BudgetError):
                     raise error.inner_exception from None
                 raise
+            if len(planned) - before > 1:
+                self._tell_of_breaks(len(planned) - before)
+            return result
 
         self.compiled.__dict__["forward"] = forward
         self.compiled.__dict__[_HANDLE] = self
@@ -153,7 +165,7 @@ def compile(
     Args:
         model: any module.
         budget: as of `lowtide.limit_memory`: bytes, ``"6GiB"``, ``"60%"`` of what `torch.compile` alone
-            takes,     ``"min"`` or ``"auto"``.
+            takes, ``"min"`` or ``"auto"``.
         optimizer: its state counts against the budget, too.
         backend: ``inductor`` or ``aot_eager``.
         mode, options, torch_compile_options: as of `torch.compile`.
@@ -186,8 +198,10 @@ def compile(
     if mode is not None and mode != "default":
         chosen = inductor.mode_options(mode)
     if chosen.get("triton.cudagraphs"):
-        raise PlanError("CUDA graphs keep a pool of memory of their own, which no budget is held for: use "
-                        "mode='max-autotune-no-cudagraphs' or none")  # fmt: skip
+        raise PlanError(
+            "CUDA graphs keep a pool of memory of their own, which no budget is held for: use "
+            "mode='max-autotune-no-cudagraphs' or none"
+        )
     compiled = torch.compile(model, backend="aot_eager", **torch_compile_options)
     handle = CompiledHandle(model, compiled, budget, backend, optimizer, chosen, torch_compile_options)
     handle._install(handle._backend_for())
@@ -213,11 +227,6 @@ def compile_options(budget: str | int) -> dict[str, Any]:
     """
     _check(budget)
     return {"custom_partitioner_fn": Partitioner(budget, options={})}
-
-
-def handle_of(compiled: Any) -> CompiledHandle | None:
-    """The handle of a module that `lowtide.compile` returned, or ``None``."""
-    return getattr(compiled, "__dict__", {}).get(_HANDLE)
 
 
 def _check(budget: str | int) -> None:
