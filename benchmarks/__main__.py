@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from importlib import import_module
 
-from benchmarks.common import QUICK
+from benchmarks.common import QUICK, RESUME
+from lowtide.run.record.native import compiled
 
 NAMES = (
     "estimate_published",
@@ -34,13 +35,14 @@ NAMES = (
 def main(names: list[str]) -> int:
     """Run each; returns the exit code: the first that is not zero."""
     if {"-h", "--help"} & set(names):
-        print(f"python -m benchmarks [--quick] [NAME ...]: runs all, or those of {', '.join(NAMES)}")
+        print(f"python -m benchmarks [--quick] [--resume] [NAME ...]: all, or those of {', '.join(NAMES)}")
         return 0
-    names = [name for name in names if name != QUICK]  # the benchmarks read it themselves
+    names = [name for name in names if name not in (QUICK, RESUME)]  # the benchmarks read them themselves
     unknown = [name for name in names if name not in NAMES]
     if unknown:
         print(f"there is no benchmark {unknown[0]!r}: choose of {', '.join(NAMES)}", file=sys.stderr)
         return 2
+    compiled(wait=True)  # else the first minute is measured without it
     codes = [import_module(f"benchmarks.{name}").main() for name in names or NAMES]
     return next((code for code in codes if code), 0)
 

@@ -1,7 +1,7 @@
 """Predicted against measured: peak bytes and extra seconds of planned steps, on six models at four budgets
 each.
 
-python -m benchmarks accuracy [--quick]
+python -m benchmarks accuracy [--quick] [--resume]
 
 Two predictions are scored, each against what the paired rounds measure: the *forecast*, read before any step
 runs under the plan, and the *calibrated* times, read when the rounds are over. The forecast is what chose the
@@ -25,10 +25,12 @@ from benchmarks.common import (
     UNSETTLED,
     Case,
     keep_pages,
+    kept_rows,
     median_difference,
     paired,
     quick,
     rounds_within,
+    run_key,
     save,
     step_of,
     total_peak,
@@ -80,6 +82,7 @@ def rows_of(case: Case, seconds_for_a_row: float = 40.0) -> list[dict[str, Any]]
         rows.append(
             {
                 "model": case.name,
+                "run": run_key(),
                 "budget": label,
                 "budget_bytes": plan.budget_bytes,
                 "plain_peak_bytes": peak,
@@ -125,8 +128,11 @@ def main() -> None:
     os.environ["LOWTIDE_CACHE"] = "off"  # each plan is searched for
     warnings.simplefilter("ignore")
     pages = keep_pages()
-    rows: list[dict[str, Any]] = []
+    rows = kept_rows("accuracy")
+    known = {row["model"] for row in rows}
     for case in six():
+        if case.name in known:
+            continue
         rows += rows_of(case, 8.0 if quick() else 40.0)
         names = ("within_budget", "peak_holds", "forecast_holds", "forecast_plain_holds", "calibrated_holds")
         held = {name: sum(row[name] for row in rows) for name in names}

@@ -10,8 +10,10 @@ some of the others in an order drawn anew, and a row is scored by the median of 
 compiled step of the same round.
 
 A row is written when its peak is known, and after each round. What stands in the result file is not run
-again, so a run that was stopped goes on where it was; a row that failed is tried again. Scores, tables and
-pictures: `benchmarks.curve_report`.
+again, so a run that was stopped goes on where it was; a row that failed is tried again. Each row says which
+code made it (`made_by`): rows of other code of lowtide, or of another PyTorch, are measured anew. ``--quick``
+runs one round of four engines on a tiny model of each kind, into a file of its own, to see that all of it
+works. Scores, tables and pictures: `benchmarks.curve_report`.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ import torch
 import lowtide
 from benchmarks.cases import of_the_curve
 from benchmarks.common import RESULTS, Case, keep_pages, machine, quick
-from benchmarks.curve_engines import PLAIN, RIVALS, Engine, Variant, variant
+from benchmarks.curve_engines import PLAIN, QUICK, RIVALS, Engine, Variant, made_by, variant
 from benchmarks.curve_report import front, scores, write_report
 
 NAME = "budget_curve"
@@ -42,10 +44,14 @@ TOGETHER = 6
 
 
 class Rows:
-    """The result file: rows by model and engine, written whenever one changes."""
+    """The result file: rows by model and engine, written whenever one changes.
 
-    def __init__(self) -> None:
-        self.path = RESULTS / f"{NAME}.json"
+    Args:
+        name: of the file.
+    """
+
+    def __init__(self, name: str = NAME) -> None:
+        self.path = RESULTS / f"{name}.json"
         before = json.loads(self.path.read_text())["rows"] if self.path.exists() else []
         self._rows: dict[tuple[str, str], dict[str, Any]] = {(r["model"], r["engine"]): r for r in before}
 
@@ -57,9 +63,15 @@ class Rows:
         """A row, an empty one at first."""
         return self._rows.get((model, engine.key), {})
 
+    def forget_old(self, model: str, engine: Engine) -> None:
+        """Leave out a row that other code has made."""
+        if self.row(model, engine).get("made_by") != made_by(engine):
+            self._rows.pop((model, engine.key), None)
+
     def put(self, model: str, engine: Engine, **values: Any) -> None:
         """Change a row and write the file."""
         named = {"model": model, "engine": engine.key, "name": engine.name, "compiled": engine.compiled}
+        named["made_by"] = made_by(engine)
         self._rows[model, engine.key] = {
             **named,
             "setting": engine.setting,
@@ -159,15 +171,21 @@ def time_in_turn(case: Case, variants: Sequence[Variant], rows: Rows, rounds: in
                 )
 
 
-def run(case: Case, rows: Rows, rounds: int, only: str) -> None:
-    """All that is missing of a model: first the rivals, then lowtide at budgets that these suggest."""
+def run(case: Case, rows: Rows, rounds: int, only: str, engines: Sequence[Engine] = ()) -> None:
+    """All that is missing of a model: first the rivals, then lowtide at budgets that these suggest; or these
+    engines.
+    """
     torch._dynamo.config.recompile_limit = 1000  # all variants share one forward function
     torch._dynamo.config.accumulated_recompile_limit = 1000
     shared = (case.build(), case.batch())
-    for ask in (lambda: list(RIVALS), lambda: ours(rows.of(case.name))):
+    asked = (lambda: list(RIVALS), lambda: ours(rows.of(case.name)))
+    for ask in (lambda: list(engines),) if engines else asked:
+        wanted = ask()
+        for engine in wanted:
+            rows.forget_old(case.name, engine)
         missing = [
             engine
-            for engine in ask()
+            for engine in wanted
             if only in engine.key
             and (
                 "peak_bytes" not in (row := rows.row(case.name, engine))
@@ -195,11 +213,13 @@ def main(models: Sequence[str] = (), rounds: int | None = None, only: str = "") 
     os.environ["LOWTIDE_CACHE"] = "off"  # each plan is searched for
     warnings.simplefilter("ignore")
     keep_pages()
-    rows = Rows()
-    for case in of_the_curve()[: 2 if quick() else None]:
+    rows = Rows(f"{NAME}_quick" if quick() else NAME)
+    for case in of_the_curve(quick()):
         if not models or case.name in models:
-            run(case, rows, (5 if quick() else ROUNDS) if rounds is None else rounds, only)
-    write_report()
+            most = (1 if quick() else ROUNDS) if rounds is None else rounds
+            run(case, rows, most, only, QUICK if quick() else ())
+    if not quick():
+        write_report()
 
 
 if __name__ == "__main__":

@@ -91,20 +91,20 @@ def llama(layers: int, width: int, *, batch: int = 2, sequence: int = 512, dropo
     return language(f"llama {layers}x{width}", batch, sequence, dropout=dropout, **shape)
 
 
-def resnet() -> Case:
+def resnet(blocks: int = 8, width: int = 192) -> Case:
     """Bottleneck blocks with batch norm."""
 
     def build() -> torch.nn.Module:
         torch.manual_seed(0)
-        blocks = [Bottleneck(48, 192) for _ in range(8)]
-        head = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(192, 10)]
-        return WithLoss(torch.nn.Sequential(torch.nn.Conv2d(3, 192, 3, padding=1), *blocks, *head)).train()
+        body = [Bottleneck(width // 4, width) for _ in range(blocks)]
+        head = [torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten(), torch.nn.Linear(width, 10)]
+        return WithLoss(torch.nn.Sequential(torch.nn.Conv2d(3, width, 3, padding=1), *body, *head)).train()
 
     def data() -> dict[str, Any]:
         torch.manual_seed(1)
         return {"x": torch.randn(4, 3, 40, 40), "labels": torch.randint(10, (4,))}
 
-    return Case("resnet 8 blocks", build, data)
+    return Case(f"resnet {blocks} blocks", build, data)
 
 
 def _hugging_face(name: str, model: str, config: str, values: dict[str, Any], batch: Any) -> Case:
@@ -117,7 +117,7 @@ def _hugging_face(name: str, model: str, config: str, values: dict[str, Any], ba
     return Case(name, build, batch)
 
 
-def bert(dropout: float = 0.1, size: int = 2) -> Case:
+def bert(dropout: float = 0.1, size: int = 2, layers: int = 4, width: int = 384) -> Case:
     """An encoder, with dropout."""
 
     def batch() -> dict[str, Any]:
@@ -127,17 +127,17 @@ def bert(dropout: float = 0.1, size: int = 2) -> Case:
 
     values = dict(
         vocab_size=1000,
-        hidden_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        intermediate_size=1536,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-    return _hugging_face("bert 4x384", "BertForMaskedLM", "BertConfig", values, batch)
+    return _hugging_face(f"bert {layers}x{width}", "BertForMaskedLM", "BertConfig", values, batch)
 
 
-def t5(dropout: float = 0.1, size: int = 2) -> Case:
+def t5(dropout: float = 0.1, size: int = 2, layers: int = 3, width: int = 320) -> Case:
     """An encoder and a decoder, with dropout."""
 
     def batch() -> dict[str, Any]:
@@ -147,18 +147,20 @@ def t5(dropout: float = 0.1, size: int = 2) -> Case:
 
     values = dict(
         vocab_size=1000,
-        d_model=320,
+        d_model=width,
         d_kv=64,
-        d_ff=1280,
-        num_layers=3,
-        num_heads=5,
+        d_ff=4 * width,
+        num_layers=layers,
+        num_heads=width // 64,
         decoder_start_token_id=0,
         dropout_rate=dropout,
     )
-    return _hugging_face("t5 3+3x320", "T5ForConditionalGeneration", "T5Config", values, batch)
+    return _hugging_face(
+        f"t5 {layers}+{layers}x{width}", "T5ForConditionalGeneration", "T5Config", values, batch
+    )
 
 
-def vit(dropout: float = 0.0, size: int = 3) -> Case:
+def vit(dropout: float = 0.0, size: int = 3, layers: int = 4, width: int = 384) -> Case:
     """A vision transformer."""
 
     def batch() -> dict[str, Any]:
@@ -166,20 +168,20 @@ def vit(dropout: float = 0.0, size: int = 3) -> Case:
         return {"pixel_values": torch.randn(size, 3, 96, 96), "labels": torch.randint(10, (size,))}
 
     values = dict(
-        hidden_size=384,
-        num_hidden_layers=4,
-        num_attention_heads=6,
-        intermediate_size=1536,
+        hidden_size=width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        intermediate_size=4 * width,
         image_size=96,
         patch_size=8,
         num_labels=10,
         hidden_dropout_prob=dropout,
         attention_probs_dropout_prob=dropout,
     )
-    return _hugging_face("vit 4x384", "ViTForImageClassification", "ViTConfig", values, batch)
+    return _hugging_face(f"vit {layers}x{width}", "ViTForImageClassification", "ViTConfig", values, batch)
 
 
-def mixture(dropout: float = 0.0, size: int = 4) -> Case:
+def mixture(dropout: float = 0.0, size: int = 4, layers: int = 4, width: int = 256) -> Case:
     """A mixture of experts, two of four for each token."""
 
     def batch() -> dict[str, Any]:
@@ -189,40 +191,42 @@ def mixture(dropout: float = 0.0, size: int = 4) -> Case:
 
     values = dict(
         vocab_size=1000,
-        hidden_size=256,
-        intermediate_size=512,
-        num_hidden_layers=4,
-        num_attention_heads=4,
-        num_key_value_heads=2,
+        hidden_size=width,
+        intermediate_size=2 * width,
+        num_hidden_layers=layers,
+        num_attention_heads=width // 64,
+        num_key_value_heads=width // 128,
         num_local_experts=4,
         num_experts_per_tok=2,
         max_position_embeddings=256,
         attention_dropout=dropout,
         output_router_logits=True,
     )
-    return _hugging_face("mixture 4x256", "MixtralForCausalLM", "MixtralConfig", values, batch)
+    return _hugging_face(f"mixture {layers}x{width}", "MixtralForCausalLM", "MixtralConfig", values, batch)
 
 
-def of_the_curve() -> list[Case]:
-    """The models of `budget_curve`: each without dropout, and with it where the model has any."""
-    plain = [
-        gpt(8, 512, batch=4, sequence=256),
-        llama(8, 512, batch=4, sequence=256),
-        bert(0.0, size=6),
-        vit(size=8),
-        resnet(),
-        t5(0.0, size=6),
-        mixture(),
-    ]
-    dropout = [
-        gpt(8, 512, batch=4, sequence=256, dropout=0.1),
-        llama(8, 512, batch=4, sequence=256, dropout=0.1),
-        bert(size=6),
-        vit(0.1, size=8),
-        t5(size=6),
-        mixture(0.1),
-    ]
-    return plain + [replace(case, name=f"{case.name}, dropout") for case in dropout]
+def of_the_curve(tiny: bool = False) -> list[Case]:
+    """The models of `budget_curve`: each without dropout, and with it where the model has any.
+
+    Args:
+        tiny: two layers of each, on which everything runs in seconds.
+    """
+    text: dict[str, Any] = dict(batch=2, sequence=64) if tiny else dict(batch=4, sequence=256)
+    deep = (2, 128) if tiny else (8, 512)
+    small: dict[str, Any] = dict(size=1, layers=2, width=128) if tiny else {}
+
+    def made(dropout: float) -> list[Case]:
+        return [
+            gpt(*deep, **text, dropout=dropout),
+            llama(*deep, **text, dropout=dropout),
+            bert(dropout, **{"size": 6, **small}),
+            vit(dropout, **{"size": 8, **small}),
+            t5(dropout, **{"size": 6, **small}),
+            mixture(dropout, **small),
+        ]
+
+    plain = [*made(0.0), resnet(2, 32) if tiny else resnet()]
+    return plain + [replace(case, name=f"{case.name}, dropout") for case in made(0.1)]
 
 
 def six() -> list[Case]:

@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import ctypes
 import gc
+import hashlib
 import json
 import os
 import platform
@@ -17,15 +18,20 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import date
+from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
+import lowtide
 from lowtide import __version__, meter
 
 QUICK = "--quick"
 """An argument of ``python -m benchmarks``: fewer rounds, for benchmarks that take minutes then."""
+
+RESUME = "--resume"
+"""Another: go on with a run that was stopped, where neither lowtide nor the machine has changed since."""
 
 RESULTS = Path(__file__).parent / "results"
 
@@ -82,6 +88,28 @@ def machine() -> dict[str, Any]:
     if torch.cuda.is_available():
         found["gpu"] = torch.cuda.get_device_name()
     return found
+
+
+@cache
+def run_key() -> str:
+    """A digest of what a row comes from: the package, the benchmarks' models and clocks, and the machine."""
+    package = Path(lowtide.__file__).parent
+    files = sorted(path for ending in ("*.py", "*.cpp") for path in package.rglob(ending))
+    here = [Path(__file__).with_name(name) for name in ("cases.py", "common.py")]
+    found = hashlib.sha256(json.dumps({**machine(), "date": ""}).encode())
+    for path in (*files, *here):
+        found.update(path.read_bytes())
+    return found.hexdigest()[:16]
+
+
+def kept_rows(name: str) -> list[dict[str, Any]]:
+    """The rows that a stopped run of a benchmark wrote, where ``--resume`` asks to go on with it; each says
+    as ``run`` its `run_key`, and rows of another one are none.
+    """
+    path = RESULTS / f"{name}.json"
+    if RESUME not in sys.argv or not path.exists():
+        return []
+    return [row for row in json.loads(path.read_text())["rows"] if row.get("run") == run_key()]
 
 
 def step_of(model: torch.nn.Module, batch: dict[str, Any]) -> Callable[[], None]:

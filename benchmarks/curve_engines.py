@@ -9,11 +9,13 @@ otherwise.
 from __future__ import annotations
 
 import copy
+import hashlib
 import time
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass, field
-from functools import partial
+from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -65,6 +67,22 @@ RIVALS = (
     *(Engine("knob", True, setting) for setting in KNOB),
 )
 PLAIN = RIVALS[0]
+QUICK = (PLAIN, Engine("checkpoint", True), Engine("lowtide", False, "min"), Engine("lowtide", True, "min"))
+"""One of each kind, for a look whether everything runs."""
+
+_ROOMS = {True: ("compiled", "plan", "private"), False: ("run", "plan", "trace", "private")}
+"""Where the code stands that decides a compiled or an eager point of lowtide's."""
+
+
+@cache
+def made_by(engine: Engine) -> str:
+    """What a point follows from: PyTorch's version, and for lowtide's own a digest of its code."""
+    if engine.name != "lowtide":
+        return f"torch {torch.__version__}"
+    package = Path(lowtide.__file__).parent
+    files = sorted(file for room in _ROOMS[engine.compiled] for file in (package / room).rglob("*.py"))
+    digest = hashlib.sha256(b"".join(file.read_bytes() for file in files)).hexdigest()[:12]
+    return f"torch {torch.__version__}, lowtide {digest}"
 
 
 @dataclass

@@ -1,4 +1,5 @@
-"""What `budget_curve` found: scores, the tables of benchmarks/results/budget_curve.md, and the picture.
+"""What `budget_curve` found: scores, the tables of benchmarks/results/budget_curve.md, and the picture and
+short table of docs/compiled.md.
 
 Four scores, of lowtide's compiled points against the rivals' (plain, checkpointed, selective, the knob; eager
 and compiled):
@@ -17,14 +18,16 @@ from __future__ import annotations
 import json
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 from benchmarks.common import RESULTS
 
-PICTURE = RESULTS.parent.parent / "docs" / "budget_curve.png"
+DOCS = RESULTS.parent.parent / "docs"
+PICTURE, PAGE = DOCS / "budget_curve.png", DOCS / "compiled.md"
+BEGIN, END = "<!-- curve -->\n", "<!-- end of curve -->"
 PEAK_NOISE, TIME_NOISE, LEAST_EXTRA = 0.005, 0.03, 0.005
 Row = dict[str, Any]
 
@@ -45,9 +48,9 @@ def front(rows: Iterable[Row]) -> list[Row]:
 
 
 def scores(rows: Sequence[Row]) -> dict[str, Any]:
-    """The four scores, for each model and over all."""
+    """The four scores, for each model with compiled points of lowtide's and over all."""
     timed = [row for row in rows if row.get("seconds") and not row.get("error")]
-    models = {row["model"]: None for row in timed}
+    models = {row["model"]: None for row in timed if row["name"] == "lowtide" and row["compiled"]}
     by_model = {model: _scores_of([row for row in timed if row["model"] == model]) for model in models}
     ratios = [ratio for found in by_model.values() for ratio in found["ratios"]]
     return {
@@ -145,8 +148,12 @@ def tables(found: dict[str, Any]) -> str:
             ", ".join(score["unmatched"]),
         ]
         lines.append("| " + " | ".join(cells) + " |")
+    models = list({row["model"]: None for row in found["rows"]})
+    without = [model for model in models if model not in total["models"]]
+    if without:
+        lines += ["", f"Without compiled points of lowtide: {'; '.join(without)}."]
     lines += ["", "![Peak against extra time, a panel a model](../../docs/budget_curve.png)"]
-    for model in total["models"]:
+    for model in models:
         head = [
             "engine",
             "MB above parameters",
@@ -181,6 +188,26 @@ def tables(found: dict[str, Any]) -> str:
                     "" if said is None else f"{100 * said / plain:+.1f} %",
                 ]
                 lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines) + "\n"
+
+
+def short_table(rows: Sequence[Row]) -> str:
+    """A line a model: the points of each kind that no other of the kind beats, by peak."""
+    kinds: dict[str, Callable[[Row], bool]] = {
+        "rivals, compiled": lambda row: row["name"] != "lowtide" and row["compiled"],
+        "rivals, eager": lambda row: row["name"] != "lowtide" and not row["compiled"],
+        "lowtide, eager": lambda row: row["name"] == "lowtide" and not row["compiled"],
+        "lowtide, compiled": lambda row: row["name"] == "lowtide" and row["compiled"],
+    }
+    timed = [row for row in rows if row.get("seconds") and not row.get("error")]
+    lines = ["| " + " | ".join(["model", *kinds]) + " |", "|---" * (1 + len(kinds)) + "|"]
+    for model in {row["model"]: None for row in timed}:
+        fronts = [front(row for row in timed if row["model"] == model and of(row)) for of in kinds.values()]
+        cells = [
+            ", ".join(f"{_mb(row['above_parameters_bytes'])} MB {100 * extra(row):+.1f} %" for row in points)
+            for points in fronts
+        ]
+        lines.append("| " + " | ".join([model, *(cell or "not measured" for cell in cells)]) + " |")
     return "\n".join(lines) + "\n"
 
 
@@ -239,4 +266,7 @@ def write_report() -> None:
     if any(row.get("seconds") for row in found["rows"]):
         (RESULTS / "budget_curve.md").write_text(tables(found))
         draw(found["rows"], PICTURE)
-        print("wrote benchmarks/results/budget_curve.json and .md, docs/budget_curve.png")
+        text = PAGE.read_text()
+        before, rest = text.split(BEGIN)
+        PAGE.write_text(before + BEGIN + short_table(found["rows"]) + END + rest.split(END)[1])
+        print("wrote benchmarks/results/budget_curve.json and .md, docs/budget_curve.png, docs/compiled.md")

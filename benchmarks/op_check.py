@@ -39,7 +39,7 @@ ABOUT: dict[Variant, str] = {
     "negative": "inputs with the negative bit set",
 }
 SECONDS_PER_SAMPLE = 60
-PLAIN_RUNS = 30
+PLAIN_RUNS = 200
 FROM_PYTHON = ("aten.lift_fresh.default",)  # constants that no operation writes
 
 

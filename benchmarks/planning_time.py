@@ -1,6 +1,6 @@
 """How long planning takes, and how far the plan is from the best possible.
 
-python -m benchmarks planning_time [--quick]
+python -m benchmarks planning_time [--quick] [--resume]
 
 A model's first step under a limit is a real one that is looked at, and planned for at its end: it is stated
 beside a plain step. Then each budget is planned for from that step's graph (``solve``), with other bytes
@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any
 
 from benchmarks.cases import gpt
-from benchmarks.common import Case, quick, save, step_of
+from benchmarks.common import Case, kept_rows, quick, run_key, save, step_of
 from lowtide import BudgetError, limit_memory
 from lowtide.plan import make, plain
 from lowtide.plan.cache import Cache
@@ -88,6 +88,7 @@ def rows_of(case: Case, layers: int, runs: int) -> list[dict[str, Any]]:
         rows.append(
             {
                 "model": case.name,
+                "run": run_key(),
                 "budget": label,
                 **whole,
                 "solve_seconds": solve,
@@ -139,11 +140,17 @@ def main() -> None:
     warnings.simplefilter("ignore")
     os.environ["LOWTIDE_CACHE"] = "off"
     once, runs = first_of_the_process(), 1 if quick() else 3
-    rows = rows_of(gpt(12, 768, batch=1, sequence=1024, dropout=0.1, fused=False), 12, runs)
-    rows += rows_of(gpt(12, 768, batch=1, sequence=1024), 12, runs)
-    if not quick():
-        rows += rows_of(gpt(24, 1024, batch=1, sequence=1024), 24, runs)
-    save("planning_time", rows, first_of_process_seconds=once)
+    rows = kept_rows("planning_time")
+    cases = [
+        (gpt(12, 768, batch=1, sequence=1024, dropout=0.1, fused=False), 12, "unfused, dropout"),
+        (gpt(12, 768, batch=1, sequence=1024), 12, ""),
+        (gpt(24, 1024, batch=1, sequence=1024), 24, ""),
+    ]
+    for case, layers, what in cases[: 2 if quick() else 3]:
+        named = replace(case, name=f"{case.name}, {what}" if what else case.name)
+        if not any(row["model"] == named.name for row in rows):
+            rows += rows_of(named, layers, runs)
+            save("planning_time", rows, first_of_process_seconds=once)
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 """A thousand steps of random lengths under one budget: how many plannings they cost, whether each keeps the
 budget, and how much longer they take than the same steps with plans at hand.
 
-python -m benchmarks random_lengths [--quick]
+python -m benchmarks random_lengths [--quick] [--resume]
 
 A first model runs all steps and its peaks are measured, those of its first steps included. Then a second one
 that has planned nothing runs them, in turn with the first, which has its plans by now: the sum of the
@@ -21,7 +21,7 @@ from typing import Any
 
 import torch
 
-from benchmarks.common import quick, save, total_peak
+from benchmarks.common import kept_rows, quick, run_key, save, total_peak
 from lowtide import Handle, limit_memory
 
 SHORTEST, LONGEST, ROWS = 16, 512, 4
@@ -100,6 +100,7 @@ def row_of(share: float, steps: int, seed: int = 0) -> dict[str, Any]:
     cost = sum(more for _, more in extra)
     row = {
         "budget_share": share,
+        "run": run_key(),
         "budget_bytes": budget,
         "steps": steps,
         "distinct_lengths": len(set(lengths)),
@@ -131,7 +132,12 @@ def main() -> None:
     os.environ["LOWTIDE_CACHE"] = "off"
     warnings.simplefilter("ignore")
     steps = QUICK_STEPS if quick() else STEPS
-    save("random_lengths", [row_of(share, steps) for share in SHARES])
+    rows = kept_rows("random_lengths")
+    known = {row["budget_share"] for row in rows}
+    for share in SHARES:
+        if share not in known:
+            rows.append(row_of(share, steps))
+            save("random_lengths", rows)
 
 
 if __name__ == "__main__":

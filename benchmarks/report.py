@@ -110,10 +110,10 @@ def planning(found: dict[str, Any]) -> str:
         [
             row["model"],
             row["budget"],
-            f"{row['plain_step_seconds']:.1f}",
-            f"{row['first_step_seconds']:.1f}",
+            f"{row['plain_step_seconds']:.1f}" if "plain_step_seconds" in row else "not run",
+            f"{row['first_step_seconds']:.1f}" if "first_step_seconds" in row else "not run",
             f"{row['solve_seconds']:.2f}",
-            f"{row['carried_seconds']:.2f}" if row["carried_seconds"] is not None else "searched",
+            f"{row['carried_seconds']:.2f}" if row.get("carried_seconds") is not None else "searched",
             f"{100 * row['gap']:.2f} %",
             percent(row["extra"]),
             "yes" if row["holds"] else "**no**",

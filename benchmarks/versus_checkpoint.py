@@ -1,7 +1,7 @@
 """Against `torch.utils.checkpoint` on every block: extra time at the rival's own peak, and with nothing to
 give up.
 
-python -m benchmarks versus_checkpoint [--quick]
+python -m benchmarks versus_checkpoint [--quick] [--resume]
 
 Two plans stand at the rival's peak: ``optimal``, which recomputes, as the rival does, and ``mixed``, which
 has the disk beside it. The C library is told to keep its pages (`benchmarks.common.keep_pages`), as they stay
@@ -26,10 +26,12 @@ from benchmarks.common import (
     UNSETTLED,
     Case,
     keep_pages,
+    kept_rows,
     median_difference,
     paired,
     quick,
     rounds_within,
+    run_key,
     save,
     step_of,
     total_peak,
@@ -84,6 +86,7 @@ def row_of(case: Case, seconds_for_it: float = 90.0) -> dict[str, Any]:
     assert plan is not None and disk_plan is not None
     row = {
         "model": case.name,
+        "run": run_key(),
         "plain_peak_bytes": plain_peak,
         "rival_peak_bytes": rival_peak,
         "planned_peak_bytes": peaks[0],
@@ -137,9 +140,12 @@ def main(shapes: tuple[tuple[int, int], ...] = SHAPES, families: tuple[str, ...]
     pages = keep_pages()
     before = RESULTS / "versus_checkpoint.json"
     rows = {row["model"]: row for row in json.loads(before.read_text())["rows"]} if before.exists() else {}
+    known = {row["model"] for row in kept_rows("versus_checkpoint")}
     for layers, width in shapes[:2] if quick() else shapes:
         for family in families:
             case = {"gpt": gpt, "llama": llama}[family](layers, width)
+            if case.name in known:
+                continue
             seconds = (30.0, 15.0) if quick() else (90.0, 45.0)
             rows[case.name] = {
                 **row_of(case, seconds[0]),

@@ -18,6 +18,7 @@ from lowtide.errors import BudgetError, LowtideError, PlanError, ReplayError, Tr
 if TYPE_CHECKING:
     from lowtide.compiled.api import compile, compile_options
     from lowtide.graph import StepGraph
+    from lowtide.limits import limit_memory
     from lowtide.meter import Measurement, measure
     from lowtide.plan import make as plan
     from lowtide.plan import policies
@@ -25,7 +26,7 @@ if TYPE_CHECKING:
     from lowtide.plan.layout import layout
     from lowtide.plan.moves.supply import measure_links
     from lowtide.run.apply import apply
-    from lowtide.run.limit.limit import Handle, handle_of, limit_memory
+    from lowtide.run.limit.handle import Handle, handle_of
     from lowtide.run.limit.messages import LowtideWarning
     from lowtide.run.look.step import trace
     from lowtide.run.scope.scope import checkpoint, checkpointing
@@ -39,7 +40,7 @@ _HOMES = {
     "Offload": "lowtide.plan.data",
     "Shard": "lowtide.plan.data",
     "Stores": "lowtide.store.stores",
-    "Handle": "lowtide.run.limit.limit",
+    "Handle": "lowtide.run.limit.handle",
     "Keep": "lowtide.plan.data",
     "LowtideWarning": "lowtide.run.limit.messages",
     "Measurement": "lowtide.meter",
@@ -49,11 +50,11 @@ _HOMES = {
     "apply": "lowtide.run.apply",
     "compile": "lowtide.compiled.api",
     "compile_options": "lowtide.compiled.api",
-    "handle_of": "lowtide.run.limit.limit",
+    "handle_of": "lowtide.run.limit.handle",
     "checkpoint": "lowtide.run.scope.scope",
     "checkpointing": "lowtide.run.scope.scope",
     "layout": "lowtide.plan.layout",
-    "limit_memory": "lowtide.run.limit.limit",
+    "limit_memory": "lowtide.limits",
     "measure": "lowtide.meter",
     "measure_links": "lowtide.plan.moves.supply",
     "policies": "lowtide.plan.policies",

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import sys
 import traceback
 import warnings
@@ -24,6 +25,8 @@ from lowtide.estimate.suggest_command import suggest_command
 from lowtide.flags import (
     Batch,
     Budget,
+    Compile,
+    CompileBackend,
     Device,
     Dropout,
     DtypeOption,
@@ -122,6 +125,8 @@ def train(
     dropout: Dropout = None,
     unfused_attention: Unfused = False,
     loss_chunks: LossChunks = None,
+    compile: Compile = False,
+    compile_backend: CompileBackend = None,
     checkpoint_dir: Annotated[
         Path | None, typer.Option(help="Folder for checkpoints; the last step is always saved there.")
     ] = None,
@@ -233,6 +238,8 @@ def train(
         dropout=dropout,
         unfused_attention=unfused_attention,
         loss_chunks=loss_chunks,
+        compile=compile,
+        compile_backend=compile_backend,
         checkpoint_dir=checkpoint_dir,
         checkpoint_every=checkpoint_every,
         resume=resume,
@@ -286,10 +293,13 @@ def plan(
     dropout: Dropout = None,
     unfused_attention: Unfused = False,
     loss_chunks: LossChunks = None,
+    compile: Compile = False,
+    compile_backend: CompileBackend = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Save the plan to this file.")] = None,
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
     """Plan one training step of a model without running it, and explain the plan."""
+    from lowtide.plan.data.plan import render
     from lowtide.train.planning import PlanOptions, make_plan
 
     options = PlanOptions(
@@ -304,6 +314,8 @@ def plan(
         dropout=dropout,
         unfused_attention=unfused_attention,
         loss_chunks=loss_chunks,
+        compile=compile,
+        compile_backend=compile_backend,
         json=json_file,
     )
     with muted() if quiet else nullcontext():
@@ -311,7 +323,9 @@ def plan(
     if json_file is not None:
         _write_text(json_file, made.to_json())
     if not quiet:
-        typer.echo(str(made))
+        # of a terminal, or as COLUMNS says; a file takes lines of any length
+        width = shutil.get_terminal_size((0, 0)).columns or None
+        typer.echo(render(made, width))
 
 
 @app.command()

@@ -104,7 +104,7 @@ def _private() -> list[Finding]:
     """The private interfaces of PyTorch that lowtide rests on."""
     try:
         import lowtide.run  # noqa: F401
-        from lowtide.run.limit.limit import limit_memory  # noqa: F401
+        from lowtide.limits import limit_memory  # noqa: F401
     except (ImportError, AttributeError) as error:
         means = "an interface of this PyTorch has moved: no step can be limited"
         fix = "pip install 'torch==2.13.0', which lowtide is tested with"

@@ -51,6 +51,15 @@ Unfused = Annotated[
 LossChunks = Annotated[
     int | None, typer.Option(help="Built-in models: pieces in which tokens go through the output head.")
 ]
+Compile = Annotated[
+    bool,
+    typer.Option(
+        "--compile/--no-compile", help="Compile the step within the budget (torch.compile, one whole graph)."
+    ),
+]
+CompileBackend = Annotated[
+    str | None, typer.Option(help="Of --compile: inductor or aot_eager. [default: inductor]")
+]
 
 
 def budget_asked(budget: str | None, policy: str | None) -> str | None:

@@ -135,7 +135,7 @@ class Saved:
         module: qualified name of the module that saved it.
         shape: the tensor's shape.
         dtype: its dtype, for example ``float32``.
-        forced: whether a checkpointing scope around it asks for it to be given up.
+        forced: whether a checkpointing scope around it asks for it to be evicted.
     """
 
     id: int
@@ -158,7 +158,7 @@ class StepGraph:
             (parameters, buffers, existing gradients, optimizer state), however they are referenced.
         plain_seconds: time of the plain step: the sum over operations, or measured where that was possible.
         overhead_seconds: extra seconds that the executor needs for recording each forward operation when
-            anything is given up.
+            anything is evicted.
         replay_overhead_seconds: extra seconds to dispatch one replayed operation.
         device: the device that the budget is about, for example ``cpu`` or ``cuda``.
         source: how the graph was made: ``fake`` or ``real`` tensors.
@@ -191,7 +191,7 @@ class StepGraph:
         return (
             f"StepGraph({len(self.operations):,} operations, {forward:,} of them forward; "
             f"{len(self.storages):,} storages; {len(self.saved):,} saved tensors, {kept:,} bytes that a plan "
-            f"may give up; {self.device}, traced on {self.source} tensors)"
+            f"may evict; {self.device}, traced on {self.source} tensors)"
         )
 
     def structure(self) -> list[Any]:

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 
 from lowtide import private
+from lowtide.ops import returns_views
 
 _KEY = "Fake"
 _STATE = "lowtide.interception"
@@ -158,11 +159,6 @@ def alone() -> Iterator[None]:
         thread.active = before
         thread.choose()
         _include(_KEY, included)
-
-
-def seen() -> bool:
-    """Whether operations that this thread runs now are seen by an interceptor."""
-    return _included(_KEY)
 
 
 def watchers() -> list[Any]:
@@ -341,16 +337,9 @@ def is_made_of_others(name: str) -> bool:
 
 
 def _views() -> set[str]:
-    """The overloads whose results are views of their arguments, by their schemas."""
-    found: set[str] = set()
-    for schema in private.all_schemas():
-        returns = [one for one in schema.returns if "Tensor" in str(one.type)]
-        writes = any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
-        if (
-            returns
-            and not writes
-            and all(one.alias_info is not None and not one.alias_info.is_write for one in returns)
-        ):
-            found.add(schema.name + (f".{schema.overload_name}" if schema.overload_name else ""))
-    found.add("aten::_unsafe_view")
-    return found
+    """The overloads whose results are views of their arguments."""
+    return {
+        schema.name + (f".{schema.overload_name}" if schema.overload_name else "")
+        for schema in private.all_schemas()
+        if returns_views(schema)
+    }

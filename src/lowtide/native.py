@@ -1,6 +1,6 @@
 """Compile the C++ files of this package into the per-user cache, each once per source and machine; who asks
-has a slower way to do the same. What takes long is compiled by a process of its own: ``python -m
-lowtide.native FILE``.
+has a slower way to do the same. What takes long is compiled by a process of its own, which runs this file and
+stands still while something is timed.
 """
 
 from __future__ import annotations
@@ -9,22 +9,28 @@ import ctypes
 import hashlib
 import importlib.machinery
 import importlib.util
+import json
 import os
 import platform
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
+import threading
 import time
-from contextlib import suppress
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 _SECONDS = 600
+_PAUSE, _RESUME = b"+", b"-"
 
 
 class BuildError(Exception):
@@ -101,8 +107,16 @@ def compiler() -> list[str]:
     raise BuildError("no C++ compiler found (tried CXX, c++, g++, clang++); install one")
 
 
-def built(recipe: Recipe) -> Path:
+def _run(line: list[str]) -> None:
+    subprocess.run(line, capture_output=True, text=True, timeout=_SECONDS, check=True)
+
+
+def built(recipe: Recipe, run: Callable[[list[str]], None] = _run) -> Path:
     """The compiled file, compiled now where the cache has none.
+
+    Args:
+        recipe: it.
+        run: runs the compiler's command.
 
     Raises:
         BuildError: it cannot be compiled.
@@ -115,7 +129,7 @@ def built(recipe: Recipe) -> Path:
         os.close(handle)
         try:
             line = [*compiler(), *recipe.flags, str(recipe.source), "-o", name, *recipe.libraries]
-            subprocess.run(line, capture_output=True, text=True, timeout=_SECONDS, check=True)
+            run(line)
             os.replace(name, target)  # atomic: whoever comes second replaces it by its equal
         finally:
             Path(name).unlink(missing_ok=True)
@@ -177,7 +191,7 @@ def extension(source: Path, name: str, *, wait: bool = False) -> ModuleType | No
     try:
         recipe = with_torch(source, python=True)
         if not wait and not recipe.target.exists():
-            _compile_beside(source)
+            _beside().start(recipe)
             return None
         loader = importlib.machinery.ExtensionFileLoader(name, str(built(recipe)))
         spec = importlib.util.spec_from_loader(name, loader)
@@ -189,22 +203,63 @@ def extension(source: Path, name: str, *, wait: bool = False) -> ModuleType | No
         return None
 
 
+@dataclass
+class _Beside:
+    """Processes that compile beside this one, and how many who time something want them to stand still.
+
+    They are told through a pipe: when this process is gone, however it ended, they go on.
+    """
+
+    started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
+    waiting: int = 0
+
+    def start(self, recipe: Recipe) -> None:
+        """Start a process that compiles, unless this one has."""
+        if recipe.source in self.started:
+            return
+        told = json.dumps({**asdict(recipe), "source": str(recipe.source)})
+        with suppress(OSError):
+            self.started[recipe.source] = subprocess.Popen(
+                [sys.executable, "-I", __file__, told],
+                bufsize=0,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                start_new_session=True,
+            )
+            self.tell(_PAUSE * self.waiting)
+
+    def tell(self, what: bytes) -> None:
+        """Tell those that still run."""
+        for process in self.started.values():
+            with suppress(OSError):
+                assert process.stdin is not None
+                process.stdin.write(what)
+
+
 @cache
-def _compile_beside(source: Path) -> None:
-    """Start a process that compiles the file, unless there is one. It outlives this one."""
-    with suppress(OSError):
-        subprocess.Popen(
-            [sys.executable, "-m", "lowtide.native", str(source)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.DEVNULL,
-            stderr=subprocess.DEVNULL,
-            start_new_session=True,
-        )
+def _beside() -> _Beside:
+    return _Beside()
 
 
-def _alone(source: Path) -> None:
-    """Compile an extension unless another process is at it."""
-    recipe = with_torch(source, python=True)
+@contextmanager
+def builds_paused() -> Iterator[None]:
+    """What is compiled beside this process stands still meanwhile: something is timed.
+
+    A compiler on one of two cores makes operations that run on both take five times as long.
+    """
+    beside = _beside()
+    beside.waiting += 1
+    beside.tell(_PAUSE)
+    try:
+        yield
+    finally:
+        beside.waiting -= 1
+        beside.tell(_RESUME)
+
+
+def _alone(recipe: Recipe) -> None:
+    """Compile unless another process is at it."""
     if recipe.target.exists():
         return
     mark = recipe.target.with_suffix(".building")
@@ -216,11 +271,36 @@ def _alone(source: Path) -> None:
         return
     try:
         os.nice(10)
-        built(recipe)
+        built(recipe, _run_obediently)
     finally:
         mark.unlink(missing_ok=True)
 
 
+def _run_obediently(line: list[str]) -> None:
+    """Run a command that stands still when that is said on standard input."""
+    quiet: dict[str, Any] = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
+    process = subprocess.Popen(line, stdin=subprocess.DEVNULL, process_group=0, **quiet)
+    threading.Thread(target=_obey, args=(process.pid,), daemon=True).start()
+    try:
+        failed = process.wait(timeout=_SECONDS)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        raise
+    if failed:
+        raise OSError(f"{line[0]} failed")
+
+
+def _obey(group: int) -> None:
+    waiting = 0
+    with suppress(ProcessLookupError):
+        while word := os.read(sys.stdin.fileno(), 1):
+            waiting += 1 if word == _PAUSE else -1
+            os.killpg(group, signal.SIGSTOP if waiting else signal.SIGCONT)
+        os.killpg(group, signal.SIGCONT)  # who asked is gone
+
+
 if __name__ == "__main__":
     with suppress(BuildError):
-        _alone(Path(sys.argv[1]))
+        told = json.loads(sys.argv[1])
+        lists = {name: tuple(items) for name, items in told.items() if name != "source"}
+        _alone(Recipe(Path(told["source"]), **lists))

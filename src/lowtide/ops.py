@@ -47,7 +47,6 @@ _REAL_ONLY = {  # on fake tensors what they reserve for backward is empty
     "aten._cudnn_rnn.default",
     "aten.miopen_rnn.default",
 }
-_VIEWS = {"aten._unsafe_view.default"}  # whatever its schema says
 _LOOSE = {  # a workspace or table, parts of which are never written and never read
     "aten.mkldnn_rnn_layer.default": (3,),
     "aten._ctc_loss.default": (1,),
@@ -146,11 +145,6 @@ def op_info(func: private.OpOverload) -> OpInfo:
         if argument.alias_info is not None and argument.alias_info.is_write
     )
     returns = [r for r in schema.returns if "Tensor" in str(r.type)]
-    is_view = name in _VIEWS or (
-        bool(returns)
-        and not written
-        and all(r.alias_info is not None and not r.alias_info.is_write for r in returns)
-    )
     base = name.split(".")[1] if name.startswith("aten.") else ""
     out_variant = any(isinstance(w, str) for w in written)
     reason = _UNREPLAYABLE.get(name, "")
@@ -158,7 +152,7 @@ def op_info(func: private.OpOverload) -> OpInfo:
         reason = IS_COLLECTIVE
     return OpInfo(
         name=name,
-        is_view=is_view,
+        is_view=returns_views(schema),
         written=written,
         fills=base in _FILLS or out_variant,
         uninitialized=name in _UNINITIALIZED,
@@ -176,6 +170,16 @@ def op_info(func: private.OpOverload) -> OpInfo:
         collective=name in FUNCTIONAL_COLLECTIVES,
         waits=name == "_c10d_functional.wait_tensor.default",
     )
+
+
+def returns_views(schema: Any) -> bool:
+    """Whether all that an overload does, by its schema, is to return views of its arguments."""
+    if schema.name == "aten::_unsafe_view":  # whatever its schema says
+        return True
+    aliases = [one.alias_info for one in schema.returns if "Tensor" in str(one.type)]
+    if not aliases or any(alias is None or alias.is_write for alias in aliases):
+        return False
+    return not any(one.alias_info is not None and one.alias_info.is_write for one in schema.arguments)
 
 
 def hidden_statistics(info: OpInfo, args: Sequence[Any]) -> tuple[int, ...]:

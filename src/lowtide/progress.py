@@ -10,8 +10,8 @@ Everything goes to the logger ``lowtide``: what is being done at level DEBUG, th
 INFO. The bar is for people: it is there where standard error is a terminal, once the work has taken a second.
 It needs no thread, so that it disturbs nothing that is timed.
 
-To turn it off: ``progress=False`` where a function takes that, ``LOWTIDE_PROGRESS=0`` in the environment, a
-level above INFO on the logger, or `muted` around a piece of code.
+To keep it off a terminal: ``progress=False`` where a function takes that, ``LOWTIDE_PROGRESS=0`` in the
+environment, or `muted` around a piece of code. A level above INFO on the logger turns all of it off.
 """
 
 from __future__ import annotations

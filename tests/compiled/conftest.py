@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch._inductor.config
 
-sys.path.insert(0, str(Path(__file__).parent.parent / "families"))
+sys.path[:0] = [str(Path(__file__).parent.parent / "families"), str(Path(__file__).parent)]
 
 
 @pytest.fixture(autouse=True)

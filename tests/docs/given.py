@@ -56,11 +56,14 @@ def module() -> dict[str, Any]:
 
 
 def readme() -> dict[str, Any]:
-    """A step as one call, and ranks to share a model."""
-    names = hugging_face()
+    """A step as one call, what a trainer takes, and ranks to share a model."""
+    from transformers import Trainer
+
+    names = trainers()
+    names |= {"Trainer": Trainer, "training_args": names["args"], "args": ()}
     mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("tp",))
     step = lambda: names["model"](**names["batch"]).loss  # noqa: E731
-    return names | module() | {"mesh": mesh, "step": step, "args": ()}
+    return names | module() | {"mesh": mesh, "step": step}
 
 
 def trainers() -> dict[str, Any]:
@@ -70,7 +73,8 @@ def trainers() -> dict[str, Any]:
     names = hugging_face()
     rows = [{"input_ids": row, "labels": row} for row in names["tokens"]]
     more = dict(args=TrainingArguments("out", report_to=[], use_cpu=True), data=rows, base=names["model"])
-    return names | more | {"loader": torch.utils.data.DataLoader(rows)}
+    mesh = init_device_mesh("cpu", (1,), mesh_dim_names=("dp",))
+    return names | more | {"loader": torch.utils.data.DataLoader(rows), "mesh": mesh}
 
 
 def stages() -> dict[str, Any]:

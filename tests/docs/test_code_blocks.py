@@ -18,9 +18,22 @@ from given import given
 
 from lowtide import cli
 from lowtide.estimate.errors import EstimateError
+from lowtide.train.options import TrainOptions
 
-NEEDS = {"docs/integrations.md": ("transformers", "accelerate", "lightning", "peft")}
+NEEDS = {
+    "README.md": ("transformers", "accelerate"),
+    "docs/integrations.md": ("transformers", "accelerate", "lightning", "peft"),
+}
 """Packages without which a page cannot run."""
+
+RUN = r"lowtide (doctor|plan|train|report --|simulate --model 1t)"
+"""Commands that take a second or two."""
+
+SMALLER = {
+    "train": ["--model", "gpt-nano", "--batch", "2", "--seq", "32", "--steps", "2", "--data", "text.txt"],
+    "report": ["--model", "gpt-nano", "--batch", "8", "--seq", "128"],
+}
+"""Put behind a command's own options, which they take the place of."""
 
 PYTHON = [page for page in PAGES if any(block.language == "python" for block in blocks_of(page))]
 COMMANDS = sorted(
@@ -86,8 +99,35 @@ def understood(words: list[str]) -> None:
         assert any(words[0] in option.opts for option in app.params)
         return
     command = app.commands[words[0]]  # type: ignore[attr-defined]
-    if "--help" not in words:
-        command.make_context(words[0], words[1:])
+    if "--help" in words:
+        return
+    given = command.make_context(words[0], words[1:]).params
+    if words[0] == "train":  # they go together, too
+        given = {name: value for name, value in given.items() if name in TrainOptions.__dataclass_fields__}
+        TrainOptions(**{name: value for name, value in given.items() if value is not None})
+
+
+@pytest.mark.parametrize(
+    "line",
+    [line for line in COMMANDS if re.match(RUN, line)],
+)
+def test_a_command_does_what_it_is_for(
+    line: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """On one process; what trains or is shown does so on a small model."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(2000)))
+    words = shlex.split(line)
+    name = words[1]
+    monkeypatch.setattr("sys.argv", [*words, *SMALLER.get(name, ())])
+    cli.app(standalone_mode=False)
+    said = capsys.readouterr().out
+    assert {"doctor": "PyTorch", "plan": "peak   ", "train": "bitwise equal", "report": "report in"}.get(
+        name, "GiB"
+    ) in said
+    files = re.findall(r"report in (\S+)", said)
+    assert all((tmp_path / file).stat().st_size > 10_000 for file in files)
+    assert len(files) == (name == "report" or "--report" in words)
 
 
 @pytest.mark.parametrize(

@@ -43,15 +43,17 @@ def model(seed: int = 0) -> Any:
     return transformers.GPT2LMHeadModel(config)
 
 
-def trainer(folder: Path, callbacks: Any = (), seed: int = 0, epochs: int = 2, **options: Any) -> Any:
+def trainer(
+    folder: Path, callbacks: Any = (), seed: int = 0, epochs: int = 2, made: Any = None, **options: Any
+) -> Any:
     """A trainer that accumulates, evaluates and saves."""
     args = transformers.TrainingArguments(
-        str(folder), per_device_train_batch_size=8, num_train_epochs=epochs, report_to=[], use_cpu=True,
+        str(folder), per_device_train_batch_size=8, num_train_epochs=epochs, use_cpu=True,
         logging_steps=1, disable_tqdm=True, gradient_accumulation_steps=2, eval_strategy="epoch",
-        save_strategy="epoch", max_grad_norm=0.5, **options,
+        save_strategy="epoch", max_grad_norm=0.5, **{"report_to": [], **options},
     )  # fmt: skip
     return transformers.Trainer(
-        model(seed), args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=list(callbacks)
+        made or model(seed), args, train_dataset=Rows(), eval_dataset=Rows(), callbacks=list(callbacks)
     )
 
 
@@ -92,6 +94,20 @@ def test_the_optimizers_state_counts_though_it_comes_later(tmp_path: Path) -> No
     assert callback.handle.graph.resident_bytes >= 3 * parameters, "two moments beside the parameters"
     with pytest.raises(lowtide.BudgetError, match="optimizer"):
         trainer(tmp_path / "small", [LimitMemory(2 * parameters)]).train()
+    with pytest.raises(lowtide.BudgetError, match="'60' has no unit"):
+        LimitMemory("60")
+
+
+def test_a_policy_does_without_a_budget(tmp_path: Path) -> None:
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    callback = LimitMemory(policy="full")
+    limited = trainer(tmp_path, [callback], epochs=1)
+    limited.train()
+    assert callback.handle is not None and callback.handle.plan is not None
+    assert callback.handle.plan.policy == "full" and callback.handle.plan.replayed
+    (last,) = [row for row in limited.state.log_history if row.get("step") == 2 and "loss" in row]
+    assert last["memory_peak_mib"] > 0 and "memory_budget_mib" not in last
 
 
 def test_resuming_goes_on_bit_by_bit(tmp_path: Path) -> None:
@@ -106,18 +122,31 @@ def test_resuming_goes_on_bit_by_bit(tmp_path: Path) -> None:
     assert all(map(torch.equal, *found))
 
 
-def test_loggers_of_the_trainers_own_get_the_peaks(tmp_path: Path) -> None:
+def test_tensorboard_has_the_peaks(tmp_path: Path) -> None:
+    reader = pytest.importorskip("tensorboard.backend.event_processing.event_accumulator")
     from lowtide.integrations.hugging_face import limit
 
-    heard: list[dict[str, Any]] = []
-
-    class Logger(transformers.TrainerCallback):
-        """Stands before what users add, as TensorBoard's does."""
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
-            heard.append(dict(logs))
-
-    limited = trainer(tmp_path, [Logger()], epochs=1)
+    limited = trainer(tmp_path, epochs=1, report_to=["tensorboard"])
     limit(limited, "80%")
     limited.train()
-    assert all("memory_predicted_mib" in row for row in heard if "loss" in row)
+    written = reader.EventAccumulator(str(next(tmp_path.rglob("events.*")).parent))
+    written.Reload()
+    names = ("loss", "memory_peak_mib", "memory_predicted_mib", "memory_budget_mib")
+    losses, peaks, predicted, budgets = (
+        [e.value for e in written.Scalars(f"train/{name}")] for name in names
+    )
+    assert len(losses) == len(peaks) == len(predicted) == len(budgets) == 2
+    assert 0 < peaks[-1] <= budgets[-1] + 0.01 and predicted[-1] <= budgets[-1] + 0.01
+
+
+def test_a_model_from_a_local_folder(tmp_path: Path) -> None:
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    model().save_pretrained(tmp_path / "there")
+    found = []
+    for callbacks in ([], [LimitMemory("80%")]):
+        loaded = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "there")
+        trained = trainer(tmp_path / "out", callbacks, epochs=1, made=loaded)
+        trained.train()
+        found.append(weights(trained))
+    assert all(map(torch.equal, *found))

@@ -22,8 +22,12 @@ pytestmark = [
 ]
 
 
-def trained(folder: Path, callbacks: Any, adapter: bool, bf16: bool) -> list[torch.Tensor]:
-    """The weights that a short run trains, evaluation and accumulation included."""
+def trained(
+    folder: Path, callbacks: Any, adapter: bool, bf16: bool, steps: int = 3, **options: Any
+) -> list[torch.Tensor]:
+    """The weights that a short run trains, evaluation and accumulation included; it goes on with a run that
+    was saved in its folder.
+    """
     from lowtide.train.tokenizer import train_tokenizer
 
     texts = [f"{i} squared is {i * i}." for i in range(24)]
@@ -35,20 +39,21 @@ def trained(folder: Path, callbacks: Any, adapter: bool, bf16: bool) -> list[tor
         num_attention_heads=2, max_position_embeddings=64, eos_token_id=0, pad_token_id=0,
     )  # fmt: skip
     args = trl.SFTConfig(
-        str(folder), per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=3, bf16=bf16,
+        str(folder), per_device_train_batch_size=8, gradient_accumulation_steps=2, max_steps=steps, bf16=bf16,
         report_to=[], use_cpu=True, logging_steps=1, disable_tqdm=True, eval_strategy="epoch", max_length=32,
-        save_strategy="no", gradient_checkpointing=False,
+        gradient_checkpointing=False, **{"save_strategy": "no", **options},
     )  # fmt: skip
     more: dict[str, Any] = {}
     if adapter:
         peft = pytest.importorskip("peft")
         more["peft_config"] = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
     rows = datasets.Dataset.from_dict({"text": texts})
+    transformers.LlamaForCausalLM(config).save_pretrained(folder / "model")
     trainer = trl.SFTTrainer(
-        transformers.LlamaForCausalLM(config), args, train_dataset=rows, eval_dataset=rows,
+        str(folder / "model"), args, train_dataset=rows, eval_dataset=rows,
         processing_class=tokenizer, callbacks=callbacks, **more,
     )  # fmt: skip
-    trainer.train()
+    trainer.train(resume_from_checkpoint=any(folder.glob("checkpoint-*")))
     for row in [row for row in trainer.state.log_history if "memory_peak_mib" in row][2:]:
         assert 0 < row["memory_peak_mib"] <= row["memory_budget_mib"] + 0.01
     assert bool(callbacks) == any("memory_peak_mib" in row for row in trainer.state.log_history)
@@ -65,3 +70,14 @@ def test_sft_gives_the_same_weights_within_the_budget(tmp_path: Path, adapter: b
     limited = trained(tmp_path / "limited", [callback], adapter, bf16)
     assert len(plain) > 0 and all(map(torch.equal, plain, limited))
     assert callback.handle is not None and callback.handle.plan is not None
+
+
+@pytest.mark.parametrize("adapter", [False, True], ids=["whole", "adapter"])
+def test_sft_is_saved_and_goes_on_bit_by_bit(tmp_path: Path, adapter: bool) -> None:
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    saves = {"save_strategy": "steps", "save_steps": 2, "lr_scheduler_type": "constant"}
+    plain = trained(tmp_path / "plain", [], adapter, False, steps=4, **saves)
+    trained(tmp_path / "limited", [LimitMemory("98%")], adapter, False, steps=2, **saves)
+    resumed = trained(tmp_path / "limited", [LimitMemory("98%")], adapter, False, steps=4, **saves)
+    assert len(plain) > 0 and all(map(torch.equal, plain, resumed))

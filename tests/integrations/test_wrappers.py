@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
+import copy
+import warnings
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -60,6 +64,54 @@ def test_a_limit_before_and_after_prepare(accelerator: Any, before: bool) -> Non
     assert all(map(torch.equal, *found))
 
 
+def epochs(accelerator: Any, folder: Path, limited: bool, first: int = 0) -> list[torch.Tensor]:
+    """Two epochs with accumulation, evaluated and saved after each, from the epoch ``first`` on. The limit is
+    there before the optimizer, and before `prepare`.
+    """
+    torch.manual_seed(first)  # other weights than those that are loaded
+    model = nn.Sequential(net(), nn.Dropout(0.1))
+    handle = lowtide.limit_memory(model, "90%") if limited else None
+    data = torch.randn(6 * 256, 32, generator=torch.Generator().manual_seed(0))
+    loader = torch.utils.data.DataLoader(data, batch_size=256)  # type: ignore[arg-type]
+    prepared, optimizer, loader = accelerator.prepare(model, torch.optim.AdamW(model.parameters()), loader)
+    if handle is not None:
+        handle.set_optimizer(optimizer)
+    if first:
+        accelerator.load_state(str(folder / f"{first}"))
+    losses = []
+    for epoch in range(first, 2):
+        prepared.train()
+        for batch in loader:
+            with accelerator.accumulate(prepared):
+                accelerator.backward(prepared(batch).square().mean())
+                optimizer.step()
+                optimizer.zero_grad()
+            if handle is not None and handle.plan is not None and handle.measured_peak_bytes is not None:
+                assert handle.plan.budget_bytes is not None
+                # the first step is looked at, and checkpoints no more than whole blocks
+                assert handle.measured_peak_bytes <= handle.plan.budget_bytes * (1 if losses else 2)
+        prepared.eval()
+        with torch.no_grad():
+            losses.append(torch.stack([prepared(batch).square().mean() for batch in loader]))
+        accelerator.save_state(str(folder / f"{epoch + 1}"))
+    if handle is not None:
+        assert handle.graph is not None
+        parameters = sum(parameter.nbytes for parameter in model.parameters())
+        assert handle.graph.resident_bytes >= 3 * parameters, "the optimizer that came later counts"
+    accelerator.free_memory()
+    return [*losses[-1:], *(parameter.detach() for parameter in model.parameters())]
+
+
+@pytest.mark.parametrize("accelerator", ["no", "bf16"], indirect=True)
+def test_a_run_is_evaluated_saved_and_goes_on_bit_by_bit(accelerator: Any, tmp_path: Path) -> None:
+    plain = epochs(accelerator, tmp_path / "plain", False)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        whole = epochs(accelerator, tmp_path / "limited", True)
+        resumed = epochs(accelerator, tmp_path / "limited", True, first=1)
+    assert all(map(torch.equal, plain, whole)) and all(map(torch.equal, plain, resumed))
+
+
 @pytest.mark.parametrize("accelerator", ["bf16"], indirect=True)
 def test_a_model_unwrapped_from_its_mixed_precision_keeps_its_limit(accelerator: Any) -> None:
     model = net()
@@ -93,3 +145,51 @@ def test_adapters_of_peft_around_a_frozen_model() -> None:
         assert handle is None or handle.plan is not None
         found.append([frozen, *(p.grad for p in model.parameters() if p.grad is not None)])
     assert len(found[0]) > 1 and all(map(torch.equal, *found))
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning")
+@pytest.mark.usefixtures("quiet_transformers")
+@pytest.mark.parametrize("checkpoints", [False, True], ids=["plain", "gradient_checkpointing"])
+def test_adapters_go_on_from_what_was_saved(checkpoints: bool, tmp_path: Path) -> None:
+    peft, transformers = pytest.importorskip("peft"), pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    shape = dict(vocab_size=64, hidden_size=32, intermediate_size=128, num_hidden_layers=2)
+    whole = transformers.LlamaForCausalLM(transformers.LlamaConfig(**shape, num_attention_heads=2))
+    tokens = torch.randint(64, (4, 4, 32))
+    adapted: list[torch.Tensor] = []
+
+    def train(model: Any, steps: range, limited: bool, state: Any = None) -> Any:
+        if checkpoints:
+            model.enable_input_require_grads()
+            model.base_model.model.gradient_checkpointing_enable()
+        model.train()
+        optimizer = torch.optim.AdamW([p for p in model.parameters() if p.requires_grad], lr=1e-2)
+        if state is not None:
+            optimizer.load_state_dict(state)
+        budget = "110%" if checkpoints else "98%"
+        handle = lowtide.limit_memory(model, budget, optimizer=optimizer) if limited else None
+        told = pytest.warns(lowtide.LowtideWarning, match="checkpoints by itself")
+        with told if limited and checkpoints else contextlib.nullcontext():
+            for step in steps:
+                model(input_ids=tokens[step], labels=tokens[step]).loss.backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        if handle is not None:
+            assert handle.plan is not None and handle.plan.budget_bytes is not None
+            assert handle.plan.changes_nothing == checkpoints, "what it recomputes itself is as it was"
+            assert handle.plan.predicted_peak_bytes <= handle.plan.budget_bytes
+        return optimizer.state_dict()
+
+    config = peft.LoraConfig(r=4, target_modules=["q_proj", "v_proj"])
+    for limited in (False, True):
+        torch.manual_seed(1)
+        model = peft.get_peft_model(copy.deepcopy(whole), config)
+        if limited:
+            state = train(model, range(2), limited)
+            model.save_pretrained(tmp_path)
+            model = peft.PeftModel.from_pretrained(copy.deepcopy(whole), tmp_path, is_trainable=True)
+            train(model, range(2, 4), limited, state)
+        else:
+            train(model, range(4), limited)
+        adapted.append(torch.cat([p.detach().flatten() for p in model.parameters() if p.requires_grad]))
+    assert torch.equal(*adapted) and not torch.equal(adapted[0], torch.zeros_like(adapted[0]))

@@ -55,7 +55,7 @@ def test_resize_counts_both_blocks() -> None:
     with peak() as seen:
         tensor = torch.empty(1000, dtype=torch.uint8)
         tensor.resize_(5000)
-        assert (seen.peak_bytes, seen.live_bytes, seen.allocations) == (6000, 5000, 2)
+        assert (seen.peak_bytes, seen.live_bytes) == (6000, 5000)
         tensor.untyped_storage().resize_(0)
         assert seen.live_bytes == 0
 
@@ -119,7 +119,6 @@ def test_agrees_with_the_profiler() -> None:
         ours = measure(step, source="allocator")
         assert ours.peak_bytes == theirs.peak_bytes > 1_000_000
         assert ours.end_bytes == theirs.end_bytes
-        assert ours.allocations == theirs.allocations
         assert [live for _, live in ours.timeline] == [live for _, live in theirs.timeline]
         forget()
         assert (
@@ -196,7 +195,6 @@ def test_threads_count_exactly() -> None:
         for thread in threads:
             thread.join()
         assert seen.live_bytes == workers * rounds // 10 * size
-        assert seen.allocations == workers * rounds
         assert seen.live_bytes <= seen.peak_bytes <= seen.live_bytes + 2 * workers * size
         kept.clear()
         assert seen.live_bytes == 0

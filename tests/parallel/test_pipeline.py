@@ -28,7 +28,8 @@ from lowtide.parallel import ParallelError
 from lowtide.parallel.pipeline import SCHEDULES, Pipeline, schedule_kind, stages_of
 from lowtide.parallel.window import MicroBatch, StageMemory, Window, measure_micro_batch
 from lowtide.train.options import OptionError, TrainOptions
-from lowtide.train.trainer import TrainResult, train
+from lowtide.train.result import TrainResult
+from lowtide.train.trainer import train
 
 pytestmark = needs_gloo
 BATCH, SEQUENCE, VOCABULARY = 2, 16, 64

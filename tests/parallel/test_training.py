@@ -21,7 +21,8 @@ from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.part import WholeModel
-from lowtide.train.trainer import TrainResult, train
+from lowtide.train.result import TrainResult
+from lowtide.train.trainer import train
 
 pytestmark = needs_gloo
 LAYOUTS = [

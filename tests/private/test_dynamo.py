@@ -114,3 +114,15 @@ def test_a_mode_that_ignores_compile_internals_leaves_compiled_calls_compiled() 
     with Ignores():
         function(torch.ones(3))
     assert backend.compiled == 1
+
+
+def test_compile_settings() -> None:
+    model = torch.nn.Linear(2, 2)
+    made = torch.compile(model, mode="max-autotune-no-cudagraphs", dynamic=True)
+    found, name, options, how = private.compile_settings(made) or (None, "", {}, {})
+    assert found is model
+    assert name == "inductor" and options["max_autotune"] and how == {"dynamic": True, "fullgraph": False}
+    made = torch.compile(model, backend="aot_eager", fullgraph=True)
+    assert private.compile_settings(made) == (model, "aot_eager", {}, {"dynamic": None, "fullgraph": True})
+    model.compile()
+    assert private.compile_settings(model) is None

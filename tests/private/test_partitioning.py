@@ -63,6 +63,29 @@ def test_storages_and_sizes() -> None:
     assert partitioning.hint(7) == 7
 
 
+def test_sizes_left_open_have_names_values_and_guards() -> None:
+    seen = []
+
+    def partition(module, inputs, *, num_fwd_outputs, static_lifetime_input_indices=None, **_):
+        (free,), unknown = partitioning.free_sizes(module)
+        seen.append((free.seen, free.most, free.declared, unknown))
+        size = next(node.meta["val"].shape[0] for node in module.graph.nodes if node.name == "tangents_1")
+        assert partitioning.SizesAt({free.symbol: 7})(size) == 7
+        assert partitioning.hint(size * 2) == 2 * free.seen
+        if not free.declared:
+            partitioning.guard(module, free.symbol <= 5)
+        return partitioning.min_cut(module, num_fwd_outputs, static_lifetime_input_indices or ())
+
+    backend = inductor.aot_autograd(fw_compiler=inductor.boxed_nop, partition_fn=partition)
+    torch._dynamo.reset()
+    step = torch.compile(torch.sin, backend=backend)
+    for rows, declared in ((4, {}), (3, {}), (6, {"min": 2, "max": 9}), (8, {"min": 2, "max": 9})):
+        x = torch.ones(rows, 2, requires_grad=True)
+        torch._dynamo.mark_dynamic(x, 0, **declared)
+        step(x).sum().backward()
+    assert seen == [(4, None, False, []), (6, 9, True, [])]
+
+
 def test_inductor_says_what_it_would_run() -> None:
     module, outputs, static = joint_of(select_decomp_table())
     forward, backward = partitioning.min_cut(module, outputs, static)

@@ -5,10 +5,12 @@ them.
 from __future__ import annotations
 
 import re
+import warnings
 
 import pytest
 import torch
 from small_model import batch, needs_meter, small
+from torch import nn
 
 import lowtide
 from lowtide import BudgetError, meter
@@ -75,3 +77,67 @@ def test_gradients_that_stand_before_the_first_step_have_all_told_at_once() -> N
     assert enough is not None
     model.zero_grad(set_to_none=True)
     assert max(micro_steps(model, enough)) <= enough
+
+
+class Recurrent(nn.Module):
+    """A cell whose weights get a gradient from every step of its sequence."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.GRUCell(32, 64), nn.Linear(64, 4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        state = x.new_zeros(len(x), 64)
+        for item in x.unbind(1):
+            state = self.cell(item, state)
+        return self.head(state).square().mean()
+
+
+@needs_meter
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_weights_that_are_used_many_times_at_the_smallest_budget(dtype: torch.dtype) -> None:
+    """Their gradients meet in place, in bytes that are there until the last has come."""
+    torch.manual_seed(0)
+    model, x = Recurrent().to(dtype), torch.randn(8, 6, 32, dtype=dtype)
+    handle = lowtide.limit_memory(model, "min", progress=False)
+    taken = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", lowtide.LowtideWarning)
+        for number in range(6):
+            if number % MICRO == 0:
+                model.zero_grad(set_to_none=True)
+            standing = meter.resident_bytes(model) + x.nbytes
+            measured = meter.measure(lambda: model(x).backward(), timeline=False).peak_bytes
+            assert handle.plan is not None and handle.plan.budget_bytes is not None
+            taken.append((standing + measured, handle.plan.budget_bytes))
+    assert all(peak <= budget for peak, budget in taken[1:]), taken
+
+
+@needs_meter
+def test_where_no_better_plan_fits_a_step_above_its_budget_is_said_once() -> None:
+    """Bytes that no trace shows: held by the model from its second step on."""
+
+    class Holds(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.body, self.calls, self.held = small(), 0, None
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            if self.calls > 1:
+                with lowtide.interception.unseen():
+                    self.held = torch.empty(40_000 if self.calls < 8 else 80_000, dtype=torch.uint8)
+            loss = self.body(x)
+            return loss
+
+    model, data = Holds(), batch()
+    lowtide.limit_memory(model, "min", progress=False)
+    said = []
+    for _ in range(10):
+        model.zero_grad(set_to_none=True)
+        model.held = None
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            model(data).backward()
+        said.append(sum("a planned step took" in str(warning.message) for warning in caught))
+    assert said == [0, 1, 0, 0, 0, 0, 0, 1, 0, 0]

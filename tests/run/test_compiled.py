@@ -120,12 +120,15 @@ def test_limited_model_that_is_compiled_whole(same: Any) -> None:
 
 
 def test_limit_on_a_compiled_model() -> None:
-    """A compiled model is opaque as a whole: nothing could be given up."""
-    for model in (torch.compile(Model(), backend=Backend()), Model()):
-        if isinstance(model, Model):
-            model.compile(backend=Backend())
-        with pytest.raises(lowtide.PlanError, match="compiled as a whole"):
-            lowtide.limit_memory(model, policy="full")
+    """Compiled by a backend of the user's, or in place, a model is opaque as a whole."""
+    with pytest.raises(lowtide.PlanError, match="a budget can be held for inductor, aot_eager"):
+        lowtide.limit_memory(torch.compile(Model(), backend=Backend()), "100%")
+    model = Model()
+    model.compile(backend="aot_eager")
+    with pytest.raises(lowtide.PlanError, match="compiled in place"):
+        lowtide.limit_memory(model, "100%")
+    with pytest.raises(lowtide.PlanError, match="knows no policy="):
+        lowtide.limit_memory(torch.compile(Model(), backend="aot_eager"), "100%", policy="full")
 
 
 def test_failure_in_a_compiled_submodule_leaves_no_mode(same: Any) -> None:

@@ -16,7 +16,7 @@ import lowtide
 from lowtide import BudgetError
 from lowtide.meter import measure, resident_bytes
 from lowtide.plan.simulate import plain
-from lowtide.run.limit.limit import Handle
+from lowtide.run.limit.handle import Handle
 
 
 class Counted(torch.autograd.Function):

@@ -110,6 +110,28 @@ def test_budgets_hold_and_are_monotone(same: Any) -> None:
     assert all(later <= earlier + 0.05 for earlier, later in itertools.pairwise(seconds))
 
 
+def test_an_optimizer_that_comes_later_counts_from_then_on() -> None:
+    model = small()
+    handle = lowtide.limit_memory(model, "200%")
+    model(batch()).backward()
+    optimizer = torch.optim.AdamW(model.parameters())
+    before = handle.plan.predicted_peak_bytes
+    moments = sum(2 * parameter.nbytes + 4 for parameter in model.parameters())  # and a counter
+    for given, state in ((optimizer, moments), (None, 0), (optimizer, moments)):
+        handle.set_optimizer(given)
+        model.zero_grad()
+        model(batch()).backward()
+        assert handle.plan.predicted_peak_bytes == before + state
+    told = lowtide.limit_memory(model, "200%", optimizer=optimizer)
+    model.zero_grad()
+    model(batch()).backward()
+    assert told.plan.predicted_peak_bytes == handle.plan.predicted_peak_bytes
+    with pytest.raises(lowtide.PlanError, match="none of this model's parameters"):
+        told.set_optimizer(torch.optim.SGD(small().parameters()))
+    with pytest.raises(lowtide.PlanError, match="removed, or replaced"):
+        handle.set_optimizer(None)
+
+
 @needs_meter
 @pytest.mark.parametrize("way", ["limit", "scope"])
 def test_a_hundred_steps_hold_no_more_memory(way: str) -> None:

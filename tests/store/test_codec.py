@@ -11,19 +11,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from lowtide import PlanError, meter
-from lowtide.store.codec import (
+from lowtide.store.codec import BFloat16, Blockwise, Dictionary, Positive, Sparse, codec_named
+from lowtide.store.coding import (
     CHUNK,
     DEVICE_CHUNK,
-    BFloat16,
-    Blockwise,
     Codec,
     CodecError,
-    Dictionary,
     Form,
-    Positive,
-    Sparse,
     chunk_elements,
-    codec_named,
     pack_bits,
     unpack_bits,
 )

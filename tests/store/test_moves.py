@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import before_each
 from moving_net import LOSSLESS, X, both, net, same, step
 from torch import nn
 
@@ -69,9 +70,10 @@ def test_the_peak_and_the_traffic_are_as_predicted_to_the_byte(name: str, window
     handle.remove()
 
 
-def test_no_race_shows_under_random_delays() -> None:
+def test_no_race_shows_under_random_delays(monkeypatch: pytest.MonkeyPatch) -> None:
     source = random.Random(7)
-    stores = lowtide.Stores(fault=lambda *_: time.sleep(source.random() * 0.002))
+    before_each(monkeypatch, lambda _: time.sleep(source.random() * 0.002))
+    stores = lowtide.Stores()
     plain, limited = net(layers=3), net(layers=3)
     lowtide.limit_memory(limited, policy=both("full"), stores=stores, verify="always")
     for seed in range(60):

@@ -16,6 +16,7 @@ from typing import Any
 
 import pytest
 import torch
+from faults import before_each
 from moving_net import LOSSLESS, X, net, same, step
 
 import lowtide
@@ -25,15 +26,16 @@ from lowtide.store.tier import StoreError
 
 
 @pytest.mark.parametrize("what", ["write", "read"])
-def test_a_failing_disk_leaves_the_training_state_intact(what: str) -> None:
+def test_a_failing_disk_leaves_the_training_state_intact(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     broken = False
 
-    def fault(kind: str, count: int) -> None:
+    def fault(kind: str) -> None:
         if broken and kind == what:
             raise OSError(errno.EIO, "Input/output error")
 
     plain, limited = net(), net()
-    stores = lowtide.Stores(fault=fault)
+    before_each(monkeypatch, fault)
+    stores = lowtide.Stores()
     lowtide.limit_memory(limited, policy=LOSSLESS["disk"], stores=stores)
     assert same(step(plain), step(limited))
     before = [p.detach().clone() for p in limited.parameters()]
@@ -47,12 +49,13 @@ def test_a_failing_disk_leaves_the_training_state_intact(what: str) -> None:
     assert tier.arena.taken_bytes == 0
 
 
-def test_a_slow_link_takes_time_and_nothing_else() -> None:
+def test_a_slow_link_takes_time_and_nothing_else(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every transfer is late: the step waits where the plan says, so that neither a bit nor a byte of the
     peak changes.
     """
     plain, limited = net(layers=2), net(layers=2)
-    stores = lowtide.Stores(fault=lambda *_: time.sleep(0.004))
+    before_each(monkeypatch, lambda _: time.sleep(0.004))
+    stores = lowtide.Stores()
     handle = lowtide.limit_memory(
         limited, policy=policies.offload("disk", min_bytes=1, window_bytes=40_000), stores=stores
     )

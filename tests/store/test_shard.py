@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from faults import before_each
 from ranks import needs_gloo, on_ranks
 from torch import nn
 
@@ -154,7 +155,7 @@ def delayed(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None) -
     source = random.Random(100 + dist.get_rank())
     kinds: set[str] = set()
 
-    def fault(kind: str, _: int) -> None:
+    def fault(kind: str) -> None:
         kinds.add(kind)
         time.sleep(source.random() * 0.002)
 
@@ -162,14 +163,16 @@ def delayed(group: dist.ProcessGroup, size: int, then: lowtide.Offload | None) -
     plain, limited = Net(), Net()
     limited.load_state_dict(plain.state_dict())
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))
-    stores = lowtide.Stores(groups={"tp": group}, fault=fault)
+    stores = lowtide.Stores(groups={"tp": group})
     policy = policies.partition("tp", size, values="all", min_bytes=1, then=then)
     lowtide.limit_memory(limited, policy=policy, stores=stores, verify="always")
-    same = all(
-        torch.equal(a, b)
-        for seed in range(20)
-        for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True)
-    )
+    with pytest.MonkeyPatch.context() as patch:
+        before_each(patch, fault)
+        same = all(
+            torch.equal(a, b)
+            for seed in range(20)
+            for a, b in zip(step(plain, x, seed), step(limited, x, seed), strict=True)
+        )
     stores.close()
     return {"same": same, "kinds": kinds}
 
@@ -302,14 +305,15 @@ def dies(rank: int, folder: str, when: str) -> None:
     )
     seen = []
 
-    def fault(kind: str, _: int) -> None:
+    def fault(kind: str) -> None:
         seen.append(kind)
         if rank == 1 and seen.count("gather") == LAYERS + (1 if when == "first" else LAYERS):
             Path(folder, "process1").write_text(str(os.getpid()))
             os.kill(os.getpid(), signal.SIGKILL)
 
     assert dist.group.WORLD is not None
-    stores = lowtide.Stores(groups={"tp": dist.group.WORLD}, fault=fault)
+    before_each(pytest.MonkeyPatch(), fault)
+    stores = lowtide.Stores(groups={"tp": dist.group.WORLD})
     torch.manual_seed(0)
     model = Net()
     x = torch.randn(ROWS, WIDTH, generator=torch.Generator().manual_seed(1))

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from faults import before_each
 
 from lowtide import meter
 from lowtide.errors import PlanError
@@ -45,9 +46,10 @@ def noise(count: int, seed: int) -> torch.Tensor:
     return torch.randint(0, 256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
 
 
-def test_what_goes_in_comes_out_under_random_delays(make: Make) -> None:
+def test_what_goes_in_comes_out_under_random_delays(make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
     source = random.Random(1)
-    tier = make(fault=lambda what, count: time.sleep(source.random() * 0.003))
+    before_each(monkeypatch, lambda _: time.sleep(source.random() * 0.003))
+    tier = make()
     sizes = [1, 4095, 4096, 4097, 100_000, BUFFER_BYTES + 5]
     expected = {}
     slots = {}
@@ -146,14 +148,17 @@ def test_regions_never_meet_whatever_kinds_of_steps_take_turns() -> None:
 
 
 @pytest.mark.parametrize("what", ["write", "read"])
-def test_an_error_in_a_transfer_is_raised_where_it_is_awaited(make: Make, what: str) -> None:
+def test_an_error_in_a_transfer_is_raised_where_it_is_awaited(
+    make: Make, monkeypatch: pytest.MonkeyPatch, what: str
+) -> None:
     failing = {what}
 
-    def fault(kind: str, count: int) -> None:
+    def fault(kind: str) -> None:
         if kind in failing:
             raise OSError(errno.EIO, "Input/output error")
 
-    tier = make(fault=fault)
+    before_each(monkeypatch, fault)
+    tier = make()
     slot = tier.take(100)
     writing = tier.write(noise(100, 0), slot)
     out = torch.empty(100, dtype=torch.uint8)
@@ -210,9 +215,12 @@ def test_folders_that_cannot_be_used_are_refused(tmp_path: Path) -> None:
             Disk("/dev/shm")
 
 
-def test_closing_waits_for_what_is_under_way_and_ends_the_threads(make: Make) -> None:
+def test_closing_waits_for_what_is_under_way_and_ends_the_threads(
+    make: Make, monkeypatch: pytest.MonkeyPatch
+) -> None:
     before = set(threading.enumerate())
-    tier = make(fault=lambda *_: time.sleep(0.01))
+    before_each(monkeypatch, lambda _: time.sleep(0.01))
+    tier = make()
     writing = tier.write(noise(1000, 0), tier.take(1000))
     tier.close()
     assert writing.done

@@ -99,7 +99,7 @@ def test_gradient_checkpointing_of_hugging_face(reentrant: bool) -> None:
     tokens = torch.randint(0, 101, (2, 40))
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     (said,), _ = check(model, inputs)
-    assert "model.gradient_checkpointing_disable(), and leave" in said
+    assert "model.gradient_checkpointing_disable(), and pass gradient_checkpointing=False" in said
     model.gradient_checkpointing_disable()
     said, handle = check(model, inputs)
     assert not said and handle.plan.replayed

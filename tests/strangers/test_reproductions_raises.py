@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -66,6 +67,24 @@ def test_distributions_among_the_outputs(kind: str, nested: bool, budget: str) -
             yield model, loss, drawn
 
     check(pattern, budget)
+
+
+def test_actor_and_critic_in_one_step_are_both_planned_for() -> None:
+    class Critic(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = nn.Sequential(nn.Linear(2, 64), nn.Tanh(), nn.Linear(64, 1))
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+    actor, critic = Policy("independent normal", nested=False), Critic()
+    limits = [lowtide.limit_memory(model, "100%") for model in (actor, critic)]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", lowtide.LowtideWarning)  # several limits in one step
+        for number in range(2):
+            critic(actor(data(number)).rsample()).mean().backward()
+    assert all(handle.plans for handle in limits)
 
 
 @pytest.mark.parametrize("how", ["script", "trace"])

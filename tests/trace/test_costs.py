@@ -15,7 +15,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from lowtide.meter import available, counting_allocator
+from lowtide.meter import available, peak
 from lowtide.trace.clock import Clock
 from lowtide.trace.costs import measure
 from lowtide.trace.costs.measure import Bench, estimate, measure_costs
@@ -156,16 +156,11 @@ def test_random_state_stays_as_it_was() -> None:
 
 @needs_allocator
 def test_no_memory_stays() -> None:
-    allocator = counting_allocator()
     specs = {n: OpSpec(aten.mm.default, (spec_of(64, n), spec_of(n, 64, key=1))) for n in range(64, 80)}
     measure_costs(specs, time_budget=0.1)
-    allocator.install()
-    try:
-        before = allocator.live_bytes
+    with peak() as seen:
         measure_costs(specs, time_budget=0.1)
-        assert allocator.live_bytes == before
-    finally:
-        allocator.uninstall()
+        assert seen.live_bytes == 0
 
 
 def test_no_mode_sees_what_runs() -> None:
@@ -220,7 +215,7 @@ def test_the_time_budget_is_kept_to() -> None:
     specs = {n: OpSpec(aten.mm.default, (spec_of(512 + n, 512), spec_of(512, 512, key=1))) for n in range(60)}
     calibrate()
     begin = time.perf_counter()
-    costs = measure_costs(specs, time_budget=0.02)
+    costs = measure_costs(specs, time_budget=0.001)
     assert len(costs) == 60
     assert time.perf_counter() - begin < 5
     assert any(c.source == "estimated" for c in costs.values())

@@ -48,6 +48,36 @@ def test_version_and_help_come_without_torch() -> None:
         assert done.stdout.splitlines()[-1] == "False"
 
 
+def test_a_compiled_step_is_planned_without_running_it(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    step = [
+        "--model",
+        "gpt-nano",
+        "--batch",
+        "4",
+        "--seq",
+        "32",
+        "--compile",
+        "--compile-backend",
+        "aot_eager",
+    ]
+    file = tmp_path / "plan.json"
+    code, out, _ = main(monkeypatch, capsys, "plan", *step, "--budget", "85%", "--json", str(file))
+    assert code == 0
+    for expected in ("peak", "time", "bound", "compiled by aot_eager"):
+        assert expected in out
+    plan = Plan.from_json(file.read_text())
+    assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
+    assert plan.replayed
+    code, out, _ = main(monkeypatch, capsys, "plan", *step)
+    assert code == 0
+    assert "the smallest that works: the default of 60%" in words(out)
+    code, _, errors = main(monkeypatch, capsys, "plan", *step, "--device", "h100", "--dtype", "bf16")
+    assert code == 2
+    assert "leave one out" in errors
+
+
 def test_a_small_run_shows_the_whole_story(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     done = run(
@@ -147,7 +177,9 @@ def test_the_default_budget_is_never_below_the_smallest_that_works(
     text = tmp_path / "text.txt"
     text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
     little = ["--model", "gpt-nano", "--batch", "1", "--seq", "16"]
+    monkeypatch.setenv("COLUMNS", "60")
     code, shown, _ = main(monkeypatch, capsys, "plan", *little)
+    assert max(map(len, shown.splitlines())) <= 60 and "blocks.0" in shown
     assert code == 0 and "the smallest that works: the default of 60% of the plain step's peak is" in words(
         shown
     )

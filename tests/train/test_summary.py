@@ -15,8 +15,8 @@ import lowtide
 from lowtide.report.picture import Curve
 from lowtide.train.compare import Comparison, Measured
 from lowtide.train.options import TrainOptions
+from lowtide.train.result import TrainResult
 from lowtide.train.summary import show
-from lowtide.train.trainer import TrainResult
 
 
 def shown(

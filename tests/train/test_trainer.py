@@ -24,7 +24,8 @@ from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.memory import RunMeter
 from lowtide.train.options import OptionError, TrainOptions
-from lowtide.train.trainer import TrainError, TrainResult, train
+from lowtide.train.result import TrainResult
+from lowtide.train.trainer import TrainError, train
 
 
 @pytest.fixture(scope="module")

@@ -2,19 +2,25 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from lowtide import budget as budgets
+from lowtide.compiled.backend import call_by_call, generated
+from lowtide.compiled.coding import check_codecs
 from lowtide.compiled.partitioner import Partitioner, Report
-from lowtide.errors import BudgetError, PlanError
+from lowtide.compiled.planner import Known
+from lowtide.compiled.regional import blocks_of
+from lowtide.compiled.timeline import StepPlan
+from lowtide.compiled.whole import WholeStep
+from lowtide.errors import LowtideError, PlanError
 from lowtide.meter import resident_bytes
 from lowtide.plan.data import Plan
-from lowtide.private import inductor
-from lowtide.run.limit.messages import warn
+from lowtide.private import captured, compile_settings, inductor
 from lowtide.run.limit.optimizer_need import optimizer_need
+from lowtide.traced import honour_regions
 
 BACKENDS = ("inductor", "aot_eager")
 _HANDLE = "_lowtide_handle"
@@ -38,30 +44,51 @@ class CompiledHandle:
         optimizer: torch.optim.Optimizer | None,
         options: dict[str, Any],
         how: dict[str, Any],
+        regional: bool = False,
+        codecs: tuple[str, ...] = (),
     ) -> None:
+        self._codecs = codecs
         self.model, self.compiled, self.budget = model, compiled, budget
         self._backend, self._optimizer, self._options, self._how = backend, optimizer, options, how
+        self._blocks = blocks_of(model) if regional else []
+        self._whole_alone = regional  # whether no graph is taken for a step by itself
+        self._forget()
+
+    def _forget(self) -> None:
         self._report = Report()
+        device = next((one.device for one in self.model.parameters()), torch.device("cpu"))
+        options = None if self._backend == "aot_eager" else self._options
+        self._whole = WholeStep(self.budget, self._standing, options, device)
+
+    def _planned(self) -> list[Known | StepPlan]:
+        return [*self._report.planned, *self._whole.plans.values()]
 
     @property
     def plans(self) -> list[Plan]:
-        """A plan for each graph that was compiled, in that order; none before the first step."""
-        return [planned.plan for planned in self._report.planned]
+        """A plan for each kind of step, in the order in which they were seen; none before the first step has
+        ended. A graph that holds the whole step, its loss included, has its plan when it is compiled.
+        """
+        return [planned.plan for planned in self._planned()]
 
     @property
     def plan(self) -> Plan | None:
-        """The plan of the graph whose peak is the highest, or ``None`` before the first step."""
+        """The plan whose peak is the highest, or ``None`` before the first step has ended."""
         return max(self.plans, key=lambda plan: plan.predicted_peak_bytes, default=None)
 
     @property
+    def variants(self) -> list[int]:
+        """In how many ways each graph is cut, where a step has several graphs or calls one several times."""
+        return self._whole.variants()
+
+    @property
     def predicted_peak_bytes(self) -> int | None:
-        """The most live bytes that is predicted for any graph, with what stands beside it."""
+        """The most live bytes that is predicted for any step, with what stands beside it."""
         return self.plan.predicted_peak_bytes if self.plan is not None else None
 
     @property
     def plain_peak_bytes(self) -> int | None:
         """The same as `torch.compile` would have it by itself."""
-        return max((p.plain_peak_bytes for p in self._report.planned), default=None)
+        return max((p.plain_peak_bytes for p in self._planned()), default=None)
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -82,14 +109,20 @@ class CompiledHandle:
         """
         _check(budget)
         self.budget = budget
-        self._report = Report()
-        self._install(self._backend_for())
+        self._forget()
+        self._install()
 
     def remove(self) -> None:
         """From the next step on the model runs as `torch.compile` alone compiles it."""
-        options = self._options if self._backend == "inductor" else {}
-        plain = torch.compile(self.model, backend=self._backend, options=options or None, **self._how)
-        self.compiled.__dict__["forward"] = plain.forward
+        how: dict[str, Any] = {**self._how, "backend": self._backend}
+        if self._backend == "inductor" and self._options:
+            how["options"] = self._options
+        for block in self._blocks:
+            block.compile(**how)
+        if self._blocks:
+            del self.model.__dict__["forward"]
+        else:
+            self.compiled.__dict__["forward"] = torch.compile(self.model, **how).forward
         self.compiled.__dict__.pop(_HANDLE, None)
 
     def _standing(self) -> int:
@@ -101,41 +134,57 @@ class CompiledHandle:
 
     def _backend_for(self) -> Callable[..., Any]:
         """A backend of its own for each budget: compiled code is shared by what has the same backend."""
-        if self._backend == "aot_eager":
-            return inductor.aot_autograd(
-                fw_compiler=inductor.boxed_nop,
-                partition_fn=Partitioner(self.budget, self._standing, None, self._report),
-                keep_inference_input_mutations=True,
-            )
-        partitioner = Partitioner(self.budget, self._standing, self._options, self._report)
-        settings = {**self._options, "custom_partitioner_fn": partitioner}
+        whole, report = self._whole, self._report
+        alone = self._alone()
 
         def backend(module: Any, inputs: Any) -> Any:
-            return inductor.compile_with(module, inputs, settings)
+            if self._whole_alone or whole.regions or not captured.is_scalar_loss(module):
+                if self._codecs:
+                    raise PlanError(
+                        "codecs are for a model that is one graph and returns its loss alone: leave codecs "
+                        "out, or compile the model together with its loss (fullgraph=True names graph breaks)"
+                    )
+                whole.mixed |= bool(report.planned)
+                return whole.backend(module, inputs)
+            with whole.unseen():
+                return alone(module, inputs)
 
         return backend
 
-    def _tell_of_breaks(self, graphs: int) -> None:
-        warn(
-            f"this model was compiled as {graphs} graphs, each planned within {self.budget} by itself: what "
-            "one keeps for its backward is not counted in the others, and a step may take more. Remove the "
-            "graph breaks (fullgraph=True names the first), or use lowtide.limit_memory on the model itself"
-        )
+    def _alone(self) -> Callable[..., Any]:
+        """Compiles a graph that is a whole step."""
+        if self._backend == "aot_eager":
+            return call_by_call(Partitioner(self.budget, self._standing, None, self._report, self._codecs))
+        partitioner = Partitioner(self.budget, self._standing, self._options, self._report, self._codecs)
+        return generated(partitioner, self._report, self._options)
 
-    def _install(self, backend: Callable[..., Any]) -> None:
-        fresh = torch.compile(self.model, backend=backend, **self._how)
-        run, planned = fresh.forward, self._report.planned  # type: ignore[union-attr]
+    def _install(self) -> None:
+        backend = self._backend_for()
+        if self._blocks:
+            self.model.__dict__.pop("forward", None)
+            for block in self._blocks:
+                block.compile(backend=backend, **self._how)
+            run = self.model.forward
+        else:
+            run = torch.compile(self.model, backend=backend, **self._how).forward  # type: ignore[union-attr]
+        whole = self._whole
 
         def forward(*args: Any, **kwargs: Any) -> Any:
-            before = len(planned)
+            if whole.more_than_planned and not self._whole_alone:
+                self._whole_alone = True
+                self._forget()
+                self._install()
+                return self.compiled.__dict__["forward"](*args, **kwargs)
+            whole.begin((args, kwargs))
             try:
                 result = run(*args, **kwargs)
-            except inductor.BackendCompilerFailed as error:
-                if isinstance(error.inner_exception, BudgetError):
-                    raise error.inner_exception from None
+            except BaseException as error:
+                whole.failed()
+                inner = getattr(error, "inner_exception", None)
+                if isinstance(error, inductor.BackendCompilerFailed) and isinstance(inner, LowtideError):
+                    raise inner from None
                 raise
-            if len(planned) - before > 1:
-                self._tell_of_breaks(len(planned) - before)
+            whole.end(result)
             return result
 
         self.compiled.__dict__["forward"] = forward
@@ -150,17 +199,19 @@ def compile(
     backend: str = "inductor",
     mode: str | None = None,
     options: dict[str, Any] | None = None,
+    regional: bool = False,
+    codecs: str | Sequence[str] = (),
     **torch_compile_options: Any,
 ) -> Any:
     """`torch.compile` a model so that its training step fits a budget, at the least extra time.
 
-    The first step compiles: the graph of forward and backward is planned as `lowtide.limit_memory` plans a
-    step and cut where the plan says; what the backend would really allocate is predicted without compiling a
-    kernel; then the step is compiled. Later steps run compiled code alone. Where the model fits the budget as
-    it is, it is compiled as `torch.compile` would.
-
-    Each graph is planned by itself: with graph breaks, what one graph keeps for its backward is not counted
-    in the others, nor is a loss outside the model.
+    A model that is one graph and returns its loss is planned when it is compiled, as `lowtide.limit_memory`
+    plans a step, and cut where the plan says; what the backend would really allocate is predicted without
+    compiling a kernel. Every other step (graph breaks, a loss outside the model, blocks that are compiled one
+    by one, a model that is called several times) is recorded first: it runs uncompiled, in little memory.
+    When its backward has ended all of it is planned within the budget, and the next step compiles. Later
+    steps run compiled code alone. Where a step fits the budget as it is, it is compiled as `torch.compile`
+    would.
 
     Args:
         model: any module.
@@ -169,12 +220,17 @@ def compile(
         optimizer: its state counts against the budget, too.
         backend: ``inductor`` or ``aot_eager``.
         mode, options, torch_compile_options: as of `torch.compile`.
+        regional: compile the model's blocks and not the model: those that are compiled already
+            (``block.compile()``), else those that repeat (the layers of a ``ModuleList``). Layers of one kind
+            share a graph, which is compiled in up to three ways.
+        codecs: some of ``"bfloat16"``, ``"int8"``, ``"int4"``: saved values may wait so where that costs
+            least, and gradients are no longer exact. For one graph that returns its loss alone.
 
     Returns:
-        What `torch.compile` returns; `lowtide.handle_of` has its handle.
+        What `torch.compile` returns, or with ``regional`` the model; `lowtide.handle_of` has its handle.
 
     Raises:
-        BudgetError: the budget is malformed; at the first step, when no plan fits.
+        BudgetError: the budget is malformed; in the first step, when no plan fits.
         PlanError: an argument that cannot be.
 
     Example:
@@ -197,15 +253,45 @@ def compile(
     chosen = dict(options or {})
     if mode is not None and mode != "default":
         chosen = inductor.mode_options(mode)
-    if chosen.get("triton.cudagraphs"):
-        raise PlanError(
-            "CUDA graphs keep a pool of memory of their own, which no budget is held for: use "
-            "mode='max-autotune-no-cudagraphs' or none"
-        )
-    compiled = torch.compile(model, backend="aot_eager", **torch_compile_options)
-    handle = CompiledHandle(model, compiled, budget, backend, optimizer, chosen, torch_compile_options)
-    handle._install(handle._backend_for())
+    _refuse_cuda_graphs(chosen)
+    lossy = check_codecs(codecs)
+    if lossy and regional:
+        raise PlanError("codecs are for a model that is one graph: leave out codecs, or regional")
+    honour_regions()
+    how = torch_compile_options
+    compiled = model if regional else torch.compile(model, backend="aot_eager", **how)
+    handle = CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, regional, lossy)
+    handle._install()
     return compiled
+
+
+def limit_compiled(
+    compiled: Any, budget: str | int, *, optimizer: torch.optim.Optimizer | None = None
+) -> CompiledHandle:
+    """Hold a budget for what `torch.compile` returned: its next step compiles anew, with the backend and the
+    settings that it was made with.
+
+    Raises:
+        PlanError: it was compiled in place (``model.compile()``), or with another backend.
+    """
+    made = compile_settings(compiled)
+    if made is None:
+        raise PlanError(
+            "this model was compiled in place (model.compile()), and a limit cannot be put on that: call "
+            "lowtide.compile(model, budget) in place of it"
+        )
+    model, backend, options, how = made
+    if backend not in BACKENDS:
+        raise PlanError(
+            f"this model was compiled with the backend {backend!r}: a budget can be held for "
+            f"{', '.join(BACKENDS)}"
+        )
+    _refuse_cuda_graphs(options)
+    _check(budget)
+    honour_regions()
+    handle = CompiledHandle(model, compiled, budget, backend, optimizer, options, how)
+    handle._install()
+    return handle
 
 
 def compile_options(budget: str | int) -> dict[str, Any]:
@@ -226,9 +312,18 @@ def compile_options(budget: str | int) -> dict[str, Any]:
         >>> model = torch.compile(torch.nn.Linear(8, 8), options=lowtide.compile_options("6GiB"))
     """
     _check(budget)
+    honour_regions()
     return {"custom_partitioner_fn": Partitioner(budget, options={})}
 
 
 def _check(budget: str | int) -> None:
     if not budgets.asks_for(budget):
         budgets.parse(budget, 1 << 60)
+
+
+def _refuse_cuda_graphs(options: dict[str, Any]) -> None:
+    if options.get("triton.cudagraphs"):
+        raise PlanError(
+            "CUDA graphs keep a pool of memory of their own, which no budget is held for: use "
+            "mode='max-autotune-no-cudagraphs' or none"
+        )

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,6 +17,10 @@ from lowtide.trace.costs.specs import OpSpec, TensorSpec, flops
 
 _FUSED_SHARE = 0.1
 """Of what an element-wise call takes by itself, what its arithmetic adds to a kernel that has its inputs."""
+
+
+Size = Callable[[Any], int]
+"""A size as a number."""
 
 
 @dataclass(frozen=True)
@@ -33,7 +38,7 @@ def costs_of(joints: list[Joint], time_budget: float = 0.7) -> list[list[Cost]]:
     keys: dict[fx.Node, Any] = {}
     for joint in joints:
         for node in {one: None for call in joint.calls for one in (call.node, *call.inlined)}:
-            found = spec_of(node)
+            found = spec_of(node, joint.size)
             if found is not None:
                 keys[node] = repr(found)
                 specs.setdefault(keys[node], found)
@@ -63,7 +68,7 @@ def _fused_seconds(joint: Joint, call: Call, alone: float) -> float:
     return moved / calibrate(device).bytes_per_second + _FUSED_SHARE * alone
 
 
-def spec_of(node: fx.Node) -> OpSpec | None:
+def spec_of(node: fx.Node, size_of: Size = partitioning.hint) -> OpSpec | None:
     """A call without its tensors; ``None`` for what is no operation (a size, a region of its own)."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
@@ -72,12 +77,15 @@ def spec_of(node: fx.Node) -> OpSpec | None:
     value = node.meta.get("val")
     known = {address for address in map(partitioning.storage_of, _leaves((args, kwargs))) if address}
     fresh = {
-        partitioning.storage_of(one): partitioning.hint(one.untyped_storage().nbytes())
+        partitioning.storage_of(one): size_of(one.untyped_storage().nbytes())
         for one in _leaves(value)
         if partitioning.storage_of(one) not in known and partitioning.storage_of(one) is not None
     }
     return OpSpec(
-        node.target, _described(args, numbers), _described(kwargs, numbers), output_bytes=sum(fresh.values())
+        node.target,
+        _described(args, numbers, size_of),
+        _described(kwargs, numbers, size_of),
+        output_bytes=sum(fresh.values()),
     )
 
 
@@ -85,29 +93,28 @@ def _leaves(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
 
 
-def _described(item: Any, numbers: dict[int, int]) -> Any:
-    hint = partitioning.hint
+def _described(item: Any, numbers: dict[int, int], size_of: Size) -> Any:
     if isinstance(item, torch.Tensor):
         address = partitioning.storage_of(item)
         if address is None:
-            return TensorSpec(0, item.dtype, tuple(map(hint, item.shape)), (), 0, item.device, -1)
+            return TensorSpec(0, item.dtype, tuple(map(size_of, item.shape)), (), 0, item.device, -1)
         return TensorSpec(
-            hint(item.untyped_storage().nbytes()),
+            size_of(item.untyped_storage().nbytes()),
             item.dtype,
-            tuple(map(hint, item.shape)),
-            tuple(map(hint, item.stride())),
-            hint(item.storage_offset()),
+            tuple(map(size_of, item.shape)),
+            tuple(map(size_of, item.stride())),
+            size_of(item.storage_offset()),
             item.device,
             numbers.setdefault(address, len(numbers)),
         )
     if isinstance(item, dict):
-        return {name: _described(part, numbers) for name, part in item.items()}
+        return {name: _described(part, numbers, size_of) for name, part in item.items()}
     if isinstance(item, (tuple, list)):
         return (
-            type(item)(_described(part, numbers) for part in item)
+            type(item)(_described(part, numbers, size_of) for part in item)
             if type(item) in (tuple, list)
-            else tuple(_described(part, numbers) for part in item)
+            else tuple(_described(part, numbers, size_of) for part in item)
         )
     if isinstance(item, torch.SymInt):
-        return hint(item)
+        return size_of(item)
     return item

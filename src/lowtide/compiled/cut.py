@@ -71,12 +71,16 @@ def lazily(backward: fx.GraphModule, joint: Joint) -> None:
             order.append(node)
     for node in nodes:
         if node.op == "call_function" and (
-            node.name in joint.after_tangents or not node.users  # what is called for its effects
+            node.name in joint.after_tangents
+            or not (node.users or node.name in joint.in_forward)  # what backward calls for its effects
         ):
             emit(node)
     for node in nodes:
         if node.op == "output":
             emit(node)
+    for node in reversed(nodes):
+        if node not in done:  # what forward did for its effects: numbers drawn, collectives
+            graph.erase_node(node)
     moved = order[0]
     for node in order[1:]:
         moved.append(node)

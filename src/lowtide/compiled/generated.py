@@ -87,6 +87,7 @@ def profile_generated(
     module: fx.GraphModule,
     lent: Collection[str],
     scratch: Callable[[Any, Any, Any], int] = lambda func, args, kwargs: 0,
+    size_of: Callable[[Any], int] = partitioning.hint,
 ) -> Profile:
     """As `lowtide.compiled.liveness.profile`, for generated text.
 
@@ -95,6 +96,7 @@ def profile_generated(
         module: the graph that it was generated from, whose inputs it takes.
         lent: names of inputs that stand anyway.
         scratch: bytes that a call of an ATen operation takes beyond its results.
+        size_of: a size as a number, where the graph leaves it open.
     """
     ledger = _Ledger(scratch)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
@@ -106,9 +108,9 @@ def profile_generated(
                 continue
             value = node.meta["val"]
             if isinstance(value, torch.Tensor):
-                value = _alike(value, seen, ledger, standing=node.name in lent)
+                value = _alike(value, seen, ledger, node.name in lent, size_of)
             elif isinstance(value, torch.SymInt):
-                value = partitioning.hint(value)
+                value = size_of(value)
             given.append(value)
         del value
         seen.clear()
@@ -120,16 +122,19 @@ def profile_generated(
 
 
 def _alike(
-    value: torch.Tensor, seen: dict[int, torch.Tensor], ledger: _Ledger, standing: bool
+    value: torch.Tensor,
+    seen: dict[int, torch.Tensor],
+    ledger: _Ledger,
+    standing: bool,
+    size_of: Callable[[Any], int],
 ) -> torch.Tensor:
     """A fake tensor with the geometry of another; tensors that share a storage go on sharing one."""
     address = partitioning.storage_of(value)
-    hint = partitioning.hint
-    shape, stride = [*map(hint, value.shape)], [*map(hint, value.stride())]
+    shape, stride = [*map(size_of, value.shape)], [*map(size_of, value.stride())]
     if address is None:
         return torch.empty(shape, dtype=value.dtype, device=value.device)
     if address not in seen:
-        count = -(-hint(value.untyped_storage().nbytes()) // value.dtype.itemsize)
+        count = -(-size_of(value.untyped_storage().nbytes()) // value.dtype.itemsize)
         ledger.lending = standing
         seen[address] = torch.empty(count, dtype=value.dtype, device=value.device)
         ledger.lending = False
@@ -138,7 +143,7 @@ def _alike(
     base = seen[address]
     if base.dtype != value.dtype:
         base = base.view(value.dtype)
-    return torch.as_strided(base, shape, stride, hint(value.storage_offset()))
+    return torch.as_strided(base, shape, stride, size_of(value.storage_offset()))
 
 
 def _entry(text: str) -> Callable[[list[Any]], Any]:

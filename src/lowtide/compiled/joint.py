@@ -56,12 +56,14 @@ class Joint:
         static: positions of inputs that stand at the same address in every step (parameters, buffers).
         fusible: whether a node is computed inside the kernels that read it, where that pays; ``None`` where
             every call runs by itself.
+        size: a size as a number, where the graph leaves it open.
     """
 
     module: fx.GraphModule
     forward_outputs: int
     static: tuple[int, ...]
     fusible: Callable[[fx.Node], bool] | None = None
+    size: Callable[[Any], int] = partitioning.hint
     key_of: dict[fx.Node, Key] = field(default_factory=dict, init=False)
     bytes: dict[Key, int] = field(default_factory=dict, init=False)
     root: dict[Key, fx.Node] = field(default_factory=dict, init=False)
@@ -93,7 +95,15 @@ class Joint:
             self.key_of[node] = key
             if key == node.name:
                 self.root[key] = node
-                self.bytes[key] = partitioning.hint(value.untyped_storage().nbytes())
+                self.bytes[key] = self.size(value.untyped_storage().nbytes())
+
+    def bytes_at(self, call: Call, size_of: Callable[[Any], int]) -> int:
+        """What a call touches, for other sizes than the joint's own."""
+        return sum(self.bytes_of(key, size_of) for key in dict.fromkeys((*call.reads, *call.writes)))
+
+    def bytes_of(self, key: Key, size_of: Callable[[Any], int]) -> int:
+        """A storage's bytes, for other sizes than the joint's own."""
+        return size_of(self.root[key].meta["val"].untyped_storage().nbytes())
 
     def is_view(self, node: fx.Node) -> bool:
         """Whether a node only looks at a storage that is there."""

@@ -28,7 +28,10 @@ class Profile:
 
 
 def profile(
-    module: fx.GraphModule, lent: Collection[str], scratch: Callable[[fx.Node], int] = lambda node: 0
+    module: fx.GraphModule,
+    lent: Collection[str],
+    scratch: Callable[[fx.Node], int] = lambda node: 0,
+    size_of: Callable[[Any], int] = partitioning.hint,
 ) -> Profile:
     """Live bytes of ``module`` run call by call.
 
@@ -36,6 +39,7 @@ def profile(
         module: forward or backward.
         lent: names of inputs that stand anyway, before and after: parameters, the user's tensors.
         scratch: bytes that a call takes beyond its results while it runs.
+        size_of: a size as a number, where the graph leaves it open.
     """
     nodes = list(module.graph.nodes)
     last: dict[fx.Node, int] = {}
@@ -56,7 +60,7 @@ def profile(
 
     def take(node: fx.Node) -> None:
         nonlocal live
-        for storage, count in _storages(node.meta.get("val")).items():
+        for storage, count in _storages(node.meta.get("val"), size_of).items():
             if storage in standing:
                 continue
             if not holders.get(storage):
@@ -66,7 +70,7 @@ def profile(
 
     for node in nodes:
         if node.op == "placeholder" and node.name in lent:
-            standing.update(_storages(node.meta.get("val")))
+            standing.update(_storages(node.meta.get("val"), size_of))
     for node in nodes:
         if node.op == "placeholder":
             take(node)
@@ -78,7 +82,7 @@ def profile(
             take(node)
             peak = max(peak, live + (scratch(node) if node.op == "call_function" else 0))
         for dead in dies.get(at, ()):
-            for storage in _storages(dead.meta.get("val")):
+            for storage in _storages(dead.meta.get("val"), size_of):
                 if storage in standing:
                     continue
                 holders[storage] -= 1
@@ -87,11 +91,11 @@ def profile(
     return Profile(peak, live, given)
 
 
-def _storages(value: Any) -> dict[int, int]:
+def _storages(value: Any, size_of: Callable[[Any], int]) -> dict[int, int]:
     found: dict[int, int] = {}
     for leaf in tree_leaves(value):
         if isinstance(leaf, torch.Tensor):
             address = partitioning.storage_of(leaf)
             if address is not None:
-                found[address] = partitioning.hint(leaf.untyped_storage().nbytes())
+                found[address] = size_of(leaf.untyped_storage().nbytes())
     return found

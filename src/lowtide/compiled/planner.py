@@ -9,22 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from typing import Any
 
 from torch import fx
 
 from lowtide import budget as budgets
 from lowtide.budget import ACTIVATIONS, STANDING, with_slack
-from lowtide.compiled.costs import Cost, costs_of
+from lowtide.compiled.coding import codecs_of, coded, scratch_bytes
+from lowtide.compiled.costs import Cost, Size, costs_of
 from lowtide.compiled.cut import cut
 from lowtide.compiled.generated import profile_generated
-from lowtide.compiled.joint import Joint
+from lowtide.compiled.joint import Joint, described
 from lowtide.compiled.liveness import Profile, profile
 from lowtide.compiled.steps import Outside, StepBuilder
 from lowtide.errors import BudgetError
-from lowtide.plan import make
+from lowtide.plan import make, policies
 from lowtide.plan.data import Plan
+from lowtide.plan.moves.supply import measure_links
 from lowtide.private import inductor, partitioning
 from lowtide.run.limit.margins import within
+from lowtide.trace.costs.roofline import outside_modes
 
 ROUNDS = 5
 """Plans for one budget, each corrected by what the one before would really take."""
@@ -32,39 +36,69 @@ ROUNDS = 5
 NEAR = 0.97
 """Share of a binding budget from which a plan uses it well."""
 
-Predict = Callable[[fx.GraphModule, fx.GraphModule], tuple[Profile, Profile]]
+Profiles = Callable[[Size], tuple[Profile, Profile]]
+"""What two halves do to memory, for sizes as numbers."""
+
+Predict = Callable[[fx.GraphModule, fx.GraphModule], Profiles]
+
+
+Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
 @dataclass(frozen=True)
-class Planned:
-    """A joint graph cut in two.
+class Known:
+    """What is known of a compiled graph.
 
     Attributes:
-        forward, backward: the halves.
         plan: what is stored and what runs again; its peak is `peak_bytes`.
         peak_bytes: the most live bytes in forward or backward, with what stands beside them.
         plain_peak_bytes: the same as `torch.compile` would cut the graph by itself.
         limit_bytes: the budget.
     """
 
-    forward: fx.GraphModule
-    backward: fx.GraphModule
     plan: Plan
     peak_bytes: int
     plain_peak_bytes: int
     limit_bytes: int
 
 
+@dataclass(frozen=True)
+class Planned(Known):
+    """A joint graph cut in two.
+
+    Attributes:
+        forward, backward: the halves.
+        made_at, plain_at: what the halves allocate at most, and those of `torch.compile` itself, with other
+            sizes.
+    """
+
+    forward: fx.GraphModule
+    backward: fx.GraphModule
+    made_at: Callable[[Size], int]
+    plain_at: Callable[[Size], int]
+
+
 def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
     """Predict graphs that run call by call."""
     lent = _lent(joint)
-    scratch = {call.node.name: cost.scratch_bytes for call, cost in zip(joint.calls, costs, strict=True)}
+    scratch = {
+        call.node.name: (cost.scratch_bytes, call)
+        for call, cost in zip(joint.calls, costs, strict=True)
+        if cost.scratch_bytes
+    }
 
-    def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Profile, Profile]:
-        def of(node: fx.Node) -> int:
-            return scratch.get(node.name, 0)
+    def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
+        def profiles(size_of: Size) -> tuple[Profile, Profile]:
+            def of(node: fx.Node) -> int:
+                bytes_, call = scratch.get(node.name) or (_coding(node.target, described(node)[0]), None)
+                if call is None or size_of is joint.size:
+                    return bytes_
+                here, there = joint.bytes_at(call, joint.size), joint.bytes_at(call, size_of)
+                return -(-bytes_ * there // here) if here else bytes_
 
-        return profile(forward, lent, of), profile(backward, lent, of)
+            return profile(forward, lent, of, size_of), profile(backward, lent, of, size_of)
+
+        return profiles
 
     return predict
 
@@ -73,13 +107,23 @@ def predict_generated(joint: Joint, options: dict[str, object]) -> Predict:
     """Predict graphs that Inductor generates code for."""
     lent = _lent(joint)
 
-    def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[Profile, Profile]:
-        text, strides = inductor.generated(forward, False, options)
-        first = profile_generated(text, forward, lent)
-        text, _ = inductor.generated(backward, True, options, strides)
-        return first, profile_generated(text, backward, lent)
+    def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
+        first, strides = inductor.generated(forward, False, options)
+        second, _ = inductor.generated(backward, True, options, strides)
+
+        def profiles(size_of: Size) -> tuple[Profile, Profile]:
+            return (
+                profile_generated(first, forward, lent, _coding, size_of),
+                profile_generated(second, backward, lent, _coding, size_of),
+            )
+
+        return profiles
 
     return predict
+
+
+def _coding(operation: Any, args: Any, kwargs: Any = None) -> int:
+    return scratch_bytes(operation, args)
 
 
 def _lent(joint: Joint) -> set[str]:
@@ -87,7 +131,11 @@ def _lent(joint: Joint) -> set[str]:
 
 
 def plan_graph(
-    joint: Joint, budget: str | int, standing_bytes: int, options: dict[str, object] | None
+    joint: Joint,
+    budget: str | int,
+    standing_bytes: int,
+    options: dict[str, object] | None,
+    codecs: tuple[str, ...] = (),
 ) -> Planned:
     """Cut a joint graph so that forward and backward stay within a budget, at the least extra time.
 
@@ -96,6 +144,7 @@ def plan_graph(
         budget: as of `lowtide.limit_memory`.
         standing_bytes: what stands beside what the graph allocates: parameters, gradients, optimizer, inputs.
         options: Inductor's settings; ``None`` where graphs run call by call.
+        codecs: in which saved values may wait in fewer bytes.
 
     Raises:
         BudgetError: no plan is found that fits.
@@ -108,23 +157,35 @@ def plan_graph(
     step = StepBuilder([joint], costs, outside, device).build()
     predict = predict_calls(joint, costs[0]) if options is None else predict_generated(joint, options)
 
-    def peak_of(halves: tuple[fx.GraphModule, fx.GraphModule]) -> int:
-        return standing_bytes + max(part.peak_bytes for part in predict(*halves))
+    made: dict[fx.GraphModule, Callable[[Size], int]] = {}
+
+    def peak_of(halves: Halves) -> int:
+        made[halves[0]] = at = _most(predict(*halves))
+        return standing_bytes + at(joint.size)
 
     plain = partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
     plain_peak = peak_of(plain)
-    tried: dict[int, tuple[Plan, tuple[fx.GraphModule, fx.GraphModule], int]] = {}
+    policy: Any = "optimal"
+    if codecs:
+        with outside_modes():  # AOTAutograd calls us among fake tensors
+            links = measure_links(*codecs, device=device)
+        policy = policies.mixed(*codecs, links=links)
+    tried: dict[int, tuple[Plan, Halves, int]] = {}
 
-    def attempt(target: int | None) -> tuple[Plan, tuple[fx.GraphModule, fx.GraphModule], int]:
+    def attempt(target: int | None) -> tuple[Plan, Halves, int]:
         try:
-            plan = make(step.graph, None if target is None else max(1, target), progress=False)
+            plan = make(step.graph, None if target is None else max(1, target), policy, False)
         except BudgetError as error:
             if error.smallest_bytes is None:
                 raise
-            plan = make(step.graph, error.smallest_bytes, progress=False)
-        key = hash(plan.stored)
+            plan = make(step.graph, error.smallest_bytes, policy, False)
+        moved = codecs_of(plan)
+        key = hash((plan.stored, *moved.items()))
         if key not in tried:
-            halves = cut(joint, step.stored(plan.stored, 0))
+            halves = cut(joint, step.stored(plan.stored | moved.keys(), 0))
+            if moved:
+                names = {name: moved[value] for (_, name), value in step.value_of.items() if value in moved}
+                halves = coded(*halves, joint.forward_outputs, names)
             tried[key] = plan, halves, peak_of(halves)
         return tried[key]
 
@@ -133,7 +194,8 @@ def plan_graph(
     )
     if plain_peak <= limit:
         plan = make(step.graph, policy="keep_all", progress=False)
-        return Planned(*plain, _told(plan, limit, plain_peak, plain_peak), plain_peak, plain_peak, limit)
+        told = _told(plan, limit, plain_peak, plain_peak)
+        return Planned(told, plain_peak, plain_peak, limit, *plain, made[plain[0]], made[plain[0]])
     room = within(limit)  # the loss and other scalars outside the graph
     target, best = room, None
     for _ in range(ROUNDS):
@@ -158,7 +220,12 @@ def plan_graph(
             plain_peak_bytes=plain_peak,
         )
     plan, halves, peak = best
-    return Planned(*halves, _told(plan, limit, peak, plain_peak), peak, plain_peak, limit)
+    told = _told(plan, limit, peak, plain_peak)
+    return Planned(told, peak, plain_peak, limit, *halves, made[halves[0]], made[plain[0]])
+
+
+def _most(profiles: Profiles) -> Callable[[Size], int]:
+    return lambda size_of: max(part.peak_bytes for part in profiles(size_of))
 
 
 def _told(plan: Plan, limit: int, peak: int, plain_peak: int) -> Plan:

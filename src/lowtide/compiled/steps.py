@@ -23,12 +23,10 @@ class Outside:
     Attributes:
         forward: while each graph's forward runs.
         backward: while each graph's backward runs; what its gradients lie in included.
-        between: the most at any moment between two graphs, or after the last.
     """
 
     forward: tuple[int, ...]
     backward: tuple[int, ...]
-    between: int = 0
 
     @property
     def least(self) -> int:
@@ -61,12 +59,25 @@ class StepBuilder:
         costs: of each graph's calls.
         outside: what stands beside them.
         device: which the budget is about.
+        order: what happens in which order: ``("forward", n)`` and ``("backward", n)`` of graph ``n``, and
+            ``("gap", bytes)`` for the most that stands between two of them. ``None`` for the forwards, and
+            the backwards the other way round.
     """
 
     def __init__(
-        self, joints: Sequence[Joint], costs: Sequence[Sequence[Cost]], outside: Outside, device: str = "cpu"
+        self,
+        joints: Sequence[Joint],
+        costs: Sequence[Sequence[Cost]],
+        outside: Outside,
+        device: str = "cpu",
+        order: Sequence[tuple[str, int]] | None = None,
     ) -> None:
         self.joints, self.costs, self.outside, self.device = joints, costs, outside, device
+        numbers = range(len(joints))
+        self.order = order or [
+            *(("forward", number) for number in numbers),
+            *(("backward", number) for number in reversed(numbers)),
+        ]
         self.operations: list[Operation] = []
         self.storages: list[Storage] = []
         self.values: list[Value] = []
@@ -79,13 +90,18 @@ class StepBuilder:
 
     def build(self) -> Step:
         """The step."""
-        for number, joint in enumerate(self.joints):
-            self._stand(self.outside.forward[number], "forward")
-            self._forward(number, joint)
-        self._happen()
-        for number, joint in reversed(list(enumerate(self.joints))):
-            self._stand(self.outside.backward[number], "backward")
-            self._backward(number, joint)
+        phase = "forward"
+        for kind, number in self.order:
+            if kind == "gap":
+                self._happen(number, phase)
+                continue
+            joint, phase = self.joints[number], kind
+            if kind == "forward":
+                self._stand(self.outside.forward[number], phase)
+                self._forward(number, joint)
+            else:
+                self._stand(self.outside.backward[number], phase)
+                self._backward(number, joint)
         graph = StepGraph(
             tuple(self.operations),
             tuple(self.storages),
@@ -114,11 +130,11 @@ class StepBuilder:
                 self._operate("outside", (), phase, again=False, bytes_=[more])
         self.standing = bytes_
 
-    def _happen(self) -> None:
-        """The most that stands between the graphs, for a moment."""
-        above = self.outside.between - self.standing
+    def _happen(self, most: int, phase: str) -> None:
+        """The most that stands between two graphs, for a moment."""
+        above = most - self.standing
         if above > 0:
-            self._operate("outside", (), "forward", again=False, scratch=above)
+            self._operate("outside", (), phase, again=False, scratch=above)
 
     def _operate(
         self,

@@ -162,6 +162,7 @@ def _show(model: str, devices: int, kind: str, memory_bytes: int, chosen: str, f
     from rich.console import Console
     from rich.text import Text
 
+    from lowtide.estimate.narrow import Fitting
     from lowtide.estimate.render import suggestion_table
     from lowtide.estimate.speed import ASSUMPTIONS
     from lowtide.estimate.suggest import ORDER
@@ -184,7 +185,7 @@ def _show(model: str, devices: int, kind: str, memory_bytes: int, chosen: str, f
         f"A step is {best.config.global_batch} sequences ({tokens:,} tokens) on all devices together.",
         highlight=False,
     )
-    console.print("", suggestion_table(found), "", sep="\n")
+    console.print("", Fitting(suggestion_table(found)), "", sep="\n")
     console.print(
         "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel, "
         "Z ZeRO's stage, b sequences in a micro-batch of one data-parallel rank, GiB reserved on the fullest "

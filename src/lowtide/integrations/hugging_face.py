@@ -7,7 +7,8 @@ from typing import Any
 from transformers import TrainerCallback
 
 from lowtide.integrations.peaks import Peaks
-from lowtide.run.limit.limit import Handle, limit_memory
+from lowtide.limits import limit_memory
+from lowtide.run.limit.handle import Handle, check_budget
 
 
 class LimitMemory(TrainerCallback):
@@ -18,20 +19,22 @@ class LimitMemory(TrainerCallback):
     ``memory_budget_mib`` beside the loss.
 
     Args:
-        budget: as of `lowtide.limit_memory`.
+        budget: as of `lowtide.limit_memory`; none where ``policy=`` does without.
         options: its other arguments, but for ``optimizer``.
 
     Attributes:
         handle: of the limited model, once training has begun.
 
     Raises:
-        BudgetError: in the first step of ``train()``, when no plan fits.
+        BudgetError: the budget is malformed; in the first step of ``train()``, when no plan fits.
 
     Example:
         ``trainer = Trainer(model, args, train_dataset=data, callbacks=[LimitMemory("6GiB")])``
     """
 
-    def __init__(self, budget: str | int, **options: Any) -> None:
+    def __init__(self, budget: str | int | None = None, **options: Any) -> None:
+        if budget is not None:
+            check_budget(budget)
         self.budget, self.options = budget, options
         self.handle: Handle | None = None
         self._peaks: Peaks | None = None
@@ -68,7 +71,7 @@ class LimitMemory(TrainerCallback):
             self.handle.remove()
 
 
-def limit(trainer: Any, budget: str | int, **options: Any) -> LimitMemory:
+def limit(trainer: Any, budget: str | int | None = None, **options: Any) -> LimitMemory:
     """Put `LimitMemory` in front of a trainer's other callbacks, so that those that write logs elsewhere
     (TensorBoard and the like) write the peaks, too.
 

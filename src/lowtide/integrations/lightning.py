@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -13,35 +15,40 @@ else:
     from lightning.pytorch import Callback  # pyright: ignore[reportMissingImports]
 
 from lowtide.errors import PlanError
-from lowtide.integrations.peaks import Peaks
-from lowtide.run.limit.limit import Handle, limit_memory
+from lowtide.integrations.peaks import PEAK, Peaks
+from lowtide.limits import limit_memory
+from lowtide.run.limit.handle import Handle, check_budget
 from lowtide.run.limit.messages import warn
 
 
 class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
     """Training stays within a budget, the optimizer's state and step included.
 
-    A ``training_step`` rarely calls the module itself, but what stands in it (``self.net(x)``), so that is
-    what has to be limited: ``module``, or the only part that has all trained parameters. ``memory_peak_mib``,
-    ``memory_predicted_mib`` and ``memory_budget_mib`` are logged. The limit is taken off when training ends.
+    What is limited is ``training_step``, whatever parts it calls, the loss included. Under manual
+    optimization backward stands in it, too: there ``module`` is limited, or the only part that has all
+    trained parameters, else the LightningModule's own forward. ``memory_peak_mib``, ``memory_predicted_mib``
+    and ``memory_budget_mib`` are logged. The limit is taken off when training ends.
 
     Args:
-        budget: as of `lowtide.limit_memory`.
-        module: name of what ``training_step`` calls, as in ``"net"``; ``""`` is the LightningModule itself.
+        budget: as of `lowtide.limit_memory`; none where ``policy=`` does without.
+        module: name of a part to limit in place of ``training_step``, as in ``"net"``; ``""`` is the
+            LightningModule itself.
         options: other arguments of `lowtide.limit_memory`.
 
     Attributes:
-        handle: of the limited module, once training has begun.
+        handle: of what is limited, once training has begun.
 
     Raises:
         PlanError: there is no module of that name.
-        BudgetError: in the first step of ``fit()``, when no plan fits.
+        BudgetError: the budget is malformed; in the first step of ``fit()``, when no plan fits.
 
     Example:
         ``trainer = Trainer(callbacks=[LimitMemory("6GiB")])``
     """
 
-    def __init__(self, budget: str | int, module: str | None = None, **options: Any) -> None:
+    def __init__(self, budget: str | int | None = None, module: str | None = None, **options: Any) -> None:
+        if budget is not None:
+            check_budget(budget)
         self.budget, self.module, self.options = budget, module, options
         self.handle: Handle | None = None
         self._peaks: Peaks | None = None
@@ -55,21 +62,58 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
                 "without their state. Give LimitMemory(..., optimizer=None) if that is as it should be"
             )
         only = optimizers[0] if len(optimizers) == 1 else None
-        self.handle = limit_memory(
-            _called(pl_module, self.module), self.budget, **{"optimizer": only, **self.options}
-        )
+        if self.module is None and pl_module.automatic_optimization:
+            limited = TrainingStep(pl_module)
+            pl_module.training_step = limited.in_place
+        else:
+            limited = _called(pl_module, self.module)
+        self.handle = limit_memory(limited, self.budget, **{"optimizer": only, **self.options})
         self._peaks = Peaks(self.handle)
 
     def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
         """Log the peaks."""
         if self._peaks is not None:
             self._peaks.note()
-            pl_module.log_dict(self._peaks.take(), reduce_fx="max")
+            for name, value in self._peaks.take().items():
+                pl_module.log(name, value, reduce_fx="max", prog_bar=name == PEAK)
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
         """The module is as it was."""
-        if self.handle is not None:
-            self.handle.remove()
+        if self.handle is None:
+            return
+        self.handle.remove()
+        if isinstance(self.handle.model, TrainingStep):
+            pl_module.__dict__.pop("training_step", None)
+
+    def on_exception(self, trainer: Any, pl_module: Any, exception: BaseException) -> None:
+        """Training ends here, too."""
+        self.on_train_end(trainer, pl_module)
+
+
+class TrainingStep(torch.nn.Module):
+    """The ``training_step`` of a module as the forward of another, which a limit can be put on.
+
+    Args:
+        module: a LightningModule.
+
+    Attributes:
+        in_place: what stands in for the module's ``training_step``, with its signature.
+    """
+
+    def __init__(self, module: Any) -> None:
+        super().__init__()
+        self.module = module
+        own: Callable[..., Any] = module.training_step
+        self._own = own
+
+        @functools.wraps(own)
+        def in_place(*args: Any, **kwargs: Any) -> Any:
+            return self(*args, **kwargs)
+
+        self.in_place = in_place
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        return self._own(*args, **kwargs)
 
 
 def _called(module: torch.nn.Module, name: str | None) -> torch.nn.Module:

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from lowtide.run.limit.limit import Handle
+from lowtide.run.limit.handle import Handle
 
 MIB = 1 << 20
+PEAK = "memory_peak_mib"
 
 
 class Peaks:
@@ -31,7 +32,7 @@ class Peaks:
         plan, highest = self._handle.plan, self._highest
         self._highest = None
         found = {
-            "memory_peak_mib": highest,
+            PEAK: highest,
             "memory_predicted_mib": plan.predicted_peak_bytes if plan is not None else None,
             "memory_budget_mib": plan.budget_bytes if plan is not None else None,
         }

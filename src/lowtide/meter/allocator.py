@@ -51,8 +51,8 @@ class CountingAllocator:
         self._adopt = bind("lt_adopt", number, ctypes.c_void_p)
         self._mark_open = bind("lt_mark_open", position)
         self._mark_close = bind("lt_mark_close", None, position)
-        self.mark_peak, self.mark_live, self.mark_count, self.mark_start = (
-            bind(f"lt_mark_{name}", number, position) for name in ("peak", "live", "count", "start")
+        self.mark_peak, self.mark_live, self.mark_start = (
+            bind(f"lt_mark_{name}", number, position) for name in ("peak", "live", "start")
         )
         self._log_open, self._log_end, self._now = (
             bind(f"lt_{name}", number) for name in ("log_open", "log_end", "now")
@@ -214,8 +214,7 @@ class AllocatorRegister:
     def read(self) -> Reading:
         """What there was so far."""
         a, mark = self._allocator, self._mark
-        peak, live, count = a.mark_peak(mark), a.mark_live(mark), a.mark_count(mark)
-        return Reading(peak, live, count, a.mark_start(mark) or None)
+        return Reading(a.mark_peak(mark), a.mark_live(mark), a.mark_start(mark) or None)
 
     def close(self) -> Reading:
         """End, and say what there was."""

@@ -44,7 +44,6 @@ struct alignas(64) Shard {
 struct Mark {
   std::atomic<int64_t> peak{0};
   std::atomic<int64_t> start{0};
-  std::atomic<int64_t> count{0};
 };
 
 struct Event {
@@ -57,7 +56,6 @@ struct State {
   std::array<Mark, kMarks> marks;
   std::atomic<uint64_t> open{0};
   std::atomic<int64_t> live{0};
-  std::atomic<int64_t> count{0};
   std::atomic<Event*> ring{nullptr};
   std::atomic<uint64_t> written{0};
   std::atomic<int> readers{0};
@@ -99,7 +97,6 @@ void log_event(int64_t delta) {
 void note_alloc(int64_t bytes) {
   State& s = state();
   int64_t live = s.live.fetch_add(bytes, std::memory_order_seq_cst) + bytes;
-  s.count.fetch_add(1, std::memory_order_relaxed);
   for (uint64_t open = s.open.load(std::memory_order_seq_cst); open != 0; open &= open - 1)
     raise_to(s.marks[__builtin_ctzll(open)].peak, live);
   log_event(bytes);
@@ -259,7 +256,6 @@ int lt_mark_open() {
   int64_t live = s.live.load();
   s.marks[id].start.store(live);
   s.marks[id].peak.store(live);
-  s.marks[id].count.store(s.count.load());
   s.open.fetch_or(uint64_t{1} << id);
   raise_to(s.marks[id].peak, s.live.load());
   return id;
@@ -268,7 +264,6 @@ int lt_mark_open() {
 int64_t lt_mark_start(int id) { return state().marks[id].start.load(); }
 int64_t lt_mark_peak(int id) { return state().marks[id].peak.load() - state().marks[id].start.load(); }
 int64_t lt_mark_live(int id) { return state().live.load() - state().marks[id].start.load(); }
-int64_t lt_mark_count(int id) { return state().count.load() - state().marks[id].count.load(); }
 
 void lt_mark_close(int id) {
   std::lock_guard<std::mutex> guard(state().mutex);

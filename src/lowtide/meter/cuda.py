@@ -37,7 +37,7 @@ class CudaRegister:
     def __init__(self, device: torch.device, timeline: bool = False) -> None:
         self.device = device.index if device.index is not None else torch.cuda.current_device()
         self._history = _History(self.device) if timeline else None
-        self._peak = self._reserved = self._start = self._count = 0
+        self._peak = self._reserved = self._start = 0
 
     def open(self) -> None:
         """Begin."""
@@ -47,7 +47,6 @@ class CudaRegister:
             self._fold()
             self._start = self._peak = torch.cuda.memory_allocated(self.device)
             self._reserved = torch.cuda.memory_reserved(self.device)
-            self._count = self._allocated()
             self._open.setdefault(self.device, []).append(self)
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -67,16 +66,12 @@ class CudaRegister:
         for other in self._open.get(self.device, []):
             other._peak, other._reserved = max(other._peak, peak), max(other._reserved, reserved)
 
-    def _allocated(self) -> int:
-        return int(torch.cuda.memory_stats(self.device).get("allocation.all.allocated", 0))
-
     def read(self) -> Reading:
         """What there was so far."""
         with _LOCK:
             self._fold()
             live = torch.cuda.memory_allocated(self.device) - self._start
-            count = self._allocated() - self._count
-            return Reading(self._peak - self._start, live, count, self._start, self._reserved)
+            return Reading(self._peak - self._start, live, self._start, self._reserved)
 
 
 class _History:

@@ -39,7 +39,6 @@ class Measurement:
         seconds: median wall time of one run.
         value: what the step returned in its last run.
         source: where the bytes come from.
-        allocations: blocks allocated in one run.
         reserved_bytes: on CUDA the most the allocator took from the device, else ``None``.
     """
 
@@ -50,7 +49,6 @@ class Measurement:
     seconds: float
     value: Any = field(repr=False)
     source: Source
-    allocations: int
     reserved_bytes: int | None = None
 
 
@@ -140,11 +138,6 @@ class Peak:
     def live_bytes(self) -> int:
         """Bytes live now, above those at entry; negative when older ones were freed."""
         return self.read().live_bytes
-
-    @property
-    def allocations(self) -> int:
-        """Blocks allocated so far."""
-        return self.read().allocations
 
     @property
     def reserved_bytes(self) -> int | None:
@@ -239,7 +232,6 @@ def measure(
         seconds=statistics.median(times or [seconds]),
         value=value,
         source=found,
-        allocations=reading.allocations,
         reserved_bytes=reading.reserved_bytes,
     )
 

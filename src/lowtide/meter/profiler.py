@@ -56,11 +56,10 @@ class ProfilerRegister:
             if e.name() == "[memory]" and e.device_type() == private.cpu_device_type
         ]
         seen.sort(key=lambda event: event[0])
-        live = peak = count = 0
+        live = peak = 0
         moments = []
         for at, size in seen:
             live += size
             peak = max(peak, live)
-            count += size > 0
             moments.append(((at - begin) * 1e-9, live))
-        return Reading(peak, live, count, timeline=tuple(moments) if self._timeline else ())
+        return Reading(peak, live, timeline=tuple(moments) if self._timeline else ())

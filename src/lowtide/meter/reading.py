@@ -16,7 +16,6 @@ class Reading:
     Attributes:
         peak_bytes: most bytes live, above those at the start.
         live_bytes: bytes live now, above those at the start.
-        allocations: blocks allocated.
         start_bytes: bytes that were live at the start, where they are known.
         reserved_bytes: on CUDA the most that the allocator held of the device, else ``None``.
         timeline: where it was asked for, and the register is closed.
@@ -24,7 +23,6 @@ class Reading:
 
     peak_bytes: int
     live_bytes: int
-    allocations: int
     start_bytes: int | None = None
     reserved_bytes: int | None = None
     timeline: Moments = ()

@@ -41,12 +41,14 @@ def node_key() -> Any:
     return ("leaf", id(variable)) if variable is not None else (node.name(), node._sequence_nr())
 
 
-def in_torch_checkpoint() -> bool:
-    """Whether what autograd saves here goes to ``torch.utils.checkpoint``, of the kind that is not
-    reentrant.
+def torch_checkpoint() -> Callable[..., Any] | None:
+    """What stands for the innermost call of ``torch.utils.checkpoint`` (of the kind that is not reentrant)
+    to which goes what autograd saves here, or ``None``: another one for each call.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
-    return hooks is not None and getattr(hooks[0], "__module__", "") == "torch.utils.checkpoint"
+    if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":
+        return None
+    return hooks[0]
 
 
 def at_backward_end(callback: Callable[[], None]) -> None:

@@ -6,6 +6,8 @@ stands there.
 
 from __future__ import annotations
 
+import ctypes
+import sys
 from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
@@ -37,8 +39,15 @@ thread_object = torch._C._get_obj_in_tls
 has_thread_object = torch._C._is_key_in_tls
 """Whether the thread's state has an object of that name."""
 
-set_thread_object = torch._C._stash_obj_in_tls
-"""Put an object into the thread's state: its name, and the object."""
+
+def set_thread_object(name: str, value: object) -> None:
+    """Put an object into the thread's state, under a name. PyTorch 2.11 does not count the reference that it
+    takes.
+    """
+    before = sys.getrefcount(value)
+    torch._C._stash_obj_in_tls(name, value)
+    if sys.getrefcount(value) == before:
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
 def keys_below(key: str) -> Any:

@@ -17,15 +17,30 @@ import torch
 
 def is_compiled(module: torch.nn.Module) -> bool:
     """Whether calling the module runs code that `torch.compile` made."""
-    if getattr(module, "_compiled_call_impl", None) is not None:
+    if module.__dict__.get("_compiled_call_impl") is not None:  # asked of every module in every step
         return True
     dynamo = sys.modules.get("torch._dynamo.eval_frame")  # importing it takes seconds
     return dynamo is not None and isinstance(module, dynamo.OptimizedModule)
 
 
+def compile_settings(module: Any) -> tuple[torch.nn.Module, str, dict[str, Any], dict[str, Any]] | None:
+    """What was compiled, and with what: the backend's name, Inductor's settings, and the other arguments of
+    `torch.compile`; ``None`` where it was compiled in place.
+    """
+    context = module.__dict__.get("dynamo_ctx")
+    if context is None:
+        return None
+    backend = context.callback
+    while (inner := getattr(backend, "_torchdynamo_orig_backend", None)) is not None:
+        backend = inner
+    name = getattr(backend, "compiler_name", getattr(backend, "__name__", "unknown"))
+    how = {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
+    return module._orig_mod, name, dict(getattr(backend, "config", {})), how
+
+
 def compiled_call(module: torch.nn.Module) -> str:
     """Name of the instance attribute that a call of a compiled module goes through."""
-    return "_compiled_call_impl" if getattr(module, "_compiled_call_impl", None) is not None else "forward"
+    return "_compiled_call_impl" if module.__dict__.get("_compiled_call_impl") is not None else "forward"
 
 
 @contextmanager
@@ -47,15 +62,15 @@ def out_of_dynamo() -> Iterator[bool]:
 
 
 def keep_dynamo_out() -> None:
-    """From now on dynamo compiles nothing of lowtide but its models and parallel layers: neither the hooks
-    that a compiled call calls back, nor what they call.
+    """From now on dynamo compiles nothing of lowtide but its models, its parallel layers and what stands in
+    for marked regions: neither the hooks that a compiled call calls back, nor what they call.
     """
     rules = sys.modules.get("torch._dynamo.trace_rules")
     if rules is None or any(str(folder).rstrip("/").endswith("/lowtide/run") for folder in rules.SKIP_DIRS):
         return
     package = find_spec("lowtide")
     for found in pkgutil.iter_modules(package.submodule_search_locations if package else ()):
-        if found.name not in ("models", "parallel"):
+        if found.name not in ("models", "parallel", "traced"):
             rules.add(f"lowtide.{found.name}")
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,13 +17,16 @@ from torch import fx
 from torch._dynamo.backends.common import aot_autograd as aot_autograd
 from torch._dynamo.backends.debugging import boxed_nop as boxed_nop
 from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
-from torch._dynamo.utils import detect_fake_mode, preserve_rng_state
+from torch._dynamo.exc import Unsupported as Unsupported
+from torch._dynamo.utils import counters, detect_fake_mode, preserve_rng_state
+from torch._functorch import config as functorch_config
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
 from torch._inductor.debug import DebugContext
 from torch._inductor.graph import GraphLowering
 from torch._inductor.ir import IRNode
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
@@ -38,6 +42,17 @@ def compile_with(
     return _compile_fx.compile_fx(
         module, inputs, inner_compile=inner or _compile_fx.compile_fx_inner, config_patches=options or None
     )
+
+
+def cache_folder() -> Path | None:
+    """Where compiled artefacts are kept on disk, or ``None`` where nothing is."""
+    off = inductor_config.force_disable_caches or not functorch_config.enable_autograd_cache
+    return None if off else Path(cache_dir())
+
+
+def cache_hits() -> int:
+    """How often compiled code came from the disk in this process, its partitioner unasked."""
+    return counters["aot_autograd"]["autograd_cache_hit"]
 
 
 def mode_options(mode: str) -> dict[str, Any]:

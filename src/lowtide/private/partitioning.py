@@ -9,14 +9,18 @@ from __future__ import annotations
 
 import copy
 import operator
+import sys
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
+import sympy
 import torch
 from torch import fx
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
 from torch._functorch.compile_utils import fx_graph_cse
+from torch.fx.experimental.symbolic_shapes import StrictMinMaxConstraint
 from torch.utils.checkpoint import CheckpointPolicy
 
 
@@ -25,11 +29,29 @@ def min_cut(
 ) -> tuple[fx.GraphModule, fx.GraphModule]:
     """Forward and backward as `torch.compile` cuts them by itself; ``module`` stays as it is."""
     return partitioners.min_cut_rematerialization_partition(
-        fx.GraphModule(module, copy.deepcopy(module.graph)),
+        twin(module),
         (),
         num_fwd_outputs=forward_outputs,
         static_lifetime_input_indices=list(static),
     )
+
+
+plain_partition = partitioners.min_cut_rematerialization_partition
+"""How `torch.compile` cuts a joint graph by itself, as AOTAutograd calls it."""
+
+
+def twin(module: fx.GraphModule) -> fx.GraphModule:
+    """A copy of a graph, over the same modules."""
+    return fx.GraphModule(module, copy.deepcopy(module.graph))
+
+
+REGION = "lowtide_region"
+"""Annotation of the calls in a region whose results are to be given up: its number, 0 for none."""
+
+
+def region_of(node: fx.Node) -> int:
+    """The number of the region that a call is marked to be in, or 0."""
+    return (node.meta.get("custom") or {}).get(REGION, 0)
 
 
 def clean_joint(module: fx.GraphModule) -> None:
@@ -39,6 +61,10 @@ def clean_joint(module: fx.GraphModule) -> None:
     module.graph.eliminate_dead_code()
     if functorch_config.cse:
         module.graph = fx_graph_cse(module.graph)
+    for node in module.graph.nodes:
+        if region_of(node) and not node.meta.get("autograd_backward"):
+            node.meta.setdefault("recompute", CheckpointPolicy.PREFER_RECOMPUTE)
+            node.meta.setdefault("ac_graph_id", region_of(node))
     if partitioners.has_recomputable_ops(module):
         partitioners.cleanup_recompute_tags(module, is_default_partition=False)
     partitioners.force_save_collectives(module)
@@ -146,10 +172,106 @@ def hint(size: Any) -> int:
     node = size.node
     if node.has_hint():
         return int(node.hint)
-    return int(node.shape_env.size_hint(node.expr, allow_none=True) or _UNKNOWN_SIZE)
+    seen, expression = node.shape_env.backed_var_to_val, node.expr
+    return int(expression.xreplace({one: seen.get(one, _UNKNOWN) for one in expression.free_symbols}))
 
 
-_UNKNOWN_SIZE = 4096  # as partitioners._size_of takes it
+UNKNOWN_SIZE = 4096
+"""What a size is taken for that follows from data, as `partitioners._size_of` takes it."""
+
+_UNKNOWN = sympy.Integer(UNKNOWN_SIZE)
+
+
+@dataclass(frozen=True)
+class FreeSize:
+    """A size for which a graph holds at more than one value.
+
+    Attributes:
+        symbol: its name in the graph's expressions.
+        seen: the value with which it was traced.
+        most: the largest that it may have, or ``None`` where nothing is said.
+        declared: whether the user has said so (``mark_dynamic(..., max=)``), and refuses guards.
+    """
+
+    symbol: Any
+    seen: int
+    most: int | None
+    declared: bool
+
+
+def free_sizes(module: fx.GraphModule) -> tuple[list[FreeSize], list[str]]:
+    """The sizes that a graph leaves open, in the order of its inputs, and the names of those that follow from
+    data, of which nothing is known.
+    """
+    return free_sizes_of(node.meta.get("val") for node in module.graph.nodes)
+
+
+def free_sizes_of(values: Iterable[Any]) -> tuple[list[FreeSize], list[str]]:
+    """As `free_sizes`, of tensors and numbers."""
+    found: dict[Any, FreeSize] = {}
+    unknown: dict[str, None] = {}
+    for value in values:
+        for size in _sizes(value):
+            shapes = size.node.shape_env
+            for symbol in sorted(size.node.expr.free_symbols, key=str):
+                if symbol not in shapes.backed_var_to_val:
+                    unknown[str(symbol)] = None
+                elif symbol not in found:
+                    upper = shapes.var_to_range[symbol].upper
+                    most = int(upper) if upper.is_Integer and upper < sys.maxsize - 1 else None
+                    seen = int(shapes.backed_var_to_val[symbol])
+                    found[symbol] = FreeSize(symbol, seen, most, symbol in _declared(shapes))
+    return list(found.values()), list(unknown)
+
+
+def _declared(shapes: Any) -> set[Any]:
+    """Symbols whose range the user has given."""
+    found: set[Any] = set()
+    for tracked in shapes.tracked_fakes or ():
+        sizes: Any = getattr(tracked.fake, "shape", ())
+        limits: Any = getattr(tracked.symbolic_context, "constraint_sizes", ())
+        for size, limit in zip(sizes, limits, strict=False):
+            if isinstance(limit, StrictMinMaxConstraint) and isinstance(size, torch.SymInt):
+                found |= size.node.expr.free_symbols
+    return found
+
+
+def _sizes(value: Any) -> list[torch.SymInt]:
+    if isinstance(value, torch.SymInt):
+        return [value]
+    if isinstance(value, torch.Tensor):
+        return [size for size in value.shape if isinstance(size, torch.SymInt)]
+    return [size for part in value for size in _sizes(part)] if isinstance(value, (tuple, list)) else []
+
+
+class SizesAt:
+    """Sizes as numbers, with values for the free ones.
+
+    Args:
+        values: symbol -> value.
+    """
+
+    def __init__(self, values: dict[Any, int]) -> None:
+        self.values = {symbol: sympy.Integer(value) for symbol, value in values.items()}
+        self._known: dict[Any, int] = {}
+
+    def __call__(self, size: Any) -> int:
+        if isinstance(size, int):
+            return size
+        expression = size.node.expr
+        known = self._known.get(expression)
+        if known is None:
+            number = expression.xreplace(self.values)
+            known = self._known[expression] = int(number) if number.is_number else hint(size)
+        return known
+
+
+def guard(module: fx.GraphModule, holds: Any) -> None:
+    """What is compiled of a graph serves sizes for which a relation among their symbols holds, as it does for
+    those seen; the first call with others compiles anew.
+    """
+    shapes = next(size.node.shape_env for node in module.graph.nodes for size in _sizes(node.meta.get("val")))
+    shapes.evaluate_expr(holds)
 
 
 def default_fusible() -> Callable[[fx.Node], bool]:

@@ -68,7 +68,7 @@ def terminal_picture(
     Args:
         curves: up to four.
         budget_bytes: where to draw the line.
-        width, height: in characters, axis labels included.
+        width, height: in characters, axis labels included; a legend stands below.
     """
     top = max([curve.peak_bytes for curve in curves] + [budget_bytes or 0, 1])
     seconds = max([curve.seconds for curve in curves] + [1e-9])
@@ -111,14 +111,15 @@ def terminal_picture(
         picture.append("\n")
     picture.append(" " * (margin + 1) + "└" + "─" * across + "\n", style="dim")
     picture.append(" " * (margin + 2) + "0 s" + f"{seconds_text(seconds):>{across - 3}}" + "\n", style="dim")
-    picture.append(" " * (margin + 2))
-    for curve, style in zip(curves, _STYLES, strict=False):
-        picture.append("━ ", style=style)
-        picture.append(f"{curve.label}, peak {format_bytes(curve.peak_bytes)}   ")
-    if budget_bytes is not None:
-        picture.append("┅ ", style="yellow")
-        picture.append(f"budget {format_bytes(budget_bytes)}")
-    return picture
+    named = [
+        ("━", style, f"{curve.label}, peak {format_bytes(curve.peak_bytes)}")
+        for curve, style in zip(curves, _STYLES, strict=False)
+    ]
+    named += [("┅", "yellow", f"budget {format_bytes(budget_bytes)}")] if budget_bytes is not None else []
+    legend = [Text.assemble((mark, style), f" {name}") for mark, style, name in named]
+    in_one_line = margin + 2 + sum(map(len, legend)) + 3 * (len(legend) - 1) <= width
+    indent = " " * (margin + 2)
+    return picture + Text(indent) + Text("   " if in_one_line else f"\n{indent}").join(legend)
 
 
 def save_picture(

@@ -10,7 +10,6 @@ import torch
 
 from lowtide.store.coding import (
     CHUNK,
-    DEVICE_CHUNK,
     Chunked,
     Codec,
     CodecError,
@@ -18,29 +17,11 @@ from lowtide.store.coding import (
     Parts,
     bits_of,
     ceil_div,
-    chunk_elements,
     chunks,
     pack_bits,
     unpack_bits,
     words,
 )
-
-__all__ = [
-    "CHUNK",
-    "DEVICE_CHUNK",
-    "BFloat16",
-    "Blockwise",
-    "Codec",
-    "CodecError",
-    "Dictionary",
-    "Form",
-    "Positive",
-    "Sparse",
-    "chunk_elements",
-    "codec_named",
-    "pack_bits",
-    "unpack_bits",
-]
 
 
 class Dictionary(Chunked):

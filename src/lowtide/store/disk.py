@@ -14,7 +14,7 @@ from torch import Tensor
 from lowtide.errors import PlanError
 from lowtide.store.lanes import Event, StreamLane, Streams
 from lowtide.store.pool import host_bytes, reserve, unnamed_file
-from lowtide.store.tier import Fault, StoreError, Tier
+from lowtide.store.tier import StoreError, Tier
 
 BUFFER_BYTES = 4 << 20
 """Size of the buffer that each thread moves bytes through: it does not grow with the model (ZeRO-R's C_B)."""
@@ -32,7 +32,6 @@ class Disk(Tier):
 
     Args:
         path: a folder on the disk to use; the system's folder for temporary files by default.
-        fault: for tests.
         device: whose bytes are kept.
         streams: the device's, for tests.
 
@@ -48,7 +47,6 @@ class Disk(Tier):
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
-        fault: Fault | None = None,
         device: torch.device | str = "cpu",
         streams: Streams | None = None,
     ) -> None:
@@ -65,7 +63,7 @@ class Disk(Tier):
                 f"{self.path} cannot hold lowtide's file ({error.strerror}): give path= a folder that can be "
                 "written"
             ) from None
-        super().__init__(PAGE, device, fault, streams)
+        super().__init__(PAGE, device, streams)
         self._out, self._in = _Staging(self.streams), _Staging(self.streams)
 
     def _grow(self, end: int) -> None:

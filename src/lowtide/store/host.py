@@ -9,7 +9,7 @@ from torch import Tensor
 
 from lowtide.store.lanes import Event, Queued, StreamLane, Streams, Transfer
 from lowtide.store.pool import MemoryPool
-from lowtide.store.tier import Fault, Slot, StoreError, Tier
+from lowtide.store.tier import Slot, StoreError, Tier
 
 
 class Host(Tier):
@@ -21,7 +21,6 @@ class Host(Tier):
 
     Args:
         device: whose bytes are kept.
-        fault: for tests.
         streams: the device's, for tests.
     """
 
@@ -30,10 +29,9 @@ class Host(Tier):
     def __init__(
         self,
         device: torch.device | str = "cpu",
-        fault: Fault | None = None,
         streams: Streams | None = None,
     ) -> None:
-        super().__init__(512, device, fault, streams)
+        super().__init__(512, device, streams)
         found = self.streams
         self._ways = (StreamLane(found), StreamLane(found)) if found is not None else None
         self._pool = MemoryPool(
@@ -59,8 +57,6 @@ class Host(Tier):
         """Start copying out."""
         if self._ways is None:
             return super().write(data, slot, at)
-        if self.fault is not None:
-            self.fault("write", data.numel())
         # whoever reads this memory holds the slot, so the copy comes after all reads of what was here before
         slot.writing = self._ways[0].copy(self._pairs(slot.start + at, data), data, data.numel())
         self.counts.wrote(data.numel())
@@ -70,8 +66,6 @@ class Host(Tier):
         """Start copying in."""
         if self._ways is None:
             return super().read(slot, out, at)
-        if self.fault is not None:
-            self.fault("read", out.numel())
         pairs = ((part, view) for view, part in self._pairs(slot.start + at, out))
         lane, written = self._ways[1], slot.writing
         after = [lane.streams.mark(lane.streams.current())]

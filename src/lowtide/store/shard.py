@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from lowtide.errors import PlanError
 from lowtide.processes import lives, machine
-from lowtide.store.tier import Fault, StoreError
+from lowtide.store.tier import StoreError
 
 _GONE_SECONDS = 3.0
 """How long to look for the process whose end made a gather fail: its sockets close before it is gone."""
@@ -25,15 +25,13 @@ class Replicas:
 
     Args:
         group: the process group.
-        fault: called before every gather with ``gather`` and its bytes, for tests.
 
     Attributes:
         gathers, gathered_bytes: what was gathered so far.
     """
 
-    def __init__(self, group: dist.ProcessGroup, fault: Fault | None = None) -> None:
+    def __init__(self, group: dist.ProcessGroup) -> None:
         self.group = group
-        self.fault = fault
         self.size = dist.get_world_size(group)
         self.rank = dist.get_rank(group)
         self.gathers = 0
@@ -75,8 +73,6 @@ class Replicas:
         Raises:
             StoreError: another rank is gone.
         """
-        if self.fault is not None:
-            self.fault("gather", out.numel())
         try:
             work = dist.all_gather_into_tensor(out, part.view(torch.uint8), group=self.group, async_op=True)
         except RuntimeError as error:

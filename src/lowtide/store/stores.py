@@ -14,11 +14,11 @@ from lowtide.store.disk import Disk
 from lowtide.store.host import Host
 from lowtide.store.shard import Replicas
 from lowtide.store.slab import Slab
-from lowtide.store.tier import Fault, Tier
+from lowtide.store.tier import Tier
 
-_OPEN: dict[str, Callable[[str, Fault | None, torch.device], Tier]] = {
-    "host": lambda path, fault, device: Host(device, fault),
-    "disk": lambda path, fault, device: Disk(path or None, fault, device),
+_OPEN: dict[str, Callable[[str, torch.device], Tier]] = {
+    "host": lambda path, device: Host(device),
+    "disk": lambda path, device: Disk(path or None, device),
 }
 """How the tiers are opened that plans name (`lowtide.Offload`)."""
 
@@ -29,7 +29,6 @@ class Stores:
     Args:
         groups: name -> process group over which values are replicated, for `Shard`.
         codecs: codecs of the user's own.
-        fault: called before every transfer and every gather, for tests.
 
     Attributes:
         prepared: the plan that the tiers are laid out for.
@@ -51,7 +50,6 @@ class Stores:
         *,
         groups: Mapping[str, Any] | None = None,
         codecs: Sequence[Codec] = (),
-        fault: Fault | None = None,
     ) -> None:
         if groups is not None and not isinstance(groups, Mapping):
             raise PlanError(
@@ -62,7 +60,6 @@ class Stores:
         self._groups: dict[str, Replicas] = {}
         self.codecs = tuple(codecs)
         self._used: dict[str, Codec] = {}
-        self.fault = fault
         self.tiers: dict[tuple[str, str, str], Tier] = {}
         self.prepared: object = None
         self.slab: Slab | None = None
@@ -86,7 +83,7 @@ class Stores:
 
     def fresh(self) -> Stores:
         """Others with the same groups and codecs, and nothing open."""
-        return Stores(groups=self._given, codecs=self.codecs, fault=self.fault)
+        return Stores(groups=self._given, codecs=self.codecs)
 
     def tier(self, name: str, path: str, device: torch.device) -> Tier:
         """The tier of that name.
@@ -96,7 +93,7 @@ class Stores:
         """
         key = (name, os.path.abspath(path) if path else "", str(device))
         if key not in self.tiers:
-            self.tiers[key] = _OPEN[name](path, self.fault, device)
+            self.tiers[key] = _OPEN[name](path, device)
         return self.tiers[key]
 
     def codec(self, name: str) -> Codec:
@@ -119,7 +116,7 @@ class Stores:
                 f"stores=lowtide.Stores(groups={{{name!r}: group}})"
             )
         if name not in self._groups:
-            self._groups[name] = Replicas(self._given[name], self.fault)
+            self._groups[name] = Replicas(self._given[name])
         found = self._groups[name]
         if found.size != size:
             raise PlanError(

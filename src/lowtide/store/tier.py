@@ -18,9 +18,6 @@ from lowtide.errors import LowtideError
 from lowtide.store.arena import Arena, Region
 from lowtide.store.lanes import Event, Streams, ThreadLane, Transfer, streams_of
 
-Fault = Callable[[str, int], None]
-"""Called before every transfer with ``write`` or ``read`` and its bytes: tests delay and fail transfers."""
-
 
 class StoreError(LowtideError, RuntimeError):
     """Bytes could not be stored or brought back; the message says what to do."""
@@ -93,7 +90,6 @@ class Tier(ABC):
     Args:
         align: slots begin at multiples of this.
         device: whose bytes are kept.
-        fault: see `Fault`.
         streams: the device's; found without it.
 
     Attributes:
@@ -108,12 +104,11 @@ class Tier(ABC):
         self,
         align: int,
         device: torch.device | str,
-        fault: Fault | None = None,
         streams: Streams | None = None,
     ) -> None:
         self.counts = Counts()
         self.device = torch.device(device)
-        self.align, self.fault = align, fault
+        self.align = align
         self.streams = streams if streams is not None else streams_of(self.device)
         self.arena = Arena(align)
         self._lock = threading.Lock()
@@ -222,8 +217,6 @@ class Tier(ABC):
             try:
                 if before is not None:
                     before.wait()
-                if self.fault is not None:
-                    self.fault(what, count)
                 tensor, _ = given.pop()
                 if what == "write":
                     self._write(tensor, start, ready)

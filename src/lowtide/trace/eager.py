@@ -17,7 +17,7 @@ import torch
 from lowtide import private
 from lowtide.graph import StepGraph
 from lowtide.interception import Interceptor, proceed, unseen
-from lowtide.meter import available, peak
+from lowtide.meter import measurable, peak
 from lowtide.meter.resident import plain_parts
 from lowtide.ops import has_plain_storage, is_sparse, op_info, tensors_of, written_tensors
 from lowtide.trace.clock import Clock
@@ -44,7 +44,7 @@ class StepTracer(Tracer, Interceptor):
     Attributes:
         asks: whether the forward asked for values, which may change what it does from step to step.
         crowded: whether the steps of other limited models go on within this one.
-        checkpoints: whether a part of the forward is under ``torch.utils.checkpoint``.
+        checkpoints: how many parts of the forward are under ``torch.utils.checkpoint``.
         before_write: called with the tensors that an operation outside the planned region is about to
             overwrite.
         opaque: how many compiled submodules are being run.
@@ -57,12 +57,14 @@ class StepTracer(Tracer, Interceptor):
         self.claims = claims
         self.asks = False
         self.crowded = False
-        self.checkpoints = False
+        self.checkpoints = 0
+        self._checkpoint_calls: Any = weakref.WeakSet()
+        self._reentrant_calls: set[Any] = set()
         self.before_write: Callable[[list[torch.Tensor]], None] = lambda written: None
         self.opaque = 0
         self.clock = Clock(device)
         # Bytes come and go in the memory of the step's device: its own meter reads them.
-        self._meters = device.type == "cuda" or (device.type == "cpu" and available())
+        self._meters = measurable(device)
         self._seconds: dict[Any, list[Callable[[], float]]] = {}
         self._scratch: dict[Any, list[int]] = {}
         self._cost: Any = None  # of the operation at hand
@@ -83,7 +85,10 @@ class StepTracer(Tracer, Interceptor):
         if not self.in_region and (call.written or call.statistics):
             self.before_write([*call.written, *call.statistics])
         self.asks |= self.in_region and call.info.name in _ASKS
-        self.checkpoints = self.checkpoints or (self.in_region and private.in_torch_checkpoint())
+        around = private.torch_checkpoint() if self.in_region else None
+        if around is not None and around not in self._checkpoint_calls:
+            self._checkpoint_calls.add(around)
+            self.checkpoints += 1
         self._cost = cost = _cost_key(call.func, call.args, call.kwargs)
         if private.in_backward() or not self.in_region:
             result = apart(call.func, call.args, call.kwargs, lambda run: self.measured(cost, run))
@@ -116,7 +121,9 @@ class StepTracer(Tracer, Interceptor):
     def noted(self, call: Call, index: int, fresh: list[torch.Tensor]) -> None:
         """Beside the operation: what it costs, and in which autograd node it runs."""
         node = private.node_key() if private.in_backward() else None
-        self.checkpoints = self.checkpoints or (node is not None and node[0] == _REENTRANT)
+        if node is not None and node[0] == _REENTRANT and node not in self._reentrant_calls:
+            self._reentrant_calls.add(node)
+            self.checkpoints += 1
         adds = call.info.name == SUM and len(call.args) == 2 and not call.kwargs
         if node is not None and adds and self._meets(call.args[0], call.reads, node):
             self._sums.add(index)

@@ -6,28 +6,22 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
+from torch.distributions import Distribution
 
 from lowtide.errors import TraceError
 from lowtide.meter.resident import plain_parts
-from lowtide.ops import has_plain_storage, is_sparse, is_wrapper
+from lowtide.ops import has_plain_storage
 
 
 def plain_leaves(tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-    """The plain tensors inside a tensor, itself when it is plain."""
-    if is_wrapper(tensor):
-        names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
-        for name in names:
-            inner = getattr(tensor, name)
-            if isinstance(inner, torch.Tensor):  # a DTensor names its mesh, too
-                yield from plain_leaves(inner)
-    elif is_sparse(tensor):
-        yield from plain_parts(tensor)
-    elif has_plain_storage(tensor):
-        yield tensor
+    """The tensors with a storage of their own inside a tensor, itself when it is plain."""
+    return filter(has_plain_storage, plain_parts(tensor))
 
 
 def tensors_inside(result: Any) -> Iterator[torch.Tensor]:
-    """The plain tensors in what a step returned, in containers and in the attributes of an output object."""
+    """The plain tensors in what a step returned, in containers, in the attributes of an output object, and in
+    distributions, which stand on other ones.
+    """
     if isinstance(result, torch.Tensor):
         yield from plain_leaves(result)
     elif isinstance(result, (tuple, list)):
@@ -38,7 +32,7 @@ def tensors_inside(result: Any) -> Iterator[torch.Tensor]:
             yield from tensors_inside(item)
     elif hasattr(result, "__dict__"):
         for item in vars(result).values():
-            if isinstance(item, (torch.Tensor, tuple, list, dict)):
+            if isinstance(item, (torch.Tensor, tuple, list, dict, Distribution)):
                 yield from tensors_inside(item)
 
 

@@ -40,6 +40,7 @@ def in_place(
     place_of = {
         event.index: place for place, event in enumerate(events) if event.kind == "op" and event.index in sums
     }
+    versions: dict[int, int] = {}
     merged: dict[int, int] = {}  # storage of a sum -> the storage that it is written into
 
     def root(storage: int) -> int:
@@ -69,18 +70,15 @@ def in_place(
         storages[result]["bytes"] = 0
         name, storages[result]["name"] = storages[result]["name"], ""
         storages[root(first)]["name"] = name or storages[root(first)]["name"]
-    changed: list[Event] = []
-    for place, event in enumerate(events):
-        if place in dropped:
-            if event.index in merged:  # a sum that was added to: it takes no bytes of its own
-                changed.append(event)
-            continue
-        changed.append(
-            Event("free", root(event.index)) if event.kind == "free" and event.index in merged else event
-        )
-        if event.kind == "free" and event.index in merged:
-            changed.append(event)
-    return changed
+    for value in values:
+        if value["storage"] in merged:
+            into = value["storage"] = root(value["storage"])
+            versions[into] = value["version"] = versions.get(into, 0) + 1
+    return [
+        Event("free", root(event.index)) if event.kind == "free" else event
+        for place, event in enumerate(events)
+        if place not in dropped
+    ]
 
 
 def _until_next_operation(events: list[Event], place: int) -> range:

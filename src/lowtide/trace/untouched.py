@@ -22,7 +22,7 @@ def untouched(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
     buffers = [(buffer, buffer.detach().clone()) for root in modules for buffer in root.buffers()]
     try:
-        with same_random(modules, gpus_of(modules)), same_attributes(modules):
+        with same_random(gpus_of(modules)), same_attributes(modules):
             yield
     finally:
         with torch.no_grad():
@@ -83,13 +83,12 @@ def _same(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 @contextmanager
-def same_random(modules: Sequence[torch.nn.Module] = (), devices: Sequence[int] = ()) -> Iterator[None]:
+def same_random(devices: Sequence[int] = ()) -> Iterator[None]:
     """Afterwards the random states of PyTorch, of NumPy and of Python are what they were: models draw masks
     and layers to leave out from all.
 
     Args:
-        modules: the generators that these have as attributes are put back, too.
-        devices: so are those of these GPUs.
+        devices: the GPUs whose generators are put back, too.
 
     Example:
         >>> import random
@@ -99,14 +98,13 @@ def same_random(modules: Sequence[torch.nn.Module] = (), devices: Sequence[int] 
         >>> drawn == random.random()
         True
     """
-    generators = _generators(modules)
-    states = [read() for read, _ in generators]
+    state, numbers = random.getstate(), np.random.get_state(legacy=False)
     try:
         with same_torch_random(devices):
             yield
     finally:
-        for (_, write), state in zip(generators, states, strict=True):
-            write(state)
+        random.setstate(state)
+        np.random.set_state(numbers)
 
 
 @contextmanager
@@ -131,27 +129,3 @@ def gpus_of(modules: Sequence[torch.nn.Module]) -> list[int]:
     """The GPUs on which the modules have parameters."""
     devices = {parameter.device for module in modules for parameter in module.parameters()}
     return sorted(device.index for device in devices if device.type == "cuda" and device.index is not None)
-
-
-def _generators(modules: Sequence[torch.nn.Module]) -> list[tuple[Any, Any]]:
-    """How to read and to write the state of each source of random numbers that a model may draw from,
-    PyTorch's own apart.
-    """
-    found: dict[int, tuple[Any, Any]] = {
-        0: (random.getstate, random.setstate),
-        1: (lambda: np.random.get_state(legacy=False), np.random.set_state),
-    }
-    for item in (item for root in modules for module in root.modules() for item in module.__dict__.values()):
-        if isinstance(item, random.Random) and not isinstance(item, random.SystemRandom):
-            found[id(item)] = (item.getstate, item.setstate)
-        elif isinstance(item, np.random.RandomState):
-            found[id(item)] = (lambda item=item: item.get_state(legacy=False), item.set_state)
-        elif isinstance(item, np.random.Generator):
-            bits = item.bit_generator
-            found[id(bits)] = (
-                lambda bits=bits: bits.state,
-                lambda state, bits=bits: setattr(bits, "state", state),
-            )
-        elif isinstance(item, torch.Generator):
-            found[id(item)] = (item.get_state, item.set_state)
-    return list(found.values())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
+from lowtide import native
 from lowtide.errors import LowtideError
 from lowtide.train.errors import OptionError, require
 
@@ -11,7 +12,63 @@ if TYPE_CHECKING:
     from lowtide.train.options import TrainOptions
 
 DEFAULT_SCHEDULE = "1f1b"
+BACKENDS = ("inductor", "aot_eager")
 _POLICIES = (None, "optimal", "keep_all", "full")
+
+
+def check_compile(compiled: bool, backend: str | None, policy: str | None, device: str) -> None:
+    """Refuse what a compiled step cannot do.
+
+    Raises:
+        OptionError: with what to do.
+    """
+    require(compiled or backend is None, "compile-backend", backend, "nothing is compiled: pass --compile")
+    if not compiled:
+        return
+    require(backend in (None, *BACKENDS), "compile-backend", backend, f"choose {' or '.join(BACKENDS)}")
+    require(
+        policy in (None, "optimal"),
+        "policy",
+        policy,
+        "compiled code keeps or computes again within a --budget: leave out --policy, or --compile",
+    )
+    if backend != "aot_eager" and device == "cpu":
+        try:
+            native.compiler()
+        except native.BuildError as error:
+            raise OptionError(f"--compile: {error}, or pass --compile-backend aot_eager") from error
+
+
+def check_compiled_run(options: TrainOptions) -> None:
+    """Refuse what does not go with a compiled step in a run.
+
+    Raises:
+        OptionError: with what to do.
+    """
+    for name, given in (
+        ("tp", options.tp > 1),
+        ("pp", options.pp > 1),
+        ("shard-parameters", options.shard_parameters),
+    ):
+        require(
+            not given,
+            "compile",
+            "",
+            f"each process compiles and plans a whole model by itself: leave out --{name}, or this",
+        )
+    require(options.budget is not None, "compile", "", "it holds a budget: pass --budget, 100% for all")
+    require(
+        options.optimizer_host_fraction is None,
+        "optimizer-host-fraction",
+        options.optimizer_host_fraction,
+        "the compiled step's budget does not know what an update moves: leave it out with --compile",
+    )
+    require(
+        options.report is None,
+        "report",
+        options.report,
+        "the page shows operations, of which compiled code has none: leave it out with --compile",
+    )
 
 
 def check_sharding(options: TrainOptions) -> None:

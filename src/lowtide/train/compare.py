@@ -102,6 +102,7 @@ def compare(
     device: torch.device,
     pairs: int = PAIRS,
     agree: Callable[[bool], bool] = bool,
+    clear: Callable[[], None] | None = None,
 ) -> Comparison:
     """Run forward and backward in turn with and without the plan, each from the same weights, random state
     and empty gradients.
@@ -116,12 +117,14 @@ def compare(
             gradients are compared.
         agree: whether something holds for any of the ranks that share the model, which have to run the same
             steps.
+        clear: makes the gradients what a step finds; without it they are none.
     """
+    clear = clear or optimizer.zero_grad
     random = _random_state(device)
 
     def run(planned: bool) -> tuple[meter.Measurement, int, float]:
         """One measured step; returns what was measured, what stood before, and leaves the gradients."""
-        optimizer.zero_grad(set_to_none=True)
+        clear()
         _set_random_state(random, device)
         standing = meter.resident_bytes(model, optimizer, device)
 
@@ -139,7 +142,6 @@ def compare(
     plan: Plan = handle.plan
     room = free_bytes(device)
     if agree(room is not None and plan.plain_peak_bytes - standing > 0.9 * room):
-        optimizer.zero_grad(set_to_none=True)
         runs = [run(planned=True)[0] for _ in range(pairs)]
         return Comparison(plan, _measured("planned", runs, standing + plan.slab_bytes), None, None, None)
     plain_digests = _digests(model, run(planned=False)[0].value)

@@ -7,11 +7,14 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
+from typing import Literal
 
 import torch
 
 from lowtide import meter
+from lowtide.budget import format_bytes
 from lowtide.models import ModelSpec, build_model
+from lowtide.train.errors import OptionError
 
 BYTES_PER_PARAMETER = 16
 """Parameter, gradient and AdamW's two moments, each in float32."""
@@ -88,3 +91,26 @@ def free_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     return meter.free_main_memory()
+
+
+def check_room(
+    spec: ModelSpec,
+    device: torch.device,
+    shared_by: int = 1,
+    host_fraction: float | Literal["auto"] | None = None,
+) -> None:
+    """Refuse a model whose weights, gradients and optimizer state on the device alone do not fit, before
+    anything is allocated.
+
+    Raises:
+        OptionError: they do not.
+    """
+    needed, free = training_bytes(spec) // shared_by, free_bytes(device)
+    moved = 1.0 if host_fraction == "auto" else host_fraction or 0.0
+    needed -= int(needed * moved / 2)  # AdamW's moments are half of it
+    if free is not None and needed > free:
+        raise OptionError(
+            f"--model {spec.name}: parameters, gradients and optimizer state take {format_bytes(needed)}, "
+            f"and {format_bytes(free)} are free: "
+            "choose a smaller model (lowtide plan plans this one without allocating it)"
+        )

@@ -16,7 +16,7 @@ from lowtide.budget import asks_for
 from lowtide.models import ModelSpec, model_spec
 from lowtide.plan import POLICIES
 from lowtide.report import check_ending
-from lowtide.train.arrangements import check_pipeline, check_sharding
+from lowtide.train.arrangements import check_compile, check_compiled_run, check_pipeline, check_sharding
 from lowtide.train.errors import OptionError, require
 from lowtide.train.schedule import SHAPES
 from lowtide.train.tokenizer import BYTES
@@ -70,6 +70,8 @@ class TrainOptions:
         schedule: of the pipeline's micro-batches, one of `lowtide.parallel.pipeline.SCHEDULES`.
         silent_seconds: how long a process may say nothing before the others end the run; 0 is for ever,
             ``None`` half a minute. One in a debugger is waited for.
+        compile: compile the step within the budget (`lowtide.compile`).
+        compile_backend: ``inductor`` or ``aot_eager``; ``None`` is ``inductor``.
         tensorboard: folder for TensorBoard's curves.
         json, plot: files for the results and for the picture of memory.
         report: file for the report of one step: a page, or what else its ending says
@@ -114,6 +116,8 @@ class TrainOptions:
     shard_parameters: bool = False
     schedule: str | None = None
     silent_seconds: float | None = None
+    compile: bool = False
+    compile_backend: str | None = None
     tensorboard: Path | None = None
     json: Path | None = None
     plot: Path | None = None
@@ -221,6 +225,9 @@ class TrainOptions:
         for name, file in (("json", self.json), ("plot", self.plot), ("report", self.report)):
             check_file(name, file)
         check_device(self.device)
+        check_compile(self.compile, self.compile_backend, self.policy, self.device)
+        if self.compile:
+            check_compiled_run(self)
         self._check_layout()
 
     def _check_layout(self) -> None:

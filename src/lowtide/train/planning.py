@@ -23,6 +23,7 @@ from lowtide.plan.data import in_one_line
 from lowtide.progress import working
 from lowtide.run.limit.hidden_costs import with_overhead
 from lowtide.trace.fake.step import trace_fake
+from lowtide.train.arrangements import check_compile
 from lowtide.train.options import DTYPES, check_device, check_file, check_policy, checked_spec, require
 from lowtide.train.part import raised
 
@@ -53,6 +54,8 @@ class PlanOptions:
     dropout: float | None = None
     unfused_attention: bool = False
     loss_chunks: int | None = None
+    compile: bool = False
+    compile_backend: str | None = None
     json: Path | None = None
 
     def __post_init__(self) -> None:
@@ -61,7 +64,21 @@ class PlanOptions:
         require(self.dtype in DTYPES, "dtype", self.dtype, f"choose {' or '.join(DTYPES)}")
         check_policy(self.policy)
         check_file("json", self.json)
-        if self.device.lower() not in DEVICES:
+        check_compile(self.compile, self.compile_backend, self.policy, self.device)
+        priced = self.device.lower() in DEVICES
+        require(
+            not (self.compile and priced),
+            "compile",
+            "",
+            f"what is compiled for --device {self.device} is known on such a device only: leave one out",
+        )
+        require(
+            not self.compile or self.budget is not None,
+            "compile",
+            "",
+            "it holds a budget: pass --budget, 100% for all",
+        )
+        if not priced:
             check_device(self.device)
         else:
             require(
@@ -79,7 +96,44 @@ def make_plan(options: PlanOptions) -> Plan:
     Raises:
         LowtideError: the options do not fit the model, or no plan meets the budget.
     """
-    return traced_and_planned(options)[1]
+    return compiled_plan(options) if options.compile else traced_and_planned(options)[1]
+
+
+def compiled_plan(options: PlanOptions) -> Plan:
+    """The plan of the compiled step: graphs as the backend would get them, no kernel compiled.
+
+    Raises:
+        LowtideError: the options do not fit the model, it does not compile as one graph, or no plan meets the
+            budget.
+    """
+    from lowtide.compiled.forecast import forecast  # takes seconds, which other plans do without
+
+    spec = checked_spec(
+        options.model, options.seq, options.dropout, options.unfused_attention, options.loss_chunks
+    )
+    device = torch.device(options.device)
+    model = build_untouched(spec, device)
+    tokens = torch.zeros(options.batch, options.seq, dtype=torch.long, device=device)
+    backend = options.compile_backend or "inductor"
+
+    def within(budget: str | int) -> Plan:
+        with torch.autocast(device.type, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
+            return forecast(model, budget, tokens, tokens.clone(), backend=backend).plan
+
+    assert options.budget is not None  # checked with the options
+    with working("planning", "planned") as work:
+        work.say("tracing and planning one compiled step")
+        try:
+            made = within(options.budget)
+        except BudgetError as error:
+            if not options.raise_budget or error.smallest_bytes is None:
+                raise
+            made = within(error.smallest_bytes)
+            made = replace(made, notes=(*made.notes, raised(options.budget, error)))
+        how = f"compiled by {backend}: what it would allocate is predicted, no kernel was compiled"
+        made = replace(made, notes=(*made.notes, how))
+        work.done(in_one_line(made))
+    return made
 
 
 def traced_and_planned(options: PlanOptions) -> tuple[StepGraph, Plan]:

@@ -29,7 +29,8 @@ _OWN = {
 _LAYOUT = {"tp", "dp", "pp", "sequence_parallel", "shard_parameters", "schedule"}
 """A checkpoint is loaded into any layout, so the command says which."""
 
-_OF_THE_BUDGET = {"budget", "raise_budget", "policy"}
+_TOGETHER = ({"budget", "raise_budget", "policy"}, {"compile", "compile_backend"})
+"""Where the command says one, it says all."""
 
 
 def newest_run(runs: Path = RUNS) -> Path:
@@ -65,8 +66,8 @@ def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
     folder = asked["checkpoint_dir"] or newest_run()
     options = {**asked, "checkpoint_dir": folder}
     kept = set(given) | _OWN | _LAYOUT
-    if _OF_THE_BUDGET & kept:
-        kept |= _OF_THE_BUDGET
+    for names in _TOGETHER:
+        kept |= names if names & kept else set()
     for name, value in started_with(folder).items():
         if name in options and name not in kept:
             options[name] = value

@@ -10,7 +10,7 @@ from rich.table import Table
 from lowtide.budget import format_bytes
 from lowtide.report import percent_text, save_picture, seconds_text, terminal_picture
 from lowtide.train.compare import Comparison
-from lowtide.train.trainer import TrainResult
+from lowtide.train.result import TrainResult
 
 PICTURE_WIDTH, PICTURE_HEIGHT = 96, 16
 PAIRED = (
@@ -119,7 +119,8 @@ def _rank(rank: dict[str, Any]) -> str:
 def _table(result: TrainResult, comparison: Comparison) -> Table:
     plan, plain, planned = comparison.plan, comparison.plain, comparison.planned
     table = Table(
-        title=f"one step, {result.options.batch} x {result.options.seq} tokens, policy {plan.policy}",
+        title=f"one step, {result.options.batch} x {result.options.seq} tokens, policy {plan.policy}"
+        + ", compiled" * result.options.compile,
         title_justify="left",
     )
     for column in ("", "plain step", "planned step", "change"):

@@ -1,38 +1,33 @@
 """The training run: `train` reads top to bottom. Everything that it calls is small and stands below it or in
-the files beside it.
+the files beside it: `part` for forward and backward under the budget, `saved` for checkpoints, `result` for
+what a run found.
 """
 
 from __future__ import annotations
 
 import math
-import platform
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass, field
-from typing import Any, Literal
 
 import torch
 from torch import nn
 
 from lowtide import meter
-from lowtide.budget import format_bytes
 from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec
 from lowtide.optim import HostOptimizer
 from lowtide.progress import muted
-from lowtide.report import Report
-from lowtide.train import checkpoint, shards
 from lowtide.train.alive import Alive, guarded
-from lowtide.train.compare import Comparison
 from lowtide.train.curves import Curves
-from lowtide.train.data import Blocks, Corpus, batches, tokenize
-from lowtide.train.memory import BYTES_PER_PARAMETER, RunMeter, free_bytes, training_bytes
-from lowtide.train.options import OptionError, TrainOptions
+from lowtide.train.data import Blocks, batches, tokenize
+from lowtide.train.memory import BYTES_PER_PARAMETER, RunMeter, check_room
+from lowtide.train.options import TrainOptions
 from lowtide.train.part import Part, WholeModel
 from lowtide.train.progress import Progress, Silent
 from lowtide.train.ranks import Ranks, ranks_for
-from lowtide.train.resume import check_same
+from lowtide.train.result import TrainResult
+from lowtide.train.saved import find_checkpoint, going_on, restore, save
 from lowtide.train.schedule import make_schedule
 from lowtide.train.signals import stop_signals
 from lowtide.train.text import read_text
@@ -41,114 +36,6 @@ from lowtide.train.tokenizer import HuggingFaceTokenizer, find_tokenizer
 
 class TrainError(LowtideError):
     """Training cannot go on."""
-
-
-@dataclass
-class TrainResult:
-    """What a run did.
-
-    Attributes:
-        options: what was asked for.
-        corpus: what it read, in words.
-        parameters: of the model.
-        first_step: where it began; above 0 after a resume.
-        losses: training loss of every step that this run did.
-        validation: (steps done, validation loss).
-        gradient_norms: before clipping, of every step.
-        step_seconds: wall time of every step.
-        step_peak_bytes: most live bytes within every step, from its first forward to the end of its optimizer
-            step, evaluation and checkpoint included; empty where they cannot be counted. The first step
-            plans. Of this process.
-        budget_bytes: of the latest plan; ``None`` without a budget.
-        ranks: what every process did that is its own: its name, its peaks, what its plans were; empty for a
-            process alone.
-        plans: how many plans were made (one for each shape of step).
-        comparison: the plain and the planned step side by side, unless turned off.
-        report: all that is shown of them, where results or a report are written.
-        stopped: whether the run was interrupted before its last step.
-        seconds: of the whole run.
-    """
-
-    options: TrainOptions
-    corpus: str
-    parameters: int
-    first_step: int
-    losses: list[float] = field(default_factory=list)
-    validation: list[tuple[int, float]] = field(default_factory=list)
-    gradient_norms: list[float] = field(default_factory=list)
-    step_seconds: list[float] = field(default_factory=list)
-    step_peak_bytes: list[int] = field(default_factory=list)
-    budget_bytes: int | None = None
-    plans: int = 0
-    comparison: Comparison | None = None
-    report: Report | None = None
-    stopped: bool = False
-    seconds: float = 0.0
-    ranks: list[dict[str, Any]] = field(default_factory=list)
-
-    @property
-    def last_step(self) -> int:
-        """Optimizer steps done, those before a resume included."""
-        return self.first_step + len(self.losses)
-
-    @property
-    def worst_step(self) -> int | None:
-        """The step with the most live memory, counted from 1; ``None`` where memory was not counted."""
-        peaks = self.step_peak_bytes
-        return self.first_step + peaks.index(max(peaks)) + 1 if peaks else None
-
-    @property
-    def steps_over_budget(self) -> list[int]:
-        """The steps that took more than the budget, counted from 1: none when it was held."""
-        if self.budget_bytes is None:
-            return []
-        return [
-            step
-            for step, peak in enumerate(self.step_peak_bytes, self.first_step + 1)
-            if peak > self.budget_bytes
-        ]
-
-    @property
-    def within_budget(self) -> bool | None:
-        """Whether every step stayed within the budget, those of the comparison included; ``None`` without a
-        budget or a meter.
-        """
-        compared = None if self.comparison is None else self.comparison.within_budget
-        if self.budget_bytes is None or not self.step_peak_bytes:
-            return compared
-        return not self.steps_over_budget and compared is not False
-
-    def to_json(self) -> dict[str, Any]:
-        """Everything as plain values."""
-        return {
-            "lowtide": "train",
-            "options": self.options.to_json(),
-            "corpus": self.corpus,
-            "parameters": self.parameters,
-            "first_step": self.first_step,
-            "last_step": self.last_step,
-            "losses": self.losses,
-            "validation": [{"step": step, "loss": loss} for step, loss in self.validation],
-            "gradient_norms": self.gradient_norms,
-            "step_seconds": self.step_seconds,
-            "step_peak_bytes": self.step_peak_bytes,
-            "budget_bytes": self.budget_bytes,
-            "within_budget": self.within_budget,
-            "worst_step": self.worst_step,
-            "steps_over_budget": self.steps_over_budget,
-            "plans": self.plans,
-            "comparison": None if self.comparison is None else self.comparison.to_json(),
-            "report": None if self.report is None else self.report.to_json(),
-            "stopped": self.stopped,
-            "ranks": self.ranks,
-            "seconds": self.seconds,
-            "machine": {
-                "torch": torch.__version__,
-                "python": platform.python_version(),
-                "processor": platform.machine(),
-                "threads": torch.get_num_threads(),
-            },
-        }
 
 
 def train(options: TrainOptions, progress: Progress | None = None) -> TrainResult:
@@ -223,7 +110,7 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
             f"{options.model}, {result.parameters / 1e6:.1f} M parameters, {corpus}",
         )
         if resumed is not None:
-            progress.note(_going_on(options, resumed))
+            progress.note(going_on(options, resumed))
 
         for step in range(result.first_step, options.stop_after or options.steps):
             done = step + 1
@@ -338,123 +225,9 @@ def make_optimizer(modules: Sequence[nn.Module], options: TrainOptions) -> torch
     return HostOptimizer(torch.optim.AdamW, groups, host_fraction=share, lr=options.lr, betas=(0.9, 0.95))
 
 
-def check_room(
-    spec: ModelSpec,
-    device: torch.device,
-    shared_by: int = 1,
-    host_fraction: float | Literal["auto"] | None = None,
-) -> None:
-    """Refuse a model whose weights, gradients and optimizer state on the device alone do not fit, before
-    anything is allocated.
-
-    Raises:
-        OptionError: they do not.
-    """
-    needed, free = training_bytes(spec) // shared_by, free_bytes(device)
-    moved = 1.0 if host_fraction == "auto" else host_fraction or 0.0
-    needed -= int(needed * moved / 2)  # AdamW's moments are half of it
-    if free is not None and needed > free:
-        raise OptionError(
-            f"--model {spec.name}: parameters, gradients and optimizer state take {format_bytes(needed)}, "
-            f"and {format_bytes(free)} are free: "
-            "choose a smaller model (lowtide plan plans this one without allocating it)"
-        )
-
-
 def due(done: int, every: int) -> bool:
     """Whether something that happens every ``every`` steps (0 is never) happens after ``done``."""
     return every > 0 and done % every == 0
-
-
-def find_checkpoint(
-    options: TrainOptions, corpus: Corpus, ranks: Ranks
-) -> checkpoint.Checkpoint | shards.Manifest | None:
-    """The checkpoint to go on from, checked against the options; ``None`` for a fresh start.
-
-    Raises:
-        OptionError: the folder holds another run, or this one and ``--resume`` was not given.
-        CheckpointError: there is nothing to resume.
-    """
-    folder = options.checkpoint_dir
-    if folder is None:
-        return None
-    if not options.resume:
-        if found := checkpoint.steps(folder):
-            raise OptionError(
-                f"--checkpoint-dir {folder} holds a run at step {found[-1]}: pass --resume to go on with it, "
-                "or another folder"
-            )
-        return None
-    shared = not ranks.alone or shards.format_of(folder) == shards.FORMAT
-    loaded = shards.newest(folder, ranks) if shared else checkpoint.load(folder)
-    now = options.trajectory(corpus.digest, corpus.vocabulary)
-    check_same(folder, loaded.run, now, loaded.step, options.stop_after or options.steps)
-    if "loader" not in loaded.run:
-        raise OptionError(
-            f"--resume: the run in {folder} was begun by an older lowtide, which drew its batches in another "
-            "order: start anew in another folder"
-        )
-    return loaded
-
-
-def _going_on(options: TrainOptions, resumed: checkpoint.Checkpoint | shards.Manifest) -> str:
-    """Which run is gone on with, and from where to where."""
-    text = f"going on with the run in {options.checkpoint_dir} after step {resumed.step} of {options.steps}"
-    before = resumed.run.get("steps", options.steps)
-    return (
-        text
-        if before == options.steps
-        else f"{text} ({before} so far): the learning rate follows the new length from here on"
-    )
-
-
-def save(
-    options: TrainOptions,
-    corpus: Corpus,
-    step: int,
-    modules: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    loader: dict[str, Any],
-    ranks: Ranks,
-) -> None:
-    """Write a checkpoint of everything that the rest of the run depends on, ``loader`` being the state of the
-    data's order. The learning rate depends on the step alone; with several processes so do random numbers.
-    """
-    assert options.checkpoint_dir is not None
-    run = {**options.trajectory(corpus.digest, corpus.vocabulary), "options": options.to_json()}
-    run["loader"] = loader
-    if not ranks.alone:
-        shards.save(options.checkpoint_dir, step, modules, optimizer, run, ranks)
-        return
-    (model,) = modules
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "random": torch.get_rng_state(),
-        "random_cuda": torch.cuda.get_rng_state(ranks.device) if ranks.device.type == "cuda" else None,
-    }
-    checkpoint.save(options.checkpoint_dir, step, state, run)
-
-
-def restore(
-    options: TrainOptions,
-    loaded: checkpoint.Checkpoint | shards.Manifest,
-    modules: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    device: torch.device,
-) -> None:
-    """Put back what `save` wrote."""
-    if isinstance(loaded, shards.Manifest):
-        assert options.checkpoint_dir is not None
-        shards.load(options.checkpoint_dir, loaded, modules, optimizer)
-        return
-    (model,) = modules
-    model.load_state_dict(loaded.state["model"])
-    optimizer.load_state_dict(loaded.state["optimizer"])
-    torch.set_rng_state(loaded.state["random"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(loaded.state["random_cuda"], device)
-    loaded.state.clear()
 
 
 def _part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:
@@ -467,4 +240,8 @@ def _part(spec: ModelSpec, options: TrainOptions, ranks: Ranks) -> Part:
         from lowtide.train.stages import Stages
 
         return Stages(spec, options, ranks)
+    if options.compile:
+        from lowtide.train.compiled import CompiledModel
+
+        return CompiledModel(spec, options, ranks)
     return WholeModel(spec, options, ranks)

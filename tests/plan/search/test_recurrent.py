@@ -1,6 +1,4 @@
-"""Steps of many small operations that hand a state on: stages say little of their memory, and plans come from
-the bound's own program.
-"""
+"""Steps of many small operations that hand a state on."""
 
 from __future__ import annotations
 

@@ -11,7 +11,6 @@ from numpy.typing import NDArray
 
 from lowtide.plan.bound.program import Floats, Program
 from lowtide.plan.simulate.closure import replay_set
-from lowtide.plan.simulate.feasible import feasible_replays
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.stages import Stages, find_stages
 
@@ -23,7 +22,7 @@ class Decisions:
         self.sim = sim
         graph = sim.graph
         self.stages = stages or find_stages(sim)
-        self.feasible = feasible_replays(sim)
+        self.feasible = sim.feasible
         self.demanded = [v for v in sim.droppable if sim.unpacked[v]]
         reads = [[u for u in op.reads if not sim.base_flags[u]] for op in graph.operations]
 
@@ -105,6 +104,10 @@ class Decisions:
                 self.span[value] = (dead, until)
                 self.pieces[value] = _outside(self.handed[value], dead, until)
         self.fixed = sim.natural_live + np.cumsum(fixed[:end]) + sim.scratch
+        self.standing = self.fixed
+        """the same with what else a program is to leave room for"""
+        self.moments: list[tuple[int, int]] = []
+        """(row, event) of the program's rows of memory"""
 
     def _readers(self, value: int) -> list[int]:
         return [i for i in self.sim.readers[value] if i in self.op_column]
@@ -170,6 +173,12 @@ class Decisions:
             for i in readers:
                 program.row([(self.column[value], 1.0), (self.op_column[i], 1.0), (held, -1.0)], 1.0)
         return program
+
+    def add_moment(
+        self, program: Program, event: int, entries: list[tuple[int, float]], budget: int, scale: float
+    ) -> None:
+        """The row of what takes memory at an event."""
+        self.moments.append((program.row(entries, (budget - float(self.standing[event])) / scale), event))
 
     def occupancy(self, point: Floats) -> Floats:
         """Bytes of stored values at every event, those handed out left aside (they are in ``fixed``)."""

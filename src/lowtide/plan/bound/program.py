@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from scipy.optimize import Bounds, LinearConstraint, linprog, milp
+from scipy.optimize import Bounds, LinearConstraint, milp
 from scipy.sparse import csr_array
 
 Floats = NDArray[np.float64]
@@ -32,66 +32,44 @@ class Program:
         self.upper.append(upper)
         return len(self.cost) - 1
 
-    def row(self, entries: list[tuple[int, float]], right: float) -> None:
+    def row(self, entries: list[tuple[int, float]], right: float) -> int:
         """A new row: the sum of the entries is at most ``right``."""
         for column, value in entries:
             self.rows.append(len(self.right))
             self.columns.append(column)
             self.data.append(value)
         self.right.append(right)
+        return len(self.right) - 1
 
-    def solve(self) -> tuple[int, float, Floats]:
-        """HiGHS's status (0 solved, 2 infeasible), the objective, and the columns."""
-        if not self.cost:  # HiGHS takes no program without columns
-            return self._without_columns(), 0.0, np.zeros(0)
-        shape = (len(self.right), len(self.cost))
-        matrix = csr_array((self.data, (self.rows, self.columns)), shape=shape)
-        scale = max(max(self.cost, default=0.0), 1e-12)
-        answer = linprog(
-            np.array(self.cost) / scale,
-            A_ub=matrix,
-            b_ub=np.array(self.right),
-            bounds=np.stack([np.zeros(shape[1]), np.array(self.upper)], axis=1),
-            method="highs",
-        )
-        if answer.status != 0 or answer.x is None:
-            return int(answer.status), 0.0, np.zeros(shape[1])
-        return 0, float(answer.fun) * scale, np.asarray(answer.x)
-
-    def _without_columns(self) -> int:
-        """The status of a program in which nothing is to be decided."""
-        return 2 if any(right < 0 for right in self.right) else 0
-
-    def solve_integral(
-        self, integral: Sequence[int], nodes: int, gap: float
+    def solve(
+        self, whole: Sequence[int] = (), nodes: int | None = None, gap: float = 0.0
     ) -> tuple[int, float, Floats | None]:
-        """As `solve` with the columns ``integral`` whole numbers: status, lower bound on the objective, and
-        the best point found.
+        """HiGHS's status (0 solved, 2 infeasible), a lower bound on the objective, and the best point found.
+
+        Args:
+            whole: columns that are to be whole numbers.
+            nodes, gap: of branch and bound, how many nodes at most and the relative distance that will do.
         """
-        if not self.cost:
-            status = self._without_columns()
-            return (status, float("inf"), None) if status else (0, 0.0, np.zeros(0))
         count = len(self.cost)
-        scale = max(max(self.cost, default=0.0), 1e-12)
-        whole = np.zeros(count)
-        whole[list(integral)] = 1
-        limits: Any = np.array(self.right)
-        upper: Any = np.array(self.upper)
+        if not count:  # HiGHS takes no program without columns
+            infeasible = any(right < 0 for right in self.right)
+            return (2, float("inf"), None) if infeasible else (0, 0.0, np.zeros(0))
+        scale = max(max(self.cost), 1e-12)
+        matrix = csr_array((self.data, (self.rows, self.columns)), shape=(len(self.right), count))
+        integrality = np.zeros(count)
+        integrality[list(whole)] = 1
+        right: Any = np.array(self.right)  # scipy's stubs know single numbers only
         lower: Any = np.zeros(count)
-        none: Any = -np.inf
+        upper: Any = np.array(self.upper)
         answer = milp(
             np.array(self.cost) / scale,
-            constraints=LinearConstraint(
-                csr_array((self.data, (self.rows, self.columns)), shape=(len(self.right), count)),
-                none,
-                limits,
-            ),
+            constraints=LinearConstraint(matrix, ub=right) if self.right else (),
             bounds=Bounds(lower, upper),
-            integrality=whole,
-            options={"node_limit": nodes, "mip_rel_gap": gap},
+            integrality=integrality,
+            options={} if nodes is None else {"node_limit": nodes, "mip_rel_gap": gap},
         )
         if answer.status == 2:
             return 2, float("inf"), None
-        bound = answer.mip_dual_bound
+        bound = answer.mip_dual_bound if len(whole) else answer.fun
         least = float(bound) * scale if bound is not None and np.isfinite(bound) else 0.0
         return int(answer.status), least, None if answer.x is None else np.asarray(answer.x)

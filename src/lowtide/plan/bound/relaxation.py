@@ -27,7 +27,7 @@ out, so the bound is below the true optimum (FIELD, "Planning"; with integers it
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +35,7 @@ import numpy as np
 from lowtide.plan.bound.columns import Decisions
 from lowtide.plan.bound.program import Floats, Program
 from lowtide.plan.bound.windows import Window
-from lowtide.plan.simulate.simulator import Simulator
+from lowtide.plan.simulate.simulator import Bytes, Simulator
 from lowtide.plan.split.stages import Stages
 
 _ROUNDS = 30
@@ -91,31 +91,47 @@ class Relaxation(Decisions):
             return self.sim.graph.resident_bytes
         return int(np.ceil((self.fixed + self.occupancy(self.forced())).max() - 0.5))
 
-    def solve(self, budget: int) -> tuple[float, Floats]:
+    def solve(self, budget: int, windows: bool = True) -> tuple[float, Floats]:
         """The least extra seconds of replays within ``budget`` (infinite when nothing fits), and the relaxed
         decisions.
 
-        Memory rows are added as they are found violated, and windows where memory is tight. Stopping early
-        leaves rows out, so the answer stays a lower bound.
+        Memory rows are added as they are found violated, and ``windows`` where memory is tight. Stopping
+        early leaves rows out, so the answer stays a lower bound.
         """
         count = len(self.values)
-        point = np.zeros(count + len(self.operations))
-        point[:count] = 1.0
+        self.point = np.zeros(count + len(self.operations))
+        self.point[:count] = 1.0
+        self.standing = self.fixed
         self.program = self.base_program()
+        self.moments.clear()
         self.chosen: set[int] = set()
         self.windows: dict[int, Window] = {}
+        return self._answer(budget, windows, changed=False)
+
+    def solve_beside(self, budget: int, beside: Bytes) -> tuple[float, Floats]:
+        """After `solve` for ``budget``, the same where ``beside`` stands at every event, too; that is no
+        bound.
+        """
+        self.standing = self.fixed + beside
+        for row, event in self.moments:
+            self.program.right[row] = (budget - float(self.standing[event])) / max(1, budget)
+        return self._answer(budget, True, changed=True)
+
+    def _answer(self, budget: int, windows: bool, changed: bool) -> tuple[float, Floats]:
+        """Rows are added and the program, which may have ``changed``, is solved until none are violated."""
         best = 0.0
         for _ in range(_ROUNDS):
-            if not self._tighten(point, budget):
+            if not (self._tighten(self.point, budget, windows) or changed):
                 break
+            changed = False
             status, objective, answer = self.program.solve()
             if status == 2:
-                return float("inf"), point
-            if status != 0:
+                return float("inf"), self.point
+            if status != 0 or answer is None:
                 break
             best = max(best, objective)
-            point = answer
-        return best, self.keep_answer(point)
+            self.point = answer
+        return best, self.keep_answer(self.point)
 
     def keep_answer(self, point: Floats) -> Floats:
         """Of an answer, the decisions to store and to run again."""
@@ -125,22 +141,31 @@ class Relaxation(Decisions):
         """After `solve` for ``budget``: a sharper bound from decisions that are whole, within a relative
         ``gap`` of the best of them, and such decisions (they may exceed the budget a little).
         """
-        _, bound, answer = self.program.solve_integral(self.whole_columns(), _NODES, gap)
+        _, bound, answer = self.program.solve(self.whole_columns(), _NODES, gap)
         return bound, None if answer is None else self.keep_answer(answer)
 
-    def _tighten(self, point: Floats, budget: int) -> bool:
-        """Add the memory rows that ``point`` violates, or else the windows where it is tight; whether there
+    def load_of(self, stored: Collection[int], replayed: Collection[int]) -> Floats:
+        """The bytes that the program counts at every event for whole decisions."""
+        again = set(replayed)
+        point = [
+            *(float(v in stored) for v in self.values),
+            *(float(i in again) for i in self.operations),
+            *(float(v in stored and not again.isdisjoint(readers)) for v, _, readers in self.extras),
+        ]
+        return self.fixed + self.occupancy(np.array(point))
+
+    def _tighten(self, point: Floats, budget: int, windows: bool) -> bool:
+        """Add the memory rows that ``point`` violates, or else ``windows`` where it is tight; whether there
         was anything to add.
         """
         scale = float(max(1, budget))
-        load = (self.fixed + self.occupancy(point)) / scale
+        load = (self.standing + self.occupancy(point)) / scale
         fresh = [e for e in self._violated(load) if e not in self.chosen]
         for event in fresh:
             self.chosen.add(event)
-            self.program.row(
-                [(c, b / scale) for c, b in self.held_at(event)], (budget - float(self.fixed[event])) / scale
-            )
-        return bool(fresh) or self._add_windows(self.program, self.windows, load, budget, scale)
+            entries = [(c, b / scale) for c, b in self.held_at(event)]
+            self.add_moment(self.program, event, entries, budget, scale)
+        return bool(fresh) or (windows and self._add_windows(self.program, self.windows, load, budget, scale))
 
     def _add_windows(
         self, program: Program, windows: dict[int, Window], load: Floats, budget: int, scale: float

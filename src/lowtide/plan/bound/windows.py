@@ -56,7 +56,7 @@ class Window:
         demanded: set[int] = set()
         first = start
         ran = False
-        fixed = self.relaxation.fixed
+        fixed = self.relaxation.standing
 
         def close(until: int) -> None:
             if first < until:
@@ -110,7 +110,7 @@ class Window:
         for v in self.values:
             self._add_value(program, v, again, memory, scale)
         for (moment, _), entries in zip(self.granules, memory, strict=True):
-            program.row(entries, (budget - float(rel.fixed[moment])) / scale)
+            rel.add_moment(program, moment, entries, budget, scale)
 
     def _stored(self, value: int, factor: float) -> list[tuple[int, float]]:
         """Entry of s_v where ``value`` can be stored for replays."""

@@ -17,11 +17,11 @@ from lowtide.plan.data.decisions import (
     stages,
 )
 from lowtide.plan.data.moved import Codec, CodecFacts, Link, Links, Moved, ahead_bytes, gather_bytes
-from lowtide.plan.data.plan import PLAN_FORMAT, HasValue, Move, Plan, ProgramStep, in_one_line
+from lowtide.plan.data.plan import PLAN_FORMAT, Move, Plan, ProgramStep, in_one_line
 from lowtide.plan.data.table import ModuleRow
 
 __all__ = [
-    "PLAN_FORMAT", "Chain", "Codec", "CodecFacts", "Compress", "Decision", "HasValue", "Keep", "Link",
+    "PLAN_FORMAT", "Chain", "Codec", "CodecFacts", "Compress", "Decision", "Keep", "Link",
     "Links", "ModuleRow", "Move",
     "Moved", "Moving", "Offload", "Plan", "ProgramStep", "Recompute", "Shard", "ahead_bytes", "decision_of",
     "gather_bytes",

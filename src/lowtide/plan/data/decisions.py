@@ -17,7 +17,7 @@ class Keep:
 
 @dataclass(frozen=True, slots=True)
 class Recompute:
-    """The value is given up in forward and its recorded operations run again when backward asks."""
+    """The value is evicted in forward and its recorded operations run again when backward asks."""
 
     kind: Literal["recompute"] = "recompute"
 

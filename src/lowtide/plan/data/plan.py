@@ -5,8 +5,9 @@ best. Pure data.
 from __future__ import annotations
 
 import json
+import textwrap
 from dataclasses import asdict, dataclass, field, replace
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 from lowtide.budget import format_bytes
 from lowtide.errors import PlanError
@@ -48,15 +49,6 @@ class Move:
     gone: int = 0
     place: int = -1
     arrival: int = -1
-
-
-class HasValue(Protocol):
-    """Anything that names a value."""
-
-    @property
-    def value(self) -> int:
-        """Its id."""
-        ...
 
 
 class ProgramStep(NamedTuple):
@@ -145,7 +137,7 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the step runs as it would without this plan; what is given up and never asked for runs
+        """Whether the step runs as it would without this plan; what is evicted and never asked for runs
         again nowhere, and is not there.
         """
         again = self.replayed or any(step.replayed for step in self.program)
@@ -236,8 +228,10 @@ def in_one_line(plan: Plan) -> str:
     return f"{memory:.0f} % of the memory, {100 * plan.predicted_extra:+.0f} % time"
 
 
-def render(plan: Plan) -> str:
-    """The text of ``print(plan)``: head lines and a table per module."""
+def render(plan: Plan, width: int | None = None) -> str:
+    """The text of ``print(plan)``: head lines and a table per module; in lines of at most ``width``
+    characters, where words are not longer.
+    """
     lines = [f"plan by policy {plan.policy!r} for step graph {plan.graph}"]
     budget = f", budget {format_bytes(plan.budget_bytes)}" if plan.budget_bytes is not None else ""
     share = 100 * plan.predicted_peak_bytes / plan.plain_peak_bytes if plan.plain_peak_bytes else 100.0
@@ -275,8 +269,10 @@ def render(plan: Plan) -> str:
     if plan.peak_operation:
         lines.append(f"peak stands at {plan.peak_operation} in module {plan.peak_module or 'root'!r}")
     lines += [f"note: {note}" for note in plan.notes]
+    if width is not None:
+        lines = [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent=" " * 7)]
     if plan.modules:
-        lines += ["", *table(plan.modules)]
+        lines += ["", *table(plan.modules, width)]
     return "\n".join(lines)
 
 

@@ -73,8 +73,10 @@ def _ranges(numbers: list[int]) -> str:
     return ",".join(str(a) if a == b else f"{a}-{b}" for a, b in parts)
 
 
-def table(modules: Sequence[ModuleRow]) -> list[str]:
-    """The lines of the table of ``modules``, with their total."""
+def table(modules: Sequence[ModuleRow], width: int | None = None) -> list[str]:
+    """The lines of the table of ``modules``, with their total. Where they are longer than ``width``, names
+    stand in lines of their own above their numbers.
+    """
     rows = fold(modules)
     total = ModuleRow(
         "total",
@@ -96,10 +98,16 @@ def table(modules: Sequence[ModuleRow]) -> list[str]:
     ]
     widths = [max(len(row[k]) for row in cells) for k in range(5)]
     lines = [
-        "  ".join(
-            c.ljust(w) if k == 0 else c.rjust(w) for k, (c, w) in enumerate(zip(row, widths, strict=True))
-        )
+        [
+            row[0].ljust(widths[0]),
+            "  ".join(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)),
+        ]
         for row in cells
     ]
-    rule = "-" * len(lines[0])
-    return [lines[0], rule, *lines[1:-1], rule, lines[-1]]
+    long = 2 + sum(map(len, lines[0]))
+    if width is None or long <= width:
+        lines = [["  ".join(line)] for line in lines]
+    else:
+        lines = [[name.rstrip(), f"    {numbers}"] for name, numbers in lines]
+    rule = "-" * max(len(line[-1]) for line in lines)
+    return [*lines[0], rule, *(part for line in lines[1:-1] for part in line), rule, *lines[-1]]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from lowtide.errors import PlanError
@@ -167,15 +168,8 @@ def least_count(most: int, fits: Callable[[int], bool]) -> int | None:
     """The least count up to ``most`` that fits, where more fits sooner; ``None`` when ``most`` does not,
     either.
     """
-    if fits(0):
-        return 0
-    if not fits(most):
-        return None
-    low, high = 0, most
-    while high - low > 1:
-        middle = (low + high) // 2
-        low, high = (low, middle) if fits(middle) else (middle, high)
-    return high
+    count = bisect_left(range(most + 1), True, key=fits)
+    return count if count <= most else None
 
 
 def lossless_codec(sim: Simulator, value: int, dtype: str) -> str:

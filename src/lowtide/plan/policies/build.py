@@ -11,10 +11,10 @@ from lowtide.graph import StepGraph
 from lowtide.plan.bound.relaxation import Bound, lower_bound
 from lowtide.plan.data import (
     Codec,
-    HasValue,
     Keep,
     Links,
     ModuleRow,
+    Move,
     Moved,
     Moving,
     Plan,
@@ -24,9 +24,8 @@ from lowtide.plan.data import (
 from lowtide.plan.layout.slab import SlabLayout, checked, lay_out
 from lowtide.plan.moves.movable import move_rows, moved_of, not_replayable_from, refuse_moves
 from lowtide.plan.simulate.closure import replay_set
-from lowtide.plan.simulate.feasible import close
 from lowtide.plan.simulate.refusal import refusal
-from lowtide.plan.simulate.simulator import Simulation, Simulator
+from lowtide.plan.simulate.simulator import Simulation, Simulator, close
 
 
 def make_plan(
@@ -48,7 +47,7 @@ def make_plan(
 
     Args:
         graph: the step.
-        stored: ids of the values that stay; every other droppable saved value is given up where that is
+        stored: ids of the values that stay; every other droppable saved value is evicted where that is
             possible.
         policy: the name that the plan carries.
         budget: the most live bytes allowed, or ``None``.
@@ -184,11 +183,11 @@ def module_rows(sim: Simulator, simulation: Simulation) -> tuple[ModuleRow, ...]
 
 
 def program_of(
-    graph: StepGraph, stored: frozenset[int], moves: Sequence[HasValue] = ()
+    graph: StepGraph, stored: frozenset[int], moves: Sequence[Move | Moved] = ()
 ) -> tuple[ProgramStep, ...]:
     """The forward as an executor follows it: one step for each operation, in order.
 
-    An operation may run again when something given up rests on it, also where this step's backward never
+    An operation may run again when something evicted rests on it, also where this step's backward never
     asked for it.
     """
     number = {move.value: k for k, move in enumerate(moves)}

@@ -9,18 +9,15 @@ from lowtide.graph import StepGraph
 from lowtide.plan.data import Chain, Codec, Compress, Links, Moving, Offload, Plan, Shard, ahead_bytes
 from lowtide.plan.moves.movable import (
     default_window,
-    dtypes_of,
-    fitting_codec,
     least_count,
-    lossless_codec,
     movable,
     moved_of,
 )
+from lowtide.plan.moves.placements import placements_of
 from lowtide.plan.moves.supply import codec_facts
 from lowtide.plan.policies.build import make_plan
 from lowtide.plan.policies.policy import Policy
-from lowtide.plan.simulate.feasible import close
-from lowtide.plan.simulate.simulator import Simulator
+from lowtide.plan.simulate.simulator import Simulator, close
 from lowtide.plan.split.blocks import entering_blocks, full_stored
 
 
@@ -126,17 +123,12 @@ def compress(
 
     def compressed(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = Simulator(graph)
-        dtypes = dtypes_of(sim)
-        bounded = (lambda value: "") if name == "auto" else fitting_codec(sim, name, own, everywhere)
-        moves: dict[int, Moving] = {}
-        for value in movable(sim, min_bytes):
-            chosen = lossless_codec(sim, value, dtypes[value]) or bounded(value)
-            if not chosen:
-                continue
-            first = Compress(chosen)
-            (seen,) = moved_of(sim, {value: first}, codecs=own)
-            if seen.encoded_bytes < 0.95 * seen.bytes:
-                moves[value] = Chain(first, then) if then is not None else first
+        ways = [Compress(way) for way in dict.fromkeys(("auto", name))]
+        offered = [Chain(way, then) if then is not None else way for way in ways]
+        moves = {
+            value: rows[0].decision
+            for value, rows in placements_of(sim, offered, {}, min_bytes, own, everywhere).items()
+        }
         stored = close(graph, sim.droppable, sim)
         return make_plan(
             graph, stored=stored, policy="compress", budget=budget, simulator=sim, moves=moves, codecs=own

@@ -61,10 +61,10 @@ def selective(*, recompute_ops: Sequence[str] | None = None, save_ops: Sequence[
 
     Without arguments: Megatron's core attention (arXiv 2205.05198, section 5): all between q, k, v and the
     output projection, softmax and dropout included. Where attention is one fused operation, its output is
-    given up and the operation replayed.
+    evicted and the operation replayed.
 
     Args:
-        recompute_ops: give up what these operations make (``aten.gelu``, ``aten._softmax.default``,
+        recompute_ops: evict what these operations make (``aten.gelu``, ``aten._softmax.default``,
             ``gelu``), keep the rest.
         save_ops: per block, keep only what these operations make and what enters the block, recompute the
             rest.
@@ -111,8 +111,8 @@ def _matching(graph: StepGraph, names: Sequence[str], option: str) -> set[int]:
     return found
 
 
-def give_up_outputs(sim: Simulator, operations: set[int]) -> frozenset[int]:
-    """What stays when the outputs of ``operations`` are given up and replayed from everything else."""
+def evict_outputs(sim: Simulator, operations: set[int]) -> frozenset[int]:
+    """What stays when the outputs of ``operations`` are evicted and replayed from everything else."""
     return frozenset(
         v.id
         for v in sim.graph.values
@@ -122,7 +122,7 @@ def give_up_outputs(sim: Simulator, operations: set[int]) -> frozenset[int]:
 
 def recompute_stored(graph: StepGraph, sim: Simulator, names: Sequence[str]) -> frozenset[int]:
     """The values that ``selective(recompute_ops=...)`` stores."""
-    return give_up_outputs(sim, _matching(graph, names, "recompute_ops"))
+    return evict_outputs(sim, _matching(graph, names, "recompute_ops"))
 
 
 def save_stored(graph: StepGraph, sim: Simulator, names: Sequence[str]) -> frozenset[int]:
@@ -155,7 +155,7 @@ def attention_stored(graph: StepGraph, sim: Simulator) -> frozenset[int]:
             "selective found no attention (a softmax between two batched products, or a fused attention "
             "operation): name the operations with recompute_ops= or save_ops="
         )
-    return give_up_outputs(sim, given)
+    return evict_outputs(sim, given)
 
 
 def _same_place(a: Operation, b: Operation) -> bool:

@@ -10,8 +10,7 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.plan.simulate.closure import replay_set
-from lowtide.plan.simulate.feasible import close
-from lowtide.plan.simulate.simulator import Simulation, Simulator
+from lowtide.plan.simulate.simulator import Simulation, Simulator, close
 
 _TURNS = 60
 """Decisions at the peak that are changed and simulated in vain before `LocalSearch.lower` ends."""

@@ -3,25 +3,34 @@
 In: a `Simulator` and its `Stages`. Out: the values that stay. Measured seconds differ from process to
 process, and a search that they lead ends at another plan each time; the smallest budget that a refusal names
 has to be met by whoever asks for it, in another process, too. So here an operation costs as many "seconds" as
-it reads and writes bytes: the stages are searched with that, the path of least memory is taken and corrected
-by exact simulations, and single decisions of the best plans are changed where the peak stands for as long as
-that lowers it. Nothing here looks at a clock or at a measured second.
+it reads and writes bytes: budgets between the bound and the lowest plan known are halved, and single
+decisions of what their programs store are changed where the peak stands for as long as that lowers it.
+Nothing here looks at a clock or at a measured second.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 
+from lowtide.plan.bound.relaxation import Relaxation
+from lowtide.plan.search.corrected import corrected
 from lowtide.plan.search.local import Candidate, LocalSearch
-from lowtide.plan.search.path import PathSearch
-from lowtide.plan.simulate.feasible import close
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.stages import Stages
 
-_CORRECTIONS = 4
-"""Times that the exact simulation corrects what the stages say of the path of least memory."""
+_HALVINGS = 2
+"""Budgets for which the program is asked."""
+
+_ROUNDS = 8
+"""Times that it is asked for each."""
+
+_VAIN = 2
+"""Of these, how many in a row may find nothing lower."""
+
+_CLOSE = 0.003
+"""How close the budgets get, as a share of the peak."""
 
 _LOWERED = 4
 """Plans whose single decisions are changed, the lowest ones."""
@@ -58,20 +67,29 @@ def minimum_peak(
     search = LocalSearch(priced(sim))
     found = [*start(search), *search.everything()]
     if not search.everything():
-        found += [search.candidate(stored) for stored in _lightest(PathSearch(search.sim, stages))]
+        found.append(search.lower(min(found, key=lambda c: c.height)))
+        found += _halved(search, stages, found[-1].simulation.peak_bytes)
     lowest = sorted({c.stored: c for c in found}.values(), key=lambda c: c.height)[:_LOWERED]
     return min((search.lower(c) for c in lowest), key=lambda c: c.height).stored
 
 
-def _lightest(paths: PathSearch) -> Iterator[frozenset[int]]:
-    """What paths of least memory store, each corrected by the exact simulation of the one before."""
-    sim = paths.sim
-    seen: set[frozenset[int]] = set()
-    for _ in range(_CORRECTIONS):
-        _, path = paths.least()
-        stored = close(sim.graph, paths.stored(path), sim)
-        if stored in seen:
+def _halved(search: LocalSearch, stages: Stages, high: int) -> list[Candidate]:
+    """The lowest plan for each of a few budgets below ``high``."""
+    relaxation = Relaxation(search.sim, stages)
+    low = relaxation.least_peak()
+    found: list[Candidate] = []
+    for _ in range(_HALVINGS):
+        if high - low < _CLOSE * high:
             break
-        seen.add(stored)
-        yield stored
-        paths.correct(path, sim.simulate(stored).top_bytes)
+        middle, best, vain = (low + high) // 2, high, 0
+        for plans in corrected(relaxation, search, middle, _ROUNDS):
+            found.append(min(plans, key=lambda c: c.height))
+            peak = found[-1].simulation.peak_bytes
+            best, vain = (peak, 0) if peak < best else (best, vain + 1)
+            if best <= middle or vain == _VAIN:
+                break
+        if best < high:
+            high = max(best, middle)
+        else:
+            low = middle
+    return found

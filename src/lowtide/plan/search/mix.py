@@ -27,9 +27,8 @@ from lowtide.plan.moves.movable import default_window, least_count
 from lowtide.plan.moves.placements import Placements
 from lowtide.plan.moves.supply import codec_facts
 from lowtide.plan.search.planner import Planner
-from lowtide.plan.simulate.feasible import close
 from lowtide.plan.simulate.refusal import refusal
-from lowtide.plan.simulate.simulator import Simulation, Simulator
+from lowtide.plan.simulate.simulator import Simulation, Simulator, close
 
 _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""

@@ -3,8 +3,8 @@
 In: a step graph and a budget in bytes. Out: a `Candidate` whose exactly simulated peak is within the budget.
 First the bound's relaxed decisions are rounded, brought into the budget by single decisions and exchanged
 while that pays; with some room in the budget that comes within half a per cent of the step of the bound.
-Otherwise the stages of the forward are searched (`segment`) and combined by shortest paths (`path`): near the
-smallest budget replays that wait for each other set the peak, and the relaxation does not see these.
+Near the smallest budget replays that wait for each other set the peak, which the relaxation does not see:
+there exact simulations correct it (`corrected`).
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound.program import Floats
 from lowtide.plan.bound.relaxation import Bound, Relaxation
+from lowtide.plan.search.corrected import corrected, rounded
 from lowtide.plan.search.local import Candidate, LocalSearch
 from lowtide.plan.search.minimum_peak import minimum_peak
-from lowtide.plan.search.path import PathSearch
 from lowtide.plan.simulate.refusal import refusal
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.blocks import full_stored, sqrt_stored
@@ -31,13 +31,10 @@ _GOOD_GAP = 0.005
 """Distance to the bound, as a share of the step's time, at which the search stops."""
 
 _NEAR_GAP = 0.0025
-"""The distance up to which decisions that were made before, or were rounded once, do as they are."""
+"""The distance up to which decisions that were rounded once do as they are."""
 
 _WIDE_GAP = 0.01
 """The distance, as a share of the step's time, from which the search for the smallest peak pays."""
-
-_THRESHOLDS = (0.5, 0.99, 0.1)
-"""Shares of a value, in the relaxed decisions, above which it is stored."""
 
 _TIGHTER = 0.97
 """The share of the budget whose relaxed decisions are rounded, too: the relaxation does not see all that
@@ -55,8 +52,11 @@ _WHOLE_COLUMNS = 6000
 _STARTS = 4
 """Plans that are exchanged in where the best one alone stays far from the bound."""
 
-_CORRECTIONS = 5
-"""Paths for one budget, each corrected by the exact simulation of the one before."""
+_CORRECTIONS = 12
+"""Times that the program is asked anew, each time corrected by an exact simulation."""
+
+_VAIN = 4
+"""Of these, how many in a row may find nothing better."""
 
 
 class Planner:
@@ -70,15 +70,10 @@ class Planner:
         self.search = LocalSearch(self.sim)
         self.stages = find_stages(self.sim)
         self.relaxation = Relaxation(self.sim, self.stages)
-        self._relaxed: dict[int, tuple[float, Floats]] = {}
+        self._relaxed: dict[tuple[int, bool], tuple[float, Floats]] = {}
         self._whole_seconds: dict[int, float] = {}
         self._found_before: list[Candidate] = []
-
-    @cached_property
-    def paths(self) -> PathSearch:
-        """The search over stages, where most of the time goes."""
-        current().say("searching")
-        return PathSearch(self.sim, self.stages)
+        self._exchanged: dict[tuple[frozenset[int], int], Candidate] = {}
 
     @cached_property
     def smallest(self) -> Candidate:
@@ -124,7 +119,7 @@ class Planner:
 
     def begun(self, starts: Iterable[frozenset[int]], budget: int, good: float) -> Candidate | None:
         """The best plan that sets of stored values lead to, without a search, where it lies near the bound:
-        within `_NEAR_GAP` or a share ``good`` of the step's time.
+        within `_GOOD_GAP` or a share ``good`` of the step's time.
         """
         found: list[Candidate] = []
         for stored in dict.fromkeys(starts):
@@ -136,31 +131,45 @@ class Planner:
         if best is None:
             return None
         distance = self.distance(best.simulation.extra_seconds, budget)
-        if distance > max(_NEAR_GAP, good) * self.graph.plain_seconds:
+        if distance > max(_GOOD_GAP, good) * self.graph.plain_seconds:
             return None
         self._found_before.append(best)
         return best
 
     def distance(self, extra_seconds: float, budget: int) -> float:
         """Seconds between a plan's extra time and what the relaxation says for ``budget`` bytes."""
-        return extra_seconds - self.graph.overhead_seconds - self._solved(budget)[0]
+        replays = extra_seconds - self.graph.overhead_seconds
+        near = replays - self._solved(budget, windows=False)[0]
+        if near <= _GOOD_GAP * self.graph.plain_seconds:
+            return near
+        return replays - self._solved(budget, windows=True)[0]
 
     def _searched(self, family: list[Candidate], budget: int) -> Candidate | None:
         """The best plan of a step that is too large for all its plans to be tried."""
-        pool = [*family, *self._rounded(budget, budget)]
-        best = self._best(pool, budget, 1)
-        if not self._far(best, budget, _NEAR_GAP):
-            return best
-        pool += self._rounded(int(_TIGHTER * budget), budget)
+        pool = family
+        for windows in (False, True):  # they take most of the time, and often bring nothing
+            pool = [*pool, *self._rounded(budget, budget, windows)]
+            best = self._best(pool, budget, 1)
+            if not self._far(best, budget, _NEAR_GAP):
+                return best
+        pool += self._rounded(int(_TIGHTER * budget), budget, windows=True)
         best = self._best(pool, budget, _STARTS)
         if not self._far(best, budget, _GOOD_GAP):
             return best
-        least = self.search.candidate(self.paths.stored(self.paths.least()[1]))
-        pool += [*self._walked(budget), least]
-        best = self._best(pool, budget, 1)
+        wide = self._windows_bind(budget)
+        if not wide:  # a small program
+            pool += self._whole(budget, windows=False)
+            best = self._best(pool, budget, _STARTS)
+            if not self._far(best, budget, _GOOD_GAP):
+                return best
+        best = self._corrected(best, budget)
+        if best is not None:
+            pool.append(best)
         if not self._far(best, budget, _GOOD_GAP):
             return best
-        pool += [*self._lowered([*family, least], budget), *self._whole(budget)]
+        pool += self._lowered(family, budget)
+        if wide:
+            pool += self._whole(budget, windows=True)
         best = self._best(pool, budget, _STARTS)
         if not self._far(best, budget, _WIDE_GAP):
             return best
@@ -173,15 +182,19 @@ class Planner:
             return Bound(0.0, peak)
         return Bound(self._floor(budget) + self.graph.overhead_seconds, peak)
 
-    def _solved(self, budget: int) -> tuple[float, Floats]:
+    def _solved(self, budget: int, windows: bool) -> tuple[float, Floats]:
         """The relaxation's answer: seconds that no schedule undercuts, recording aside, and its decisions."""
-        if budget not in self._relaxed:
-            self._relaxed[budget] = self.relaxation.solve(budget)
-        return self._relaxed[budget]
+        key = (budget, windows)
+        if key not in self._relaxed:
+            self._relaxed[key] = self.relaxation.solve(budget, windows)
+        return self._relaxed[key]
 
     def _floor(self, budget: int) -> float:
-        """The same seconds, or those of whole decisions where `_whole` has asked for them."""
-        return max(self._solved(budget)[0], self._whole_seconds.get(budget, 0.0))
+        """The same seconds, the most that is known of them by now."""
+        known = [self._whole_seconds.get(budget, 0.0)]
+        if (budget, True) in self._relaxed:
+            known.append(self._relaxed[budget, True][0])
+        return max(self._solved(budget, windows=False)[0], *known)
 
     def _far(self, best: Candidate | None, budget: int, share: float) -> bool:
         """Whether more than ``share`` of the step's time lies between a plan and the bound for ``budget``."""
@@ -194,8 +207,15 @@ class Planner:
         """The best plan that fits, after decisions in the ``starts`` best ones were exchanged."""
         fitting = {c.stored: c for c in pool if c.simulation.peak_bytes <= budget}
         ordered = sorted(fitting.values(), key=lambda c: c.key)
-        exchanged = [self.search.faster(start, budget) for start in ordered[:starts]]
+        exchanged = [self._faster(start, budget) for start in ordered[:starts]]
         return min([*exchanged, *ordered[:1]], key=lambda c: c.key, default=None)
+
+    def _faster(self, start: Candidate, budget: int) -> Candidate:
+        """``start`` after decisions were exchanged; the best of a pool are asked for again as it grows."""
+        key = (start.stored, budget)
+        if key not in self._exchanged:
+            self._exchanged[key] = self.search.faster(start, budget)
+        return self._exchanged[key]
 
     def _lowered(self, candidates: list[Candidate], budget: int) -> list[Candidate]:
         """``candidates`` after single decisions at the peak were changed in those slightly too high."""
@@ -204,20 +224,36 @@ class Planner:
             for c in candidates
         ]
 
-    def _rounded(self, target: int, budget: int) -> list[Candidate]:
+    def _rounded(self, target: int, budget: int, windows: bool) -> list[Candidate]:
         """Plans that store what the relaxed decisions for ``target`` bytes mostly store."""
         current().say("rounding the best possible")
-        bound, point = self._solved(target)
+        bound, point = self._solved(target, windows)
         if bound == float("inf"):
             return []
-        column = self.relaxation.column
-        wishes = [frozenset(v for v, k in column.items() if point[k] > least) for least in _THRESHOLDS]
-        return self._lowered([self.search.candidate(wish) for wish in dict.fromkeys(wishes)], budget)
+        return self._lowered(rounded(self.relaxation, self.search, point), budget)
 
-    def _whole(self, budget: int) -> list[Candidate]:
+    def _corrected(self, best: Candidate | None, budget: int) -> Candidate | None:
+        """The better of ``best`` and plans of the program after exact simulations have corrected it."""
+        current().say("searching")
+        vain = 0
+        for found in corrected(self.relaxation, self.search, budget, _CORRECTIONS):
+            other = self._best(found, budget, 1)
+            vain += 1
+            if other is not None and (best is None or other.key < best.key):
+                best, vain = other, 0
+            if vain == _VAIN or not self._far(best, budget, _GOOD_GAP):
+                break
+        return best
+
+    def _windows_bind(self, budget: int) -> bool:
+        """Whether the replayed values that wait in a stage's backward make the bound sharper."""
+        more = self._solved(budget, windows=True)[0] - self._solved(budget, windows=False)[0]
+        return more > 0.1 * _GOOD_GAP * self.graph.plain_seconds
+
+    def _whole(self, budget: int, windows: bool) -> list[Candidate]:
         """The plan of the bound's program in whole numbers, which makes its bound sharper, too."""
         current().say("comparing with the best possible")
-        bound, _ = self.relaxation.solve(budget)
+        bound, _ = self.relaxation.solve(budget, windows)
         if bound == float("inf") or len(self.relaxation.program.cost) > _WHOLE_COLUMNS:
             return []
         good = _GOOD_GAP * self.graph.plain_seconds
@@ -228,28 +264,6 @@ class Planner:
             return []
         wish = frozenset(v for v, k in self.relaxation.column.items() if whole[k] > 0.5)
         return self._lowered([self.search.candidate(wish)], budget)
-
-    def _walked(self, budget: int) -> list[Candidate]:
-        """Plans of paths within ``budget``; exact simulations correct what the stages say of memory."""
-        found: list[Candidate] = []
-        self.paths.restore()
-        target = budget
-        for _ in range(_CORRECTIONS):
-            path = self.paths.best(target)
-            if path is None:
-                break
-            candidate = self.search.candidate(self.paths.stored(path))
-            over = candidate.simulation.peak_bytes - budget
-            if over <= 0:
-                same = any(candidate.stored == other.stored for other in found)
-                found.append(candidate)
-                if same or over > -0.002 * budget or target < budget:
-                    break
-            elif over < 0.01 * budget:
-                target -= over
-            self.paths.correct(path, candidate.simulation.top_bytes)
-        self.paths.restore()
-        return found
 
 
 @lru_cache(maxsize=2)

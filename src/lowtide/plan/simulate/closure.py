@@ -1,8 +1,12 @@
-"""Which operations bring values back: the backward slice over producers."""
+"""Which operations bring values back: the backward slice over producers; and why none do."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from typing import NoReturn
+
+from lowtide.errors import PlanError
+from lowtide.plan.simulate.index import StepIndex
 
 
 def replay_set(
@@ -38,3 +42,32 @@ def replay_set(
         if index >= 0:
             stack += [producer[u] for u in reads[index] if not there(u)]
     return found
+
+
+def refuse(sim: StepIndex, given: Iterable[int], flags: bytearray) -> NoReturn:
+    """Say why what is evicted cannot be brought back.
+
+    Raises:
+        PlanError: always.
+    """
+    given = list(given)
+    needed = replay_set(given, sim.producer, [op.reads for op in sim.operations], flags.__getitem__)
+    read = [u for index in sorted(needed - {-1}, reverse=True) for u in sim.operations[index].reads]
+    for value in (*given, *(u for u in read if not flags[u])):
+        index = sim.producer[value]
+        if index >= 0 and not sim.operations[index].replayable:
+            reason = sim.operations[index].reason or "unknown reason"
+            raise PlanError(
+                f"value {value} must be stored: {sim.describe(value)} is not replayable ({reason})"
+            )
+    for value in read:
+        if not flags[value] and sim.graph.values[value].must_store:
+            raise PlanError(
+                f"value {value} must be stored: {sim.describe(value)} is read by a replay that may not reach "
+                "further back"
+            )
+    lost = next(u for u in (*read, *given) if flags[u] == 2 or (sim.producer[u] < 0 and not flags[u]))
+    raise PlanError(
+        f"a replay rests on value {lost} ({sim.describe(lost)}), which the step overwrites: store what is "
+        "made from it"
+    )

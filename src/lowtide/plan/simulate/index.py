@@ -4,6 +4,7 @@ when everything is evicted. A planner asks for them thousands of times."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -29,13 +30,12 @@ class StepIndex:
         self.slab = False
         self.seen: list[Held] | None = None
         """what the latest walk through replays held at each moment, where somebody wants to know"""
-        self.feasible: list[bool] = []
-        """what `lowtide.plan.simulate.feasible.feasible_replays` has found"""
         self.end = len(graph.events)
         """The event index that stands for "never"."""
         self._index_values()
         self._index_events()
         self._natural_timeline()
+        self._index_replays()
 
     def place(self, index: int) -> float:
         """Where an operation stands in the forward; what fetches a value stands right behind what made it."""
@@ -148,7 +148,7 @@ class StepIndex:
             self.value_events[value] = events
 
     def _natural_timeline(self) -> None:
-        """Live bytes when every droppable saved tensor is given up and nothing is replayed; saved tensors
+        """Live bytes when every droppable saved tensor is evicted and nothing is replayed; saved tensors
         that stay are counted.
         """
         graph, end = self.graph, self.end
@@ -174,6 +174,51 @@ class StepIndex:
             if self.op_event[op.index] < end:
                 self.scratch[self.op_event[op.index]] = op.scratch_bytes
         self.natural_live: Bytes = graph.resident_bytes + np.cumsum(change[:end])
+
+    def _index_replays(self) -> None:
+        """What operations read, without parameters and the like, which are always there."""
+        graph, base, end = self.graph, self.base_flags, self.natural_end
+        self.reads: list[Sequence[int]] = []
+        """operation -> what it reads that may be missing"""
+        self.lasting: list[Sequence[int]] = []
+        """operation -> what it reads that does not outlive the step by itself"""
+        for op in graph.operations:
+            missing = [u for u in op.reads if not base[u]]
+            self.reads.append(missing)
+            self.lasting.append(
+                [u for u in op.reads if not base[u] or end[self.storage_of[u]] < self.end]
+                if len(missing) < len(op.reads)
+                else missing
+            )
+        self.refused = bytearray(not op.replayable for op in graph.operations)
+        """whether an operation may not run again"""
+        self.must_store = bytearray(v.must_store for v in graph.values)
+        """whether a replay may not reach beyond a value"""
+        self.storable = bytearray(v.storable for v in graph.values)
+        self.forced = frozenset(tensor.value for tensor in graph.saved if tensor.forced)
+        """values that a checkpointing scope asked to be evicted"""
+
+    @cached_property
+    def feasible(self) -> list[bool]:
+        """Per operation: whether it can run again when everything that can be stored is stored."""
+        found: list[bool] = []
+
+        def available(value: int) -> bool:
+            made = self.graph.values[value].producer
+            if self.storable[value] or self.must_store[value]:
+                return bool(self.storable[value])
+            return made is not None and made < len(found) and found[made]
+
+        for op in self.graph.operations:
+            found.append(op.replayable and all(map(available, op.reads)))
+        return found
+
+    @cached_property
+    def must(self) -> bytearray:
+        """Per value: whether it stays wherever it is needed, for nothing may bring it back."""
+        return bytearray(
+            v.must_store or v.producer is None or not self.feasible[v.producer] for v in self.graph.values
+        )
 
     def describe(self, value: int) -> str:
         """A value in words: what wrote it, and in which module."""

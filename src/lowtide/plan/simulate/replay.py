@@ -12,10 +12,10 @@ from lowtide.plan.simulate.index import StepIndex
 
 @dataclass(slots=True)
 class Replay:
-    """What a set of given-up values makes the executor do: the sparse part of a simulation.
+    """What a set of evicted values makes the executor do: the sparse part of a simulation.
 
     Attributes:
-        operations: all operations that the given-up values rest on, in forward order.
+        operations: all operations that the evicted values rest on, in forward order.
         running: those that really run (some saved tensors are never unpacked).
         repeats: operations that run once more because somebody unpacks a tensor a second time.
         hold: value id -> event until which a stored value is held for others that rest on it.

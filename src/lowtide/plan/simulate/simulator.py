@@ -17,8 +17,8 @@ import numpy as np
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Links, Moved, Plan
+from lowtide.plan.simulate.closure import refuse, replay_set
 from lowtide.plan.simulate.index import Bytes, StepIndex
-from lowtide.plan.simulate.reach import Reach, refuse
 from lowtide.plan.simulate.replay import Replay, Walk
 from lowtide.plan.simulate.transfers import Outgoing, Traffic, fetch_operations
 
@@ -85,7 +85,6 @@ class Simulator(StepIndex):
 
     def __init__(self, graph: StepGraph) -> None:
         super().__init__(graph)
-        self.reach = Reach(self)
         self.plain_peak = self._plain()
 
     def moving(self, moved: Sequence[Moved], window_bytes: int, slab: bool = False) -> Simulator:
@@ -101,7 +100,9 @@ class Simulator(StepIndex):
         twin.producer = list(self.producer)
         for fetch in fetches:
             twin.producer[fetch.writes[0]] = fetch.index
-        twin.reach = self.reach.fetching(fetches, twin.producer)
+        none: list[Sequence[int]] = [() for _ in fetches]
+        twin.reads, twin.lasting = [*self.reads, *none], [*self.lasting, *none]
+        twin.refused = self.refused + bytes(len(fetches))
         twin.moved = {m.value: m for m in moved}
         twin.window_bytes = window_bytes
         return twin
@@ -137,7 +138,7 @@ class Simulator(StepIndex):
             PlanError: a value cannot be stored.
         """
         flags = bytearray(self.base_flags)
-        storable = self.reach.storable
+        storable = self.storable
         for value in stored:
             if storable[value]:
                 flags[value] = 1
@@ -156,15 +157,22 @@ class Simulator(StepIndex):
         Raises:
             PlanError: one of them is not replayable, or rests on a value that is not there.
         """
-        needed = self.reach.closure(given, flags)
-        return refuse(self, given, flags) if needed is None else needed
+        needed = replay_set(given, self.producer, self.reads, flags.__getitem__)
+        lost = -1 in needed or any(self.refused[index] for index in needed)
+        if lost or any(
+            flags[u] == 2 or (not flags[u] and self.must_store[u])
+            for index in needed
+            for u in self.reads[index]
+        ):
+            refuse(self, given, flags)
+        return sorted(needed)
 
     def simulate(self, stored: Collection[int], links: Links | None = None) -> Simulation:
         """The step under ``stored`` (rules 1 to 7 of docs/design.md; for values that move, see
         docs/stores.md).
 
         Raises:
-            PlanError: a value in ``stored`` cannot be stored, or what is given up cannot be brought back.
+            PlanError: a value in ``stored`` cannot be stored, or what is evicted cannot be brought back.
         """
         graph = self.graph
         flags = self.flags(stored)
@@ -264,7 +272,7 @@ class Simulator(StepIndex):
         return (graph.operations[0] if graph.operations else None), False
 
     def replay(self, given: list[int], flags: bytearray) -> Replay:
-        """What giving up ``given`` does, when ``flags`` says what is stored."""
+        """What evicting ``given`` does, when ``flags`` says what is stored."""
         if not given:
             return Replay([], [], [], {}, [], [], {}, [], [], {}, [-1])
         every = self.closure(given, flags)
@@ -278,11 +286,11 @@ class Simulator(StepIndex):
             else {}
         )
         unasked = [t for v in given for t in self.unasked.get(v, ())] if self.unasked else []
-        walk = Walk(self, self.reach.reads, flags, running, idle)
+        walk = Walk(self, self.reads, flags, running, idle)
         walk.run(unpacked, unasked)
         if walk.fetched and self.window_bytes:  # who comes first is known now: once more, with fetching ahead
             ahead = walk.fetched
-            walk = Walk(self, self.reach.reads, flags, running, idle, ahead)
+            walk = Walk(self, self.reads, flags, running, idle, ahead)
             walk.run(unpacked, unasked)
         return Replay(
             order,
@@ -301,7 +309,7 @@ class Simulator(StepIndex):
     def _rests(
         self, order: list[int], given: list[int], flags: bytearray
     ) -> tuple[dict[int, int], dict[int, int]]:
-        """Rule 3: stored value -> the last release of a given-up saved tensor whose replay reads it; the same
+        """Rule 3: stored value -> the last release of an evicted saved tensor whose replay reads it; the same
         for replayed operations.
         """
         producer, release = self.producer, self.saved_release
@@ -310,15 +318,25 @@ class Simulator(StepIndex):
             index = producer[value]
             if release[value] > until.get(index, -1):
                 until[index] = release[value]
-        return self.reach.rests(order, until, flags), until
+        hold: dict[int, int] = {}
+        held, known, lasting = hold.get, until.get, self.lasting
+        for index in reversed(order):
+            last = until[index]
+            for u in lasting[index]:
+                if flags[u]:
+                    if last > held(u, -1):
+                        hold[u] = last
+                elif last > known(producer[u], -1):
+                    until[producer[u]] = last
+        return hold, until
 
 
 def simulate(graph: StepGraph, stored: Collection[int]) -> Simulation:
-    """The step of ``graph`` when the values ``stored`` stay and every other droppable saved value is given
-    up.
+    """The step of ``graph`` when the values ``stored`` stay and every other droppable saved value is
+    evicted.
 
     Raises:
-        PlanError: a value in ``stored`` cannot be stored, or what is given up cannot be brought back.
+        PlanError: a value in ``stored`` cannot be stored, or what is evicted cannot be brought back.
     """
     return Simulator(graph).simulate(stored)
 
@@ -337,3 +355,27 @@ def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
     simulation = sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0).simulate(plan.stored)
     return simulation.with_slab(plan.slab_bytes)
+
+
+def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None = None) -> frozenset[int]:
+    """The smallest feasible set of stored values that includes what ``stored`` keeps.
+
+    Values that replays would need but that cannot be brought back (their operation is not replayable, or they
+    lie beyond a value that must be stored) are added; values that neither backward nor a replay reads are
+    left out. What a checkpointing scope asked to be evicted is not kept where it can come back.
+    """
+    sim = simulator or Simulator(graph)
+    storable, must = sim.storable, sim.must
+    kept = set(stored).difference(sim.forced)
+    kept.update(v for v in sim.droppable if must[v])
+    for v, companions in sim.companions.items():
+        if v in kept and v in sim.saved_of:
+            kept.update(companions)
+    evicted = [v for v in sim.droppable if v not in kept]
+    needed = replay_set(evicted, sim.producer, sim.reads, lambda u: storable[u] and (u in kept or must[u]))
+    read = {u for index in needed if index >= 0 for u in sim.reads[index]}
+    # A kept version that the step overwrites serves backward alone: what a replay reads of it has to be
+    # replayed, too.
+    used = {v for v in kept if v in sim.saved_of and (storable[v] or v not in read)}
+    used.update(u for u in read if storable[u] and (u in kept or must[u]))
+    return frozenset(v for v in used if sim.producer[v] >= 0)

@@ -4,7 +4,7 @@ into.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -37,19 +37,19 @@ class _Outside:
 
 
 @contextmanager
-def left_alone(model: torch.nn.Module, observer: Observer | None = None) -> Iterator[None]:
-    """For the length of the block, operations of compiled submodules of ``model`` pass by lowtide.
+def left_alone(modules: Iterable[torch.nn.Module], observer: Observer | None = None) -> Iterator[None]:
+    """For the length of the block, operations of those of a model's modules that are compiled pass by
+    lowtide.
 
     Such a call is one opaque operation: what it returns and what it saves stays.
     """
     changed: list[tuple[torch.nn.Module, str, Any]] = []
-    for module in model.modules():
-        if private.is_compiled(module):
-            name = private.compiled_call(module)
-            call = module.__dict__.get(name)
-            if call is not None and not isinstance(call, _Outside):
-                module.__dict__[name] = _Outside(call, observer)
-                changed.append((module, name, call))
+    for module in filter(private.is_compiled, modules):
+        name = private.compiled_call(module)
+        call = module.__dict__.get(name)
+        if call is not None and not isinstance(call, _Outside):
+            module.__dict__[name] = _Outside(call, observer)
+            changed.append((module, name, call))
     try:
         yield
     finally:

@@ -1,4 +1,6 @@
-"""What a step takes that its graph does not show: collectives under way, and the executor's own time."""
+"""What a step takes that its graph does not show: collectives under way, the random states of checkpoints,
+and the executor's own time.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +24,15 @@ def overlapped_bytes(graph: StepGraph) -> int:
         if operation.name in FUNCTIONAL_COLLECTIVES:
             found[operation.name] = max(found.get(operation.name, 0), operation.scratch_bytes)
     return sum(found.values())
+
+
+def checkpoint_bytes(graph: StepGraph, checkpoints: int) -> int:
+    """What as many calls of ``torch.utils.checkpoint`` hold beside their inputs, from forward to backward:
+    the CPU's random state each, in a tensor that no operation makes.
+    """
+    if torch.device(graph.device).type != "cpu":
+        return 0
+    return checkpoints * torch.default_generator.get_state().nbytes
 
 
 def with_overhead(graph: StepGraph) -> StepGraph:

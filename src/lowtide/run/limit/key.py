@@ -86,21 +86,24 @@ class Members:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.modules: list[torch.nn.Module] = []
-        seen: set[torch.nn.Module | None] = {None}
-        rest: list[torch.nn.Module | None] = [model]
+        self.modules: list[torch.nn.Module] = [model]
+        seen: set[torch.nn.Module | None] = {model, None}
         parameters: list[torch.nn.Parameter | None] = []
         buffers: list[torch.Tensor | None] = []
-        while rest:
-            module = rest.pop()
-            if module in seen:
-                continue
-            seen.add(module)
-            assert module is not None
-            self.modules.append(module)
-            parameters += module._parameters.values()
-            buffers += module._buffers.values()
-            rest += module._modules.values()
+        for module in self.modules:
+            own = module.__dict__
+            if "_parameters" in own:
+                parameters += own["_parameters"].values()
+                buffers += own["_buffers"].values()
+                children = own["_modules"].values()
+            else:  # TorchScript's modules keep them elsewhere
+                parameters += module.parameters(recurse=False)
+                buffers += module.buffers(recurse=False)
+                children = module.children()
+            for child in children:
+                if child not in seen:
+                    seen.add(child)
+                    self.modules.append(child)
         self.parameters = [one for one in parameters if one is not None]
         self.buffers = [one for one in buffers if one is not None]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections import deque
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from lowtide.graph import StepGraph
@@ -36,6 +36,7 @@ class Kind:
         look_again: why the next step is to be looked at, or empty.
         solve_again: why the plan is to be made again before the next step, or empty.
         margin_bytes: by how much a step was seen to exceed its prediction.
+        stays_bytes: what a step took under a plan that stays since no other fits, which was said; or 0.
         unseen_backward: backward runs on a thread whose operations are not seen: the next look runs one of
             its own.
         claims: gathers whose results layers save, in the next look.
@@ -59,6 +60,7 @@ class Kind:
     look_again: str = ""
     solve_again: str = ""
     margin_bytes: int = 0
+    stays_bytes: int = 0
     unseen_backward: bool = False
     claims: frozenset[int] = frozenset()
     without_claims: tuple[StepGraph, Plan] | None = None
@@ -92,10 +94,19 @@ class Kind:
         """A plan has been made."""
         self.graph, self.plan = graph, plan
         self.look_again = self.solve_again = ""
+        self.stays_bytes = 0
         self.timed = None
         self.programs = {}
         self.light, self.heavy = [], []
         self.seconds.clear()
+
+    def stands_on(self, more: int) -> None:
+        """So many bytes more stand before each step than when it was looked at."""
+        if self.graph is not None:
+            self.graph = replace(self.graph, resident_bytes=self.graph.resident_bytes + more)
+        if self.without_claims is not None:
+            graph, plan = self.without_claims
+            self.without_claims = replace(graph, resident_bytes=graph.resident_bytes + more), plan
 
     # ---- smaller steps ---------------------------------------------------------------------------
 

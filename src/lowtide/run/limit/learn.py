@@ -65,6 +65,8 @@ def learn(kind: Kind, ran: Ran, measured_bytes: int, may_be_light: bool) -> str:
             sure = may_be_light and ran.watch.backwards == 1 and not (ran.departed or plan.moves)
             kind.notes_size(ran.key, sure and measured_bytes + ran.given_up_bytes <= limit)
         return ""
+    if measured_bytes <= kind.stays_bytes:
+        return ""
     return (
         f"a planned step took {budgets.format_bytes(measured_bytes)} where "
         f"{budgets.format_bytes(plan.predicted_peak_bytes)} was predicted, {measured_bytes - limit:,} bytes "

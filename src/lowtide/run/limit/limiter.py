@@ -193,7 +193,7 @@ class Limiter:
         key = step_key(members, args, kwargs)
         kind = self.kind_for(key)
         self.crowded |= self._beside_others()
-        if self.crowded:
+        if self.crowded and self.budget is not None:
             self._tell("crowded", CROWDED)
         if kind.wants_look and (self.crowded or kind.unseen_backward):
             try:
@@ -204,7 +204,7 @@ class Limiter:
                     raise
         if kind.wants_look:
             return self._look(kind, args, kwargs)
-        return self._step(kind, key, args, kwargs, begin)
+        return self._step(kind, key, members, args, kwargs, begin)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._inside():
@@ -297,8 +297,10 @@ class Limiter:
         try:
             self.planner.solve_again(kind)
         except BudgetError as error:
-            if not kind.margin_bytes or kind.solve_again == BUDGET_CHANGED:
+            plan = kind.plan
+            if plan is None or not kind.margin_bytes or kind.solve_again == BUDGET_CHANGED:
                 raise
+            kind.stays_bytes = kind.margin_bytes + max(plan.predicted_peak_bytes, plan.budget_bytes or 0)
             kind.margin_bytes, kind.solve_again = 0, ""
             self._tell("stays", f"lowtide goes on with the plan that it has, since no other fits: {error}")
 
@@ -312,6 +314,14 @@ class Limiter:
         with self.lock:
             self.budget = self.planner.budget = budget
             for kind in self.kinds.values():
+                kind.solve_again = BUDGET_CHANGED
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Plan with this optimizer's state, in place of the one counted so far, before the next step."""
+        with self.lock:
+            more = self.planner.count(optimizer)
+            for kind in self.kinds.values():
+                kind.stands_on(more)
                 kind.solve_again = BUDGET_CHANGED
 
     # ---- looking ---------------------------------------------------------------------------------
@@ -433,10 +443,10 @@ class Limiter:
             self.latest = kind
         return kind
 
-    def _plan(self, kind: Kind, graph: StepGraph, checkpoints: bool) -> None:
+    def _plan(self, kind: Kind, graph: StepGraph, checkpoints: int) -> None:
         try:
             with nullcontext() if kind.key.gradients else later_steps_told(self.model):
-                self.planner.plan(kind, graph)
+                self.planner.plan(kind, graph, checkpoints)
         except BudgetError as error:
             if checkpoints:
                 error.remedies = (OWN_OFF, *error.remedies)
@@ -456,7 +466,13 @@ class Limiter:
     # ---- under a plan ----------------------------------------------------------------------------
 
     def _step(
-        self, kind: Kind, key: StepKey, args: tuple[Any, ...], kwargs: dict[str, Any], begin: float
+        self,
+        kind: Kind,
+        key: StepKey,
+        members: Members,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        begin: float,
     ) -> Any:
         plan = kind.plan
         assert plan is not None
@@ -495,7 +511,7 @@ class Limiter:
         with ExitStack() as stack:
             stack.enter_context(self._inside())
             stack.enter_context(recorder.recording())
-            stack.enter_context(left_alone(self.model))
+            stack.enter_context(left_alone(members.modules))
             inside = time.perf_counter()
             result = self.forward(*args, **kwargs)
             outside = time.perf_counter()

@@ -39,8 +39,8 @@ def own_checkpointing(model: torch.nn.Module) -> str:
     names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # of Hugging Face models
     has = [name for name in names if any(hasattr(module, name) for module in model.modules())]
     way = (
-        f"call model.{' or model.'.join(f'{name}()' for name in has)}, and leave gradient_checkpointing=True "
-        "out of a Trainer's arguments"
+        f"call model.{' or model.'.join(f'{name}()' for name in has)}, and pass gradient_checkpointing=False "
+        "to a Trainer (TRL's default is True)"
         if has
         else "call the blocks without torch.utils.checkpoint.checkpoint"
     )

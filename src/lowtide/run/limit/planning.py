@@ -13,6 +13,7 @@ from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
+from lowtide.native import builds_paused
 from lowtide.plan import make
 from lowtide.plan.cache import Cache, folder
 from lowtide.plan.carry import CARRIED, carried, keep
@@ -20,7 +21,7 @@ from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.run.limit.hidden_costs import overlapped_bytes, with_overhead
+from lowtide.run.limit.hidden_costs import checkpoint_bytes, overlapped_bytes, with_overhead
 from lowtide.run.limit.kinds import Kind
 from lowtide.run.limit.margins import beyond, within
 from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
@@ -77,20 +78,27 @@ class Planner:
         self._need = KnownNeed()
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
 
-    def plan(self, kind: Kind, looked: StepGraph) -> None:
+    def plan(self, kind: Kind, looked: StepGraph, checkpoints: int) -> None:
         """Plan for a kind of step from one of it that was looked at.
+
+        Args:
+            kind: gets the plan.
+            looked: the step.
+            checkpoints: how many parts of it are under ``torch.utils.checkpoint``.
 
         Raises:
             BudgetError: no plan fits.
         """
         if not self._asked:
             self._asked, self.agreement = True, agreement_of(self.model) or agreement_over(self.groups())
-        with working("planning", "planned", self.progress) as work:
+        # tiers and codecs are timed
+        with builds_paused(), working("planning", "planned", self.progress) as work:
             work.say(f"planning {len(looked.operations):,} operations")
             graph = self._agreed(with_overhead(self._whole(looked)))
             if kind.without_claims is not None:
                 graph = with_seconds_of(graph, kind.without_claims[0])
-            kind.margin_bytes = max(kind.margin_bytes, overlapped_bytes(graph))
+            unseen = overlapped_bytes(graph) + checkpoint_bytes(graph, checkpoints)
+            kind.margin_bytes = max(kind.margin_bytes, unseen)
             refusal: BudgetError | None = None
             try:
                 self._solve(kind, graph)
@@ -140,6 +148,12 @@ class Planner:
             kind.solve_again = kind.solve_again or solve_again
             kind.margin_bytes = max(kind.margin_bytes, margin)
             self.kept.update(kept)
+
+    def count(self, optimizer: torch.optim.Optimizer | None) -> int:
+        """Count this optimizer from now on; by how many bytes more stands before each step."""
+        before = self.optimizer_bytes + self.moved_bytes
+        self.optimizer, self.moved_bytes = optimizer, 0
+        return self.optimizer_bytes - before
 
     def note_pace(self, kind: Kind) -> None:
         """Take down how long the latest step that was timed took, once that is known without waiting for the

@@ -20,6 +20,7 @@ from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors, unseen
+from lowtide.native import builds_paused
 from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.run.limit.compiled_submodules import left_alone
 from lowtide.run.limit.watch import open_peak
@@ -109,6 +110,7 @@ class Look:
     def forward(self, inputs: Iterator[torch.Tensor]) -> Iterator[None]:
         """The block is the region that can be planned."""
         tracer, recorder = self.tracer, self.recorder
+        self._stack.enter_context(builds_paused())
         with ExitStack() as stack:
             stack.callback(recorder.close)
             for tensor in inputs:
@@ -119,7 +121,7 @@ class Look:
                 for block in blocks_of(self._model):
                     stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
                     stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
-                stack.enter_context(left_alone(self._model, tracer))
+                stack.enter_context(left_alone(self._model.modules(), tracer))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
             stack.enter_context(recorder)
             tracer.start()

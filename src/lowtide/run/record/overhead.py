@@ -23,6 +23,7 @@ from torch.nn import functional
 
 from lowtide import private
 from lowtide.interception import Interceptor, proceed, unseen, visible
+from lowtide.native import builds_paused
 from lowtide.ops import tensors_of
 from lowtide.plan.data import ProgramStep
 from lowtide.run.record.directors import PlanDirector
@@ -66,7 +67,9 @@ def executor_overhead() -> Overhead:
     model of 8 features on the CPU. It is the host's time; what of it hides behind a GPU's see
     `lowtide.run.limit.hidden_costs`.
     """
-    return _measured(compiled() is not None)
+    in_cpp = compiled() is not None
+    with builds_paused():
+        return _measured(in_cpp)
 
 
 @lru_cache(maxsize=2)

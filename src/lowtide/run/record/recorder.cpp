@@ -84,6 +84,7 @@ py::object weak(py::handle object, py::handle callback = py::handle()) {
 py::object behind(py::handle reference) { return py::reinterpret_borrow<py::object>(reference)(); }
 
 PyObject* entry_of(const py::dict& table, uintptr_t key) {  // borrowed, or null
+  if (PyDict_GET_SIZE(table.ptr()) == 0) return nullptr;  // as where all stays
   return PyDict_GetItem(table.ptr(), py::int_(key).ptr());
 }
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
@@ -11,19 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import budget as budgets
-from lowtide import private
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
-from lowtide.run.limit.arguments import refuse_other_kinds, refuse_sharded
-from lowtide.run.limit.engagement import Engagement
+from lowtide.run.limit.arguments import refuse_other_kinds
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.limit.messages import limit_line, warn
-from lowtide.run.limit.planning import Policy
-from lowtide.run.record.verify import Verify
-from lowtide.store.stores import Stores
+from lowtide.run.limit.messages import limit_line
 from lowtide.trace.results import tensors_inside
 
 if TYPE_CHECKING:
@@ -31,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """What `limit_memory` returns.
+    """What `limit_memory` returns; two of the same limit are equal.
 
     Attributes:
         model: the limited model.
@@ -40,6 +35,12 @@ class Handle:
     def __init__(self, limiter: Limiter) -> None:
         self._limiter = limiter
         self.model = limiter.model
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Handle) and other._limiter is self._limiter
+
+    def __hash__(self) -> int:
+        return hash(id(self._limiter))
 
     def __repr__(self) -> str:
         return limit_line(self.model, self._limiter.budget, len(self.plans), self.plan)
@@ -163,8 +164,28 @@ class Handle:
             BudgetError: the budget is malformed; at the next step, when no plan fits.
             PlanError: the limit was removed or replaced.
         """
-        _check(budget)
+        check_budget(budget)
         self._in_force().set_budget(budget)
+
+    def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
+        """Count this optimizer's state and step from the next step on, in place of the one counted so far:
+        the optimizer may be made after the limit. What was learned about steps stays.
+
+        Args:
+            optimizer: of the model's parameters, or what a trainer has wrapped around it; ``None`` counts
+                none.
+
+        Raises:
+            PlanError: it holds none of the model's parameters, or the limit was removed or replaced.
+            BudgetError: at the next step, when no plan fits.
+
+        Example:
+            >>> handle = lowtide.limit_memory(model, "6GiB")  # doctest: +SKIP
+            >>> handle.set_optimizer(torch.optim.AdamW(model.parameters()))  # doctest: +SKIP
+        """
+        limiter = self._in_force()
+        refuse_other_kinds(self.model, None, None, optimizer, None)
+        limiter.set_optimizer(None if optimizer is None else innermost(optimizer))
 
     def remove(self) -> None:
         """Give the model its own forward back. Steps that are under way finish under their plan."""
@@ -212,97 +233,12 @@ class Handle:
         return self._limiter
 
 
-def limit_memory(
-    model: torch.nn.Module,
-    budget: str | int | None = None,
-    *,
-    policy: Policy | None = None,
-    loss_fn: Callable[[Any], torch.Tensor] | None = None,
-    optimizer: torch.optim.Optimizer | None = None,
-    verify: Verify = "first",
-    stores: Stores | None = None,
-    progress: bool | None = None,
-) -> Handle:
-    """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same
-    gradients.
-
-    The first step with inputs of a new kind is looked at while it runs: in about the memory that
-    checkpointing every block takes, with every operation run twice, to see that it reproduces and how long it
-    takes. When its backward has ended a plan is made, and later steps run under it. A plan for a larger step
-    serves smaller ones; other kinds (evaluation, autocast, other parameters that train) get plans of their
-    own. Called again for a limited model, it replaces the limit.
-
-    Args:
-        model: any module; its forward is replaced on the instance until ``handle.remove()``.
-        budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak (of the largest step
-            planned so far), ``"min"`` for the smallest that works, or ``"auto"`` for what the device has,
-            less a reserve. ``None`` needs a policy that does without.
-        progress: whether a terminal is told what takes long; ``None`` goes by the environment
-            (`lowtide.progress`).
-        policy: a policy or its name; ``None`` is ``optimal``.
-        loss_fn: from the model's output to the loss, for `Handle.prepare` of a model that does not return its
-            loss. It is not used to train.
-        optimizer: its state and its step count against the budget, too.
-        stores: process groups to shard over and codecs of your own, for plans that move values; tiers open by
-            themselves.
-        verify: ``first`` compares every replay of the first step, ``always`` also checks digests in every
-            step, ``never`` trusts.
+def check_budget(budget: str | int) -> None:
+    """Whether this can be a budget.
 
     Raises:
-        BudgetError: the budget is malformed; at the end of the first backward, when no plan fits, with the
-            smallest budget that does.
-        PlanError: an argument that cannot be.
-
-    Example:
-        >>> import torch, lowtide
-        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
-        >>> handle = lowtide.limit_memory(model, budget="100%", loss_fn=torch.sum)
-        >>> model(torch.randn(4, 8)).sum().backward()
-        >>> handle.plan.predicted_peak_bytes <= handle.plan.budget_bytes
-        True
-        >>> handle.remove()
+        BudgetError: it cannot; says how one is written.
     """
-    if not isinstance(model, torch.nn.Module):
-        raise PlanError(f"limit_memory takes a torch.nn.Module, not {type(model).__name__}")
-    if verify not in ("first", "always", "never"):
-        raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
-    if budget is None and policy is None:
-        raise BudgetError(
-            "limit_memory needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, "
-            "such as 'full'"
-        )
-    if budget is not None:
-        _check(budget)
-    refuse_other_kinds(model, policy, loss_fn, optimizer, stores)
-    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
-        model = model.module
-    if private.is_compiled(model):
-        raise PlanError(
-            "this model is compiled as a whole, which limit_memory cannot look into: call "
-            "lowtide.compile(model, budget) in place of torch.compile, or limit the model itself and compile "
-            "its submodules (they stay compiled)"
-        )
-    before = handle_of(model)
-    if before is not None:
-        before.remove()
-    refuse_sharded(model)
-    optimizer = None if optimizer is None else innermost(optimizer)
-    limiter = Limiter(
-        model,
-        budget=budget,
-        policy=policy,
-        loss_fn=loss_fn,
-        optimizer=optimizer,
-        verify=verify,
-        stores=stores,
-        progress=progress,
-    )
-    model.__dict__["forward"] = limiter
-    limiter.engagement = Engagement(model, warn)
-    return Handle(limiter)
-
-
-def _check(budget: str | int) -> None:
     if not budgets.asks_for(budget):
         budgets.parse(budget, 1 << 60)
 

@@ -1,0 +1,73 @@
+"""What a compiled step would take, without compiling a kernel or running it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide.compiled.partitioner import Partitioner, Report
+from lowtide.compiled.planner import Known
+from lowtide.errors import BudgetError, PlanError
+from lowtide.meter import resident_bytes
+from lowtide.private import inductor
+
+
+class _Enough(Exception):
+    """The graph is planned; nobody runs it."""
+
+
+def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str = "inductor") -> Known:
+    """Trace a step, plan it and predict what the backend would allocate; then stop.
+
+    Parameters and inputs are not read, so uninitialised ones do.
+
+    Args:
+        model: whose call returns the loss.
+        budget: as of `lowtide.compile`.
+        args: of the call.
+        backend: ``inductor`` or ``aot_eager``.
+
+    Raises:
+        BudgetError: no plan fits.
+        PlanError: the model does not compile as one graph, or no gradient is asked for.
+    """
+    report = Report()
+    options: dict[str, Any] | None = {} if backend == "inductor" else None
+    partitioner = Partitioner(budget, lambda: resident_bytes(model), options, report)
+    compiled = torch.compile(model, backend=_planning(partitioner), fullgraph=True)
+    try:
+        compiled(*args)
+    except inductor.BackendCompilerFailed as error:
+        inner = error.inner_exception
+        if isinstance(inner, BudgetError):
+            raise inner from None
+        if not isinstance(inner, _Enough):
+            raise
+    except inductor.Unsupported as error:
+        said = str(error).strip().splitlines()[0]
+        raise PlanError(
+            f"{type(model).__name__} does not compile as one graph ({said}): plan it without compiling, or "
+            "run it under lowtide.compile, which takes graph breaks"
+        ) from error
+    if not report.planned:
+        raise PlanError(f"{type(model).__name__} asks for no gradient: there is nothing to plan")
+    return report.planned[0]
+
+
+def _planning(partitioner: Partitioner) -> Callable[..., Any]:
+    """A backend that goes as far as the partitioner."""
+
+    def enough(*args: Any, **kwargs: Any) -> Any:
+        raise _Enough
+
+    if partitioner.options is None:
+        return inductor.aot_autograd(fw_compiler=enough, partition_fn=partitioner)
+    # what a cache hands out nobody plans
+    settings = {"custom_partitioner_fn": partitioner, "force_disable_caches": True}
+
+    def backend(module: Any, inputs: Any) -> Any:
+        return inductor.compile_with(module, inputs, settings, enough)
+
+    return backend

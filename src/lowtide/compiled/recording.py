@@ -1,0 +1,247 @@
+"""One step, taken down: which compiled graphs ran forward and backward in which order, and what stood beside
+them.
+
+Each graph runs under a cut that is known, so what it keeps for its backward is taken off what the meter
+reads; what is left stands whatever the plan decides.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from lowtide.compiled.joint import Key
+from lowtide.meter import Peak, peak
+from lowtide.private import at_backward_end, storage_key
+
+
+@dataclass
+class Call:
+    """One call of a compiled graph in a step.
+
+    Attributes:
+        number: position among the step's forwards.
+        graph: what was called.
+        static: inputs that stand before and after the step.
+        kept: what the recorded cut keeps for backward -> bytes.
+        outputs: what its forward returned.
+        lies: the graph's inputs and outputs -> numbers of the storages that they lie in.
+        saved: addresses of what backward is handed, by which it is known again.
+    """
+
+    number: int
+    graph: Any
+    static: frozenset[Key]
+    kept: Mapping[Key, int] = field(default_factory=dict)
+    outputs: frozenset[Key] = frozenset()
+    lies: dict[Key, int] = field(default_factory=dict)
+    saved: tuple[int, ...] = ()
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A part of a step.
+
+    Attributes:
+        kind: a ``forward`` or ``backward`` of a compiled graph, or what runs in a ``gap`` between them.
+        call: whose it is.
+        bytes: what stands when it begins without what compiled graphs keep; of a gap the most at any time.
+        waiting: calls, other than its own, whose backward is to come.
+        alive: numbers of storages that go in and out of graphs and are there.
+        lent: of a backward, whether others hold its graph's inputs, and its outputs, beyond it; else their
+            bytes are its own.
+    """
+
+    kind: Literal["forward", "backward", "gap"]
+    call: int | None
+    bytes: int
+    waiting: tuple[int, ...]
+    alive: frozenset[int]
+    lent: tuple[bool, bool] = (True, True)
+
+    def held(self, call: Call, kept: Mapping[Key, int]) -> int:
+        """What a call that waits holds here, beyond what stands anyway."""
+        return sum(
+            count for key, count in kept.items() if key not in call.lies or call.lies[key] not in self.alive
+        )
+
+    def held_by_itself(self, call: Call, kept: Mapping[Key, int]) -> int:
+        """What a backward was handed of what counts as held by others, and is not."""
+        return sum(
+            count
+            for key, count in kept.items()
+            if key in call.lies and self.lent[key in call.outputs] and call.lies[key] not in self.alive
+        )
+
+
+class Recording:
+    """Takes down a step that runs now.
+
+    Args:
+        device: whose memory counts.
+        standing_bytes: what stands when the step begins.
+        ended: called when a backward has ended and every call of the step has had its own.
+    """
+
+    def __init__(self, device: str, standing_bytes: int, ended: Callable[[], None]) -> None:
+        self.device = device
+        self._ended = ended
+        self._queued = False
+        self.standing_bytes = standing_bytes
+        self.calls: list[Call] = []
+        self.moments: list[Moment] = []
+        self.backwards = 0  # calls whose backward has run
+        self._waiting: dict[int, Call] = {}
+        self._numbers: dict[int, int] = {}  # address of a storage that is there -> its number
+        self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._next = 0
+        self._handed: dict[Key, int] = {}  # to the backward that runs
+        self._live = standing_bytes
+        self._segment: Peak | None = None
+        self._open()
+
+    def close(self) -> None:
+        """The step has ended."""
+        if self._segment is not None:
+            self._gap()
+            self._shut()
+
+    @contextmanager
+    def paused(self) -> Iterator[None]:
+        """What is done in the block, compiling for one, is no part of the step."""
+        if self._segment is None:
+            yield
+            return
+        self._gap()
+        self._shut()
+        try:
+            yield
+        finally:
+            self._open()
+
+    def forward(self, graph: Any, static: frozenset[Key], given: Mapping[Key, torch.Tensor]) -> Call:
+        """A forward begins.
+
+        Args:
+            graph: what is called.
+            static: which of its inputs stand before and after the step.
+            given: its inputs by name.
+        """
+        self._gap()
+        call = Call(len(self.calls), graph, static)
+        self._watch(call, given)
+        self._note("forward", call)
+        self.calls.append(call)
+        return call
+
+    def forward_ended(
+        self, call: Call, returned: Mapping[Key, torch.Tensor], saved: Mapping[Key, torch.Tensor]
+    ) -> None:
+        """A forward has ended, with these outputs and these tensors for its backward."""
+        self._watch(call, returned)
+        call.outputs = frozenset(returned)
+        call.kept = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
+        call.saved = tuple(storage_key(tensor) for tensor in saved.values())
+        self._waiting[call.number] = call
+        self._shut()
+        self._open()
+
+    def backward(self, graph: Any, given: Mapping[Key, torch.Tensor]) -> Call | None:
+        """A backward begins with these inputs; says whose, or nothing where the step has no such forward."""
+        there = {storage_key(tensor) for tensor in given.values()}
+        waiting = [call for call in self._waiting.values() if call.graph is graph]
+        call = next((one for one in reversed(waiting) if there.issuperset(one.saved)), None)
+        if call is None:
+            return None
+        if not self._queued:
+            self._queued = True
+            at_backward_end(self._backward_ended)
+        self._gap()
+        tangents = {key: one for key, one in given.items() if key not in call.lies and key not in call.kept}
+        self._watch(call, tangents)
+        self._handed = {
+            key: one.untyped_storage().nbytes()
+            for key, one in given.items()
+            if key in call.lies and key not in call.static
+        }
+        self._note("backward", call)
+        return call
+
+    def _backward_ended(self) -> None:
+        self._queued = False
+        if not self._waiting:
+            self._ended()
+
+    def backward_ended(self, call: Call) -> None:
+        """A backward has ended."""
+        if self._waiting.pop(call.number, None) is not None:
+            self.backwards += 1
+        self._note_what_went(call)
+        self._shut()
+        self._open()
+
+    def _note_what_went(self, call: Call) -> None:
+        """What a backward was given and let go of is its own, no part of what stands beside it."""
+        there = set(self._numbers.values())
+        went = {key: count for key, count in self._handed.items() if call.lies[key] not in there}
+        others = {key for key, number in call.lies.items() if number in there} - call.static
+        lent = (
+            any(key in call.kept and key not in call.outputs for key in others),
+            any(key in call.outputs for key in others),
+        )
+        own = {
+            call.lies[key]: count
+            for key, count in went.items()
+            if key not in call.kept or not lent[key in call.outputs]
+        }
+        moment = self.moments[-1]
+        self.moments[-1] = replace(moment, bytes=moment.bytes - sum(own.values()), lent=lent)
+
+    # ---- the meter -------------------------------------------------------------------------------
+
+    def _open(self) -> None:
+        self._segment = peak(self.device)
+        self._segment.__enter__()
+
+    def _shut(self) -> None:
+        assert self._segment is not None
+        self._live += self._segment.live_bytes
+        self._segment.__exit__(None, None, None)
+        self._segment = None
+
+    def _gap(self) -> None:
+        """What ran up to here ran outside the graphs."""
+        assert self._segment is not None
+        most = self._live + self._segment.peak_bytes
+        self._add("gap", None, most)
+        self._shut()
+        self._open()
+
+    def _note(self, kind: Literal["forward", "backward"], call: Call) -> None:
+        self._add(kind, call, self._live)
+
+    def _add(self, kind: Literal["forward", "backward", "gap"], call: Call | None, bytes_: int) -> None:
+        alive = frozenset(self._numbers.values())
+        waiting = tuple(number for number in self._waiting if call is None or number != call.number)
+        moment = Moment(kind, None if call is None else call.number, 0, waiting, alive)
+        kept = sum(moment.held(one, one.kept) for one in self._waiting.values())
+        self.moments.append(Moment(kind, moment.call, bytes_ - kept, waiting, alive))
+
+    def _watch(self, call: Call, tensors: Mapping[Key, torch.Tensor]) -> None:
+        for key, tensor in tensors.items():
+            address = storage_key(tensor)
+            if address not in self._numbers:
+                self._numbers[address] = self._next
+                self._next += 1
+                storage = tensor.untyped_storage()
+                self._watched[address] = weakref.ref(storage, lambda _, address=address: self._gone(address))
+            call.lies[key] = self._numbers[address]
+
+    def _gone(self, address: int) -> None:
+        self._numbers.pop(address, None)
+        self._watched.pop(address, None)

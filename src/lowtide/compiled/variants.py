@@ -1,0 +1,168 @@
+"""Ways to cut one joint graph, each with what it holds, takes and costs, known before anything runs."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+
+from torch import fx
+
+from lowtide.compiled.costs import Cost, costs_of
+from lowtide.compiled.cut import cut
+from lowtide.compiled.generated import profile_generated
+from lowtide.compiled.joint import Joint, Key
+from lowtide.compiled.liveness import profile
+from lowtide.compiled.steps import Outside, StepBuilder
+from lowtide.plan import make
+from lowtide.private import inductor, partitioning
+
+_NO_LIMIT = 1 << 62
+
+
+@dataclass(frozen=True, eq=False)
+class Variant:
+    """A joint graph cut in two.
+
+    Attributes:
+        stored: storages that forward hands to backward; ``None`` for the cut of `torch.compile` itself.
+        kept: the storages that are handed over -> bytes, inputs of the graph among them.
+        forward_bytes: the most live bytes while forward runs, above what stood.
+        backward_bytes: the same for backward, what it was handed included, by whether others hold the graph's
+            inputs and its outputs beyond it.
+        seconds: forecast of what runs again.
+        again: how many calls run again.
+    """
+
+    stored: frozenset[Key] | None
+    kept: dict[Key, int]
+    forward_bytes: int
+    backward_bytes: dict[tuple[bool, bool], int]
+    seconds: float
+    again: int
+
+
+@dataclass
+class Menu:
+    """The ways to cut a joint graph that were looked at.
+
+    Args:
+        joint: the graph.
+        options: Inductor's settings; ``None`` where graphs run call by call.
+    """
+
+    joint: Joint
+    options: dict[str, object] | None
+    costs: list[Cost] = field(init=False)
+    found: dict[frozenset[Key] | None, Variant] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        (self.costs,) = costs_of([self.joint])
+        self._by_kept: dict[frozenset[Key], Variant] = {}
+        self._plans: dict[int | None, tuple[frozenset[Key], int]] = {}
+        self._step = StepBuilder([self.joint], [self.costs], Outside((0,), (0,))).build()
+
+    def plain(self) -> Variant:
+        """As `torch.compile` cuts the graph."""
+        return self._variant(None)
+
+    def storing(self, stored: Iterable[Key]) -> Variant:
+        """Storing ``stored``."""
+        return self._variant(frozenset(stored))
+
+    def smallest(self) -> frozenset[Key]:
+        """What is stored where the graph alone takes the least memory."""
+        return self._planned(None)[0]
+
+    def all(self) -> Variant:
+        """Storing all that backward reads: nothing runs again."""
+        return self.storing(self._planned(_NO_LIMIT)[0])
+
+    def spread(self, count: int) -> None:
+        """Look at ``count`` ways between the smallest and that which stores all."""
+        least, most = self._planned(None)[1], self._planned(_NO_LIMIT)[1]
+        for number in range(1, count + 1):
+            self.storing(self._planned(least + (most - least) * number // (count + 1))[0])
+
+    def _planned(self, target: int | None) -> tuple[frozenset[Key], int]:
+        """What is stored where the graph alone is to take ``target`` bytes, and what it takes so."""
+        if target not in self._plans:
+            step = self._step
+            plan = make(step.graph, target, progress=False)
+            self._plans[target] = frozenset(step.stored(plan.stored, 0)), plan.predicted_peak_bytes
+        return self._plans[target]
+
+    def halves(self, stored: frozenset[Key] | None) -> tuple[fx.GraphModule, fx.GraphModule]:
+        """Forward and backward."""
+        return cut_as(self.joint, stored)
+
+    def _variant(self, stored: frozenset[Key] | None) -> Variant:
+        if stored not in self.found:
+            made = self._made(stored)
+            # sets that differ in what backward never reads are one cut
+            self.found[stored] = self._by_kept.setdefault(frozenset(made.kept), made)
+        return self.found[stored]
+
+    def _made(self, stored: frozenset[Key] | None) -> Variant:
+        joint = self.joint
+        halves = forward, backward = self.halves(stored)
+        kept = kept_by(joint, forward)
+        known = self._by_kept.get(frozenset(kept))
+        if known is not None:
+            return known
+        names = {node.name for node in backward.graph.nodes if node.op == "call_function"}
+        again = [
+            cost
+            for call, cost in zip(joint.calls, self.costs, strict=True)
+            if call.forward and call.node.name in names and call.writes
+        ]
+        forward_bytes, backward_bytes = self._peaks(halves)
+        seconds = sum(cost.seconds for cost in again)
+        return Variant(stored, kept, forward_bytes, backward_bytes, seconds, len(again))
+
+    def _peaks(
+        self, halves: tuple[fx.GraphModule, fx.GraphModule]
+    ) -> tuple[int, dict[tuple[bool, bool], int]]:
+        """Of the forward, and of the backward by what others hold of what it is handed."""
+        forward, backward = halves
+        joint, size = self.joint, self.joint.size
+        static = {joint.primals[at].name for at in joint.static}
+        inputs = {node.name for node in joint.primals}
+        returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
+        outputs = {node.name for node in joint.nodes if joint.key_of.get(node, "") in returned}
+        lent = {
+            (one, two): static | (inputs if one else set()) | (outputs - inputs if two else set())
+            for one in (False, True)
+            for two in (False, True)
+        }
+        if self.options is None:
+            calls = zip(joint.calls, self.costs, strict=True)
+            scratch = {call.node.name: cost.scratch_bytes for call, cost in calls}
+
+            def of(node: fx.Node) -> int:
+                return scratch.get(node.name, 0)
+
+            return profile(forward, inputs, of, size).peak_bytes, {
+                who: profile(backward, names, of, size).peak_bytes for who, names in lent.items()
+            }
+        text, strides = inductor.generated(forward, False, self.options)
+        most = profile_generated(text, forward, inputs, size_of=size).peak_bytes
+        text, _ = inductor.generated(backward, True, self.options, strides)
+        return most, {
+            who: profile_generated(text, backward, names, size_of=size).peak_bytes
+            for who, names in lent.items()
+        }
+
+
+def cut_as(joint: Joint, stored: Iterable[Key] | None) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Forward and backward that store ``stored``; with ``None`` as `torch.compile` cuts a graph."""
+    if stored is None:
+        return partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
+    return cut(joint, stored)
+
+
+def kept_by(joint: Joint, forward: fx.GraphModule) -> dict[Key, int]:
+    """The storages that a forward hands to its backward -> bytes."""
+    output = next(iter(reversed(forward.graph.nodes)))
+    saved = [joint.names.get(getattr(node, "name", "")) for node in output.args[0][joint.forward_outputs :]]
+    keys = dict.fromkeys(joint.key_of[node] for node in saved if node is not None and node in joint.key_of)
+    return {key: joint.bytes[key] for key in keys}

@@ -1,0 +1,241 @@
+"""A budget for a whole step of several compiled graphs.
+
+The first step runs every graph call by call under the cut that takes the least memory, and is recorded. When
+its backward has ended it is planned for, and from the next step on each call runs its graph compiled as the
+plan says.
+"""
+
+from __future__ import annotations
+
+import gc
+import operator
+import weakref
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.compiled.joint import Key
+from lowtide.compiled.recording import Recording
+from lowtide.compiled.regions import Region, Run, Sizes
+from lowtide.compiled.timeline import StepPlan, plan_step
+from lowtide.meter import measurable, storages
+from lowtide.private import captured, tree_leaves
+from lowtide.run.limit.messages import warn
+
+TRIES = 3
+"""Steps that are recorded to meet a graph again that was compiled in between."""
+
+
+@dataclass
+class _Turn:
+    """What one call of a step runs."""
+
+    region: Region
+    sizes: Sizes
+    stored: frozenset[Key] | None
+    run: Run | None = None
+
+    def serves(self, region: Region, sizes: Sizes) -> bool:
+        """Whether a call is the one that was planned for, or a smaller one."""
+        return region is self.region and all(map(operator.le, sizes, self.sizes))
+
+
+class _Begun:
+    """Hangs on a forward's result: says when its backward begins, and is gone when that never will."""
+
+    def __init__(self, told: Callable[[], None]) -> None:
+        self.begun = False
+        self._told = told
+
+    def __call__(self, _: Any) -> None:
+        if not self.begun:
+            self.begun = True
+            self._told()
+
+
+class WholeStep:
+    """Decides which form of a graph each call of a step runs.
+
+    Args:
+        budget: as of `lowtide.limit_memory`.
+        standing: bytes that stand when a step begins, its inputs apart.
+        options: Inductor's settings; ``None`` under ``aot_eager``.
+        device: whose memory counts.
+
+    Attributes:
+        plans: by the first graph of a step.
+        regions: the graphs.
+        mixed: whether a graph came after one that was taken for a whole step.
+    """
+
+    def __init__(
+        self,
+        budget: str | int,
+        standing: Callable[[], int],
+        options: dict[str, Any] | None,
+        device: torch.device,
+    ) -> None:
+        self.budget, self.options, self.device = budget, options, device
+        self.plans: dict[Region, StepPlan] = {}
+        self.regions: list[Region] = []
+        self.mixed = False
+        self._standing = standing
+        self._turns: dict[Region, list[_Turn]] = {}
+        self._now: list[_Turn] = []  # the turns of the step that runs
+        self._at = 0
+        self._sizes: list[Sizes] = []  # of the calls of the step that is recorded
+        self._wanted = 1  # steps to record
+        self._recording: Recording | None = None
+        self._last: weakref.ref[_Begun] | None = None
+        self._forwards = self._planned_forwards = 0  # of a step
+        self._backwards = 0
+        self._several = False  # more forwards before a backward than any plan knows of
+        self._told: set[str] = set()
+
+    def backend(self, module: fx.GraphModule, inputs: Any) -> Region:
+        """What compiles the graphs of the step."""
+        with self.unseen():
+            graph = captured.Captured(module, inputs)
+            region = Region(graph, self.options, self._choose, lambda: self._recording)
+        if region.menu is not None:
+            self.regions.append(region)
+            self._wanted = TRIES
+        return region
+
+    @property
+    def more_than_planned(self) -> bool:
+        """Whether steps have more to them than the one graph that was planned for."""
+        return self.mixed or (self._several and not self.regions)
+
+    def variants(self) -> list[int]:
+        """In how many ways each graph is cut."""
+        used: dict[Region, set[frozenset[Key] | None]] = {}
+        for turn in (turn for turns in self._turns.values() for turn in turns):
+            used.setdefault(turn.region, set()).add(turn.stored)
+        return [len(ways) for ways in used.values()]
+
+    def unseen(self) -> AbstractContextManager[None]:
+        """A context: what is done in it, compiling for one, is no part of the step."""
+        return nullcontext() if self._recording is None else self._recording.paused()
+
+    # ---- a step ----------------------------------------------------------------------------------
+
+    def begin(self, args: Any) -> None:
+        """A forward of the model begins."""
+        if not torch.is_grad_enabled():
+            return
+        last = None if self._last is None else self._last()
+        waits = last is not None and not last.begun
+        if waits and (self._recording is not None or 0 < self._at < len(self._now)):
+            self._forwards += 1  # another one of the same step
+            return
+        self._backwards, self._forwards = 0, 1
+        if self._recording is not None:
+            self._recorded(complete=self._recording.backwards > 0)
+        self._now, self._at = [], 0
+        if self._wanted:
+            self._record(args)
+
+    def end(self, result: Any) -> None:
+        """A forward of the model has ended."""
+        if self._recording is not None:
+            if self._recording.calls:
+                gc.collect()  # what Dynamo leaves behind holds tensors that it traced with
+            else:
+                self._stop()
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
+                begun = _Begun(self._backward_begins)
+                leaf.grad_fn.register_prehook(begun)
+                self._last = weakref.ref(begun)
+                return
+
+    def failed(self) -> None:
+        """A forward of the model was left by an error."""
+        self._stop()
+
+    def _backward_begins(self) -> None:
+        self._backwards += 1
+        if self._recording is None and self._backwards > max(self._planned_forwards, 1):
+            self._several = True
+            self._wanted = max(self._wanted, 1)
+        if self.regions and captured.keeps_graph():
+            self._tell(
+                "retained",
+                "backward(retain_graph=True) keeps all that the forwards stored until the graph goes: this "
+                "budget is planned for steps whose backward runs once, and is not held in this one",
+            )
+
+    def _choose(self, region: Region, sizes: Sizes) -> Run:
+        """What a call of a graph runs."""
+        if region.menu is None or not torch.is_grad_enabled():
+            return region.smallest
+        if self._recording is not None:
+            self._sizes.append(sizes)
+            return region.smallest
+        at, self._at = self._at, self._at + 1
+        if at == 0:
+            self._now = self._turns.get(region, [])
+        if at >= len(self._now) or not self._now[at].serves(region, sizes):
+            # not what was planned for: the rest of the step runs in the least memory
+            if self._now:
+                self._wanted = max(self._wanted, 1)
+                self._now = []
+            return region.smallest
+        turn = self._now[at]
+        if turn.run is None:
+            turn.run = region.run_as(turn.stored)
+        return turn.run
+
+    # ---- recording -------------------------------------------------------------------------------
+
+    def _record(self, args: Any) -> None:
+        self._wanted -= 1
+        if not measurable(self.device):
+            self._tell(
+                "unmeasured",
+                f"memory on {self.device} cannot be measured while a step runs here (on a CPU that needs a "
+                "C++ compiler), and without it the compiled graphs of a step cannot be planned together: "
+                "this budget is not held",
+            )
+            return
+        given = storages(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
+        inputs = sum(one.nbytes() for one in given if one.device.type == self.device.type)
+        self._sizes = []
+        gc.collect()  # garbage of before would be freed in between
+        self._recording = Recording(str(self.device), self._standing() + inputs, self._recorded)
+
+    def _stop(self) -> Recording | None:
+        recording, self._recording = self._recording, None
+        if recording is not None:
+            recording.close()
+        return recording
+
+    def _recorded(self, complete: bool = True) -> None:
+        """A recorded step is over."""
+        recording = self._stop()
+        if recording is None:
+            return
+        if not complete:
+            self._wanted = max(self._wanted, 1)
+            return
+        self._planned_forwards = self._forwards
+        self._wanted = 0
+        graphs, first = [call.graph for call in recording.calls], recording.calls[0].graph
+        known = self._turns.get(first, [])
+        if len(known) == len(graphs) and all(map(_Turn.serves, known, graphs, self._sizes)):
+            return  # a plan for a larger step serves this one
+        menus = [call.graph.menu_at(sizes) for call, sizes in zip(recording.calls, self._sizes, strict=True)]
+        found = plan_step(recording, menus, self.budget)
+        self.plans[first] = found
+        chosen = [one.stored for one in found.chosen]
+        self._turns[first] = list(map(_Turn, graphs, self._sizes, chosen))
+
+    def _tell(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            warn(text)

@@ -1,0 +1,140 @@
+"""`limit_memory`: a training step within a budget, for models that run eagerly and for those that
+`torch.compile` made.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from lowtide import private
+from lowtide.errors import BudgetError, PlanError
+from lowtide.meter.resident import innermost
+from lowtide.run.limit.arguments import refuse_other_kinds, refuse_sharded
+from lowtide.run.limit.engagement import Engagement
+from lowtide.run.limit.handle import Handle, check_budget, handle_of
+from lowtide.run.limit.limiter import Limiter
+from lowtide.run.limit.messages import warn
+from lowtide.run.limit.planning import Policy
+from lowtide.run.record.verify import Verify
+from lowtide.store.stores import Stores
+
+
+def limit_memory(
+    model: torch.nn.Module,
+    budget: str | int | None = None,
+    *,
+    policy: Policy | None = None,
+    loss_fn: Callable[[Any], torch.Tensor] | None = None,
+    optimizer: torch.optim.Optimizer | None = None,
+    verify: Verify = "first",
+    stores: Stores | None = None,
+    progress: bool | None = None,
+) -> Handle:
+    """Make the training steps of ``model`` fit a budget, at the least extra time, with bitwise the same
+    gradients.
+
+    The first step with inputs of a new kind is looked at while it runs: in about the memory that
+    checkpointing every block takes, with every operation run twice, to see that it reproduces and how long it
+    takes. When its backward has ended a plan is made, and later steps run under it. A plan for a larger step
+    serves smaller ones; other kinds (evaluation, autocast, other parameters that train) get plans of their
+    own. Called again for a limited model, it replaces the limit.
+
+    Args:
+        model: any module; its forward is replaced on the instance until ``handle.remove()``. What
+            `torch.compile` returned is compiled again within the budget, as by `lowtide.compile`; only
+            ``optimizer`` goes with that.
+        budget: bytes, or text such as ``"600MiB"`` or ``"60%"`` of the plain step's peak (of the largest step
+            planned so far), ``"min"`` for the smallest that works, or ``"auto"`` for what the device has,
+            less a reserve. ``None`` needs a policy that does without.
+        progress: whether a terminal is told what takes long; ``None`` goes by the environment
+            (`lowtide.progress`).
+        policy: a policy or its name; ``None`` is ``optimal``.
+        loss_fn: from the model's output to the loss, for `Handle.prepare` of a model that does not return its
+            loss. It is not used to train.
+        optimizer: its state and its step count against the budget, too.
+        stores: process groups to shard over and codecs of your own, for plans that move values; tiers open by
+            themselves.
+        verify: ``first`` compares every replay of the first step, ``always`` also checks digests in every
+            step, ``never`` trusts.
+
+    Returns:
+        The handle; for what `torch.compile` returned a `CompiledHandle`.
+
+    Raises:
+        BudgetError: the budget is malformed; at the end of the first backward, when no plan fits, with the
+            smallest budget that does.
+        PlanError: an argument that cannot be.
+
+    Example:
+        >>> import torch, lowtide
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1))
+        >>> handle = lowtide.limit_memory(model, budget="100%", loss_fn=torch.sum)
+        >>> model(torch.randn(4, 8)).sum().backward()
+        >>> handle.plan.predicted_peak_bytes <= handle.plan.budget_bytes
+        True
+        >>> handle.remove()
+    """
+    if not isinstance(model, torch.nn.Module):
+        raise PlanError(f"limit_memory takes a torch.nn.Module, not {type(model).__name__}")
+    if verify not in ("first", "always", "never"):
+        raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+    if budget is None and policy is None:
+        raise BudgetError(
+            "limit_memory needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, "
+            "such as 'full'"
+        )
+    if budget is not None:
+        check_budget(budget)
+    refuse_other_kinds(model, policy, loss_fn, optimizer, stores)
+    if isinstance(model, torch.nn.parallel.DistributedDataParallel):
+        model = model.module
+    if private.is_compiled(model):
+        meaningless = {
+            "policy": policy is not None,
+            "loss_fn": loss_fn is not None,
+            "verify": verify != "first",
+            "stores": stores is not None,
+            "progress": progress is not None,
+        }
+        return _compiled(model, budget, optimizer, [name for name, given in meaningless.items() if given])
+    before = handle_of(model)
+    if before is not None:
+        before.remove()
+    refuse_sharded(model)
+    optimizer = None if optimizer is None else innermost(optimizer)
+    limiter = Limiter(
+        model,
+        budget=budget,
+        policy=policy,
+        loss_fn=loss_fn,
+        optimizer=optimizer,
+        verify=verify,
+        stores=stores,
+        progress=progress,
+    )
+    model.__dict__["forward"] = limiter
+    limiter.engagement = Engagement(model, warn)
+    return Handle(limiter)
+
+
+def _compiled(
+    model: torch.nn.Module,
+    budget: str | int | None,
+    optimizer: torch.optim.Optimizer | None,
+    meaningless: list[str],
+) -> Any:
+    if meaningless or budget is None:
+        raise PlanError(
+            "this model is compiled: its limit takes a budget and optimizer=, and knows no "
+            f"{' and no '.join(f'{name}=' for name in meaningless) or 'policy'}. Leave that out, or limit "
+            "the model itself in place of what torch.compile returned"
+        )
+    from lowtide.compiled.api import limit_compiled  # importing Inductor takes seconds
+
+    before = handle_of(model)
+    if before is not None:
+        before.remove()
+    return limit_compiled(model, budget, optimizer=None if optimizer is None else innermost(optimizer))

@@ -1,0 +1,83 @@
+"""A graph that Dynamo has captured, kept so that it can be compiled again later.
+
+Seen in PyTorch 2.13 to 2.13, not tried with earlier ones.
+Importing it takes seconds, so only the compiled engine does.
+"""
+
+# pyright: reportPrivateImportUsage=false
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._dynamo.utils import preserve_rng_state
+from torch._guards import TracingContext, tracing
+
+from lowtide.private.partitioning import SizesAt
+
+
+class Captured:
+    """What a backend of `torch.compile` was called with, without any real tensor but single numbers.
+
+    Args:
+        module: the graph.
+        inputs: its example inputs.
+    """
+
+    def __init__(self, module: fx.GraphModule, inputs: Sequence[Any]) -> None:
+        self._context = TracingContext.try_get()
+        self._module = _twin(module)
+        given = [node for node in module.graph.nodes if node.op == "placeholder"]
+        self._inputs = [  # a number that Dynamo has made a tensor of is read, so it has to be there
+            node.meta.get("example_value", one) if isinstance(one, torch.Tensor) and one.dim() else one
+            for node, one in zip(given, inputs, strict=True)
+        ]
+
+    @property
+    def open_sizes(self) -> tuple[int, ...]:
+        """Positions of the inputs that are sizes which the graph leaves open."""
+        return tuple(at for at, one in enumerate(self._inputs) if isinstance(one, (int, torch.SymInt)))
+
+    def sizes_at(self, numbers: Sequence[int]) -> SizesAt:
+        """The graph's sizes as numbers, where its `open_sizes` have these values."""
+        sizes = [self._inputs[at] for at in self.open_sizes]
+        pairs = zip(sizes, numbers, strict=True)
+        return SizesAt({size.node.expr: n for size, n in pairs if isinstance(size, torch.SymInt)})
+
+    def compile(self, backend: Callable[[fx.GraphModule, list[Any]], Any]) -> Any:
+        """What a backend makes of the graph. The graph stays as it is."""
+        with tracing(self._context), preserve_rng_state():
+            return backend(_twin(self._module), list(self._inputs))
+
+
+def is_scalar_loss(module: fx.GraphModule) -> bool:
+    """Whether a captured graph returns a single number that has a gradient: a loss."""
+    output = next(iter(reversed(module.graph.nodes)))
+    found = [node.meta.get("example_value") for node in output.all_input_nodes]
+    return any(
+        isinstance(value, torch.Tensor)
+        and value.requires_grad
+        and all(isinstance(size, int) and size == 1 for size in value.shape)
+        for value in found
+    )
+
+
+def keeps_graph() -> bool:
+    """Whether the backward that runs was called with ``retain_graph``."""
+    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+
+
+def _twin(module: fx.GraphModule) -> fx.GraphModule:
+    twin = fx.GraphModule(module, copy.deepcopy(module.graph))
+    twin.meta = dict(module.meta)
+    for name in ("_param_name_to_source", "_source_to_user_stacks"):
+        if hasattr(module, name):
+            setattr(twin, name, getattr(module, name))
+    for node, other in zip(module.graph.nodes, twin.graph.nodes, strict=True):
+        other.meta.pop("grapharg", None)  # it holds the real tensor
+        if hasattr(node, "_dynamo_source"):
+            other._dynamo_source = node._dynamo_source
+    return twin

@@ -1,0 +1,150 @@
+"""Graphs that leave sizes open: every step is within the budget, by few plans."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.compiled.dynamic import UNBOUNDED, Region, largest, region_of
+from lowtide.meter import peak, resident_bytes
+
+
+class Model(nn.Module):
+    """Two layers on rows of any number and length."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.LayerNorm(16), nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16)) for _ in range(2)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            x = x + layer(x)
+        return x.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+    yield
+    torch._dynamo.reset()
+
+
+def stepped(compiled: nn.Module, model: nn.Module, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:
+    """The second step's peak, what stood before it included, and its gradients."""
+    for _ in range(2):
+        model.zero_grad(set_to_none=True)
+        standing = resident_bytes(model) + x.nbytes
+        with peak("cpu") as seen:
+            compiled(x).backward()
+    return seen.peak_bytes + standing, [p.grad for p in model.parameters() if p.grad is not None]
+
+
+Mark = Callable[[torch.Tensor], None]
+
+
+def unmarked(x: torch.Tensor) -> None:
+    """Left to automatic dynamic shapes."""
+
+
+def mark_lengths(x: torch.Tensor) -> None:
+    torch._dynamo.mark_dynamic(x, 1)
+
+
+def mark_both(x: torch.Tensor) -> None:
+    torch._dynamo.mark_dynamic(x, 0)
+    torch._dynamo.mark_dynamic(x, 1)
+
+
+@pytest.mark.parametrize(
+    ("mark", "shapes", "plans"),
+    [
+        (unmarked, [(8, 64), (8, 100), (8, 200), (8, 220), (8, 50), (8, 256), (8, 210), (8, 64)], 5),
+        (mark_lengths, [(8, 100), (8, 200), (8, 205), (8, 210), (8, 240), (8, 90)], 3),
+        (mark_both, [(8, 200), (16, 100), (4, 400), (32, 40), (20, 80), (8, 50)], 1),
+    ],
+    ids=["automatic", "marked", "both"],
+)
+def test_every_length_is_within_the_budget_by_few_plans(
+    mark: Mark, shapes: list[tuple[int, int]], plans: int
+) -> None:
+    model, budget = Model(), 2_200_000
+    twin = copy.deepcopy(model)
+    compiled = lowtide.compile(model, budget, backend="aot_eager")
+    for shape in shapes:
+        x = torch.randn(*shape, 16)
+        mark(x)
+        real, gradients = stepped(compiled, model, x)
+        assert real <= budget, shape
+        twin.zero_grad(set_to_none=True)
+        twin(x).backward()
+        assert all(map(torch.equal, gradients, (p.grad for p in twin.parameters())))
+    handle = lowtide.handle_of(compiled)
+    assert handle is not None and any(plan.replayed for plan in handle.plans)
+    assert len(handle.plans) <= plans
+
+
+def test_a_declared_range_gets_one_plan_for_its_largest_size() -> None:
+    model = Model()
+    compiled = lowtide.compile(model, 2_000_000, backend="aot_eager")
+    for length in (50, 100, 200):
+        x = torch.randn(8, length, 16)
+        torch._dynamo.mark_dynamic(x, 1, min=2, max=200)
+        real, _ = stepped(compiled, model, x)
+        assert real <= 2_000_000
+    assert len(lowtide.handle_of(compiled).plans) == 1
+
+
+def test_a_range_that_no_plan_holds_for_is_refused_with_its_size() -> None:
+    compiled = lowtide.compile(Model(), 2_000_000, backend="aot_eager")
+    x = torch.randn(8, 100, 16)
+    torch._dynamo.mark_dynamic(x, 1, min=2, max=4000)
+    with pytest.raises(lowtide.BudgetError, match="too small") as refused:
+        compiled(x)
+    assert any("= 4000, the largest that mark_dynamic" in note for note in refused.value.__notes__)
+
+
+def test_a_share_holds_for_every_size() -> None:
+    model = Model()
+    compiled = lowtide.compile(model, "70%", backend="aot_eager")
+    for length in (100, 300):
+        x = torch.randn(8, length, 16)
+        mark_lengths(x)
+        real, _ = stepped(compiled, model, x)
+        twin = copy.deepcopy(model)
+        plain, _ = stepped(torch.compile(twin, backend="aot_eager", dynamic=True), twin, x)
+        assert 0.6 * plain < real <= 0.7 * plain
+    assert len(lowtide.handle_of(compiled).plans) == 1
+
+
+def test_sizes_that_follow_from_data_are_told() -> None:
+    class Chosen(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return super().forward(x[x[:, 0] > 0])
+
+    compiled = lowtide.compile(Chosen(), "100%", backend="aot_eager")
+    with (
+        torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True),
+        pytest.warns(lowtide.LowtideWarning, match="follow from data"),
+    ):
+        compiled(torch.randn(100, 16)).backward()
+
+
+def test_two_sizes_are_bounded_by_their_product_where_only_that_counts() -> None:
+    top = (UNBOUNDED, UNBOUNDED)
+    assert region_of((8, 100), top, lambda s: 1600 - s[0] * s[1]) == Region((64, 800), 1600)
+    quadratic = region_of((8, 100), top, lambda s: 80_000 - s[0] * s[1] * s[1])
+    assert (8, 100) in quadratic and (8, 101) not in quadratic and (16, 50) in quadratic
+    assert region_of((8, 100), top, lambda s: 1) == Region(top)
+
+
+@pytest.mark.parametrize("most", [2, 333, 10**5])
+def test_the_largest_size_is_exact(most: int) -> None:
+    assert largest((2,), (UNBOUNDED,), lambda s: most**2 - s[0] ** 2) == (most,)

@@ -1,0 +1,258 @@
+"""Steps of several compiled graphs: one budget for all of them, held and predicted to the byte."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from test_compile import Model, gradients
+from torch import nn
+
+import lowtide
+from lowtide.meter import peak, resident_bytes
+
+
+class Broken(Model):
+    """A graph break in the middle; the loss is in the second graph."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        half = len(self.blocks) // 2
+        for block in self.blocks[:half]:
+            x = block(x)
+        torch._dynamo.graph_break()
+        for block in self.blocks[half:]:
+            x = block(x)
+        return x.square().mean()
+
+
+class Open(Model):
+    """No loss inside."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Embedded(Open):
+    """Something runs eagerly before and after the blocks."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.tokens, self.head = nn.Embedding(64, 32), nn.Linear(32, 64)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.head(super().forward(self.tokens(x)))
+
+
+def squared(y: torch.Tensor) -> torch.Tensor:
+    return y if y.dim() == 0 else y.square().mean()
+
+
+@pytest.fixture(autouse=True)
+def _own_code() -> None:
+    torch._dynamo.reset()
+    torch.manual_seed(0)
+
+
+def peak_of(model: nn.Module, x: torch.Tensor, step: Callable[[], None]) -> int:
+    model.zero_grad(set_to_none=True)
+    standing = resident_bytes(model) + x.nbytes
+    with peak("cpu") as seen:
+        step()
+    return seen.peak_bytes + standing
+
+
+def check(
+    model: nn.Module,
+    x: torch.Tensor,
+    budget: str,
+    step: Callable[[Any, torch.Tensor], None] = lambda model, x: squared(model(x)).backward(),
+    **how: Any,
+) -> Any:
+    """Two steps with bitwise the gradients of eager; the second one takes what was predicted."""
+    twin = copy.deepcopy(model)
+    compiled = lowtide.compile(model, budget, backend="aot_eager", **how)
+    for seed in range(2):
+        twin.zero_grad(set_to_none=True)
+        torch.manual_seed(seed)
+        step(twin, x)
+        torch.manual_seed(seed)
+        real = peak_of(model, x, lambda: step(compiled, x))
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
+    handle = lowtide.handle_of(compiled)
+    assert real == pytest.approx(handle.predicted_peak_bytes, rel=0.01)
+    assert real <= handle.plan.budget_bytes
+    return handle
+
+
+@pytest.mark.parametrize(("kind", "budget"), [(Broken, "100%"), (Broken, "min"), (Open, "60%")])
+def test_graph_breaks_and_losses_outside_share_one_budget(kind: type[Model], budget: str) -> None:
+    handle = check(kind(layers=4, dropout=0.1), torch.randn(1024, 32), budget)
+    assert len(handle.plans) == 1
+    assert handle.variants == ([1, 1] if kind is Broken else [1])
+    assert bool(handle.plan.replayed) == (budget != "100%")
+
+
+def test_percentages_are_of_the_whole_steps_plain_peak() -> None:
+    model, x = Broken(layers=4), torch.randn(1024, 32)
+    plain = copy.deepcopy(model)
+    compiled = torch.compile(plain, backend="aot_eager")
+    compiled(x).backward()
+    whole = peak_of(plain, x, lambda: compiled(x).backward())
+    assert check(model, x, "60%").plain_peak_bytes == pytest.approx(whole, rel=1e-3)
+
+
+@pytest.mark.parametrize("budget", ["60%", "min"])
+def test_blocks_that_are_compiled_one_by_one_share_one_budget(budget: str) -> None:
+    model = Embedded(layers=6)
+    handle = check(model, torch.randint(64, (512,)), budget, regional=True)
+    assert all(1 <= count <= 3 for count in handle.variants)
+    assert bool(handle.plan.replayed) == (budget != "100%")
+
+
+def test_blocks_that_the_user_has_compiled_are_taken() -> None:
+    model, x = Embedded(layers=3), torch.randint(64, (256,))
+    for block in model.blocks[1:]:
+        block.compile(backend="aot_eager")
+    handle = check(model, x, "80%", regional=True)
+    assert model.blocks[0]._compiled_call_impl is None
+    handle.remove()
+    model.zero_grad()
+    squared(model(x)).backward()
+    assert lowtide.handle_of(model) is None
+    assert len(gradients(model)) == len(list(model.parameters()))
+
+
+def test_a_model_without_blocks_is_refused() -> None:
+    with pytest.raises(lowtide.PlanError, match="no blocks that repeat"):
+        lowtide.compile(nn.Linear(2, 2), "60%", regional=True)
+
+
+def test_several_forwards_before_one_backward_are_one_step() -> None:
+    def step(model: Any, x: torch.Tensor) -> None:
+        (squared(model(x)) + squared(model(x + 1))).backward()
+
+    handle = check(Open(layers=2), torch.randn(512, 32), "70%", step)
+    assert len(handle.plans) == 1
+
+
+def test_several_backwards_in_another_order_are_one_step() -> None:
+    def step(model: Any, x: torch.Tensor) -> None:
+        first, second = squared(model(x)), squared(model(x + 1))
+        first.backward()
+        second.backward()
+
+    check(Open(layers=2), torch.randn(512, 32), "80%", step)
+
+
+def test_a_loss_that_is_computed_twice_in_a_step_is_seen_and_planned_for() -> None:
+    def step(model: Any, x: torch.Tensor) -> None:
+        (model(x) + model(x + 1)).backward()
+
+    model, x = Model(layers=2), torch.randn(512, 32)
+    compiled = lowtide.compile(model, "80%", backend="aot_eager")
+    for _ in range(3):  # planned as one graph, recorded, planned as two
+        real = peak_of(model, x, lambda: step(compiled, x))
+    assert real <= lowtide.handle_of(compiled).plan.budget_bytes
+
+
+def test_an_output_without_part_in_the_loss_and_tangents_of_several() -> None:
+    class Two(Open):
+        def forward(self, x: torch.Tensor) -> Any:
+            y = super().forward(x)
+            return y, y.exp(), y.sin()
+
+    def step(model: Any, x: torch.Tensor) -> None:
+        one, two, _ = model(x)
+        (squared(one) + squared(two)).backward()
+
+    check(Two(layers=2), torch.randn(512, 32), "80%", step)
+
+
+def test_a_budget_that_no_plan_meets_says_what_does_before_the_first_optimizer_step() -> None:
+    model, x = Open(layers=4), torch.randn(1024, 32)
+    compiled = lowtide.compile(model, "200KiB", backend="aot_eager")
+    with pytest.raises(lowtide.BudgetError, match="too small") as refused:
+        squared(compiled(x)).backward()
+    smallest = refused.value.smallest_bytes
+    lowtide.handle_of(compiled).set_budget(smallest)
+    for _ in range(3):
+        real = peak_of(model, x, lambda: squared(compiled(x)).backward())
+    assert real <= smallest
+
+
+def test_evaluation_and_other_shapes_between_steps() -> None:
+    model, x, y = Open(layers=3), torch.randn(512, 32), torch.randn(256, 32)
+    twin = copy.deepcopy(model)
+    compiled = lowtide.compile(model, "70%", backend="aot_eager", dynamic=False)
+    for given in (x, x, y, y, x, y):
+        with torch.no_grad():
+            assert torch.equal(compiled(given), twin(given))
+        twin.zero_grad(set_to_none=True)
+        squared(twin(given)).backward()
+        real = peak_of(model, given, lambda given=given: squared(compiled(given)).backward())
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
+    first, second = lowtide.handle_of(compiled).plans
+    assert real <= second.budget_bytes < first.budget_bytes
+
+
+def test_a_retained_graph_is_told_of() -> None:
+    compiled = lowtide.compile(Open(layers=2), "100%", backend="aot_eager")
+    x = torch.randn(64, 32)
+    squared(compiled(x)).backward()
+    with pytest.warns(lowtide.LowtideWarning, match="retain_graph=True"):
+        squared(compiled(x)).backward(retain_graph=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", [Broken, Open])
+def test_inductor_holds_the_budget_of_a_whole_step(kind: type[Model]) -> None:
+    model, x = kind(layers=4), torch.randn(1024, 32)
+    twin = copy.deepcopy(model)
+    squared(twin(x)).backward()
+    compiled = lowtide.compile(model, "60%")
+    for _ in range(3):
+        real = peak_of(model, x, lambda: squared(compiled(x)).backward())
+        for a, b in zip(gradients(model), gradients(twin), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+    handle = lowtide.handle_of(compiled)
+    assert real == pytest.approx(handle.predicted_peak_bytes, rel=0.01)
+    assert real <= handle.plan.budget_bytes
+
+
+def test_backward_draws_no_random_numbers() -> None:
+    """What it does not read of a dropout is not run again: the next step draws what eager's would."""
+    model, x = Model(layers=2, dropout=0.3), torch.randn(256, 32)
+    twin = copy.deepcopy(model)
+    compiled = lowtide.compile(model, "min", backend="aot_eager")
+    compiled(x).backward()
+    found = []
+    for one in (twin, compiled):
+        torch.manual_seed(1)
+        for _ in range(2):
+            one(x).backward()
+        found.append(torch.get_rng_state())
+    assert torch.equal(*found)
+
+
+def test_a_plan_for_a_larger_size_serves_smaller_ones() -> None:
+    model = Open(layers=2)
+    twin = copy.deepcopy(model)
+    compiled = lowtide.compile(model, 5 << 18, backend="aot_eager", dynamic=True)
+    handle = lowtide.handle_of(compiled)
+    plans = []
+    for rows in (256, 256, 200, 512, 512, 300, 512):
+        x = torch.randn(rows, 32)
+        twin.zero_grad(set_to_none=True)
+        squared(twin(x)).backward()
+        real = peak_of(model, x, lambda x=x: squared(compiled(x)).backward())
+        assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
+        plans.append(handle.plan)
+    assert real <= 5 << 18
+    assert plans[0] is plans[2]
+    assert plans[4] is plans[6]
+    assert plans[0].plain_peak_bytes < plans[4].plain_peak_bytes

@@ -1,0 +1,40 @@
+"""Graphs that Dynamo has captured, compiled again later."""
+
+from __future__ import annotations
+
+import torch
+from torch import nn
+
+from lowtide.private import captured, inductor
+
+
+def test_a_captured_graph_compiles_again_after_its_trace() -> None:
+    torch._dynamo.reset()
+    found: list[captured.Captured] = []
+    losses: list[bool] = []
+
+    def backend(module, inputs):
+        found.append(captured.Captured(module, inputs))
+        losses.append(captured.is_scalar_loss(module))
+        return module.forward
+
+    model, x = nn.Linear(4, 4), torch.randn(8, 4)
+    torch.compile(model, backend=backend, dynamic=True)(x)
+    torch.compile(lambda y: model(y).sum(), backend=backend)(x)
+    assert losses == [False, True]
+    assert found[0].open_sizes and not found[1].open_sizes
+    sizes = found[0].sizes_at([16] * len(found[0].open_sizes))
+    assert all(sizes(one) == 16 for one in found[0]._inputs if isinstance(one, torch.SymInt))
+    again = found[1].compile(inductor.aot_autograd(fw_compiler=inductor.boxed_nop))
+    loss = again(*(p for p in (model.weight, model.bias, x)))[0]
+    assert torch.equal(loss, model(x).sum())
+
+
+def test_a_backward_says_whether_its_graph_is_kept() -> None:
+    told: list[bool] = []
+    x = torch.ones(2, requires_grad=True)
+    y = x * 2
+    y.register_hook(lambda _: told.append(captured.keeps_graph()))
+    y.sum().backward(retain_graph=True)
+    y.sum().backward()
+    assert told == [True, False]
