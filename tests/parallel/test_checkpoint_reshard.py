@@ -22,6 +22,7 @@ from lowtide.models.stage import cut, stage_input
 from lowtide.parallel.pipeline import Pipeline
 
 pytestmark = needs_gloo
+SIZES = (1, 2, 4)
 FAMILIES: list[tuple[str, dict[str, Any]]] = [("gpt", {}), ("llama", {"tied": False, "key_value_heads": 2})]
 
 
@@ -70,9 +71,10 @@ def save(folder: str) -> list[list[float]]:
     return found
 
 
-def load(folder: str) -> list[list[float]]:
+def load(folders: list[str]) -> list[list[float]]:
+    """The losses that follow each checkpoint."""
     found = []
-    for index in range(len(FAMILIES)):
+    for folder, index in itertools.product(folders, range(len(FAMILIES))):
         model = model_of(index, 2)
         optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
         lp.load_checkpoint(f"{folder}/{index}", model, optimizer)
@@ -81,13 +83,22 @@ def load(folder: str) -> list[list[float]]:
     return found
 
 
-def test_saved_at_one_size_and_loaded_at_another(tmp_path: Path) -> None:
-    saved = {size: on_ranks(size, save, str(tmp_path / str(size))) for size in (1, 2, 4)}
-    expected = saved[1][0]
-    for size, there in itertools.permutations((1, 2, 4), 2):
-        for rank in on_ranks(there, load, str(tmp_path / str(size))):
-            for found, wanted in zip(rank, expected, strict=True):
-                assert found == pytest.approx(wanted, abs=2e-6), f"saved at {size}, loaded at {there}"
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[list[float]]]:
+    """A folder of what 1, 2 and 4 ranks saved, and the losses that follow on one."""
+    folder = tmp_path_factory.mktemp("saved")
+    found = {size: on_ranks(size, save, str(folder / str(size))) for size in SIZES}
+    return folder, found[1][0]
+
+
+@pytest.mark.parametrize("there", SIZES)
+def test_saved_at_one_size_and_loaded_at_another(saved: tuple[Path, list[list[float]]], there: int) -> None:
+    folder, expected = saved
+    others = [size for size in SIZES if size != there]
+    for rank in on_ranks(there, load, [str(folder / str(size)) for size in others]):
+        cases = itertools.product(others, expected)
+        for found, (size, wanted) in zip(rank, cases, strict=True):
+            assert found == pytest.approx(wanted, abs=2e-6), f"saved at {size}, loaded at {there}"
 
 
 def load_in_stages(folder: str) -> list[float]:
@@ -121,11 +132,11 @@ def load_in_stages(folder: str) -> list[float]:
     return losses
 
 
-def test_saved_at_one_size_and_loaded_in_stages(tmp_path: Path) -> None:
+def test_saved_at_one_size_and_loaded_in_stages(saved: tuple[Path, list[list[float]]]) -> None:
     """Saved at t=4 and p=1, loaded at t=2 and p=2."""
-    expected = on_ranks(4, save, str(tmp_path))[0][1]
-    for losses in on_ranks(4, load_in_stages, str(tmp_path)):
-        assert losses == pytest.approx(expected, abs=2e-6)
+    folder, expected = saved
+    for losses in on_ranks(4, load_in_stages, str(folder / "4")):
+        assert losses == pytest.approx(expected[1], abs=2e-6)
 
 
 def refused() -> bool:

@@ -32,10 +32,8 @@ Case = tuple[str, str, str, torch.dtype]  # the model, what is outside, what eac
 FAST: list[Case] = [
     ("gpt", "ddp", "full", torch.float64),
     ("gpt", "fsdp", "scope", torch.float64),
-    ("hf", "ddp", "scope", torch.float64),
     ("hf", "fsdp", "full", torch.float64),
     ("llama", "ddp", "", torch.float32),
-    ("llama", "fsdp", "", torch.float64),
 ]
 REST: list[Case] = [
     (family, kind, how, dtype)

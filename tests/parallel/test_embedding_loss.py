@@ -53,7 +53,9 @@ def embeddings() -> list[str]:
     kinds += [{"max_norm": 1.0}, {"max_norm": 1.0, "norm_type": 1.0, "padding_idx": 3}]
     cells = list(itertools.product(kinds, (False, True), (None, 0, 1), (False, True), (torch.float64,)))
     cells += list(itertools.product(kinds, (False, True), (1,), (True,), (torch.float32, torch.bfloat16)))
-    for kind, features, sequence, odd, dtype in cells:
+    for kind, features, sequence, odd, dtype in cells[
+        :: 5 if t == 4 else 1
+    ]:  # no dimension has a factor of 5
         if features and "max_norm" in kind:
             continue
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
@@ -147,8 +149,8 @@ def test_cross_entropy(size: int) -> None:
 def chunked() -> list[str]:
     faults = []
     group = lp.tensor_group()
-    cells = itertools.product((None, 0, 1), (1, 3, 100), (0.0, 0.1), (False, True), ("mean", "sum"), (0, 1))
-    cells = [cell for number, cell in enumerate(cells) if group.size < 4 or number % 3 == 0]
+    options = itertools.product((None, 0, 1), (1, 3, 100), (0.0, 0.1), (False, True), ("mean", "sum"), (0, 1))
+    cells = list(options)[:: {1: 1, 2: 5}.get(group.size, 7)]  # steps that no dimension has as a factor
     for sequence, chunks, smoothing, biased, reduction, odd in cells:
         size = VOCABULARY - odd
         where = partition((size, WIDTH), 0, group, pad=True)

@@ -261,7 +261,10 @@ def test_every_option(size: int) -> None:
     cells = grid()
     if size == 4:
         cells = [case for case in cells if not (case.hidden == 3 and case.stride > 1)]
-    assert len(cells) >= 300
+    if size == 2:  # all in one dtype, and a third of them, another one, in the others
+        dtypes = list(TOLERANCE)
+        cells = [c for i, c in enumerate(cells) if i % 3 == dtypes.index(c.dtype) or c.dtype is dtypes[0]]
+    assert len(cells) >= (150 if size == 2 else 300)
     for rank, faults in enumerate(on_ranks(size, run_grid, cells)):
         assert not faults, f"rank {rank}: {len(faults)} faults\n" + "\n".join(faults[:12])
 

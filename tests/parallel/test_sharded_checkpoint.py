@@ -60,10 +60,17 @@ def load(folder: str, dp: int, tp: int) -> tuple[list[float], dict[str, torch.Te
     return [step(model, optimizer) for _ in range(3)], whole
 
 
+@pytest.fixture(scope="module")
+def two_by_two(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """A folder of what two by two ranks saved, and what the first of them says of it."""
+    folder = tmp_path_factory.mktemp("saved")
+    return folder, on_ranks(4, save, str(folder), 2, 2)[0]
+
+
 @pytest.mark.parametrize("layout", [(2, 2), (4, 1), (1, 4), (1, 1)])
-def test_saved_at_two_by_two_and_loaded_at(tmp_path: Path, layout: tuple[int, int]) -> None:
-    expected, saved = on_ranks(4, save, str(tmp_path), 2, 2)[0]
-    for losses, found in on_ranks(layout[0] * layout[1], load, str(tmp_path), *layout):
+def test_saved_at_two_by_two_and_loaded_at(two_by_two: tuple[Path, Any], layout: tuple[int, int]) -> None:
+    folder, (expected, saved) = two_by_two
+    for losses, found in on_ranks(layout[0] * layout[1], load, str(folder), *layout):
         assert found.keys() == saved.keys() and all(torch.equal(found[name], saved[name]) for name in saved)
         assert losses == pytest.approx(expected, abs=2e-6)
 
