@@ -55,7 +55,7 @@ def embeddings() -> list[str]:
     cells += list(itertools.product(kinds, (False, True), (1,), (True,), (torch.float32, torch.bfloat16)))
     for kind, features, sequence, odd, dtype in cells[
         :: 5 if t == 4 else 1
-    ]:  # no dimension has a factor of 5
+    ]:  # 5 divides no dimension
         if features and "max_norm" in kind:
             continue
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
