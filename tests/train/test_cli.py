@@ -115,18 +115,23 @@ def test_a_small_run_shows_the_whole_story(tmp_path: Path) -> None:
     assert (tmp_path / "memory.png").stat().st_size > 10_000
 
 
-def test_quiet_says_nothing(tmp_path: Path) -> None:
-    done = run(
-        "train", *SMALL, "--steps", "1", "--policy", "keep_all", "--no-compare", "--quiet", folder=tmp_path
-    )
-    assert (done.returncode, done.stdout) == (0, "")
+def test_quiet_says_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    quietly = ["--steps", "1", "--policy", "keep_all", "--no-compare", "--quiet"]
+    code, out, _ = main(monkeypatch, capsys, "train", *SMALL, *quietly)
+    assert (code, out) == (0, "")
 
 
-def test_a_plan_is_printed_and_saved_without_training(tmp_path: Path) -> None:
-    done = run("plan", *SMALL, "--budget", "70%", "--json", "plan.json", folder=tmp_path)
-    assert done.returncode == 0, done.stderr
-    assert "blocks" in done.stdout
-    plan = Plan.from_json((tmp_path / "plan.json").read_text())
+def test_a_plan_is_printed_and_saved_without_training(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    file = tmp_path / "plan.json"
+    code, out, errors = main(monkeypatch, capsys, "plan", *SMALL, "--budget", "70%", "--json", str(file))
+    assert code == 0, errors
+    assert "blocks" in out
+    plan = Plan.from_json(file.read_text())
     assert plan.budget_bytes is not None
     assert plan.predicted_peak_bytes <= plan.budget_bytes < plan.plain_peak_bytes
 

@@ -8,7 +8,7 @@ from lowtide.errors import LowtideError
 from lowtide.estimate.devices import DEVICES
 from lowtide.train.planning import PlanOptions, make_plan
 
-SMALL = dict(model="gpt-tiny", batch=4, seq=128, dtype="bf16")
+SMALL = dict(model="gpt-nano", batch=4, seq=128, dtype="bf16")
 
 
 def test_seconds_are_the_card_s() -> None:
