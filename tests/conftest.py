@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -17,9 +18,34 @@ os.environ["LOWTIDE_CACHE"] = "off"  # no test begins from what another one, or 
 LONGEST = [Path(__file__).parent / folder for folder in ("families", "parallel", "train")]
 
 
+class Frozen:
+    """What was imported will never be garbage: every measurement collects, and would go through a million
+    objects, which took half of the time of the executor's tests.
+    """
+
+    def __init__(self) -> None:
+        self.modules = 0
+
+    def pytest_collection_finish(self) -> None:
+        """What the files of the tests import."""
+        self.freeze()
+
+    def pytest_runtest_logfinish(self) -> None:
+        """What a test was the first to import."""
+        if len(sys.modules) != self.modules:
+            self.freeze()
+
+    def freeze(self) -> None:
+        """Leave out of later collections what lives now."""
+        gc.collect()
+        gc.freeze()
+        self.modules = len(sys.modules)
+
+
 def pytest_configure(config: pytest.Config) -> None:
     """Make the marker known."""
     config.addinivalue_line("markers", "slow: takes minutes; runs with `-m slow` only")
+    config.pluginmanager.register(Frozen())
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
@@ -35,14 +61,6 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: run with -m slow"))
-
-
-def pytest_collection_finish() -> None:
-    """What was imported for the tests will never be garbage: every measurement collects, and would go through
-    half a million objects.
-    """
-    gc.collect()
-    gc.freeze()
 
 
 @pytest.fixture(scope="module")
