@@ -53,9 +53,7 @@ def embeddings() -> list[str]:
     kinds += [{"max_norm": 1.0}, {"max_norm": 1.0, "norm_type": 1.0, "padding_idx": 3}]
     cells = list(itertools.product(kinds, (False, True), (None, 0, 1), (False, True), (torch.float64,)))
     cells += list(itertools.product(kinds, (False, True), (1,), (True,), (torch.float32, torch.bfloat16)))
-    for kind, features, sequence, odd, dtype in cells[
-        :: 5 if t == 4 else 1
-    ]:  # 5 divides no dimension
+    for kind, features, sequence, odd, dtype in cells[:: 5 if t == 4 else 1]:  # 5 divides no dimension
         if features and "max_norm" in kind:
             continue
         tolerance = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}[dtype]
