@@ -1,4 +1,5 @@
-"""Makes the families of `tests/families` importable, and tests independent of what was compiled before."""
+"""Makes the families of `tests/families` and the ranks of `tests/parallel` importable, and tests independent
+of what was compiled before."""
 
 import sys
 from collections.abc import Iterator
@@ -7,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch._inductor.config
 
-sys.path[:0] = [str(Path(__file__).parent.parent / "families"), str(Path(__file__).parent)]
+sys.path[:0] = [str(Path(__file__).parent.parent / room) for room in ("families", "parallel", "compiled")]
 
 
 @pytest.fixture(autouse=True)

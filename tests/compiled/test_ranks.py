@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import copy
-import os
-from pathlib import Path
 
-import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as mp
+from ranks import needs_gloo, on_ranks
 from torch import nn
 
 import lowtide
 
-pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs Gloo")
+pytestmark = needs_gloo
 
 
 class Reduced(nn.Module):
@@ -33,9 +30,8 @@ class Reduced(nn.Module):
         return x.square().mean()
 
 
-def step(rank: int, store: str) -> None:
-    torch.set_num_threads(1)
-    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+def step() -> None:
+    rank = dist.get_rank()
     torch.manual_seed(rank)
     model, x = Reduced(), torch.randn(256, 32)
     twin = copy.deepcopy(model)
@@ -49,10 +45,7 @@ def step(rank: int, store: str) -> None:
         )
     replayed = lowtide.handle_of(compiled).plan.replayed
     assert bool(replayed) == (rank == 0)
-    dist.barrier()
-    dist.destroy_process_group()
 
 
-def test_ranks_may_decide_differently(tmp_path: Path) -> None:
-    os.environ.setdefault("OMP_NUM_THREADS", "1")
-    mp.spawn(step, (str(tmp_path / "store"),), nprocs=2)
+def test_ranks_may_decide_differently() -> None:
+    on_ranks(2, step)

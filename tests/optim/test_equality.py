@@ -21,7 +21,8 @@ def test_every_fraction(kind: Any, options: dict[str, Any], mode: str) -> None:
     plain = kind(groups(plain_model), fused=True, **options)
     schedule = torch.optim.lr_scheduler.CosineAnnealingLR(plain, 8)
     losses = train(plain_model, plain, range(4), clip=0.5, accumulate=2, scheduler=schedule)
-    for fraction in FRACTIONS:
+    # where a fraction cuts does not depend on the kind
+    for fraction in FRACTIONS if kind is torch.optim.AdamW else FRACTIONS[::5]:
         ours_model = model()
         ours = HostOptimizer(kind, groups(ours_model), host_fraction=fraction, **MODES[mode](), **options)
         schedule = torch.optim.lr_scheduler.CosineAnnealingLR(ours, 8)
@@ -35,18 +36,18 @@ def test_every_fraction(kind: Any, options: dict[str, Any], mode: str) -> None:
 
 @pytest.mark.parametrize("mode", MODES)
 def test_resume_at_half(mode: str) -> None:
-    """100 steps; at 50 everything is saved and built anew, at another fraction."""
+    """Twenty steps; at ten everything is saved and built anew, at another fraction."""
     whole_model = model()
     whole = torch.optim.AdamW(groups(whole_model), fused=True, **ADAMW)
-    schedule = torch.optim.lr_scheduler.OneCycleLR(whole, 0.02, total_steps=100)
-    train(whole_model, whole, range(100), clip=0.5, scheduler=schedule)
+    schedule = torch.optim.lr_scheduler.OneCycleLR(whole, 0.02, total_steps=20)
+    train(whole_model, whole, range(20), clip=0.5, scheduler=schedule)
     for fraction in (0.0, 0.3, 1.0):
         first_model = model()
         first = HostOptimizer(
             torch.optim.AdamW, groups(first_model), host_fraction=fraction, **MODES[mode](), **ADAMW
         )
-        schedule = torch.optim.lr_scheduler.OneCycleLR(first, 0.02, total_steps=100)
-        train(first_model, first, range(50), clip=0.5, scheduler=schedule)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(first, 0.02, total_steps=20)
+        train(first_model, first, range(10), clip=0.5, scheduler=schedule)
         saved = [thing.state_dict() for thing in (first_model, first, schedule)]
         first.close()
         second_model = model()
@@ -55,10 +56,10 @@ def test_resume_at_half(mode: str) -> None:
         second = HostOptimizer(
             torch.optim.AdamW, groups(second_model), host_fraction=1 - fraction / 2, **MODES[mode](), **ADAMW
         )
-        schedule = torch.optim.lr_scheduler.OneCycleLR(second, 0.02, total_steps=100)
+        schedule = torch.optim.lr_scheduler.OneCycleLR(second, 0.02, total_steps=20)
         for thing, state in zip((second_model, second, schedule), saved, strict=True):
             thing.load_state_dict(state)
-        train(second_model, second, range(50, 100), clip=0.5, scheduler=schedule)
+        train(second_model, second, range(10, 20), clip=0.5, scheduler=schedule)
         assert equal(whole_model, second_model), fraction
         second.close()
 

@@ -42,7 +42,7 @@ def test_masters_at_every_fraction(mode: str, dtype: torch.dtype) -> None:
     plain_model = model(dtype)
     plain = Reference(list(plain_model.parameters()), **ADAMW)
     train(plain_model, plain, range(5), accumulate=2)
-    for fraction in FRACTIONS:
+    for fraction in FRACTIONS if dtype is torch.bfloat16 else FRACTIONS[::5]:
         ours_model = model(dtype)
         ours = HostOptimizer(
             torch.optim.AdamW, ours_model.parameters(), host_fraction=fraction, **MODES[mode](), **ADAMW
