@@ -1,9 +1,13 @@
-"""Makes the helpers of this folder and the benchmarks importable, and a text to train on."""
+"""Makes the helpers of this folder and the benchmarks importable, a text to train on, and what processes that
+are made here need not do each."""
 
 import sys
 from pathlib import Path
 
 import pytest
+
+import lowtide.limits
+from lowtide.run.record.overhead import executor_overhead
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
@@ -14,3 +18,10 @@ def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
     file = tmp_path_factory.mktemp("text") / "text.txt"
     file.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
     return file
+
+
+@pytest.fixture(scope="session", autouse=True)
+def _once() -> None:
+    """Processes that are made from this one limit memory with what it has imported, built and measured."""
+    assert lowtide.limits
+    executor_overhead()
