@@ -71,7 +71,7 @@ def test_small_graphs_are_planned_as_well_as_by_brute_force(seed: int, operation
 @pytest.fixture(scope="module")
 def gpt() -> StepGraph:
     return transformer(
-        8,
+        12,
         tokens=512,
         hidden=256,
         heads=4,
@@ -105,7 +105,7 @@ def test_plans_fit_and_are_near_the_bound(gpt: StepGraph, planner: Planner):
 
 
 def test_smaller_budgets_never_give_less_time_and_larger_ones_are_used(planner: Planner):
-    extras = [planner.solve(budget).simulation.extra_seconds for budget in budgets_of(planner, 8)]
+    extras = [planner.solve(budget).simulation.extra_seconds for budget in budgets_of(planner, 12)]
     assert extras == sorted(extras, reverse=True)
     assert len(set(extras)) == len(extras)
     assert planner.solve(planner.sim.plain_peak).simulation.extra_seconds == 0
