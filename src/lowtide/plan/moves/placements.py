@@ -88,10 +88,8 @@ def missing_links(
     links: Links | None,
     codecs: Sequence[Codec],
     device: str,
-    room_bytes: int | None = None,
 ) -> dict[str, Link]:
-    """The links that were given, and those that were not: measured in at most ``room_bytes``, once in a
-    process.
+    """The links that were given, and those that were not: measured, once in a process.
 
     Raises:
         PlanError: a group's is missing, which one rank cannot measure.
@@ -113,9 +111,8 @@ def missing_links(
             missing.append(then)
         for part in missing:
             known = _measured(device, part, tuple((type(codec), codec.name) for codec in codecs))
-            # later plans are made beside the tensors of a step, where there is no room to measure
             if not known:
-                known.update(link_speeds([part], codecs, device, room_bytes))
+                known.update(link_speeds(part, codecs, device))
             found.update(known)
     return {**found, **given}
 

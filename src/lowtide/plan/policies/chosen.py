@@ -73,8 +73,7 @@ def mixed(
         offered = chosen or default_placements(graph.device)
         planner = planner_of(graph)
         with planner.lock:
-            peak = planner.sim.plain_peak if budget is None else max(budget, planner.relaxation.least_peak())
-            speeds = missing_links(offered, links, codecs, graph.device, max(0, peak - graph.resident_bytes))
+            speeds = missing_links(offered, links, codecs, graph.device)
             mixer = Mixer(
                 planner,
                 placements_of(planner.sim, offered, speeds, min_bytes, codecs, everywhere),

@@ -14,7 +14,7 @@ from lowtide.plan.moves.movable import (
     moved_of,
 )
 from lowtide.plan.moves.placements import placements_of
-from lowtide.plan.moves.supply import codec_facts
+from lowtide.plan.moves.supply import codec_named
 from lowtide.plan.policies.build import make_plan
 from lowtide.plan.policies.policy import Policy
 from lowtide.plan.simulate.simulator import Simulator, close
@@ -119,7 +119,7 @@ def compress(
     own = () if isinstance(codec, str) else (codec,)
     name = codec if isinstance(codec, str) else codec.name
     if name != "auto":
-        codec_facts(name, own)
+        codec_named(name, own)
 
     def compressed(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = Simulator(graph)
