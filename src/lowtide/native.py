@@ -129,6 +129,7 @@ def built(recipe: Recipe) -> Path:
     return target
 
 
+@cache
 def load(source: Path) -> ctypes.CDLL | None:
     """The library made from a file with a plain C interface, or ``None`` where it cannot be compiled or
     loaded.

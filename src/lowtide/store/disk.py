@@ -10,10 +10,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Event, Tensor
 
 from lowtide.errors import PlanError
-from lowtide.store.lanes import Event, StreamLane, Streams
+from lowtide.store.lanes import StreamLane, Streams
 from lowtide.store.pool import host_bytes, reserve
 from lowtide.store.tier import StoreError, Tier
 

@@ -36,7 +36,6 @@ from lowtide.plan.bound.columns import Decisions
 from lowtide.plan.bound.program import Floats, Program
 from lowtide.plan.bound.windows import Window
 from lowtide.plan.simulate.simulator import Bytes, Simulator
-from lowtide.plan.split.stages import Stages
 
 _ROUNDS = 30
 """Times that rows are added and the program is solved; stopping early leaves a lower bound."""
@@ -199,11 +198,11 @@ class Relaxation(Decisions):
         return ordered[:_ROWS_PER_ROUND]
 
 
-def lower_bound(sim: Simulator, budget: int, stages: Stages | None = None) -> Bound:
+def lower_bound(sim: Simulator, budget: int) -> Bound:
     """The least extra seconds that any schedule within ``budget`` bytes adds, and the least peak any schedule
     has.
     """
-    relaxation = Relaxation(sim, stages)
+    relaxation = Relaxation(sim)
     peak = relaxation.least_peak()
     if budget >= sim.plain_peak:
         return Bound(0.0, peak)

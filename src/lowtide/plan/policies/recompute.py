@@ -8,8 +8,7 @@ from collections.abc import Callable, Sequence
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Plan
-from lowtide.plan.policies.build import make_plan
-from lowtide.plan.policies.policy import Policy
+from lowtide.plan.policies.build import Policy, make_plan
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.blocks import block_of, full_stored, sqrt_stored
 
