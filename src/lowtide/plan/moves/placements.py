@@ -7,7 +7,6 @@ value that may move, one `Moved` for each decision that fits it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from lowtide.errors import PlanError
 from lowtide.plan.data import (
@@ -110,14 +109,5 @@ def missing_links(
         if then is not None and then.tier not in given:
             missing.append(then)
         for part in missing:
-            known = _measured(device, part, tuple((type(codec), codec.name) for codec in codecs))
-            if not known:
-                known.update(link_speeds(part, codecs, device))
-            found.update(known)
+            found |= link_speeds(part, tuple(codecs), device)
     return {**found, **given}
-
-
-@lru_cache(maxsize=64)
-def _measured(device: str, decision: Moving, codecs: tuple[tuple[type, str], ...]) -> dict[str, Link]:
-    """What this process has measured; empty at first, for the caller to fill."""
-    return {}

@@ -8,6 +8,7 @@ they are asked.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
 from lowtide.plan.data import Codec, Compress, Link, Moving, Shard, decision_of, stages
@@ -44,8 +45,9 @@ def codecs_behind(name: str, own: Sequence[Codec]) -> tuple[str, ...]:
     return (name, gentler) if gentler else (name,)
 
 
-def link_speeds(way: Moving, own: Sequence[Codec], device: str) -> dict[str, Link]:
-    """How fast the tier or codec of a decision is, measured now."""
+@lru_cache(maxsize=64)
+def link_speeds(way: Moving, own: tuple[Codec, ...], device: str) -> dict[str, Link]:
+    """How fast the tier or codec of a decision is, measured once in a process."""
     from lowtide.store.stores import Stores
 
     return measure_links(way, stores=Stores(codecs=cast("Sequence[StoreCodec]", own)), device=device)
