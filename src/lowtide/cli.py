@@ -233,7 +233,7 @@ def train(
     finally:
         progress.finish()
     if first and options.json is not None:
-        _write_json(options.json, result.to_json())
+        _write_text(options.json, json.dumps(result.to_json(), indent=1) + "\n")
     if first:
         save_plot(result)
         if result.report is not None and options.report is not None:
@@ -321,10 +321,6 @@ def _share(text: str | None) -> float | Literal["auto"] | None:
         raise LowtideError(
             f"--optimizer-host-fraction {text}: choose auto, or a number from 0 to 1"
         ) from None
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    _write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def _write_text(path: Path, text: str) -> None:

@@ -49,9 +49,6 @@ _WINDOWS_PER_ROUND = 6
 _MOST_WINDOWS = 24
 """Stages whose backward is added at most: each takes several hundred columns."""
 
-_DEPTH = 1
-"""Stages before a window's own whose operations it follows, too."""
-
 _NODES = 1
 """Branch-and-bound nodes: what whole numbers bring comes from the root."""
 
@@ -178,7 +175,7 @@ class Relaxation(Decisions):
             : min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))
         ]
         for _, k in tight:
-            window = Window(self, k, _DEPTH)
+            window = Window(self, k)
             window.add(program, budget, scale, windows.values())
             windows[k] = window
         return bool(tight)
