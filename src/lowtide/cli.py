@@ -202,7 +202,7 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
     """Train a language model on text under a memory budget, and show what the budget did to a step."""
-    asked = dict(locals())  # every option by its name
+    asked: dict[str, Any] = dict(locals())  # every option by its name
     del asked["context"], asked["quiet"]
     from rich.console import Console
 
@@ -261,14 +261,13 @@ def plan(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
     """Plan one training step of a model without running it, and explain the plan."""
-    asked = dict(locals())  # every option by its name
+    asked: dict[str, Any] = dict(locals())  # every option by its name
     del asked["quiet"], asked["json_file"]
     from lowtide.plan.data.plan import render
     from lowtide.train.planning import PlanOptions, make_plan
 
-    options = PlanOptions(
-        **asked | dict(budget=budget_asked(budget, policy), raise_budget=budget is None, json=json_file)
-    )
+    asked |= dict(budget=budget_asked(budget, policy), raise_budget=budget is None, json=json_file)
+    options = PlanOptions(**asked)
     with muted() if quiet else nullcontext():
         made = make_plan(options)
     if json_file is not None:

@@ -7,16 +7,12 @@ which each one's saved tensors are unpacked.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import pairwise
 
 from lowtide.plan.simulate.simulator import Simulator
 
-LONGEST_STAGE = 24
+LONGEST_STAGE = 40
 """Most forward operations in a stage, where it can be cut."""
-
-
-_FAR = 80
-"""Forward operations over which a value that is needed all over the step lives at least."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +43,7 @@ class Stages:
 
 
 def find_stages(sim: Simulator) -> Stages:
-    """Cut the forward into halves where the fewest bytes cross, and these again, until none is too long."""
+    """Cut the forward where at most one value crosses, and longer stretches where the fewest bytes do."""
     graph = sim.graph
     forward = [op.index for op in graph.operations if op.phase == "forward"]
     position = {index: k for k, index in enumerate(forward)}
@@ -67,9 +63,10 @@ def find_stages(sim: Simulator) -> Stages:
         if value in born:
             last[value] = max(last[value], at)
     everywhere = frozenset(
-        v for v in born if graph.values[v].storable and last[v] - born[v] > max(_FAR, count // 5)
+        v for v in born if graph.values[v].storable and last[v] - born[v] > max(2 * LONGEST_STAGE, count // 5)
     )
-    starts = [0, *_split(0, count, *_crossings(sim, born, last, everywhere, count))]
+    crossing, heavy, blocked = _crossings(sim, born, last, everywhere, count)
+    starts = _cut(count, crossing, heavy, blocked)
     of_position = [0] * count
     for k in range(len(starts) - 1):
         for at in range(starts[k], starts[k + 1]):
@@ -97,16 +94,43 @@ def _pack_positions(sim: Simulator, position: dict[int, int]) -> dict[int, int]:
 
 def _crossings(
     sim: Simulator, born: dict[int, int], last: dict[int, int], everywhere: frozenset[int], count: int
-) -> tuple[list[int], list[bool]]:
-    """Per gap after a position: bytes of the values that cross, and whether one of them cannot be stored."""
-    heavy, bad = [0] * (count + 1), [0] * (count + 1)
+) -> tuple[list[int], list[int], list[bool]]:
+    """Per gap after a position: how many values cross, their bytes, and whether one of them cannot be
+    stored.
+    """
+    crossing = [0] * (count + 1)
+    heavy = [0] * (count + 1)
+    bad = [0] * (count + 1)
     for v, start in born.items():
-        if v in everywhere:
+        stop = last[v]
+        if stop <= start or v in everywhere:
             continue
-        for table, amount in ((heavy, sim.value_bytes[v]), (bad, not sim.graph.values[v].storable)):
+        for table, amount in (
+            (crossing, 1),
+            (heavy, sim.value_bytes[v]),
+            (bad, 0 if sim.graph.values[v].storable else 1),
+        ):
             table[start] += amount
-            table[last[v]] -= amount
-    return list(accumulate(heavy)), [unstorable > 0 for unstorable in accumulate(bad)]
+            table[stop] -= amount
+    for table in (crossing, heavy, bad):
+        for k in range(1, count + 1):
+            table[k] += table[k - 1]
+    return crossing, heavy, [b > 0 for b in bad]
+
+
+def _cut(count: int, crossing: list[int], heavy: list[int], blocked: list[bool]) -> list[int]:
+    starts = [0]
+    starts += [k + 1 for k in range(count - 1) if crossing[k] <= 1 and not blocked[k]]
+    starts.append(count)
+    merged = [0]
+    for k in range(1, len(starts)):
+        # Stages of one or two operations say nothing of memory: they are joined with what follows.
+        if starts[k] == count or starts[k] - merged[-1] >= 6:
+            merged.append(starts[k])
+    result = [0]
+    for a, b in pairwise(merged):
+        result += _split(a, b, heavy, blocked)
+    return result if len(result) > 1 else [0, count]
 
 
 def _split(a: int, b: int, heavy: list[int], blocked: list[bool]) -> list[int]:
