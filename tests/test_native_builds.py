@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -64,14 +65,33 @@ def test_a_build_stands_still_while_something_is_timed(building: native.Recipe, 
                 pass
             assert stopped(compiler)
         assert until(lambda: not stopped(compiler))
-        with native.builds_paused():
-            assert until(lambda: stopped(compiler))
-            process = native._beside().started.pop(building.source)
-            assert process.stdin is not None
-            process.stdin.close()  # as when this process is gone
-            assert until(lambda: not stopped(compiler))
     finally:
         with suppress(ProcessLookupError):
             os.kill(compiler, signal.SIGKILL)
-    process.wait(20)
+    native._beside().started[building.source].wait(20)
     assert not list((tmp_path / "cache").iterdir())  # neither a mark nor half a file
+
+
+_DIES = """
+import os, signal, sys, time
+from pathlib import Path
+from lowtide import native
+beside, told = native._beside(), Path(sys.argv[2])
+beside.start(native.Recipe(Path(sys.argv[1])))
+while not (told.exists() and told.read_text()):
+    time.sleep(0.005)
+with native.builds_paused():
+    time.sleep(0.2)
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_a_build_goes_on_when_who_paused_it_is_gone(building: native.Recipe, tmp_path: Path) -> None:
+    told = tmp_path / "process"
+    subprocess.run([sys.executable, "-c", _DIES, str(building.source), str(told)], start_new_session=True)
+    compiler = int(told.read_text())
+    try:
+        assert until(lambda: not stopped(compiler))
+    finally:
+        with suppress(ProcessLookupError):
+            os.kill(compiler, signal.SIGKILL)

@@ -202,6 +202,8 @@ def train(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
     """Train a language model on text under a memory budget, and show what the budget did to a step."""
+    asked: dict[str, Any] = dict(locals())  # every option by its name
+    del asked["context"], asked["quiet"]
     from rich.console import Console
 
     from lowtide.report import save_report
@@ -211,51 +213,11 @@ def train(
     from lowtide.train.summary import save_plot, show
     from lowtide.train.trainer import train as run
 
-    asked: dict[str, Any] = dict(
-        model=model,
-        pretrained=pretrained,
+    asked |= dict(
         budget=budget_asked(budget, policy),
         raise_budget=budget is None,
-        policy=policy,
-        steps=steps,
-        batch=batch,
-        seq=seq,
-        dtype=dtype,
-        seed=seed,
-        data=data,
-        text_column=text_column,
-        tokenizer=tokenizer,
-        lr=lr,
-        lr_schedule=lr_schedule,
-        warmup=warmup,
-        weight_decay=weight_decay,
         optimizer_host_fraction=_share(optimizer_host_fraction),
-        grad_accum=grad_accum,
-        clip=clip,
-        eval_every=eval_every,
-        eval_batches=eval_batches,
-        device=device,
-        dropout=dropout,
-        unfused_attention=unfused_attention,
-        loss_chunks=loss_chunks,
-        compile=compile,
-        compile_backend=compile_backend,
-        checkpoint_dir=checkpoint_dir,
-        checkpoint_every=checkpoint_every,
-        resume=resume,
-        stop_after=stop_after,
-        compare=compare,
-        tp=tp,
-        sequence_parallel=sequence_parallel,
-        dp=dp,
-        shard_parameters=shard_parameters,
-        pp=pp,
-        schedule=schedule,
-        silent_seconds=silent_seconds,
-        tensorboard=tensorboard,
-        json=json_file,
-        plot=plot,
-        report=report,
+        json=asked.pop("json_file"),
     )
     if resume:
         asked = resumed(asked, _given(context))
@@ -271,7 +233,7 @@ def train(
     finally:
         progress.finish()
     if first and options.json is not None:
-        _write_json(options.json, result.to_json())
+        _write_text(options.json, json.dumps(result.to_json(), indent=1) + "\n")
     if first:
         save_plot(result)
         if result.report is not None and options.report is not None:
@@ -299,25 +261,13 @@ def plan(
     quiet: Annotated[bool, typer.Option("--quiet", help="No progress, no table, no picture.")] = False,
 ) -> None:
     """Plan one training step of a model without running it, and explain the plan."""
+    asked: dict[str, Any] = dict(locals())  # every option by its name
+    del asked["quiet"], asked["json_file"]
     from lowtide.plan.data.plan import render
     from lowtide.train.planning import PlanOptions, make_plan
 
-    options = PlanOptions(
-        model=model,
-        budget=budget_asked(budget, policy),
-        raise_budget=budget is None,
-        policy=policy,
-        batch=batch,
-        seq=seq,
-        dtype=dtype,
-        device=device,
-        dropout=dropout,
-        unfused_attention=unfused_attention,
-        loss_chunks=loss_chunks,
-        compile=compile,
-        compile_backend=compile_backend,
-        json=json_file,
-    )
+    asked |= dict(budget=budget_asked(budget, policy), raise_budget=budget is None, json=json_file)
+    options = PlanOptions(**asked)
     with muted() if quiet else nullcontext():
         made = make_plan(options)
     if json_file is not None:
@@ -370,10 +320,6 @@ def _share(text: str | None) -> float | Literal["auto"] | None:
         raise LowtideError(
             f"--optimizer-host-fraction {text}: choose auto, or a number from 0 to 1"
         ) from None
-
-
-def _write_json(path: Path, data: dict[str, Any]) -> None:
-    _write_text(path, json.dumps(data, indent=1) + "\n")
 
 
 def _write_text(path: Path, text: str) -> None:

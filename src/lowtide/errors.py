@@ -76,6 +76,10 @@ class TraceError(LowtideError):
     """A step could not be recorded."""
 
 
+class MeterError(LowtideError):
+    """Memory cannot be measured the way that was asked for."""
+
+
 class PlanError(LowtideError):
     """A plan is inconsistent with its step graph, or a plan file is damaged."""
 

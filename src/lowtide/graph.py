@@ -17,7 +17,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-GRAPH_FORMAT = 2
+GRAPH_FORMAT = 3
 
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "backward"]
 """Where a storage comes from: it stood before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
@@ -162,7 +162,6 @@ class StepGraph:
         replay_overhead_seconds: extra seconds to dispatch one replayed operation.
         device: the device that the budget is about, for example ``cpu`` or ``cuda``.
         source: how the graph was made: ``fake`` or ``real`` tensors.
-        notes: what should be known about how it was made.
         claims: indices of the operations that layers were told run again, so that they saved the results and
             not what these are made from.
     """
@@ -178,7 +177,6 @@ class StepGraph:
     replay_overhead_seconds: float = 0.0
     device: str = "cpu"
     source: Literal["fake", "real"] = "fake"
-    notes: tuple[str, ...] = field(default=())
     claims: tuple[int, ...] = field(default=())
 
     def __repr__(self) -> str:
@@ -237,7 +235,7 @@ class StepGraph:
                 kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}) for item in items
             )
 
-        parts = ("format", "operations", "storages", "values", "saved", "events", "notes", "claims")
+        parts = ("format", "operations", "storages", "values", "saved", "events", "claims")
         rest = {k: v for k, v in data.items() if k not in parts}
         return cls(
             operations=rows(Operation, data["operations"]),
@@ -245,7 +243,6 @@ class StepGraph:
             values=rows(Value, data["values"]),
             saved=rows(Saved, data["saved"]),
             events=tuple(Event(kind, index) for kind, index in data["events"]),
-            notes=tuple(data["notes"]),
             claims=tuple(data.get("claims", ())),
             **rest,
         )

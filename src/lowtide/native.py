@@ -1,6 +1,6 @@
 """Compile the C++ files of this package into the per-user cache, each once per source and machine; who asks
-has a slower way to do the same. What takes long is compiled by a process of its own, which runs this file and
-stands still while something is timed.
+has a slower way to do the same. What takes long is compiled by a process of its own, which stands still while
+something is timed.
 """
 
 from __future__ import annotations
@@ -9,7 +9,6 @@ import ctypes
 import hashlib
 import importlib.machinery
 import importlib.util
-import json
 import os
 import platform
 import shlex
@@ -19,18 +18,17 @@ import subprocess
 import sys
 import sysconfig
 import tempfile
-import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from types import ModuleType
-from typing import Any
 
 _SECONDS = 600
-_PAUSE, _RESUME = b"+", b"-"
+_COMPILE = '''trap "" HUP; trap 'rm -f "$made" "$mark"' EXIT; made=$1 mark=$2 target=$3; shift 3
+nice -n 10 "$@" && mv "$made" "$target"'''
 
 
 class BuildError(Exception):
@@ -64,6 +62,10 @@ class Recipe:
         known = (self.source.read_text(), platform.machine(), line, *self.facts)
         key = hashlib.sha256("\0".join(known).encode()).hexdigest()[:20]
         return cache_dir() / f"{self.source.stem}-{key}.so"
+
+    def line(self, made: Path) -> list[str]:
+        """The command that compiles it to ``made``."""
+        return [*compiler(), *self.flags, str(self.source), "-o", str(made), *self.libraries]
 
 
 def cache_dir() -> Path:
@@ -107,16 +109,8 @@ def compiler() -> list[str]:
     raise BuildError("no C++ compiler found (tried CXX, c++, g++, clang++); install one")
 
 
-def _run(line: list[str]) -> None:
-    subprocess.run(line, capture_output=True, text=True, timeout=_SECONDS, check=True)
-
-
-def built(recipe: Recipe, run: Callable[[list[str]], None] = _run) -> Path:
+def built(recipe: Recipe) -> Path:
     """The compiled file, compiled now where the cache has none.
-
-    Args:
-        recipe: it.
-        run: runs the compiler's command.
 
     Raises:
         BuildError: it cannot be compiled.
@@ -125,20 +119,17 @@ def built(recipe: Recipe, run: Callable[[list[str]], None] = _run) -> Path:
     if target.exists():
         return target
     try:
-        handle, name = tempfile.mkstemp(suffix=".so", prefix="building-", dir=target.parent)
-        os.close(handle)
-        try:
-            line = [*compiler(), *recipe.flags, str(recipe.source), "-o", name, *recipe.libraries]
-            run(line)
-            os.replace(name, target)  # atomic: whoever comes second replaces it by its equal
-        finally:
-            Path(name).unlink(missing_ok=True)
+        with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder:
+            made = Path(folder) / target.name
+            subprocess.run(recipe.line(made), capture_output=True, text=True, timeout=_SECONDS, check=True)
+            os.replace(made, target)  # atomic: whoever comes second replaces it by its equal
     except (OSError, subprocess.SubprocessError) as error:
         said = getattr(error, "stderr", None) or str(error)
         raise BuildError(f"compiling {recipe.source.name} failed: {said.strip()[-600:]}") from error
     return target
 
 
+@cache
 def load(source: Path) -> ctypes.CDLL | None:
     """The library made from a file with a plain C interface, or ``None`` where it cannot be compiled or
     loaded.
@@ -205,36 +196,41 @@ def extension(source: Path, name: str, *, wait: bool = False) -> ModuleType | No
 
 @dataclass
 class _Beside:
-    """Processes that compile beside this one, and how many who time something want them to stand still.
+    """Compilers that run beside this process, and how many who time something want them to stand still.
 
-    They are told through a pipe: when this process is gone, however it ended, they go on.
+    Each is a process group of this session: when this process is gone, however it ended, the system lets a
+    group go on that stands still.
     """
 
     started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
     waiting: int = 0
 
     def start(self, recipe: Recipe) -> None:
-        """Start a process that compiles, unless this one has."""
+        """Start compiling, unless this process has, or another one is at it."""
         if recipe.source in self.started:
             return
-        told = json.dumps({**asdict(recipe), "source": str(recipe.source)})
+        target = recipe.target
+        made, mark = (target.with_suffix(f".{what}") for what in ("made", "building"))
         with suppress(OSError):
+            if mark.exists() and time.time() - mark.stat().st_mtime > _SECONDS:
+                mark.unlink(missing_ok=True)  # whoever made it is gone
+            mark.touch(exist_ok=False)
             self.started[recipe.source] = subprocess.Popen(
-                [sys.executable, "-I", __file__, told],
-                bufsize=0,
-                stdin=subprocess.PIPE,
+                ["sh", "-c", _COMPILE, "sh", str(made), str(mark), str(target), *recipe.line(made)],
+                stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL,
-                start_new_session=True,
+                process_group=0,
             )
-            self.tell(_PAUSE * self.waiting)
+            if self.waiting:
+                self.tell(signal.SIGSTOP)
 
-    def tell(self, what: bytes) -> None:
+    def tell(self, what: signal.Signals) -> None:
         """Tell those that still run."""
         for process in self.started.values():
-            with suppress(OSError):
-                assert process.stdin is not None
-                process.stdin.write(what)
+            if process.poll() is None:
+                with suppress(ProcessLookupError):
+                    os.killpg(process.pid, what)
 
 
 @cache
@@ -250,57 +246,11 @@ def builds_paused() -> Iterator[None]:
     """
     beside = _beside()
     beside.waiting += 1
-    beside.tell(_PAUSE)
+    if beside.waiting == 1:
+        beside.tell(signal.SIGSTOP)
     try:
         yield
     finally:
         beside.waiting -= 1
-        beside.tell(_RESUME)
-
-
-def _alone(recipe: Recipe) -> None:
-    """Compile unless another process is at it."""
-    if recipe.target.exists():
-        return
-    mark = recipe.target.with_suffix(".building")
-    if mark.exists() and time.time() - mark.stat().st_mtime > _SECONDS:
-        mark.unlink(missing_ok=True)  # whoever made it is gone
-    try:
-        mark.touch(exist_ok=False)
-    except OSError:
-        return
-    try:
-        os.nice(10)
-        built(recipe, _run_obediently)
-    finally:
-        mark.unlink(missing_ok=True)
-
-
-def _run_obediently(line: list[str]) -> None:
-    """Run a command that stands still when that is said on standard input."""
-    quiet: dict[str, Any] = dict(stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    process = subprocess.Popen(line, stdin=subprocess.DEVNULL, process_group=0, **quiet)
-    threading.Thread(target=_obey, args=(process.pid,), daemon=True).start()
-    try:
-        failed = process.wait(timeout=_SECONDS)
-    except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        raise
-    if failed:
-        raise OSError(f"{line[0]} failed")
-
-
-def _obey(group: int) -> None:
-    waiting = 0
-    with suppress(ProcessLookupError):
-        while word := os.read(sys.stdin.fileno(), 1):
-            waiting += 1 if word == _PAUSE else -1
-            os.killpg(group, signal.SIGSTOP if waiting else signal.SIGCONT)
-        os.killpg(group, signal.SIGCONT)  # who asked is gone
-
-
-if __name__ == "__main__":
-    with suppress(BuildError):
-        told = json.loads(sys.argv[1])
-        lists = {name: tuple(items) for name, items in told.items() if name != "source"}
-        _alone(Recipe(Path(told["source"]), **lists))
+        if not beside.waiting:
+            beside.tell(signal.SIGCONT)

@@ -69,17 +69,13 @@ class Work:
         log.debug("%s: %s", self.what, text)
         self._show(at_once=True)
 
-    def advance(self) -> None:
-        """Another piece is done."""
-        self._count += 1
-        self._show()
-
     def each(self, text: str, items: Sequence[T]) -> Iterator[T]:
         """The items, each counted when the next one is asked for."""
         self.say(text, len(items))
         for item in items:
             yield item
-            self.advance()
+            self._count += 1
+            self._show()
 
     def done(self, result: str) -> None:
         """What came of it, for the line at the end; only the outermost work has one."""

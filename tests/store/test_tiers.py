@@ -178,7 +178,7 @@ def test_a_truncated_file_is_said(tmp_path: Path) -> None:
     disk = Disk(tmp_path)
     slot = disk.take(100_000)
     disk.write(noise(100_000, 0), slot).wait()
-    os.ftruncate(disk._file, 50_000)
+    os.ftruncate(disk._file.fileno(), 50_000)
     with pytest.raises(StoreError, match=r"cut short.*of 100000 bytes"):
         disk.read(slot, torch.empty(100_000, dtype=torch.uint8)).wait()
     disk.close()

@@ -4,8 +4,9 @@ On the CPU a counting allocator (compiled once, exact, all threads), or the prof
 compiler is; on CUDA the allocator's own statistics. See `measure`, `peak`, `resident_bytes`.
 """
 
+from lowtide.errors import MeterError
+
 from .allocator import CountingAllocator, available, counting_allocator
-from .errors import MeterError
 from .machine import free_main_memory
 from .measure import Measurement, Peak, measurable, measure, peak
 from .resident import resident_bytes, resident_tensors, storages

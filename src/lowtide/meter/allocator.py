@@ -21,9 +21,9 @@ from typing import Any
 import torch
 
 from lowtide import private
+from lowtide.errors import MeterError
 from lowtide.native import BuildError, built, with_torch
 
-from .errors import MeterError
 from .reading import Moments, Reading
 from .resident import storages
 

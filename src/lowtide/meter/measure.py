@@ -12,11 +12,12 @@ from typing import Any, Literal
 
 import torch
 
+from lowtide.errors import MeterError
+
 from .allocator import AllocatorRegister, available, counting_allocator
 from .cuda import CudaRegister
-from .errors import MeterError
 from .profiler import ProfilerRegister
-from .reading import Reading, Register
+from .reading import Reading
 
 Source = Literal["allocator", "profiler", "cuda"]
 """What was read: the counting ``allocator`` or the ``profiler`` of main memory, or the statistics of CUDA's
@@ -52,6 +53,12 @@ class Measurement:
     reserved_bytes: int | None = None
 
 
+Register = AllocatorRegister | CudaRegister | ProfilerRegister
+"""Counts from ``open`` to ``close``, which says what there was, as ``read`` does meanwhile; any number may be
+open.
+"""
+
+
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
@@ -65,21 +72,13 @@ def _device(device: torch.device | str | None) -> torch.device:
 
 
 def _source(device: torch.device, source: Literal["auto"] | Source) -> Source:
-    if source not in ("auto", "allocator", "profiler", "cuda"):
-        raise MeterError(f"source={source!r} is not known: use 'auto', 'allocator' or 'profiler'")
-    if device.type == "cuda":
-        if source not in ("auto", "cuda"):
-            raise MeterError(
-                f"source={source!r} is for the CPU; memory on {device} is read from CUDA's allocator: leave "
-                "source out"
-            )
-        return "cuda"
-    if source == "cuda":
-        raise MeterError(
-            "source='cuda' is for CUDA devices; this is the CPU: use 'auto', 'allocator' or 'profiler'"
-        )
+    known: tuple[Source, ...] = ("cuda",) if device.type == "cuda" else ("allocator", "profiler")
     if source == "auto":
-        return "allocator" if available() else "profiler"
+        return known[0] if device.type == "cuda" or available() else "profiler"
+    if source not in known:
+        raise MeterError(
+            f"source={source!r} does not measure memory on {device}: use 'auto', or {' or '.join(known)}"
+        )
     return source
 
 

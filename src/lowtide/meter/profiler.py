@@ -9,8 +9,8 @@ from typing import Any
 from torch.profiler import ProfilerActivity, profile
 
 from lowtide import private
+from lowtide.errors import MeterError
 
-from .errors import MeterError
 from .reading import Reading
 
 

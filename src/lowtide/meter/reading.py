@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Protocol
 
 Moments = tuple[tuple[float, int], ...]
 """(seconds since the start, bytes live on top of the start) after every allocation and free, in order."""
@@ -26,19 +25,3 @@ class Reading:
     start_bytes: int | None = None
     reserved_bytes: int | None = None
     timeline: Moments = ()
-
-
-class Register(Protocol):
-    """Counts from `open` to `close`; any number may be open."""
-
-    def open(self) -> None:
-        """Begin."""
-        ...
-
-    def read(self) -> Reading:
-        """What there was so far; raises MeterError where that is known at the end only."""
-        ...
-
-    def close(self) -> Reading:
-        """End, and say what there was."""
-        ...

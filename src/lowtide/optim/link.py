@@ -15,10 +15,10 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
-from torch import Tensor
+from torch import Event, Tensor
 
 from lowtide.optim.errors import OptimError
-from lowtide.store.lanes import Event, StreamLane, Streams, ThreadLane, Transfer, finished
+from lowtide.store.lanes import StreamLane, Streams, ThreadLane, Transfer, finished
 from lowtide.store.pool import MemoryPool
 
 _SLEEP_SECONDS = 1e-3

@@ -7,14 +7,12 @@
 from __future__ import annotations
 
 import sys
-from functools import partial
-from importlib import import_module
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
 
 from lowtide.budget import resolve as bytes_of
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
+from lowtide.plan import policies
 from lowtide.plan.data import (
     Chain,
     Compress,
@@ -27,25 +25,14 @@ from lowtide.plan.data import (
     Shard,
     in_one_line,
 )
+from lowtide.plan.policies import Policy, make_plan
+from lowtide.plan.simulate import Simulation, Simulator, close, plain
 from lowtide.progress import working
-
-if TYPE_CHECKING:
-    from lowtide.plan.policies import Policy, make_plan
-    from lowtide.plan.simulate import Simulation, Simulator, close, plain
 
 __all__ = [
     "Chain", "Compress", "Decision", "Keep", "ModuleRow", "Offload", "Plan", "Recompute", "Shard",
-    "Simulation", "Simulator", "close", "make", "make_plan", "plain", "resolve",
+    "Simulation", "Simulator", "close", "make", "make_plan", "plain", "policies", "resolve",
 ]  # fmt: skip
-
-_HOMES = {
-    "Simulation": "simulate",
-    "Simulator": "simulate",
-    "close": "simulate",
-    "make_plan": "policies",
-    "plain": "simulate",
-}
-"""Names whose folders import numpy and scipy: they are loaded when they are first used."""
 
 POLICIES = ("optimal", "keep_all", "full", "sqrt", "selective", "offload", "mixed", "compress")
 """Those that are known by name."""
@@ -64,7 +51,7 @@ def resolve(policy: str | Policy) -> Policy:
             f"there is no policy {policy!r}: give one of {', '.join(sorted(POLICIES))}, or a function of "
             "(graph, budget)"
         )
-    return getattr(import_module("lowtide.plan.policies"), policy)()
+    return getattr(policies, policy)()
 
 
 def make(
@@ -95,8 +82,12 @@ def make(
             "*args)"
         )
     chosen = resolve(policy)
+    limit = None
     with working("planning", "planned", progress) as work:
-        made = chosen(graph, _limit(graph, budget, chosen))
+        if budget is not None:
+            peak = plain(graph).peak_bytes
+            limit = bytes_of(budget, peak, lambda: chosen(graph, None).predicted_peak_bytes, graph.device)
+        made = chosen(graph, limit)
         if isinstance(made, Plan):
             work.done(in_one_line(made))
     if not isinstance(made, Plan):
@@ -105,19 +96,6 @@ def make(
             "lowtide.policies.make_plan(graph, ...)"
         )
     return made
-
-
-def _limit(graph: StepGraph, budget: str | int | None, policy: Policy) -> int | None:
-    """The budget in bytes."""
-    if budget is None:
-        return None
-    plain = import_module("lowtide.plan.simulate").plain
-    return bytes_of(budget, plain(graph).peak_bytes, partial(_least_bytes, policy, graph), graph.device)
-
-
-def _least_bytes(policy: Policy, graph: StepGraph) -> int:
-    """The peak of the plan that a policy makes without a budget, which is the smallest that it can."""
-    return policy(graph, None).predicted_peak_bytes
 
 
 class _Room(ModuleType):
@@ -131,11 +109,6 @@ class _Room(ModuleType):
         progress: bool | None = None,
     ) -> Plan:
         return make(graph, budget, policy, progress)
-
-    def __getattr__(self, name: str) -> Any:
-        if name in _HOMES:
-            return getattr(import_module(f"lowtide.plan.{_HOMES[name]}"), name)
-        raise AttributeError(f"module 'lowtide.plan' has no attribute {name!r}")
 
 
 sys.modules[__name__].__class__ = _Room

@@ -11,8 +11,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import operator
 import os
 import tempfile
+from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -103,7 +105,13 @@ class Cache:
         path = self._root / f"{digest}.json"
         try:
             found = [
-                Decisions(**{**row, "stored": tuple(row["stored"])}) for row in json.loads(path.read_text())
+                Decisions(
+                    tuple(map(operator.index, row["stored"])),
+                    operator.index(row["budget_bytes"]),
+                    operator.index(row["plain_peak_bytes"]),
+                    float(row["gap"]),
+                )
+                for row in json.loads(path.read_text())
             ]
             os.utime(path)  # the least recently used go first
         except FileNotFoundError:
@@ -111,12 +119,7 @@ class Cache:
         except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
             _LOG.info("ignoring %s, which cannot be read (%s: %s)", path, type(error).__name__, error)
             return []
-        whole = all(
-            isinstance(number, int)
-            for one in found
-            for number in (*one.stored, one.budget_bytes, one.plain_peak_bytes)
-        )
-        return found if whole and all(isinstance(one.gap, float) for one in found) else []
+        return found
 
     def _write(self, digest: str) -> None:
         if self._root is None:
@@ -138,11 +141,7 @@ class Cache:
     def _let_go(self) -> None:
         """Remove the least recently used files where there are too many."""
         assert self._root is not None
-        ages: list[tuple[int, Path]] = []
-        for path in self._root.glob("*.json"):
-            try:
-                ages.append((path.stat().st_mtime_ns, path))
-            except FileNotFoundError:  # another process was faster
-                continue
-        for _, path in sorted(ages, reverse=True)[_MOST_FILES:]:
-            path.unlink(missing_ok=True)
+        with suppress(FileNotFoundError):  # another process was faster
+            files = sorted(self._root.glob("*.json"), key=lambda path: path.stat().st_mtime_ns)
+            for path in files[:-_MOST_FILES]:
+                path.unlink()

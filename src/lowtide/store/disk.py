@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from torch import Tensor
+from torch import Event, Tensor
 
 from lowtide.errors import PlanError
-from lowtide.store.lanes import Event, StreamLane, Streams
-from lowtide.store.pool import host_bytes, reserve, unnamed_file
+from lowtide.store.lanes import StreamLane, Streams
+from lowtide.store.pool import host_bytes, reserve
 from lowtide.store.tier import StoreError, Tier
 
 BUFFER_BYTES = 4 << 20
@@ -57,18 +58,19 @@ class Disk(Tier):
                 f"{self.path} is a {kind}, which lies in main memory: give path= a folder on a disk"
             )
         try:
-            self._file, self.direct = unnamed_file(self.path, direct=True)
+            self._file = tempfile.TemporaryFile(dir=self.path, buffering=0)  # noqa: SIM115
         except OSError as error:
             raise PlanError(
                 f"{self.path} cannot hold lowtide's file ({error.strerror}): give path= a folder that can be "
                 "written"
             ) from None
+        self.direct = _past_the_cache(self._file.fileno())
         super().__init__(PAGE, device, streams)
         self._out, self._in = _Staging(self.streams), _Staging(self.streams)
 
     def _grow(self, end: int) -> None:
         try:
-            reserve(self._file, end)
+            reserve(self._file.fileno(), end)
         except OSError as error:
             raise self._explain("reserve", error) from error
 
@@ -77,7 +79,7 @@ class Disk(Tier):
             self._out.copy(buffer[: part.numel()], part, part, ready)
             whole, done = -(-part.numel() // PAGE) * PAGE, 0
             while done < whole:
-                count = os.pwrite(self._file, buffer[done:whole].numpy().data, start + at + done)
+                count = os.pwrite(self._file.fileno(), buffer[done:whole].numpy().data, start + at + done)
                 if count < PAGE:
                     raise OSError(errno.EIO, f"only {count} bytes were written")
                 done += count // PAGE * PAGE
@@ -86,14 +88,14 @@ class Disk(Tier):
         for at, part, buffer in self._in.pieces(out):
             whole, done = -(-part.numel() // PAGE) * PAGE, 0
             while done < whole:
-                count = os.preadv(self._file, [buffer[done:whole].numpy().data], start + at + done)
+                count = os.preadv(self._file.fileno(), [buffer[done:whole].numpy().data], start + at + done)
                 if count < PAGE:
                     raise _Short(f"{at + done + count} of {out.numel()} bytes could be read")
                 done += count // PAGE * PAGE
             self._in.copy(part, buffer[: part.numel()], part, ready)
 
     def _drop(self) -> None:
-        os.close(self._file)
+        self._file.close()
 
     def _explain(self, what: str, error: BaseException) -> StoreError:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
@@ -143,6 +145,15 @@ class _Staging:
 
 class _Short(Exception):
     """A read ended before its end."""
+
+
+def _past_the_cache(file: int) -> bool:
+    """Have a file read and written past the page cache, where its file system can do that."""
+    try:
+        fcntl.fcntl(file, fcntl.F_SETFL, fcntl.fcntl(file, fcntl.F_GETFL) | os.O_DIRECT)
+    except (AttributeError, OSError):
+        return False
+    return True
 
 
 def file_system(path: Path) -> str:

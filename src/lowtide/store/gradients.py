@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 
@@ -60,7 +61,7 @@ class GradientSlab:
                     view.copy_(parameter.grad)
                     parameter.grad = view
                 parameter.gradient_slab = slab  # type: ignore[attr-defined]
-                self._hooks.append(parameter.register_post_accumulate_grad_hook(_Into(view)))
+                self._hooks.append(parameter.register_post_accumulate_grad_hook(partial(_into, view)))
 
     def remove(self) -> None:
         """Let gradients live where backward makes them again; those that are there stay."""
@@ -73,15 +74,9 @@ class GradientSlab:
         self._parameters.clear()
 
 
-class _Into:
-    """Puts a gradient into its place."""
-
-    def __init__(self, view: torch.Tensor) -> None:
-        self.view = view
-
-    def __call__(self, parameter: torch.Tensor) -> None:
-        gradient = parameter.grad
-        if gradient is None or gradient.data_ptr() == self.view.data_ptr():
-            return
-        self.view.copy_(gradient)
-        parameter.grad = self.view
+def _into(view: torch.Tensor, parameter: torch.Tensor) -> None:
+    """Put a gradient into its place."""
+    gradient = parameter.grad
+    if gradient is not None and gradient.data_ptr() != view.data_ptr():
+        view.copy_(gradient)
+        parameter.grad = view

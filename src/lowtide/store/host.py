@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import torch
-from torch import Tensor
+from torch import Event, Tensor
 
-from lowtide.store.lanes import Event, Queued, StreamLane, Streams, Transfer
+from lowtide.store.lanes import Queued, StreamLane, Streams, Transfer
 from lowtide.store.pool import MemoryPool
 from lowtide.store.tier import Slot, StoreError, Tier
 

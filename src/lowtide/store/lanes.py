@@ -13,10 +13,10 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Event, Tensor
 
 Pairs = Iterable[tuple[Tensor, Tensor]]
 """(target, source) of each copy."""
@@ -99,18 +99,6 @@ class ThreadLane:
     def close(self) -> None:
         """Finish what is queued, then end."""
         self._executor.shutdown(wait=threading.get_ident() not in self._own)
-
-
-class Event(Protocol):
-    """A mark in a stream."""
-
-    def query(self) -> bool:
-        """Whether the stream has passed it."""
-        ...
-
-    def synchronize(self) -> None:
-        """Return when it has."""
-        ...
 
 
 class Streams:

@@ -11,7 +11,6 @@ import itertools
 import statistics
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -19,80 +18,43 @@ import torch.distributed as dist
 from torch.nn import functional
 
 from lowtide import private
+from lowtide.links import Link
 from lowtide.store.codec import Codec
 from lowtide.store.disk import BUFFER_BYTES
 from lowtide.store.shard import Replicas
 from lowtide.store.tier import Tier
 
-_SAMPLE = 1 << 20
-"""Elements on which a codec is timed, where there is room."""
+_SAMPLE = 1 << 17
+"""Elements on which a codec or a gather is timed."""
 
-_SAMPLE_AT_LEAST = 1 << 12
-
-_CODEC_BYTES = 24
-"""The most that timing a codec takes for each element: what goes in, what comes out, what stands on the
-way.
-"""
-
+_TRANSFER_BYTES, _TRANSFERS = BUFFER_BYTES // 2, 24
+_WIDTH = 128
 _LATENCY_SECONDS = 1e-4
 _ROUNDS = 4
 _ALONE_SECONDS = 0.02
-_SIZE_AT_LEAST = 1 << 16
-_MOST_TRANSFERS = 64
-_WIDTHS = (256, 128, 64, 32, 16)
 _ENOUGH_SECONDS = 2.0
 """No further round begins after so long: tiers may be slow."""
-
-
-@dataclass(frozen=True, slots=True)
-class Speed:
-    """What was measured of a tier, a codec or a group.
-
-    Attributes:
-        write_bytes_per_second, read_bytes_per_second: of one transfer at a time; beside a computation on a
-            CPU,
-            without one on a device that copies by itself.
-        latency_seconds: of each transfer.
-        busy: share of a transfer's time by which a computation beside it takes longer; 0 where the device
-            copies by itself.
-    """
-
-    write_bytes_per_second: float
-    read_bytes_per_second: float
-    latency_seconds: float = 0.0
-    busy: float = 0.0
 
 
 def measure_tier(
     tier: Tier,
     device: torch.device,
-    total_bytes: int = 48 << 20,
     compute: Callable[[], Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
-    room_bytes: int | None = None,
-) -> Speed:
-    """Move ``total_bytes`` there and back a few times, beside a computation.
+) -> Link:
+    """Move some bytes there and back a few times, beside a computation; takes 4 MiB of the device.
 
     Args:
         tier: it.
         device: where values come from and go to.
-        total_bytes: moved each way in each round.
         compute: a few milliseconds of the step's kind of work; by default a matrix product and its
             activation.
         clock: seconds.
-        room_bytes: the most device memory to take, ``compute``'s aside where that is given; ``None`` for 23
-            MiB.
     """
-    size = (
-        4 * BUFFER_BYTES
-        if room_bytes is None
-        else max(_SIZE_AT_LEAST, min(4 * BUFFER_BYTES, room_bytes // 2))
-    )
-    total_bytes = min(total_bytes, size * _MOST_TRANSFERS)
-    data = torch.ones(size, dtype=torch.uint8, device=device)
-    slots = [tier.take(size) for _ in range(max(1, total_bytes // size))]
+    data = torch.ones(_TRANSFER_BYTES, dtype=torch.uint8, device=device)
+    slots = [tier.take(_TRANSFER_BYTES) for _ in range(_TRANSFERS)]
     waits = device.type != "cpu"
-    compute = compute or _kernels(256 if room_bytes is None else _width(room_bytes // 2))
+    compute = compute or _kernels()
     seconds: dict[bool, list[float]] = {True: [], False: []}
     lost: dict[bool, list[float]] = {True: [], False: []}
     started = clock()
@@ -122,8 +84,8 @@ def measure_tier(
     busy = (statistics.median(lost[True]) * writing + statistics.median(lost[False]) * reading) / (
         writing + reading
     )
-    moved = size * len(slots)
-    return Speed(moved / writing, moved / reading, _LATENCY_SECONDS, busy)
+    moved = _TRANSFER_BYTES * _TRANSFERS
+    return Link(moved / writing, moved / reading, _LATENCY_SECONDS, busy)
 
 
 def _each(compute: Callable[[], Any], clock: Callable[[], float], over: Callable[[float], bool]) -> float:
@@ -135,13 +97,11 @@ def _each(compute: Callable[[], Any], clock: Callable[[], float], over: Callable
     return max(clock() - begin, 1e-9) / count
 
 
-def _kernels(width: int) -> Callable[[], Any]:
-    """A matrix product and its activation, on other inputs each time, as a step's are; takes
-    `_kernel_bytes`.
-    """
+def _kernels() -> Callable[[], Any]:
+    """A matrix product and its activation, on other inputs each time, as a step's are."""
     with private.without_fake_mode():
-        inputs = itertools.cycle(torch.ones(16, width, width).unbind())
-        weight = torch.ones(4 * width, width)
+        inputs = itertools.cycle(torch.ones(16, _WIDTH, _WIDTH).unbind())
+        weight = torch.ones(4 * _WIDTH, _WIDTH)
 
     def compute() -> None:
         with torch.no_grad(), private.without_fake_mode():
@@ -150,20 +110,9 @@ def _kernels(width: int) -> Callable[[], Any]:
     return compute
 
 
-def _kernel_bytes(width: int) -> int:
-    """Inputs, the weight, a product and its activation."""
-    return (16 + 4 + 4 + 4) * width * width * 4
-
-
-def _width(room_bytes: int) -> int:
-    """The widest product that fits, or the narrowest there is."""
-    return next((width for width in _WIDTHS if _kernel_bytes(width) <= room_bytes), _WIDTHS[-1])
-
-
-def measure_codec(codec: Codec, device: torch.device, room_bytes: int | None = None) -> Speed:
+def measure_codec(codec: Codec, device: torch.device) -> Link:
     """Seconds of encoding and decoding, on numbers that every codec takes: zeros and ones."""
-    count = _SAMPLE if room_bytes is None else max(_SAMPLE_AT_LEAST, min(_SAMPLE, room_bytes // _CODEC_BYTES))
-    x = torch.zeros(count, device=device)
+    x = torch.zeros(_SAMPLE, device=device)
     x[1::2] = 1
     out = torch.empty_like(x)
     seconds: list[list[float]] = [[], []]
@@ -175,10 +124,10 @@ def measure_codec(codec: Codec, device: torch.device, room_bytes: int | None = N
         seconds[0].append(middle - begin)
         seconds[1].append(_clock(device) - middle)
     encode, decode = (max(min(row), 1e-9) for row in seconds)
-    return Speed(x.nbytes / encode, x.nbytes / decode)
+    return Link(x.nbytes / encode, x.nbytes / decode)
 
 
-def measure_group(replicas: Replicas, device: torch.device) -> Speed:
+def measure_group(replicas: Replicas, device: torch.device) -> Link:
     """Bytes a second of gathered values; the slowest rank's, on every rank."""
     part = torch.ones(-(-_SAMPLE // replicas.size), device=device)
     whole = torch.empty(part.nbytes * replicas.size, dtype=torch.uint8, device=device)
@@ -190,7 +139,7 @@ def measure_group(replicas: Replicas, device: torch.device) -> Speed:
     slowest = torch.tensor(min(seconds), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=replicas.group)
     speed = whole.nbytes / max(float(slowest), 1e-9)
-    return Speed(speed, speed, _LATENCY_SECONDS)
+    return Link(speed, speed, _LATENCY_SECONDS)
 
 
 def _clock(device: torch.device) -> float:

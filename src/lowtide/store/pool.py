@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import mmap
 import os
 import tempfile
@@ -185,19 +184,15 @@ class FilePool(Pool):
     def _zeros(self, specs: Sequence[Spec], need: int) -> list[Tensor]:
         page = mmap.PAGESIZE
         sizes = [-(-count * dtype.itemsize // page) * page for count, dtype in specs]
-        handle = -1
         try:
-            handle = unnamed_file(self.folder)[0]
-            reserve(handle, sum(sizes))
-            mapped = mmap.mmap(handle, sum(sizes))
+            with tempfile.TemporaryFile(dir=self.folder) as file:
+                reserve(file.fileno(), sum(sizes))
+                mapped = mmap.mmap(file.fileno(), sum(sizes))
         except OSError as error:
             raise self.error(
                 f"no room for {format_bytes(need)} of {self.what} in {self.folder} ({error.strerror}): free "
                 f"some, name another disk with host_folder=, or {self.remedy}"
             ) from error
-        finally:
-            if handle >= 0:
-                os.close(handle)
         starts = [sum(sizes[:k]) for k in range(len(sizes))]
         made = [
             torch.frombuffer(mapped, dtype=dtype, count=count, offset=start)
@@ -217,32 +212,6 @@ class FilePool(Pool):
                     mapped.madvise(
                         mmap.MADV_WILLNEED, begin, min(size - begin, tensor.nbytes + mmap.PAGESIZE)
                     )
-
-
-def unnamed_file(folder: Path, direct: bool = False) -> tuple[int, bool]:
-    """An open file that nobody else sees, so that nothing is left of it however the process ends.
-
-    Args:
-        folder: where.
-        direct: past the page cache, where the file system can do that.
-
-    Returns:
-        Its descriptor, and whether it goes past the page cache.
-
-    Raises:
-        OSError: there can be none.
-    """
-    unnamed, past = getattr(os, "O_TMPFILE", 0), getattr(os, "O_DIRECT", 0)
-    for flags in (past, 0) if direct else (0,):
-        if unnamed:
-            try:
-                return os.open(folder, unnamed | os.O_RDWR | flags, 0o600), bool(flags)
-            except OSError as error:
-                if error.errno in (errno.ENOENT, errno.EACCES, errno.ENOTDIR, errno.EROFS):
-                    raise
-    handle, name = tempfile.mkstemp(prefix="lowtide-", dir=folder)
-    os.unlink(name)
-    return handle, False
 
 
 def reserve(handle: int, size: int) -> None:

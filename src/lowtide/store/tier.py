@@ -13,10 +13,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import Event
 
 from lowtide.errors import LowtideError
 from lowtide.store.arena import Arena, Region
-from lowtide.store.lanes import Event, Streams, ThreadLane, Transfer, streams_of
+from lowtide.store.lanes import Streams, ThreadLane, Transfer, streams_of
 
 
 class StoreError(LowtideError, RuntimeError):

@@ -4,27 +4,15 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lowtide import private
 
 
-class Gpu(Protocol):
-    """What a GPU's stream is asked."""
-
-    def occupy(self) -> None:
-        """Queue something that takes longer than the host takes to queue a call."""
-        ...
-
-    def event(self) -> Any:
-        """Queue an event: ``synchronize()`` waits for it, ``elapsed_time(later)`` says milliseconds."""
-        ...
-
-
 class CurrentStream:
-    """The stream that the calling thread queues on."""
+    """The stream of a GPU that the calling thread queues on."""
 
     _CYCLES = 200_000  # 0.1 ms at 2 GHz; what queues a call through Python takes a half of that
 
@@ -55,7 +43,7 @@ class Clock:
         (2.0, True)
     """
 
-    def __init__(self, device: torch.device, gpu: Gpu | None = None) -> None:
+    def __init__(self, device: torch.device, gpu: CurrentStream | None = None) -> None:
         self._gpu = gpu or (CurrentStream() if device.type == "cuda" else None)
 
     def time(self, call: Callable[[], Any]) -> tuple[Any, Callable[[], float]]:

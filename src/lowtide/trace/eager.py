@@ -222,12 +222,12 @@ class StepTracer(Tracer, Interceptor):
             return statistics.median_low(found)
         return max(found, default=0)
 
-    def graph(self, notes: tuple[str, ...] = ()) -> StepGraph:
+    def graph(self) -> StepGraph:
         """As the base's, with gradients added in place where autograd's engine would."""
         self.closed = True
         self.events = in_place(self.events, self.operations, self.storages, self.values, self._sums)
         self._sums = set()
-        return super().graph(notes)
+        return super().graph()
 
 
 def apart(

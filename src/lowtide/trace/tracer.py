@@ -421,7 +421,7 @@ class Tracer:
         """Seconds and scratch bytes of each operation."""
         return [(0.0, 0)] * len(self.operations)
 
-    def graph(self, notes: tuple[str, ...] = ()) -> StepGraph:
+    def graph(self) -> StepGraph:
         """What was recorded, as data; ends the trace."""
         self.closed = True
         newest: dict[int, int] = {}
@@ -453,6 +453,5 @@ class Tracer:
             plain_seconds=sum(operation.seconds for operation in operations),
             device=self.device.type,
             source=self.source,
-            notes=notes,
             claims=tuple(sorted(self._claimed)),
         )

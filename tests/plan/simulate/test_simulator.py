@@ -15,7 +15,7 @@ from synthetic import Tape, residual_network, transformer
 
 from lowtide.errors import PlanError
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, Value
-from lowtide.plan.simulate import Simulator, close, plain, simulate
+from lowtide.plan.simulate import Simulator, close, plain
 
 
 def chain() -> StepGraph:
@@ -44,7 +44,7 @@ def test_plain_keeps_every_saved_tensor_until_its_release():
 
 def test_given_up_value_is_replayed_at_its_unpack_and_costs_its_operation():
     graph = chain()
-    step = simulate(graph, [1])  # a stays, b goes
+    step = Simulator(graph).simulate([1])  # a stays, b goes
     assert step.replayed == (1,)
     assert step.extra_seconds == 2 + 0.125 + 0.5
     assert step.evicted == (2,)
@@ -53,7 +53,7 @@ def test_given_up_value_is_replayed_at_its_unpack_and_costs_its_operation():
 
 def test_replay_reaches_through_values_that_are_not_stored():
     graph = chain()
-    step = simulate(graph, [])
+    step = Simulator(graph).simulate([])
     assert step.replayed == (0, 1)
     assert step.extra_seconds == 1 + 2 + 2 * 0.125 + 0.5
     # First unpack (b): replay of f caches a (16), which g and a's saved tensor still read; g makes b (32)
@@ -67,7 +67,7 @@ def test_replay_reaches_through_values_that_are_not_stored():
 
 def test_copy_with_no_readers_left_lives_until_done():
     graph = chain()
-    step = simulate(graph, [1])
+    step = Simulator(graph).simulate([1])
     unpack, done = graph.events.index(Event("unpack", 1)), graph.events.index(Event("done", 1))
     assert step.live_bytes[unpack] == 8 + 16 + 32
     assert step.live_bytes[done] == 8 + 16 + 32, "the gradient of b is there now, the copy is gone"
@@ -82,13 +82,13 @@ def test_stored_base_is_held_for_what_rests_on_it():
     tape.node("h_back", [tape.save(b)], c, [b], 1)
     tape.backward()
     graph = tape.graph()
-    step = simulate(graph, [a])  # a is not saved by autograd, but b's replay starts from it
+    step = Simulator(graph).simulate([a])  # a is not saved by autograd, but b's replay starts from it
     assert step.replayed == (1,)
     release = graph.events.index(Event("release", 0))
     storage = graph.values[a].storage
     assert step.held_until == {storage: release}
-    assert simulate(graph, []).replayed == (0, 1)
-    assert simulate(graph, [b]).held_until == {graph.values[b].storage: release}
+    assert Simulator(graph).simulate([]).replayed == (0, 1)
+    assert Simulator(graph).simulate([b]).held_until == {graph.values[b].storage: release}
 
 
 def test_input_storage_is_resident_until_freed_or_held():
@@ -104,9 +104,9 @@ def test_input_storage_is_resident_until_freed_or_held():
     graph = StepGraph(
         **{**graph.__dict__, "events": (*graph.events[: at + 1], Event("free", 0), *graph.events[at + 1 :])}
     )
-    kept = simulate(graph, [a])
+    kept = Simulator(graph).simulate([a])
     assert kept.live_bytes[at + 1] == 8 + 16, "the input is gone after its last use"
-    given = simulate(graph, [])
+    given = Simulator(graph).simulate([])
     assert given.live_bytes[at + 1] == 64 + 8 + 16, "a's replay rests on the input"
     assert given.live_bytes[-1] == 8, "the input was let go with the release of a"
 
@@ -126,12 +126,12 @@ def test_in_place_replay_reuses_the_copy_or_clones_it():
         return tape.graph()
 
     graph = graph_of(False)
-    step = simulate(graph, [])
+    step = Simulator(graph).simulate([])
     assert step.replayed == (0, 1)
     unpack = graph.events.index(Event("unpack", 0))
     assert step.top_bytes[unpack] == 8 + 16, "relu_ works on the copy that f made"
     graph = graph_of(True)
-    step = simulate(graph, [])
+    step = Simulator(graph).simulate([])
     assert step.replayed == (0, 1, 2)
     unpack = graph.events.index(Event("unpack", 1))
     assert step.top_bytes[unpack] == 8 + 16 + 16, "the old version has another reader: relu_ works on a clone"
@@ -145,7 +145,7 @@ def test_argument_overwritten_unseen_is_an_output_like_any_other():
     (y,) = tape.op("mul", [x, mask], [8], seconds=1)
     tape.node("mul_back", [tape.save(mask)], y, [x], 1)
     tape.backward()
-    step = simulate(tape.graph(), [])
+    step = Simulator(tape.graph()).simulate([])
     assert step.replayed == (1,), "empty_like need not run again"
 
 
@@ -155,14 +155,14 @@ def test_second_unpack_gets_an_uncached_replay():
     release = events.index(Event("release", 1))
     events[release:release] = [Event("unpack", 1), Event("done", 1)]
     twice = StepGraph(**{**graph.__dict__, "events": tuple(events)})
-    assert simulate(twice, [1]).extra_seconds == 2 * (2 + 0.125) + 0.5
-    assert simulate(twice, [1, 2]).extra_seconds == 0
+    assert Simulator(twice).simulate([1]).extra_seconds == 2 * (2 + 0.125) + 0.5
+    assert Simulator(twice).simulate([1, 2]).extra_seconds == 0
 
 
 def test_saved_tensor_that_nobody_unpacks_is_not_replayed():
     graph = chain()
     events = tuple(e for e in graph.events if e not in (Event("unpack", 1), Event("done", 1)))
-    step = simulate(StepGraph(**{**graph.__dict__, "events": events}), [1])
+    step = Simulator(StepGraph(**{**graph.__dict__, "events": events})).simulate([1])
     assert step.replayed == () and step.extra_seconds == 0.5
 
 
@@ -182,7 +182,7 @@ def test_copy_waits_for_a_reader_that_never_comes_until_it_is_let_go():
     def copies(released: int) -> int:
         events = list(graph.events)
         events.insert(released, Event("release", unasked))
-        step = simulate(StepGraph(**{**graph.__dict__, "events": tuple(events)}), [])
+        step = Simulator(StepGraph(**{**graph.__dict__, "events": tuple(events)})).simulate([])
         assert step.replayed == (0, 2)
         return int(step.live_bytes[begins + (released <= begins)]) - 8
 
@@ -194,8 +194,8 @@ def test_undroppable_saved_tensor_stays():
     graph = chain()
     fixed = tuple(Saved(s.id, s.value, False) if s.id == 1 else s for s in graph.saved)
     graph = StepGraph(**{**graph.__dict__, "saved": fixed})
-    assert simulate(graph, [1]).replayed == ()
-    assert simulate(graph, [1]).peak_bytes == plain(graph).peak_bytes
+    assert Simulator(graph).simulate([1]).replayed == ()
+    assert Simulator(graph).simulate([1]).peak_bytes == plain(graph).peak_bytes
 
 
 def test_infeasible_sets_are_refused_with_the_reason():
@@ -209,11 +209,11 @@ def test_infeasible_sets_are_refused_with_the_reason():
     tape.backward()
     graph = tape.graph()
     with pytest.raises(PlanError, match=r"custom\.kernel .* not replayable"):
-        simulate(graph, [])
+        Simulator(graph).simulate([])
     with pytest.raises(PlanError, match="cannot be stored"):
-        simulate(graph, [b])
+        Simulator(graph).simulate([b])
     assert close(graph, []) == {a}
-    assert simulate(graph, close(graph, [])).replayed == (1, 2)
+    assert Simulator(graph).simulate(close(graph, [])).replayed == (1, 2)
 
 
 def test_must_store_is_respected():
@@ -221,7 +221,7 @@ def test_must_store_is_respected():
     values = tuple(Value(v.id, v.storage, v.version, v.producer, True, v.id == 1) for v in graph.values)
     graph = StepGraph(**{**graph.__dict__, "values": values})
     with pytest.raises(PlanError, match="must be stored"):
-        simulate(graph, [])
+        Simulator(graph).simulate([])
     assert close(graph, []) == {1}
 
 
@@ -229,7 +229,7 @@ def test_step_without_operations():
     graph = StepGraph((), (Storage(0, 8, "parameter"),), (Value(0, 0, 0, None),), (), (), resident_bytes=8)
     assert plain(graph).peak_bytes == 8 and plain(graph).peak_operation is None
     one = StepGraph((Operation(0, "f", (), (), "forward"),), (), (), (), (Event("op", 0),), resident_bytes=3)
-    assert simulate(one, []).peak_bytes == 3
+    assert Simulator(one).simulate([]).peak_bytes == 3
 
 
 @pytest.mark.parametrize("make", [lambda: transformer(3), lambda: residual_network(5)])
@@ -259,9 +259,9 @@ def test_random_graphs_agree_with_the_reference(seed: int, operations: int, choi
         slow = walk(graph, wanted)
     except Infeasible:
         with pytest.raises(PlanError):
-            simulate(graph, wanted)
+            Simulator(graph).simulate(wanted)
         wanted = list(close(graph, wanted))
         slow = walk(graph, wanted)
-    fast = simulate(graph, wanted)
+    fast = Simulator(graph).simulate(wanted)
     assert (fast.peak_bytes, set(fast.replayed)) == (slow[0], slow[2])
     assert fast.extra_seconds == pytest.approx(slow[1])

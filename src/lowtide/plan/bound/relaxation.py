@@ -36,7 +36,6 @@ from lowtide.plan.bound.columns import Decisions
 from lowtide.plan.bound.program import Floats, Program
 from lowtide.plan.bound.windows import Window
 from lowtide.plan.simulate.simulator import Bytes, Simulator
-from lowtide.plan.split.stages import Stages
 
 _ROUNDS = 30
 """Times that rows are added and the program is solved; stopping early leaves a lower bound."""
@@ -49,9 +48,6 @@ _WINDOWS_PER_ROUND = 6
 
 _MOST_WINDOWS = 24
 """Stages whose backward is added at most: each takes several hundred columns."""
-
-_DEPTH = 1
-"""Stages before a window's own whose operations it follows, too."""
 
 _NODES = 1
 """Branch-and-bound nodes: what whole numbers bring comes from the root."""
@@ -179,7 +175,7 @@ class Relaxation(Decisions):
             : min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))
         ]
         for _, k in tight:
-            window = Window(self, k, _DEPTH)
+            window = Window(self, k)
             window.add(program, budget, scale, windows.values())
             windows[k] = window
         return bool(tight)
@@ -199,11 +195,11 @@ class Relaxation(Decisions):
         return ordered[:_ROWS_PER_ROUND]
 
 
-def lower_bound(sim: Simulator, budget: int, stages: Stages | None = None) -> Bound:
+def lower_bound(sim: Simulator, budget: int) -> Bound:
     """The least extra seconds that any schedule within ``budget`` bytes adds, and the least peak any schedule
     has.
     """
-    relaxation = Relaxation(sim, stages)
+    relaxation = Relaxation(sim)
     peak = relaxation.least_peak()
     if budget >= sim.plain_peak:
         return Bound(0.0, peak)

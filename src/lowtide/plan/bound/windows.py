@@ -22,11 +22,14 @@ from collections.abc import Iterable
 from lowtide.plan.bound.columns import Decisions
 from lowtide.plan.bound.program import Program
 
+_DEPTH = 1
+"""Stages before a window's own whose operations it follows, too."""
+
 
 class Window:
     """The backward of stage ``stage``."""
 
-    def __init__(self, relaxation: Decisions, stage: int, depth: int = 0) -> None:
+    def __init__(self, relaxation: Decisions, stage: int) -> None:
         self.relaxation = relaxation
         self.stage = stage
         self.again: dict[int, list[int]] = {}
@@ -34,7 +37,7 @@ class Window:
         start, end = relaxation.stages.window_events[stage]
         self.operations = [
             i
-            for i in relaxation.stages.operations(max(0, stage - depth), stage + 1)
+            for i in relaxation.stages.operations(max(0, stage - _DEPTH), stage + 1)
             if i in relaxation.op_column
         ]
         inside = set(self.operations)

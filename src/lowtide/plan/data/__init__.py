@@ -4,6 +4,7 @@ In: nothing. Out: decisions (what may happen to a saved value), `Plan` (a decisi
 step, and what that is predicted to cost), `Moved` and `Link` (values that leave their place, and how fast).
 """
 
+from lowtide.links import Link, Links
 from lowtide.plan.data.decisions import (
     Chain,
     Compress,
@@ -16,12 +17,12 @@ from lowtide.plan.data.decisions import (
     decision_of,
     stages,
 )
-from lowtide.plan.data.moved import Codec, CodecFacts, Link, Links, Moved, ahead_bytes, gather_bytes
+from lowtide.plan.data.moved import Codec, Moved, ahead_bytes, gather_bytes
 from lowtide.plan.data.plan import PLAN_FORMAT, Move, Plan, ProgramStep, in_one_line
 from lowtide.plan.data.table import ModuleRow
 
 __all__ = [
-    "PLAN_FORMAT", "Chain", "Codec", "CodecFacts", "Compress", "Decision", "Keep", "Link",
+    "PLAN_FORMAT", "Chain", "Codec", "Compress", "Decision", "Keep", "Link",
     "Links", "ModuleRow", "Move",
     "Moved", "Moving", "Offload", "Plan", "ProgramStep", "Recompute", "Shard", "ahead_bytes", "decision_of",
     "gather_bytes",

@@ -1,32 +1,11 @@
-"""Speeds of links, what codecs make of values, and a moved value as the planner and the executor see it."""
+"""What codecs make of values, and a moved value as the planner and the executor see it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 from lowtide.plan.data.decisions import Moving, Shard, stages
-
-
-@dataclass(frozen=True, slots=True)
-class Link:
-    """How fast a tier is.
-
-    Attributes:
-        write_bytes_per_second, read_bytes_per_second: of one transfer at a time.
-        latency_seconds: of each transfer.
-        busy: share of a transfer's time that it takes from the operations that run meanwhile.
-    """
-
-    write_bytes_per_second: float
-    read_bytes_per_second: float
-    latency_seconds: float = 0.0
-    busy: float = 0.0
-
-
-Links = Mapping[str, Link]
-"""tier or group name -> its speed"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -101,25 +80,16 @@ def ahead_bytes(decision: Moving, bytes_: int, encoded_bytes: int) -> int:
 
 
 class Codec(Protocol):
-    """A codec of the user's own; the planner hands it on and knows its name."""
-
-    name: str
-
-
-@dataclass(frozen=True, slots=True)
-class CodecFacts:
-    """What a codec makes of values.
-
-    Attributes:
-        name: by which plans know it.
-        gentler: the codec that is used instead where backward is not linear in the value; empty for none.
-        replayable_from: whether an operation may be replayed from what comes back.
-        scratch: from a value's elements and the device to the most that is allocated beyond what is returned.
-        encoded_bytes: from a value's elements and the name of its dtype to the most bytes that it takes.
-    """
+    """What the planner asks of a codec, see `lowtide.store.coding.Codec`."""
 
     name: str
     gentler: str
     replayable_from: bool
-    scratch: Callable[[int, str], int]
-    encoded_bytes: Callable[[int, str], int]
+
+    def scratch(self, elements: int, device: str = "cpu") -> int:
+        """The most that is allocated beyond what is returned."""
+        ...
+
+    def encoded_bytes(self, form: Any) -> int:
+        """The most bytes that a value of this form takes."""
+        ...

@@ -22,7 +22,6 @@ MiniMalloc (Moffitt, ASPLOS 2023, section 4); the corners are those of perfect r
 from __future__ import annotations
 
 import ctypes
-from functools import lru_cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
@@ -55,7 +54,7 @@ def pack(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: f
     """Offsets below ``capacity`` for buffers that live in sections ``first`` to ``last`` (half open), or the
     proof that there are none.
     """
-    library = _library()
+    library = load(Path(__file__).with_name("packing.cpp"))
     if library is None:
         return Packing("stopped", None, 0)
     nodes = ctypes.c_int64(0)
@@ -73,8 +72,3 @@ def arguments(
     buffers = [array.ctypes.data_as(ctypes.c_void_p) for array in (begin, end, sizes)]
     limits = [int(end.max(initial=0)), ctypes.c_int64(capacity), ctypes.c_double(seconds)]
     return [len(sizes), *buffers, *limits, offsets.ctypes.data_as(ctypes.c_void_p)], offsets
-
-
-@lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
-    return load(Path(__file__).with_name("packing.cpp"))

@@ -12,7 +12,6 @@ from collections.abc import Iterable
 from dataclasses import replace
 from typing import NamedTuple
 
-from lowtide.errors import PlanError
 from lowtide.plan.data import Move, Moved, Plan, Shard, stages
 from lowtide.plan.layout import find
 from lowtide.plan.simulate.simulator import Simulation
@@ -62,17 +61,6 @@ def lay_out(moved: Iterable[Moved], simulation: Simulation) -> SlabLayout:
         [first for first, _ in spans], [until for _, until in spans], sizes, align=ALIGN, seconds=_SECONDS
     )
     return SlabLayout(dict(zip(keys, map(int, found.offsets), strict=True)), found.height)
-
-
-def checked(slab: bool | None) -> bool | None:
-    """What was given for ``slab=``, if it can be.
-
-    Raises:
-        PlanError: it cannot.
-    """
-    if slab is not None and not isinstance(slab, bool):
-        raise PlanError(f"slab={slab!r}: give True, False, or None for where the budget has room for it")
-    return slab
 
 
 def without_slab(plan: Plan) -> Plan:

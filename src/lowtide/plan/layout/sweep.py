@@ -13,8 +13,6 @@ one.
 
 from __future__ import annotations
 
-import ctypes
-from functools import lru_cache
 from pathlib import Path
 
 from lowtide.native import load
@@ -30,13 +28,8 @@ def sweep(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: 
     >>> found is None or sorted(int(at) for at in found) in ([0, 0, 4], [0, 4, 4])
     True
     """
-    library = _library()
+    library = load(Path(__file__).with_name("sweep.cpp"))
     if library is None:
         return None
     given, offsets = arguments(first, last, size, capacity, seconds)
     return offsets if library.lowtide_sweep(*given) else None
-
-
-@lru_cache(maxsize=1)
-def _library() -> ctypes.CDLL | None:
-    return load(Path(__file__).with_name("sweep.cpp"))

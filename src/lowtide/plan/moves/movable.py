@@ -19,7 +19,7 @@ from lowtide.plan.data import (
     gather_bytes,
     stages,
 )
-from lowtide.plan.moves.supply import codec_facts
+from lowtide.plan.moves.supply import codec_named, encoded_bytes
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 
 _ITEM_BYTES = {
@@ -105,8 +105,8 @@ def moved_of(
             speed = (links or {}).get(first.group) if then is not None else None
             decode = bytes_ / speed.read_bytes_per_second + speed.latency_seconds if speed else 0.0
         elif isinstance(first, Compress):
-            codec, elements = codec_facts(first.codec, codecs), bytes_ // item
-            encoded = min(bytes_, codec.encoded_bytes(elements, dtype))
+            codec, elements = codec_named(first.codec, codecs), bytes_ // item
+            encoded = min(bytes_, encoded_bytes(codec, elements, dtype))
             scratch = codec.scratch(elements, sim.graph.device)
             speed = (links or {}).get(first.codec)
             encode = bytes_ / speed.write_bytes_per_second if speed else 0.0
@@ -131,7 +131,7 @@ def not_replayable_from(
         if (
             value in read
             and isinstance(first, Compress)
-            and not codec_facts(first.codec, codecs).replayable_from
+            and not codec_named(first.codec, codecs).replayable_from
         ):
             found.add(value)
     return found
@@ -218,7 +218,7 @@ def fitting_codec(
     """
     from lowtide.plan.moves.linear import linear_values
 
-    gentler = codec_facts(name, codecs).gentler
+    gentler = codec_named(name, codecs).gentler
     if not gentler or everywhere:
         return lambda value: name
     linear = linear_values(sim.graph)

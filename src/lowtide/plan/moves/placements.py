@@ -7,7 +7,6 @@ value that may move, one `Moved` for each decision that fits it.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 from lowtide.errors import PlanError
 from lowtide.plan.data import (
@@ -88,10 +87,8 @@ def missing_links(
     links: Links | None,
     codecs: Sequence[Codec],
     device: str,
-    room_bytes: int | None = None,
 ) -> dict[str, Link]:
-    """The links that were given, and those that were not: measured in at most ``room_bytes``, once in a
-    process.
+    """The links that were given, and those that were not: measured, once in a process.
 
     Raises:
         PlanError: a group's is missing, which one rank cannot measure.
@@ -112,15 +109,5 @@ def missing_links(
         if then is not None and then.tier not in given:
             missing.append(then)
         for part in missing:
-            known = _measured(device, part, tuple((type(codec), codec.name) for codec in codecs))
-            # later plans are made beside the tensors of a step, where there is no room to measure
-            if not known:
-                known.update(link_speeds([part], codecs, device, room_bytes))
-            found.update(known)
+            found |= link_speeds(part, tuple(codecs), device)
     return {**found, **given}
-
-
-@lru_cache(maxsize=64)
-def _measured(device: str, decision: Moving, codecs: tuple[tuple[type, str], ...]) -> dict[str, Link]:
-    """What this process has measured; empty at first, for the caller to fill."""
-    return {}

@@ -8,10 +8,10 @@ they are asked.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import astuple
+from functools import lru_cache
 from typing import TYPE_CHECKING, cast
 
-from lowtide.plan.data import Codec, CodecFacts, Compress, Link, Moving, Shard, decision_of, stages
+from lowtide.plan.data import Codec, Compress, Link, Moving, Shard, decision_of, stages
 from lowtide.progress import current
 
 if TYPE_CHECKING:
@@ -21,43 +21,42 @@ if TYPE_CHECKING:
     from lowtide.store.stores import Stores
 
 
-def codec_facts(name: str, own: Sequence[Codec] = ()) -> CodecFacts:
-    """What the planner has to know of a codec, one of ``own`` or of lowtide's."""
+def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:
+    """The codec of that name, one of ``own`` or of lowtide's."""
+    from lowtide.store.codec import codec_named as find
+
+    return find(name, cast("Sequence[StoreCodec]", own))
+
+
+def encoded_bytes(codec: Codec, elements: int, dtype: str) -> int:
+    """The most bytes that a value of so many elements takes in a codec."""
     import torch
 
-    from lowtide.store.codec import Form, codec_named
+    from lowtide.store.coding import Form
 
-    codec = codec_named(name, cast("Sequence[StoreCodec]", own))
-
-    def encoded_bytes(elements: int, dtype: str) -> int:
-        return codec.encoded_bytes(Form(elements, getattr(torch, dtype, torch.uint8)))
-
-    return CodecFacts(codec.name, codec.gentler, codec.replayable_from, codec.scratch, encoded_bytes)
+    return codec.encoded_bytes(Form(elements, getattr(torch, dtype, torch.uint8)))
 
 
 def codecs_behind(name: str, own: Sequence[Codec]) -> tuple[str, ...]:
     """The codecs that a name may come to mean."""
     if name == "auto":
         return ("mask", "positive")
-    gentler = codec_facts(name, own).gentler
+    gentler = codec_named(name, own).gentler
     return (name, gentler) if gentler else (name,)
 
 
-def link_speeds(
-    ways: Sequence[Moving], own: Sequence[Codec], device: str, room_bytes: int | None = None
-) -> dict[str, Link]:
-    """How fast the tiers and codecs of some decisions are, measured now."""
+@lru_cache(maxsize=64)
+def link_speeds(way: Moving, own: tuple[Codec, ...], device: str) -> dict[str, Link]:
+    """How fast the tier or codec of a decision is, measured once in a process."""
     from lowtide.store.stores import Stores
 
-    stores = Stores(codecs=cast("Sequence[StoreCodec]", own))
-    return measure_links(*ways, stores=stores, device=device, room_bytes=room_bytes)
+    return measure_links(way, stores=Stores(codecs=cast("Sequence[StoreCodec]", own)), device=device)
 
 
 def measure_links(
     *ways: str | Moving,
     stores: Stores | None = None,
     device: str | torch.device = "cpu",
-    room_bytes: int | None = None,
 ) -> dict[str, Link]:
     """How fast the tiers, codecs and groups of some decisions are here, by moving a few megabytes.
 
@@ -66,8 +65,6 @@ def measure_links(
         stores: with the groups and codecs that ``ways`` name. Where there is a group, all its ranks have to
             call this, and all get the same.
         device: where values come from.
-        room_bytes: the most device memory that measuring tiers and codecs may take; ``None`` for up to 24
-            MiB.
 
     Returns:
         The speed of each by its name, as ``links=`` of the policies takes them.
@@ -94,12 +91,9 @@ def measure_links(
             if isinstance(first, Compress):
                 for name in codecs_behind(first.codec, known.codecs):
                     if name not in found:
-                        found[name] = Link(*astuple(measure_codec(known.codec(name), place, room_bytes)))
+                        found[name] = measure_codec(known.codec(name), place)
             elif isinstance(first, Shard) and first.group not in found:
-                found[first.group] = Link(
-                    *astuple(measure_group(known.group(first.group, first.size), place))
-                )
+                found[first.group] = measure_group(known.group(first.group, first.size), place)
             if then is not None and then.tier not in found:
-                tier = own.tier(then.tier, then.path, place)
-                found[then.tier] = Link(*astuple(measure_tier(tier, place, room_bytes=room_bytes)))
+                found[then.tier] = measure_tier(own.tier(then.tier, then.path, place), place)
     return found

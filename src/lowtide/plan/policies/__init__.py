@@ -8,10 +8,9 @@ usually one that picks the values to store and ends in `make_plan`.
 >>> policy = policies.selective(recompute_ops=["aten.gelu"])
 """
 
-from lowtide.plan.policies.build import make_plan
+from lowtide.plan.policies.build import Policy, make_plan
 from lowtide.plan.policies.chosen import mixed, optimal
 from lowtide.plan.policies.moving import compress, offload, partition
-from lowtide.plan.policies.policy import Policy
 from lowtide.plan.policies.recompute import full, keep_all, scope, selective, sqrt
 
 __all__ = [

@@ -6,7 +6,9 @@ Every policy ends here, a user's own included: decide which values stay, call `m
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
+from typing import Protocol
 
+from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound.relaxation import Bound, lower_bound
 from lowtide.plan.data import (
@@ -21,11 +23,19 @@ from lowtide.plan.data import (
     ProgramStep,
     Recompute,
 )
-from lowtide.plan.layout.slab import SlabLayout, checked, lay_out
+from lowtide.plan.layout.slab import SlabLayout, lay_out
 from lowtide.plan.moves.movable import move_rows, moved_of, not_replayable_from, refuse_moves
 from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.refusal import refusal
 from lowtide.plan.simulate.simulator import Simulation, Simulator, close
+
+
+class Policy(Protocol):
+    """What every policy looks like."""
+
+    def __call__(self, graph: StepGraph, budget: int | None = None) -> Plan:
+        """The plan for ``graph``; a policy that cannot meet ``budget`` raises `BudgetError`."""
+        ...
 
 
 def make_plan(
@@ -68,7 +78,8 @@ def make_plan(
         BudgetError: the plan's peak is above the budget.
         PlanError: a value cannot be moved.
     """
-    checked(slab)
+    if slab not in (None, True, False):
+        raise PlanError(f"slab={slab!r}: give True, False, or None for where the budget has room for it")
     sim = simulator or Simulator(graph)
     wanted = dict(moves or {})
     refuse_moves(sim, wanted)

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Codec, Links, Moving, Plan, decision_of
 from lowtide.plan.moves.placements import default_placements, missing_links, placements_of
-from lowtide.plan.policies.build import make_plan
-from lowtide.plan.policies.policy import Policy
+from lowtide.plan.policies.build import Policy, make_plan
 from lowtide.plan.search.mix import Mixer
 from lowtide.plan.search.planner import planner_of
 
@@ -73,8 +72,7 @@ def mixed(
         offered = chosen or default_placements(graph.device)
         planner = planner_of(graph)
         with planner.lock:
-            peak = planner.sim.plain_peak if budget is None else max(budget, planner.relaxation.least_peak())
-            speeds = missing_links(offered, links, codecs, graph.device, max(0, peak - graph.resident_bytes))
+            speeds = missing_links(offered, links, codecs, graph.device)
             mixer = Mixer(
                 planner,
                 placements_of(planner.sim, offered, speeds, min_bytes, codecs, everywhere),

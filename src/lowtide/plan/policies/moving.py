@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Chain, Codec, Compress, Links, Moving, Offload, Plan, Shard, ahead_bytes
@@ -14,26 +12,10 @@ from lowtide.plan.moves.movable import (
     moved_of,
 )
 from lowtide.plan.moves.placements import placements_of
-from lowtide.plan.moves.supply import codec_facts
-from lowtide.plan.policies.build import make_plan
-from lowtide.plan.policies.policy import Policy
+from lowtide.plan.moves.supply import codec_named
+from lowtide.plan.policies.build import Policy, make_plan
 from lowtide.plan.simulate.simulator import Simulator, close
 from lowtide.plan.split.blocks import entering_blocks, full_stored
-
-
-def fewest(
-    sim: Simulator, stored: frozenset[int], order: Sequence[int], decision: Moving, budget: int, window: int
-) -> int | None:
-    """How many of ``order``, from its beginning, have to move so that the peak is within ``budget``; ``None``
-    when all of them do not do.
-    """
-
-    def fits(count: int) -> bool:
-        chosen = dict.fromkeys(order[:count], decision)
-        moving = sim.moving(moved_of(sim, chosen), window) if chosen else sim
-        return moving.simulate(stored - chosen.keys()).peak_bytes <= budget
-
-    return least_count(len(order), fits)
 
 
 def offload(
@@ -76,7 +58,13 @@ def offload(
                 count -= 1
                 tail += sizes[count]
         else:
-            found = fewest(sim, everything, order, decision, budget, window)
+
+            def fits(count: int) -> bool:
+                chosen = dict.fromkeys(order[:count], decision)
+                moving = sim.moving(moved_of(sim, chosen), window) if chosen else sim
+                return moving.simulate(everything - chosen.keys()).peak_bytes <= budget
+
+            found = least_count(len(order), fits)
             count = len(order) if found is None else found
         moves: dict[int, Moving] = dict.fromkeys(order[:count], decision)
         return make_plan(
@@ -119,7 +107,7 @@ def compress(
     own = () if isinstance(codec, str) else (codec,)
     name = codec if isinstance(codec, str) else codec.name
     if name != "auto":
-        codec_facts(name, own)
+        codec_named(name, own)
 
     def compressed(graph: StepGraph, budget: int | None = None) -> Plan:
         sim = Simulator(graph)

@@ -3,19 +3,22 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Plan
-from lowtide.plan.policies.build import make_plan
-from lowtide.plan.policies.policy import Policy
+from lowtide.plan.policies.build import Policy, make_plan
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.blocks import block_of, full_stored, sqrt_stored
 
 _SOFTMAX = re.compile(r"(^|[.:])_?(safe_)?softmax(\.|$)")
 _BATCHED = re.compile(r"(^|[.:])(bmm|baddbmm|matmul|einsum)(\.|$)")
 _PRODUCT = re.compile(r"(^|[.:])(mm|addmm|bmm|baddbmm|matmul|linear|einsum|convolution|_scaled_mm)(\.|$)")
+_MOST_AROUND = 40
+"""Operations that belong to a softmax, at most, in either direction."""
+
 _FUSED = re.compile(r"scaled_dot_product|flash_attention|efficient_attention")
 
 
@@ -144,12 +147,15 @@ def attention_stored(graph: StepGraph, sim: Simulator) -> frozenset[int]:
         if op.phase != "forward":
             continue
         if _FUSED.search(op.name):
-            given |= {op.index} | _downstream(sim, op, _PRODUCT)[0]
+            below, readers = _around(sim, op, _readers(sim, op.writes), _PRODUCT)
+            given |= {op.index} | (below if readers else set())
         elif _SOFTMAX.search(op.name):
-            above, start = _upstream(sim, op)
-            below, stops = _downstream(sim, op, _BATCHED)
-            if start and stops:
-                given |= {op.index} | above | below | _beside(sim, op, below)
+            above, products = _around(sim, op, _makers(sim, op.reads), _BATCHED, up=True)
+            below, readers = _around(sim, op, _readers(sim, op.writes), _BATCHED)
+            if products and readers:
+                masks = _makers(sim, [u for i in below for u in graph.operations[i].reads])
+                late = {i for i in _around(sim, op, masks, _PRODUCT, up=True)[0] if i > op.index}
+                given |= {op.index} | above | products | below | late
     if not given:
         raise PlanError(
             "selective found no attention (a softmax between two batched products, or a fused attention "
@@ -158,72 +164,33 @@ def attention_stored(graph: StepGraph, sim: Simulator) -> frozenset[int]:
     return evict_outputs(sim, given)
 
 
-def _same_place(a: Operation, b: Operation) -> bool:
-    return block_of(a.module) == block_of(b.module)
+def _makers(sim: Simulator, values: Iterable[int]) -> list[int]:
+    return [sim.producer[value] for value in values]
 
 
-def _upstream(sim: Simulator, op: Operation) -> tuple[set[int], bool]:
-    """Operations between the batched product above ``op`` and ``op``, that product included; whether there is
-    one.
+def _readers(sim: Simulator, values: Iterable[int]) -> list[int]:
+    return [index for value in values for index in sim.readers[value]]
+
+
+def _around(
+    sim: Simulator, op: Operation, start: list[int], stop: re.Pattern[str], up: bool = False
+) -> tuple[set[int], set[int]]:
+    """Operations of the block of ``op`` from ``start`` on, down or ``up`` to the next products, and those
+    products that ``stop`` names.
     """
-    graph = sim.graph
+    graph, here = sim.graph, block_of(op.module)
     found: set[int] = set()
-    product = False
-    stack = [(u, 0) for u in op.reads]
-    while stack:
-        value, depth = stack.pop()
-        index = sim.producer[value]
-        if index < 0 or index in found or depth > 12:
-            continue
-        above = graph.operations[index]
-        if _BATCHED.search(above.name) and _same_place(above, op):
-            found.add(index)
-            product = True
-        elif not _PRODUCT.search(above.name) and _same_place(above, op):
-            found.add(index)
-            stack.extend((u, depth + 1) for u in above.reads)
-    return found, product
-
-
-def _beside(sim: Simulator, op: Operation, region: set[int]) -> set[int]:
-    """What else the operations of ``region`` read that is made near ``op`` without a product: dropout
-    masks.
-    """
-    graph = sim.graph
-    found: set[int] = set()
-    stack = [u for i in region for u in graph.operations[i].reads]
-    while stack:
-        index = sim.producer[stack.pop()]
-        if index < 0 or index in found or index in region or index <= op.index:
+    stops: set[int] = set()
+    queue = deque(start)
+    while queue and len(found) < _MOST_AROUND:
+        index = queue.popleft()
+        if index < 0 or index in found:
             continue
         near = graph.operations[index]
-        if _same_place(near, op) and not _PRODUCT.search(near.name):
+        inside = block_of(near.module) == here
+        if stop.search(near.name) and (inside or not up):
+            stops.add(index)
+        elif inside and not _PRODUCT.search(near.name):
             found.add(index)
-            stack.extend(near.reads)
-    return found
-
-
-def _downstream(sim: Simulator, op: Operation, stop: re.Pattern[str]) -> tuple[set[int], bool]:
-    """Operations between ``op`` and the next product, that one not included (its output is what leaves);
-    whether there is one.
-    """
-    graph = sim.graph
-    found: set[int] = set()
-    product = False
-    stack = list(op.writes)
-    while stack:
-        for index in sim.readers[stack.pop()]:
-            below = graph.operations[index]
-            if stop.search(below.name):
-                product = True
-            elif (
-                index not in found
-                and _same_place(below, op)
-                and len(found) < 16
-                and not _PRODUCT.search(below.name)
-            ):
-                found.add(index)
-                stack.extend(below.writes)
-    if not product:
-        found.clear()
-    return found, product
+            queue.extend(_makers(sim, near.reads) if up else _readers(sim, near.writes))
+    return found, stops

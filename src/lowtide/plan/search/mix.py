@@ -25,7 +25,7 @@ from lowtide.plan.bound.relaxation import Bound
 from lowtide.plan.data import Codec, Compress, Links, Moved, Moving, Shard, stages
 from lowtide.plan.moves.movable import default_window, least_count
 from lowtide.plan.moves.placements import Placements
-from lowtide.plan.moves.supply import codec_facts
+from lowtide.plan.moves.supply import codec_named
 from lowtide.plan.search.planner import Planner
 from lowtide.plan.simulate.refusal import refusal
 from lowtide.plan.simulate.simulator import Simulation, Simulator, close
@@ -143,7 +143,7 @@ class Mixer:
         return self.relaxation.seconds_to_move(m) + both
 
     def _whole(self, codec: str) -> bool:
-        return codec_facts(codec, self.codecs).replayable_from
+        return codec_named(codec, self.codecs).replayable_from
 
     def _saves(self, m: Moved) -> int:
         """Bytes that moving a value frees on the device."""

@@ -36,10 +36,6 @@ _NEAR_GAP = 0.0025
 _WIDE_GAP = 0.01
 """The distance, as a share of the step's time, from which the search for the smallest peak pays."""
 
-_TIGHTER = 0.97
-"""The share of the budget whose relaxed decisions are rounded, too: the relaxation does not see all that
-replays hold, and single decisions choose less well what to evict for that."""
-
 _OVER = 0.25
 """How far beyond the budget, as a share of it, single decisions are tried to bring a plan back into it."""
 
@@ -148,11 +144,10 @@ class Planner:
         """The best plan of a step that is too large for all its plans to be tried."""
         pool = family
         for windows in (False, True):  # they take most of the time, and often bring nothing
-            pool = [*pool, *self._rounded(budget, budget, windows)]
+            pool = [*pool, *self._rounded(budget, windows)]
             best = self._best(pool, budget, 1)
             if not self._far(best, budget, _NEAR_GAP):
                 return best
-        pool += self._rounded(int(_TIGHTER * budget), budget, windows=True)
         best = self._best(pool, budget, _STARTS)
         if not self._far(best, budget, _GOOD_GAP):
             return best
@@ -224,10 +219,10 @@ class Planner:
             for c in candidates
         ]
 
-    def _rounded(self, target: int, budget: int, windows: bool) -> list[Candidate]:
-        """Plans that store what the relaxed decisions for ``target`` bytes mostly store."""
+    def _rounded(self, budget: int, windows: bool) -> list[Candidate]:
+        """Plans that store what the relaxed decisions mostly store."""
         current().say("rounding the best possible")
-        bound, point = self._solved(target, windows)
+        bound, point = self._solved(budget, windows)
         if bound == float("inf"):
             return []
         return self._lowered(rounded(self.relaxation, self.search, point), budget)

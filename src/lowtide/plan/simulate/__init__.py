@@ -4,6 +4,6 @@ In: a `StepGraph`, the ids of the values that stay, and those that move. Out: a 
 every event, the peak and where it stands, what runs again, and seconds. `close` makes a wish feasible.
 """
 
-from lowtide.plan.simulate.simulator import Simulation, Simulator, close, plain, simulate, simulate_plan
+from lowtide.plan.simulate.simulator import Simulation, Simulator, close, plain
 
-__all__ = ["Simulation", "Simulator", "close", "plain", "simulate", "simulate_plan"]
+__all__ = ["Simulation", "Simulator", "close", "plain"]

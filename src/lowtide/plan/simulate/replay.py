@@ -2,43 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.index import StepIndex
-
-
-@dataclass(slots=True)
-class Replay:
-    """What a set of evicted values makes the executor do: the sparse part of a simulation.
-
-    Attributes:
-        operations: all operations that the evicted values rest on, in forward order.
-        running: those that really run (some saved tensors are never unpacked).
-        repeats: operations that run once more because somebody unpacks a tensor a second time.
-        hold: value id -> event until which a stored value is held for others that rest on it.
-        level: (event, bytes) changes of the replayed copies' bytes, effective after the event.
-        tops: (event, bytes of replayed copies at their most within the event, operation that runs then).
-        until: operation -> the last release of what rests on it.
-        fetched: moved values in the order in which they are fetched.
-        work: (event, operations that run then, moved values that are asked to be fetched ahead after it), in
-            order.
-        spans, turns: see `lowtide.plan.simulate.Simulation`.
-    """
-
-    operations: list[int]
-    running: list[int]
-    repeats: list[int]
-    hold: dict[int, int]
-    level: list[tuple[int, int]]
-    tops: list[tuple[int, int, int]]
-    until: dict[int, int]
-    fetched: list[int]
-    work: list[tuple[int, list[int], list[int]]]
-    spans: dict[tuple[int, bool], tuple[int, int]]
-    turns: list[int]
 
 
 class Held(NamedTuple):
@@ -60,23 +27,33 @@ class Held(NamedTuple):
 
 
 class Walk:
-    """Rules 4, 5 and 7: which replayed copies are alive when.
+    """Rules 4, 5 and 7: which replayed copies are alive when; what a set of evicted values makes the executor
+    do.
 
     Args:
         index: of the step.
-        reads: operation -> what it reads that may be missing.
         flags: as of `StepIndex.flags`.
         running: the operations that run again.
         idle: those that could and never do, for what rests on them is never unpacked -> when the last of that
             is released.
         ahead: moved values in the order in which they are fetched ahead of need; without it they are fetched
             when they are needed.
+
+    Attributes:
+        running: as given.
+        repeats: operations that run once more because somebody unpacks a tensor a second time.
+        hold: value id -> event until which a stored value is held for others that rest on it.
+        until: operation -> the last release of what rests on it.
+        level: (event, bytes) changes of the replayed copies' bytes, effective after the event.
+        tops: (event, bytes of replayed copies at their most within the event, operation that runs then).
+        fetched: moved values in the order in which they are fetched.
+        work: (event, operations that run then, moved values that are asked to be fetched ahead after it), in
+            order.
     """
 
     def __init__(
         self,
         index: StepIndex,
-        reads: Sequence[Sequence[int]],
         flags: bytearray,
         running: list[int],
         idle: dict[int, int],
@@ -85,7 +62,10 @@ class Walk:
         self.sim = index
         self.flags = flags
         self.operations = index.operations
-        self.reads = reads
+        self.reads = reads = index.reads
+        self.running = running
+        self.hold: dict[int, int] = {}
+        self.until: dict[int, int] = {}
         self.ahead = ahead or []
         self.next = 0
         self.early: dict[int, int] = {}
@@ -97,8 +77,7 @@ class Walk:
         self.lies: dict[int, int] = {}
         """value -> the moved value in whose place in the slab its copy lies"""
         self.turn = 0
-        self.turns = [-1]
-        """turn -> the event that it is part of; there are turns where there is a slab"""
+        """rises with all that happens"""
         if index.slab:
             for value in index.moved:
                 self.sizes[value] = 0
@@ -122,10 +101,6 @@ class Walk:
         self.seen = index.seen
         if self.seen is not None:
             self.seen.clear()  # the walk before this one only showed the order
-
-    def _begin_turn(self, event: int) -> None:
-        self.turn += 1
-        self.turns.append(event)
 
     def spans(self) -> dict[tuple[int, bool], tuple[int, int]]:
         """When places in the slab are taken."""
@@ -168,10 +143,9 @@ class Walk:
         events += [(until, 5, index) for index, until in self.idle.items() if until < sim.end]
         events.sort()
         left, handed, cached = self.left, self.handed, self.cached
-        value_of, slab, moving = sim.value_of_saved, sim.slab, bool(sim.moved)
+        value_of, moving = sim.value_of_saved, bool(sim.moved)
         for event, kind, tensor in events:
-            if slab:
-                self._begin_turn(event)
+            self.turn += 1
             before = self.live
             if kind == 0:
                 value = value_of[tensor]
@@ -215,8 +189,7 @@ class Walk:
         sim, asked = self.sim, []
         if event < sim.first_unpack:
             return
-        if sim.slab:
-            self._begin_turn(event)
+        self.turn += 1
         room = sim.window_bytes - sum(self.early.values())
         while self.next < len(self.ahead):
             value = self.ahead[self.next]
@@ -244,7 +217,7 @@ class Walk:
         slab = sim.slab and not again
         live = self.live
         most, most_op = -1, -1
-        operations, reads, turns, count = self.operations, self.reads, self.turns, len(sim.graph.operations)
+        operations, reads, count = self.operations, self.reads, len(sim.graph.operations)
         needed = self._needed(value, cached)
         if sim.moved:
             self.work.append((event, needed, []))
@@ -252,9 +225,7 @@ class Walk:
             op = operations[index]
             moved: set[int] = set()
             scratch = op.scratch_bytes
-            if sim.slab:
-                self.turn += 1
-                turns.append(event)
+            self.turn += 1
             if index >= count:
                 brought = op.writes[0]
                 self.fetched.append(brought)

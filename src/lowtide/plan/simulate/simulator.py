@@ -16,10 +16,10 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.data import Links, Moved, Plan
+from lowtide.plan.data import Links, Moved
 from lowtide.plan.simulate.closure import refuse, replay_set
 from lowtide.plan.simulate.index import Bytes, StepIndex
-from lowtide.plan.simulate.replay import Replay, Walk
+from lowtide.plan.simulate.replay import Walk
 from lowtide.plan.simulate.transfers import Outgoing, Traffic, fetch_operations
 
 
@@ -45,7 +45,6 @@ class Simulation:
         traffic: what transfers do, where values move.
         spans: (moved value, whether it is the encoded form on its way in) -> half-open lifetime in turns of
             the backward, where a slab holds them.
-        turns: turn -> the event that it is part of.
     """
 
     stored: frozenset[int]
@@ -61,7 +60,6 @@ class Simulation:
     held_until: dict[int, int] = field(repr=False)
     traffic: Traffic | None = field(default=None, repr=False)
     spans: dict[tuple[int, bool], tuple[int, int]] = field(default_factory=dict, repr=False)
-    turns: list[int] = field(default_factory=list, repr=False)
 
     @property
     def peak_module(self) -> str:
@@ -165,7 +163,7 @@ class Simulator(StepIndex):
             for u in self.reads[index]
         ):
             refuse(self, given, flags)
-        return sorted(needed)
+        return sorted(needed, key=self.place) if self.moved else sorted(needed)
 
     def simulate(self, stored: Collection[int], links: Links | None = None) -> Simulation:
         """The step under ``stored`` (rules 1 to 7 of docs/design.md; for values that move, see
@@ -235,8 +233,7 @@ class Simulator(StepIndex):
             top_bytes=top,
             held_until={sid: until for sid, until in hold.items() if until > self.natural_end[sid]},
             traffic=traffic,
-            spans=replay.spans,
-            turns=replay.turns,
+            spans=replay.spans(),
         )
 
     def least_at(self, stored: Collection[int], event: int) -> int:
@@ -256,7 +253,7 @@ class Simulator(StepIndex):
         held = sum(self.graph.storages[sid].bytes for sid in hold if self.natural_end[sid] <= event)
         return int(self.natural_live[event] + self.scratch[event]) + held
 
-    def _standing(self, event: int, above: int, replay: Replay) -> tuple[Operation | None, bool]:
+    def _standing(self, event: int, above: int, replay: Walk) -> tuple[Operation | None, bool]:
         """The operation that runs at ``event``, and whether it is a replay."""
         graph = self.graph
         if event < 0:
@@ -271,40 +268,23 @@ class Simulator(StepIndex):
             event -= 1
         return (graph.operations[0] if graph.operations else None), False
 
-    def replay(self, given: list[int], flags: bytearray) -> Replay:
+    def replay(self, given: list[int], flags: bytearray) -> Walk:
         """What evicting ``given`` does, when ``flags`` says what is stored."""
         if not given:
-            return Replay([], [], [], {}, [], [], {}, [], [], {}, [-1])
+            return Walk(self, flags, [], {})
         every = self.closure(given, flags)
         unpacked = [v for v in given if self.unpacked[v]]
         running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
-        order = sorted(every, key=self.place) if self.moved else every
-        hold, until = self._rests(order, given, flags)
-        idle = (
-            {i: until[i] for i in set(every).difference(running) if until[i] > self.first_unpack}
-            if running is not every
-            else {}
-        )
+        hold, until = self._rests(every, given, flags)
+        idle = {i: until[i] for i in set(every).difference(running) if until[i] > self.first_unpack}
         unasked = [t for v in given for t in self.unasked.get(v, ())] if self.unasked else []
-        walk = Walk(self, self.reads, flags, running, idle)
+        walk = Walk(self, flags, running, idle)
         walk.run(unpacked, unasked)
         if walk.fetched and self.window_bytes:  # who comes first is known now: once more, with fetching ahead
-            ahead = walk.fetched
-            walk = Walk(self, self.reads, flags, running, idle, ahead)
+            walk = Walk(self, flags, running, idle, walk.fetched)
             walk.run(unpacked, unasked)
-        return Replay(
-            order,
-            order if running is every else sorted(running, key=self.place) if self.moved else running,
-            walk.repeats,
-            hold,
-            walk.level,
-            walk.tops,
-            until,
-            walk.fetched,
-            walk.work,
-            walk.spans(),
-            walk.turns,
-        )
+        walk.hold, walk.until = hold, until
+        return walk
 
     def _rests(
         self, order: list[int], given: list[int], flags: bytearray
@@ -331,30 +311,10 @@ class Simulator(StepIndex):
         return hold, until
 
 
-def simulate(graph: StepGraph, stored: Collection[int]) -> Simulation:
-    """The step of ``graph`` when the values ``stored`` stay and every other droppable saved value is
-    evicted.
-
-    Raises:
-        PlanError: a value in ``stored`` cannot be stored, or what is evicted cannot be brought back.
-    """
-    return Simulator(graph).simulate(stored)
-
-
 def plain(graph: StepGraph) -> Simulation:
     """The step of ``graph`` with everything kept, as PyTorch runs it."""
     simulator = Simulator(graph)
     return simulator.simulate(simulator.droppable)
-
-
-def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
-    """The exact simulation of what ``plan`` does to the step it was made for (times of transfers aside)."""
-    sim = Simulator(graph)
-    if not plan.moves:
-        return sim.simulate(plan.stored)
-    moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
-    simulation = sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0).simulate(plan.stored)
-    return simulation.with_slab(plan.slab_bytes)
 
 
 def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None = None) -> frozenset[int]:

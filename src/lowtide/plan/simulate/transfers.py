@@ -25,7 +25,7 @@ import numpy as np
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Links, Moved, Shard, stages
 from lowtide.plan.simulate.index import Bytes, StepIndex
-from lowtide.plan.simulate.replay import Replay
+from lowtide.plan.simulate.replay import Walk
 
 
 def fetch_operations(graph: StepGraph, moved: Sequence[Moved], slab: bool = False) -> list[Operation]:
@@ -139,7 +139,7 @@ class Outgoing:
             found[event] = max(0, int(plain[event]) - encoded, most)
         return found
 
-    def traffic(self, replay: Replay, links: Links | None) -> Traffic:
+    def traffic(self, replay: Walk, links: Links | None) -> Traffic:
         """Walk the step once more with a clock: operations, copies out and copies in."""
         sim, graph = self.sim, self.sim.graph
         written: dict[str, int] = {}

@@ -11,7 +11,7 @@ import torch
 
 from lowtide import private
 from lowtide.ops import OpInfo
-from lowtide.private import FakeTensor, FakeTensorMode
+from lowtide.private import FakeTensor
 from lowtide.trace.untouched import same_attributes
 
 SMALL_BYTES = 1 << 24
@@ -26,14 +26,10 @@ class Faker:
 
     Small tensors of integers and truth values (token ids, masks, positions) are copied instead: models branch
     on what is in them.
-
-    Args:
-        mode: the fake tensor mode; made with ``allow_non_fake_inputs`` so that constants inside a model need
-            no care.
     """
 
-    def __init__(self, mode: FakeTensorMode | None = None) -> None:
-        self.mode = mode or private.fake_mode()
+    def __init__(self) -> None:
+        self.mode = private.fake_mode()
         self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
 
     def tensor(self, real: torch.Tensor) -> torch.Tensor:

@@ -152,11 +152,8 @@ class FakeTracer(Tracer, TorchDispatchMode):
         if self.closed or not has_plain_storage(tensor):
             return tensor
         with self._pause():
-            return _Handle(self, *self._packed(tensor))
-
-    def _packed(self, tensor: torch.Tensor) -> tuple[int, torch.Tensor, bool]:
-        number, droppable = self.packs(tensor)
-        return number, tensor, droppable
+            number, droppable = self.packs(tensor)
+            return _Handle(self, number, tensor, droppable)
 
     def unpack(self, handle: Any) -> torch.Tensor:
         """Autograd asks for a saved tensor."""

@@ -1,0 +1,28 @@
+"""How fast bytes come and go, as plain numbers: what stores measure and planners weigh."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True)
+class Link:
+    """How fast a tier, a codec or a group is.
+
+    Attributes:
+        write_bytes_per_second, read_bytes_per_second: of one transfer at a time; beside a computation on a
+            CPU, without one on a device that copies by itself.
+        latency_seconds: of each transfer.
+        busy: share of a transfer's time that it takes from the operations that run meanwhile; 0 where the
+            device copies by itself.
+    """
+
+    write_bytes_per_second: float
+    read_bytes_per_second: float
+    latency_seconds: float = 0.0
+    busy: float = 0.0
+
+
+Links = Mapping[str, Link]
+"""tier, codec or group name -> its speed"""
