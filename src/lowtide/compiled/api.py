@@ -112,10 +112,17 @@ class CompiledHandle:
         _check(budget)
         self.budget = budget
         self._forget()
+        self._close()
         self._install()
+
+    def _close(self) -> None:
+        """Give back what lies in tiers as soon as no step under way needs it."""
+        if self._tiers:
+            stores().retire()
 
     def remove(self) -> None:
         """From the next step on the model runs as `torch.compile` alone compiles it."""
+        self._close()
         how: dict[str, Any] = {**self._how, "backend": self._backend}
         if self._backend == "inductor" and self._options:
             how["options"] = self._options

@@ -4,17 +4,21 @@ A value's way, as operations of our own in the two graphs:
 
 - ``send``, right after its producer, starts copying it to a tier and returns a *ticket*, eight bytes;
 - ``settle`` waits for the copy and returns the ticket that is saved in the value's place. It reads the value,
-  so that this is held as long as the copy needs it, and counted so by whoever counts what graphs hold;
-- ``fetch``, in backward, makes room and starts copying back;
-- ``arrive`` waits for that. It writes the room, so that no reader comes before it.
+  so that whoever counts what graphs hold counts this for as long as the copy needs it;
+- ``fetch``, in backward, starts copying back and returns a ticket for what arrives;
+- ``arrive`` waits for that and returns the value.
+
+When to settle and to fetch follows from the plan's window, as in the eager engine (`lowtide.run.move`).
+Inductor orders calls anew, so that little memory is held: tickets are small, so they come early, and values
+come late. What shall not come earlier yet reads something that is not there before.
 
 A ticket owns what is stored: autograd lets go of the one when it lets its graph go, and the other goes, too.
-When to settle and to fetch follows from the plan's window, as in the eager engine (`lowtide.run.move`).
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -64,11 +68,10 @@ class Stored:
     """
 
     def __init__(self, x: torch.Tensor, tier: str, path: str) -> None:
-        self.device = x.device
-        self.geometry = tuple(x.shape), tuple(x.stride()), x.dtype
+        self._device = x.device
+        self._geometry = tuple(x.shape), tuple(x.stride()), x.dtype
         self._slot = stores().tier(tier, path, x.device).take(x.nbytes)
-        self._writing: Transfer | None = self._slot.tier.write(flat(x), self._slot)
-        self._reading: dict[int, Transfer] = {}
+        self._writing: Transfer | None = self._slot.tier.write(_flat(x), self._slot)
 
     def settle(self) -> None:
         """Order the device behind the copy out."""
@@ -76,22 +79,33 @@ class Stored:
         if writing is not None:
             writing.join()
 
-    def fetch(self, room: torch.Tensor) -> None:
-        """Start copying to ``room``."""
-        self._reading[room.data_ptr()] = self._slot.tier.read(self._slot, flat(room))
-
-    def arrive(self, room: torch.Tensor) -> None:
-        """Order the device behind the copy to ``room``."""
-        reading = self._reading.pop(room.data_ptr(), None)
-        if reading is None:
-            raise StoreError("compiled code waits for a value at a place where none was asked for")
-        reading.join()
+    def fetch(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Arriving:
+        """Start copying back."""
+        if self._geometry != (tuple(size), tuple(stride), dtype):
+            raise StoreError(f"a value left as {self._geometry} and is asked for as {size}, {stride}, {dtype}")
+        room = torch.empty_strided(size, stride, dtype=dtype, device=self._device)
+        return Arriving(room, self._slot.tier.read(self._slot, _flat(room)))
 
 
-class _Ticket(bytearray):
-    """The memory of a ticket: while a tensor lies on it, its value stays stored."""
+class Arriving:
+    """A value on its way back, and the memory that it comes to."""
 
-    stored: Stored
+    def __init__(self, room: torch.Tensor, reading: Transfer) -> None:
+        self._room: torch.Tensor | None = room
+        self._reading = reading
+
+    def arrive(self) -> torch.Tensor:
+        """The value, for which the device waits; given out once."""
+        room, self._room = self._room, None
+        assert room is not None
+        self._reading.join()
+        return room
+
+
+class _Memory(bytearray):
+    """The memory of a ticket: what it stands for lives as long as a tensor lies here."""
+
+    owned: Stored | Arriving
 
 
 @cache
@@ -101,7 +115,7 @@ def stores() -> Stores:
 
 
 @cache
-def _known() -> weakref.WeakValueDictionary[int, Stored]:
+def _known() -> weakref.WeakValueDictionary[int, Stored | Arriving]:
     """Number on a ticket -> what it stands for."""
     return weakref.WeakValueDictionary()
 
@@ -111,23 +125,24 @@ def _numbers() -> itertools.count[int]:
     return itertools.count(1)
 
 
-def _ticket(number: int, stored: Stored) -> torch.Tensor:
-    memory = _Ticket(number.to_bytes(8, "little"))
-    memory.stored = stored
+def _ticket(owned: Stored | Arriving) -> torch.Tensor:
+    number = next(_numbers())
+    memory = _Memory(number.to_bytes(8, "little"))
+    memory.owned = _known()[number] = owned
     return torch.frombuffer(memory, dtype=torch.int64)
 
 
-def _stored(ticket: torch.Tensor) -> Stored:
+def _on(ticket: torch.Tensor) -> Any:
     found = _known().get(int(ticket))
     if found is None:
         raise StoreError(
-            "a value that compiled code has sent away is asked for by a copy of its ticket, and the ticket is "
-            "gone: saved-tensor hooks around a compiled step (save_on_cpu and the like) do not go with tiers="
+            "compiled code asks for a value with a copy of its ticket, and the ticket is gone: saved-tensor "
+            "hooks (save_on_cpu and the like) do not go with tiers=, leave one of them out"
         )
     return found
 
 
-def flat(x: torch.Tensor) -> torch.Tensor:
+def _flat(x: torch.Tensor) -> torch.Tensor:
     """The bytes of a dense tensor, in the order of its memory."""
     return x.detach().as_strided((x.numel(),), (1,), x.storage_offset()).view(torch.uint8)
 
@@ -135,40 +150,33 @@ def flat(x: torch.Tensor) -> torch.Tensor:
 @torch.library.custom_op("lowtide::send", mutates_args=())
 def send(x: torch.Tensor, tier: str, path: str) -> torch.Tensor:
     """Start copying a dense tensor to a tier."""
-    number, stored = next(_numbers()), Stored(x, tier, path)
-    _known()[number] = stored
-    return _ticket(number, stored)
+    return _ticket(Stored(x, tier, path))
 
 
 @torch.library.custom_op("lowtide::settle", mutates_args=())
-def settle(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
-    """Wait until ``x`` is stored."""
-    stored = _stored(ticket)
+def settle(ticket: torch.Tensor, x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Wait until ``x`` is stored, once ``after`` is there."""
+    stored: Stored = _on(ticket)
     stored.settle()
-    return _ticket(int(ticket), stored)
+    return _ticket(stored)
 
 
 @torch.library.custom_op("lowtide::fetch", mutates_args=())
 def fetch(
-    ticket: torch.Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
+    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, after: torch.Tensor
 ) -> torch.Tensor:
-    """Start copying back what a ticket stands for, into memory of its own."""
-    stored = _stored(ticket)
-    if stored.geometry != (tuple(size), tuple(stride), dtype):
-        raise StoreError(f"a value was sent away as {stored.geometry}, and {size}, {stride}, {dtype} is asked for")
-    room = torch.empty_strided(size, stride, dtype=dtype, device=device)
-    stored.fetch(room)
-    return room
+    """Start copying back what a ticket stands for, once ``after`` is there."""
+    stored: Stored = _on(ticket)
+    return _ticket(stored.fetch(size, stride, dtype))
 
 
-@torch.library.custom_op("lowtide::arrive", mutates_args=("room",))
-def arrive(room: torch.Tensor, ticket: torch.Tensor) -> None:
-    """Wait until ``room`` has what was asked for."""
-    _stored(ticket).arrive(room)
+@torch.library.custom_op("lowtide::arrive", mutates_args=())
+def arrive(
+    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The value that was fetched."""
+    arriving: Arriving = _on(ticket)
+    return arriving.arrive()
 
 
 @send.register_fake
@@ -177,24 +185,33 @@ def _(x: torch.Tensor, tier: str, path: str) -> torch.Tensor:
 
 
 @settle.register_fake
-def _(ticket: torch.Tensor, x: torch.Tensor) -> torch.Tensor:
+def _(ticket: torch.Tensor, x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
     return torch.empty_like(ticket)
 
 
 @fetch.register_fake
 def _(
-    ticket: torch.Tensor,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-    device: torch.device,
+    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, after: torch.Tensor
+) -> torch.Tensor:
+    return torch.empty_like(ticket)
+
+
+@arrive.register_fake
+def _(
+    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
-@arrive.register_fake
-def _(room: torch.Tensor, ticket: torch.Tensor) -> None:
-    return None
+def arriving_bytes(operation: Any, args: Sequence[Any]) -> int:
+    """By how much a call changes what is on its way back: more where it fetches, less where something
+    arrives, whose memory is a result from then on.
+    """
+    if operation is torch.ops.lowtide.fetch.default:
+        return math.prod(args[1]) * args[3].itemsize
+    if operation is torch.ops.lowtide.arrive.default:
+        return -math.prod(args[1]) * args[3].itemsize
+    return 0
 
 
 # ---- where it stands in the graphs ---------------------------------------------------------------
@@ -222,9 +239,10 @@ def moved(
     going = [
         node
         for node in saved
-        if getattr(node, "name", "") in tiers and node not in returned and is_dense(node.meta["val"])
+        if getattr(node, "name", "") in tiers and node not in returned and _is_dense(node.meta["val"])
     ]
-    tickets = _sent(forward.graph, going, tiers, window_bytes, output)
+    last = [node for node in returned if isinstance(node, fx.Node) and _is_made(node)]
+    tickets = _sent(forward.graph, going, tiers, window_bytes, output, last)
     output.args = ([*returned, *(tickets.get(node, node) for node in saved)], *output.args[1:])
     inputs = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
     _fetched(backward.graph, {inputs[node.name]: tickets[node] for node in going}, window_bytes)
@@ -234,9 +252,13 @@ def moved(
     return forward, backward
 
 
-def is_dense(value: torch.Tensor) -> bool:
+def _is_dense(value: torch.Tensor) -> bool:
     """Whether every element of the storage is one of the tensor's."""
     return value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
+
+
+def _is_made(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor)
 
 
 def _sent(
@@ -245,74 +267,76 @@ def _sent(
     tiers: Mapping[str, Offload],
     window_bytes: int,
     output: fx.Node,
+    last: Sequence[fx.Node],
 ) -> dict[fx.Node, fx.Node]:
-    """The tickets of values; the oldest copies are waited for while more than the window is under way."""
+    """The tickets of values. While more than the window is under way the oldest copies are waited for, and
+    those that are left at the end, when what is ``last`` is there.
+    """
     place = {node: at for at, node in enumerate(graph.nodes)}
     tickets: dict[fx.Node, fx.Node] = {}
     waiting: deque[tuple[fx.Node, fx.Node]] = deque()
     room = window_bytes
 
-    def finish(value: fx.Node, ticket: fx.Node) -> int:
-        tickets[value] = call(graph, f"{value.name}_stored", torch.ops.lowtide.settle.default, (ticket, value))
+    def finish(after: fx.Node | None) -> int:
+        value, ticket = waiting.popleft()
+        arguments = ticket, value, ticket if after is None else after
+        tickets[value] = call(graph, f"{value.name}_stored", torch.ops.lowtide.settle.default, arguments)
         return _nbytes(value)
 
     for value in sorted(going, key=place.__getitem__):
-        decision = tiers[value.name]
-        arguments = value, decision.tier, decision.path
+        arguments = value, tiers[value.name].tier, tiers[value.name].path
         with graph.inserting_after(value):
             ticket = call(graph, f"{value.name}_sent", torch.ops.lowtide.send.default, arguments)
         waiting.append((value, ticket))
         room -= _nbytes(value)
         with graph.inserting_before(ticket.next):
             while room < 0:
-                room += finish(*waiting.popleft())
+                room += finish(ticket)
     with graph.inserting_before(output):
-        for pair in waiting:
-            finish(*pair)
+        while waiting:
+            finish(max(last, key=place.__getitem__, default=None))
     return tickets
 
 
 def _fetched(graph: fx.Graph, tickets: Mapping[fx.Node, fx.Node], window_bytes: int) -> None:
-    """Fetch values before they are read, the next ones ahead as far as the window allows."""
+    """Fetch values before they are read, and when one has arrived the next, as far as the window allows."""
     place = {node: at for at, node in enumerate(graph.nodes)}
     first = {value: min(value.users, key=place.__getitem__) for value in tickets}
-    coming = deque(sorted(tickets, key=lambda value: place[first[value]]))
-    order = list(coming)
-    early: dict[fx.Node, fx.Node] = {}
-    room = window_bytes
+    order = sorted(tickets, key=lambda value: place[first[value]])
     given: dict[fx.Node, fx.Node] = {}
     for value, ticket in tickets.items():
         with graph.inserting_before(value):
             given[value] = graph.placeholder(ticket.name)
         given[value].meta["val"] = ticket.meta["val"]
+    coming, early = deque(order), dict[fx.Node, fx.Node]()
+    room = window_bytes
 
-    def begin(value: fx.Node) -> fx.Node:
-        found = value.meta["val"]
-        arguments = given[value], list(found.shape), list(found.stride()), found.dtype, found.device
-        return call(graph, f"{value.name}_room", torch.ops.lowtide.fetch.default, arguments)
+    def begin(after: fx.Node | None) -> None:
+        value = coming.popleft()
+        ticket, shows = given[value], value.meta["val"]
+        arguments = ticket, list(shows.shape), list(shows.stride()), shows.dtype, after or ticket
+        early[value] = call(graph, f"{value.name}_coming", torch.ops.lowtide.fetch.default, arguments)
 
-    def ahead() -> None:
+    def ahead(after: fx.Node | None) -> None:
         nonlocal room
         while coming and _nbytes(coming[0]) <= room:
             room -= _nbytes(coming[0])
-            early[coming[0]] = begin(coming[0])
-            coming.popleft()
+            begin(after)
 
-    start = next((node for node in graph.nodes if node.op == "call_function"), None)
-    if start is not None:
-        with graph.inserting_before(start):
-            ahead()
+    start = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(start):
+        ahead(None)
     for value in order:
         with graph.inserting_before(first[value]):
-            here = early.pop(value, None)
-            if here is None:
-                coming.remove(value)
-                here = begin(value)
-            else:
+            if value in early:
                 room += _nbytes(value)
+            else:
+                begin(None)
+            shows = value.meta["val"]
+            arguments = early[value], list(shows.shape), list(shows.stride()), shows.dtype, shows.device
+            here = call(graph, f"{value.name}_here", torch.ops.lowtide.arrive.default, arguments)
             value.replace_all_uses_with(here)
-            call(graph, f"{value.name}_here", torch.ops.lowtide.arrive.default, (here, given[value]))
-            ahead()
+            ahead(here)
         graph.erase_node(value)
 
 

@@ -21,6 +21,7 @@ from lowtide.compiled.dynamic import Ranges, plan_range
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.planner import Known, Planned, plan_graph
 from lowtide.compiled.stored import ANY, Sizes, own_facts
+from lowtide.errors import PlanError
 from lowtide.plan.data import Offload
 from lowtide.private import inductor, partitioning
 
@@ -109,6 +110,11 @@ class Partitioner(inductor.CustomPartitionerFn):
         joint = Joint(gm, num_fwd_outputs, static, fusible)
         if not any(call.forward for call in joint.calls) or not joint.tangents:
             return partitioning.min_cut(gm, num_fwd_outputs, static)
+        if self.tiers and any(partitioning.free_sizes(gm)):
+            raise PlanError(
+                "tiers are for graphs of fixed sizes, and this one leaves some open: leave out mark_dynamic (and "
+                "what makes sizes follow from data), or tiers"
+            )
         beside = 0 if self._standing is None else self._standing()
         inputs = {joint.key_of[node] for node in joint.primals if node in joint.key_of}
         if self._standing is not None:  # parameters stand there already
