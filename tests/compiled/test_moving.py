@@ -39,8 +39,9 @@ def _own_code() -> Iterator[None]:
     torch.manual_seed(0)
     yield
     gc.collect()
-    assert all(tier.arena.taken_bytes == 0 for tier in stores().tiers.values())
+    left = [tier.arena.taken_bytes for tier in stores().tiers.values()]
     stores().retire()
+    assert not any(left)
 
 
 def the_tier() -> Tier:
@@ -142,8 +143,8 @@ def test_what_is_under_way_is_what_the_window_allows_however_late(
         assert abs(peak_of(compiled, model, x) - partitioner.predicted) <= TICKETS + 16
     with peak("cpu") as seen:
         loss = compiled(x)
-        norms = 2 * 4 * 3 * 1024  # two words a row of each norm are too small to move
-        assert seen.live_bytes == loss.nbytes + norms
+        small = 3 * (2 * 4 * 1024 + 32 * 1024)  # two words a row of each norm, and dropout's masks
+        assert seen.live_bytes == loss.nbytes + small
         loss.backward()
 
 
@@ -326,7 +327,6 @@ def test_the_operations_are_what_they_say_to_the_compiler() -> None:
     x = torch.randn(64, 32)
     ticket = torch.ops.lowtide.send(x, "disk", "")
     after = torch.ops.lowtide.settle(ticket, x, ticket)
-    del ticket
     coming = torch.ops.lowtide.fetch(after, [64, 32], [32, 1], torch.float32, after)
     here = torch.ops.lowtide.arrive(coming, [64, 32], [32, 1], torch.float32, torch.device("cpu"))
     assert torch.equal(here, x)
@@ -335,7 +335,7 @@ def test_the_operations_are_what_they_say_to_the_compiler() -> None:
     torch.library.opcheck(torch.ops.lowtide.settle, (after, x, after), test_utils=checks)
     with pytest.raises(StoreError, match="asked for as"):
         torch.ops.lowtide.fetch(after, [32, 64], [64, 1], torch.float32, after)
-    with pytest.raises(StoreError, match="its ticket is gone|ticket is gone"):
+    with pytest.raises(StoreError, match="the ticket is gone"):
         copied = after.clone()
-        del after
+        del after, ticket
         torch.ops.lowtide.fetch(copied, [64, 32], [32, 1], torch.float32, copied)

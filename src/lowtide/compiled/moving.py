@@ -33,7 +33,7 @@ from lowtide.errors import PlanError
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.store.lanes import Transfer
 from lowtide.store.stores import Stores
-from lowtide.store.tier import StoreError
+from lowtide.store.tier import Slot, StoreError
 
 
 def check_tiers(tiers: str | Offload | Sequence[str | Offload]) -> tuple[Offload, ...]:
@@ -70,35 +70,41 @@ class Stored:
     def __init__(self, x: torch.Tensor, tier: str, path: str) -> None:
         self._device = x.device
         self._geometry = tuple(x.shape), tuple(x.stride()), x.dtype
-        self._slot = stores().tier(tier, path, x.device).take(x.nbytes)
-        self._writing: Transfer | None = self._slot.tier.write(_flat(x), self._slot)
+        slot = stores().tier(tier, path, x.device).take(x.nbytes)
+        self._slot: Slot | None = slot
+        self._writing: Transfer | None = slot.tier.write(_flat(x), slot)
 
     def settle(self) -> None:
         """Order the device behind the copy out."""
-        writing, self._writing = self._writing, None
-        if writing is not None:
-            writing.join()
+        slot, writing = self._slot, self._writing
+        if writing is None:
+            return
+        self._slot = self._writing = None  # an error's frames hold tickets: none may lead back to the error
+        writing.join()
+        self._slot = slot
 
     def fetch(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Arriving:
         """Start copying back."""
         if self._geometry != (tuple(size), tuple(stride), dtype):
             raise StoreError(f"a value left as {self._geometry} and is asked for as {size}, {stride}, {dtype}")
+        slot = self._slot
+        assert slot is not None
         room = torch.empty_strided(size, stride, dtype=dtype, device=self._device)
-        return Arriving(room, self._slot.tier.read(self._slot, _flat(room)))
+        return Arriving(room, slot.tier.read(slot, _flat(room)))
 
 
 class Arriving:
     """A value on its way back, and the memory that it comes to."""
 
     def __init__(self, room: torch.Tensor, reading: Transfer) -> None:
-        self._room: torch.Tensor | None = room
-        self._reading = reading
+        self._coming: tuple[torch.Tensor, Transfer] | None = (room, reading)
 
     def arrive(self) -> torch.Tensor:
         """The value, for which the device waits; given out once."""
-        room, self._room = self._room, None
-        assert room is not None
-        self._reading.join()
+        assert self._coming is not None
+        room, reading = self._coming
+        self._coming = None
+        reading.join()
         return room
 
 
