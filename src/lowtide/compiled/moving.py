@@ -86,7 +86,9 @@ class Stored:
     def fetch(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Arriving:
         """Start copying back."""
         if self._geometry != (tuple(size), tuple(stride), dtype):
-            raise StoreError(f"a value left as {self._geometry} and is asked for as {size}, {stride}, {dtype}")
+            raise StoreError(
+                f"a value left as {self._geometry} and is asked for as {size}, {stride}, {dtype}"
+            )
         slot = self._slot
         assert slot is not None
         room = torch.empty_strided(size, stride, dtype=dtype, device=self._device)

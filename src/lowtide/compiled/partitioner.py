@@ -112,8 +112,8 @@ class Partitioner(inductor.CustomPartitionerFn):
             return partitioning.min_cut(gm, num_fwd_outputs, static)
         if self.tiers and any(partitioning.free_sizes(gm)):
             raise PlanError(
-                "tiers are for graphs of fixed sizes, and this one leaves some open: leave out mark_dynamic (and "
-                "what makes sizes follow from data), or tiers"
+                "tiers are for graphs of fixed sizes, and this one leaves some open: leave out mark_dynamic "
+                "(and what makes sizes follow from data), or tiers"
             )
         beside = 0 if self._standing is None else self._standing()
         inputs = {joint.key_of[node] for node in joint.primals if node in joint.key_of}
