@@ -23,6 +23,7 @@ from lowtide.compiled.cut import cut
 from lowtide.compiled.forecast import forecast
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.moving import moved, stores, tiers_of
+from lowtide.compiled.partitioner import Partitioner
 from lowtide.compiled.planner import predict_calls, predict_generated
 from lowtide.meter import available, peak
 from lowtide.plan.data import Offload
@@ -313,13 +314,14 @@ def test_another_budget_and_removal_give_the_file_back() -> None:
     twin(x).backward()
     compiled = lowtide.compile(model, "min", backend="aot_eager", tiers="disk")
     compiled(x).backward()
-    tier = the_tier()
-    lowtide.handle_of(compiled).remove()
-    assert not stores().tiers and tier._closed
-    model.zero_grad()
-    compiled(x).backward()
-    assert same(model, twin)
-    assert not stores().tiers
+    tier, handle = the_tier(), lowtide.handle_of(compiled)
+    for change in (lambda: handle.set_budget("100%"), handle.remove):
+        change()
+        assert not stores().tiers and tier._closed
+        model.zero_grad()
+        compiled(x).backward()
+        assert same(model, twin)
+        assert not stores().tiers
 
 
 def test_what_tiers_cannot_do_is_refused(tmp_path: Path) -> None:
@@ -346,6 +348,11 @@ def test_what_tiers_cannot_do_is_refused(tmp_path: Path) -> None:
     varies = lowtide.compile(Model(1), "60%", backend="aot_eager", tiers="disk")
     with pytest.raises(lowtide.PlanError, match="this one leaves some open: leave out mark_dynamic"):
         varies(x)
+
+
+def test_compiled_code_is_not_taken_for_that_of_another_tier() -> None:
+    ways = ((), (Offload("host"),), (Offload("disk"),), (Offload("disk", "folder"),))
+    assert len({Partitioner("60%", tiers=tiers).uuid() for tiers in ways}) == 4
 
 
 def test_sizes_compile_one_by_one() -> None:
