@@ -50,6 +50,7 @@ class CompiledHandle:
         tiers: tuple[Offload, ...] = (),
     ) -> None:
         self._codecs, self._tiers = codecs, tiers
+        self._for_one_graph = _given(codecs=codecs, tiers=tiers)
         self.model, self.compiled, self.budget = model, compiled, budget
         self._backend, self._optimizer, self._options, self._how = backend, optimizer, options, how
         self._blocks = blocks_of(model) if regional else []
@@ -148,7 +149,8 @@ class CompiledHandle:
 
         def backend(module: Any, inputs: Any) -> Any:
             if self._whole_alone or whole.regions or not captured.is_scalar_loss(module):
-                for what in [*(["codecs"] if self._codecs else []), *(["tiers"] if self._tiers else [])]:
+                if self._for_one_graph:
+                    what = self._for_one_graph
                     raise PlanError(
                         f"{what} are for a model that is one graph and returns its loss alone: leave {what} "
                         "out, or compile the model together with its loss (fullgraph=True names graph breaks)"
@@ -271,9 +273,8 @@ def compile(
         chosen = inductor.mode_options(mode)
     _refuse_cuda_graphs(chosen)
     lossy, away = check_codecs(codecs), check_tiers(tiers)
-    for name, chosen_ways in (("codecs", lossy), ("tiers", away)):
-        if chosen_ways and regional:
-            raise PlanError(f"{name} are for a model that is one graph: leave out {name}, or regional")
+    if regional and (what := _given(codecs=lossy, tiers=away)):
+        raise PlanError(f"{what} are for a model that is one graph: leave out {what}, or regional")
     honour_regions()
     how = torch_compile_options
     if away and how.setdefault("dynamic", False):
@@ -333,6 +334,11 @@ def compile_options(budget: str | int) -> dict[str, Any]:
     _check(budget)
     honour_regions()
     return {"custom_partitioner_fn": Partitioner(budget, options={})}
+
+
+def _given(**ways: Sequence[Any]) -> str:
+    """The names of the arguments that hold something."""
+    return " and ".join(name for name, given in ways.items() if given)
 
 
 def _check(budget: str | int) -> None:
