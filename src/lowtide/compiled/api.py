@@ -10,6 +10,7 @@ import torch
 from lowtide import budget as budgets
 from lowtide.compiled.backend import call_by_call, generated
 from lowtide.compiled.coding import check_codecs
+from lowtide.compiled.moving import check_tiers, stores
 from lowtide.compiled.partitioner import Partitioner, Report
 from lowtide.compiled.planner import Known
 from lowtide.compiled.regional import blocks_of
@@ -17,7 +18,7 @@ from lowtide.compiled.timeline import StepPlan
 from lowtide.compiled.whole import WholeStep
 from lowtide.errors import LowtideError, PlanError
 from lowtide.meter import resident_bytes
-from lowtide.plan.data import Plan
+from lowtide.plan.data import Offload, Plan
 from lowtide.private import captured, compile_settings, inductor
 from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.traced import honour_regions
@@ -46,8 +47,10 @@ class CompiledHandle:
         how: dict[str, Any],
         regional: bool = False,
         codecs: tuple[str, ...] = (),
+        tiers: tuple[Offload, ...] = (),
     ) -> None:
-        self._codecs = codecs
+        self._codecs, self._tiers = codecs, tiers
+        self._for_one_graph = _given(codecs=codecs, tiers=tiers)
         self.model, self.compiled, self.budget = model, compiled, budget
         self._backend, self._optimizer, self._options, self._how = backend, optimizer, options, how
         self._blocks = blocks_of(model) if regional else []
@@ -110,10 +113,17 @@ class CompiledHandle:
         _check(budget)
         self.budget = budget
         self._forget()
+        self._close()
         self._install()
+
+    def _close(self) -> None:
+        """Give back what lies in tiers as soon as no step under way needs it."""
+        if self._tiers:
+            stores().retire()
 
     def remove(self) -> None:
         """From the next step on the model runs as `torch.compile` alone compiles it."""
+        self._close()
         how: dict[str, Any] = {**self._how, "backend": self._backend}
         if self._backend == "inductor" and self._options:
             how["options"] = self._options
@@ -139,9 +149,10 @@ class CompiledHandle:
 
         def backend(module: Any, inputs: Any) -> Any:
             if self._whole_alone or whole.regions or not captured.is_scalar_loss(module):
-                if self._codecs:
+                if self._for_one_graph:
+                    what = self._for_one_graph
                     raise PlanError(
-                        "codecs are for a model that is one graph and returns its loss alone: leave codecs "
+                        f"{what} are for a model that is one graph and returns its loss alone: leave {what} "
                         "out, or compile the model together with its loss (fullgraph=True names graph breaks)"
                     )
                 whole.mixed |= bool(report.planned)
@@ -153,9 +164,12 @@ class CompiledHandle:
 
     def _alone(self) -> Callable[..., Any]:
         """Compiles a graph that is a whole step."""
+        options = None if self._backend == "aot_eager" else self._options
+        partitioner = Partitioner(
+            self.budget, self._standing, options, self._report, self._codecs, self._tiers
+        )
         if self._backend == "aot_eager":
-            return call_by_call(Partitioner(self.budget, self._standing, None, self._report, self._codecs))
-        partitioner = Partitioner(self.budget, self._standing, self._options, self._report, self._codecs)
+            return call_by_call(partitioner)
         return generated(partitioner, self._report, self._options)
 
     def _install(self) -> None:
@@ -201,6 +215,7 @@ def compile(
     options: dict[str, Any] | None = None,
     regional: bool = False,
     codecs: str | Sequence[str] = (),
+    tiers: str | Offload | Sequence[str | Offload] = (),
     **torch_compile_options: Any,
 ) -> Any:
     """`torch.compile` a model so that its training step fits a budget, at the least extra time.
@@ -225,6 +240,9 @@ def compile(
             share a graph, which is compiled in up to three ways.
         codecs: some of ``"bfloat16"``, ``"int8"``, ``"int4"``: saved values may wait so where that costs
             least, and gradients are no longer exact. For one graph that returns its loss alone.
+        tiers: ``"host"``, ``"disk"`` or `lowtide.Offload` with a path: saved values may wait there where that
+            costs least. For one graph that returns its loss alone, of sizes that do not vary: each size
+            compiles by itself (``dynamic=False``).
 
     Returns:
         What `torch.compile` returns, or with ``regional`` the model; `lowtide.handle_of` has its handle.
@@ -254,13 +272,15 @@ def compile(
     if mode is not None and mode != "default":
         chosen = inductor.mode_options(mode)
     _refuse_cuda_graphs(chosen)
-    lossy = check_codecs(codecs)
-    if lossy and regional:
-        raise PlanError("codecs are for a model that is one graph: leave out codecs, or regional")
+    lossy, away = check_codecs(codecs), check_tiers(tiers)
+    if regional and (what := _given(codecs=lossy, tiers=away)):
+        raise PlanError(f"{what} are for a model that is one graph: leave out {what}, or regional")
     honour_regions()
     how = torch_compile_options
+    if away and how.setdefault("dynamic", False):
+        raise PlanError("tiers are for sizes that do not vary: leave out dynamic=True, or tiers")
     compiled = model if regional else torch.compile(model, backend="aot_eager", **how)
-    handle = CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, regional, lossy)
+    handle = CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, regional, lossy, away)
     handle._install()
     return compiled
 
@@ -314,6 +334,11 @@ def compile_options(budget: str | int) -> dict[str, Any]:
     _check(budget)
     honour_regions()
     return {"custom_partitioner_fn": Partitioner(budget, options={})}
+
+
+def _given(**ways: Sequence[Any]) -> str:
+    """The names of the arguments that hold something."""
+    return " and ".join(name for name, given in ways.items() if given)
 
 
 def _check(budget: str | int) -> None:

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from lowtide.errors import PlanError
-from lowtide.plan.data import Chain, Compress, Plan
+from lowtide.plan.data import Compress, Plan
 from lowtide.store.codec import Blockwise, Form
 from lowtide.store.coding import ceil_div
 
@@ -42,11 +42,7 @@ def check_codecs(codecs: Sequence[str]) -> tuple[str, ...]:
 
 def codecs_of(plan: Plan) -> dict[int, str]:
     """Values that a plan encodes -> the codec."""
-    found: dict[int, str] = {}
-    for move in plan.moves:
-        assert isinstance(move.decision, Compress) and not isinstance(move.decision, Chain)
-        found[move.value] = move.decision.codec
-    return found
+    return {move.value: move.decision.codec for move in plan.moves if isinstance(move.decision, Compress)}
 
 
 @cache
@@ -159,8 +155,8 @@ def _encoded(graph: fx.Graph, node: fx.Node, name: str, output: fx.Node) -> list
     last = max((one for one in node.users if one is not output), key=place.__getitem__, default=node)
     with graph.inserting_after(max(last, node, key=place.__getitem__)):
         if name == "bfloat16":
-            return [_call(graph, f"{node.name}_coded", _Convert, (node, torch.bfloat16))]
-        made = _call(graph, f"{node.name}_coded", torch.ops.lowtide.encode.default, (node, _bits(name)))
+            return [call(graph, f"{node.name}_coded", _Convert, (node, torch.bfloat16))]
+        made = call(graph, f"{node.name}_coded", torch.ops.lowtide.encode.default, (node, _bits(name)))
     parts: list[fx.Node] = []
     after = made
     for at, part in enumerate(("codes", "ranges")):
@@ -185,11 +181,11 @@ def _decoded(graph: fx.Graph, given: fx.Node, name: str, parts: Sequence[fx.Node
     value = given.meta["val"]
     with graph.inserting_before(min(given.users, key=place.__getitem__)):
         if name == "bfloat16":
-            made = _call(graph, f"{given.name}_decoded", _Convert, (*handed, value.dtype))
+            made = call(graph, f"{given.name}_decoded", _Convert, (*handed, value.dtype))
         else:
             geometry = (list(value.shape), list(value.stride()), value.dtype)
             arguments = (*handed, _bits(name), *geometry)
-            made = _call(graph, f"{given.name}_decoded", torch.ops.lowtide.decode.default, arguments)
+            made = call(graph, f"{given.name}_decoded", torch.ops.lowtide.decode.default, arguments)
     given.replace_all_uses_with(made)
     graph.erase_node(given)
 
@@ -198,7 +194,8 @@ def _bits(name: str) -> int:
     return int(name.removeprefix("int"))
 
 
-def _call(graph: fx.Graph, name: str, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+def call(graph: fx.Graph, name: str, target: Callable[..., Any], args: tuple[Any, ...]) -> fx.Node:
+    """A call in a graph, with what it gives."""
     node = graph.create_node("call_function", target, args, name=name)
     values = [one.meta["val"] if isinstance(one, fx.Node) else one for one in args]
     with torch.no_grad():

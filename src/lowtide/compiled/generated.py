@@ -12,6 +12,7 @@ import torch
 from torch import fx
 
 from lowtide.compiled.liveness import Profile
+from lowtide.compiled.moving import arriving_bytes
 from lowtide.private import FakeTensorMode, TorchDispatchMode, partitioning, tree_leaves
 
 
@@ -56,6 +57,7 @@ class _Ledger(TorchDispatchMode):
         if "out" in kwargs:
             return kwargs["out"]
         result = func(*args, **kwargs)
+        self.live += arriving_bytes(func, args)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):
                 self.hold(leaf)

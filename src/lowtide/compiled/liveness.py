@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from lowtide.compiled.moving import arriving_bytes
 from lowtide.private import partitioning, tree_leaves
 
 
@@ -79,6 +80,7 @@ def profile(
         if node.op == "output":
             break
         if node.op in ("call_function", "get_attr"):
+            live += arriving_bytes(node.target, node.args)
             take(node)
             peak = max(peak, live + (scratch(node) if node.op == "call_function" else 0))
         for dead in dies.get(at, ()):

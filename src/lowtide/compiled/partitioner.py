@@ -9,7 +9,7 @@ import json
 import math
 import operator
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import astuple, dataclass, field
 from typing import Any
 
 import torch
@@ -21,6 +21,8 @@ from lowtide.compiled.dynamic import Ranges, plan_range
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.planner import Known, Planned, plan_graph
 from lowtide.compiled.stored import ANY, Sizes, own_facts
+from lowtide.errors import PlanError
+from lowtide.plan.data import Offload
 from lowtide.private import inductor, partitioning
 
 
@@ -62,6 +64,7 @@ class Partitioner(inductor.CustomPartitionerFn):
         options: Inductor's settings; ``None`` where graphs run call by call.
         report: takes down what was planned, in this process alone.
         codecs: in which saved values may wait in fewer bytes.
+        tiers: where saved values may wait.
     """
 
     def __init__(
@@ -71,8 +74,9 @@ class Partitioner(inductor.CustomPartitionerFn):
         options: dict[str, Any] | None = None,
         report: Report | None = None,
         codecs: tuple[str, ...] = (),
+        tiers: tuple[Offload, ...] = (),
     ) -> None:
-        self.codecs = codecs
+        self.codecs, self.tiers = codecs, tiers
         self.budget = budget
         self.options = options
         self.wishes = ""
@@ -106,6 +110,11 @@ class Partitioner(inductor.CustomPartitionerFn):
         joint = Joint(gm, num_fwd_outputs, static, fusible)
         if not any(call.forward for call in joint.calls) or not joint.tangents:
             return partitioning.min_cut(gm, num_fwd_outputs, static)
+        if self.tiers and any(partitioning.free_sizes(gm)):
+            raise PlanError(
+                "tiers are for graphs of fixed sizes, and this one leaves some open: leave out mark_dynamic "
+                "(and what makes sizes follow from data), or tiers"
+            )
         beside = 0 if self._standing is None else self._standing()
         inputs = {joint.key_of[node] for node in joint.primals if node in joint.key_of}
         if self._standing is not None:  # parameters stand there already
@@ -116,7 +125,7 @@ class Partitioner(inductor.CustomPartitionerFn):
 
         def plan_at(size_of: Size) -> Planned:
             at = joint if size_of is joint.size else Joint(gm, num_fwd_outputs, static, fusible, size_of)
-            return plan_graph(at, self.budget, standing_at(size_of), self.options, self.codecs)
+            return plan_graph(at, self.budget, standing_at(size_of), self.options, self.codecs, self.tiers)
 
         planned, sizes = plan_range(gm, self.budget, plan_at, standing_at, self._report.ranges)
         self._report.note(planned, sizes)
@@ -130,6 +139,7 @@ class Partitioner(inductor.CustomPartitionerFn):
             str(self.budget),
             torch.get_num_threads(),
             self.codecs,
+            [astuple(tier) for tier in self.tiers],
             standing,
             self._available(standing or 0),
         ]

@@ -21,11 +21,12 @@ from lowtide.compiled.cut import cut
 from lowtide.compiled.generated import profile_generated
 from lowtide.compiled.joint import Joint, described
 from lowtide.compiled.liveness import Profile, profile
+from lowtide.compiled.moving import moved, tiers_of
 from lowtide.compiled.steps import Outside, StepBuilder
 from lowtide.errors import BudgetError
 from lowtide.plan import make, policies
-from lowtide.plan.data import Plan
-from lowtide.plan.moves.supply import measure_links
+from lowtide.plan.data import Offload, Plan, decision_of
+from lowtide.plan.moves.placements import missing_links
 from lowtide.private import inductor, partitioning
 from lowtide.run.limit.margins import within
 from lowtide.trace.costs.roofline import outside_modes
@@ -136,6 +137,7 @@ def plan_graph(
     standing_bytes: int,
     options: dict[str, object] | None,
     codecs: tuple[str, ...] = (),
+    tiers: tuple[Offload, ...] = (),
 ) -> Planned:
     """Cut a joint graph so that forward and backward stay within a budget, at the least extra time.
 
@@ -145,6 +147,7 @@ def plan_graph(
         standing_bytes: what stands beside what the graph allocates: parameters, gradients, optimizer, inputs.
         options: Inductor's settings; ``None`` where graphs run call by call.
         codecs: in which saved values may wait in fewer bytes.
+        tiers: where saved values may wait.
 
     Raises:
         BudgetError: no plan is found that fits.
@@ -166,11 +169,24 @@ def plan_graph(
     plain = partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
     plain_peak = peak_of(plain)
     policy: Any = "optimal"
-    if codecs:
+    ways = tuple(map(decision_of, (*codecs, *tiers)))
+    if ways:
         with outside_modes():  # AOTAutograd calls us among fake tensors
-            links = measure_links(*codecs, device=device)
-        policy = policies.mixed(*codecs, links=links)
+            links = missing_links(ways, None, (), device)
+        policy = policies.mixed(*ways, links=links, slab=False)
     tried: dict[int, tuple[Plan, Halves, int]] = {}
+
+    def carried_out(plan: Plan) -> Halves:
+        codes, places = codecs_of(plan), tiers_of(plan)
+        halves = cut(joint, step.stored(plan.stored | codes.keys() | places.keys(), 0))
+        names = {value: name for (_, name), value in step.value_of.items()}
+        if codes:
+            by_name = {names[value]: codec for value, codec in codes.items()}
+            halves = coded(*halves, joint.forward_outputs, by_name)
+        if places:
+            tier_of = {names[value]: tier for value, tier in places.items()}
+            halves = moved(*halves, joint.forward_outputs, tier_of, plan.window_bytes)
+        return halves
 
     def attempt(target: int | None) -> tuple[Plan, Halves, int]:
         try:
@@ -179,13 +195,9 @@ def plan_graph(
             if error.smallest_bytes is None:
                 raise
             plan = make(step.graph, error.smallest_bytes, policy, False)
-        moved = codecs_of(plan)
-        key = hash((plan.stored, *moved.items()))
+        key = hash((plan.stored, plan.window_bytes, *((move.value, move.decision) for move in plan.moves)))
         if key not in tried:
-            halves = cut(joint, step.stored(plan.stored | moved.keys(), 0))
-            if moved:
-                names = {name: moved[value] for (_, name), value in step.value_of.items() if value in moved}
-                halves = coded(*halves, joint.forward_outputs, names)
+            halves = carried_out(plan)
             tried[key] = plan, halves, peak_of(halves)
         return tried[key]
 

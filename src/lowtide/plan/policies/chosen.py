@@ -45,6 +45,7 @@ def mixed(
     window_bytes: int | None = None,
     codecs: Sequence[Codec] = (),
     everywhere: bool = False,
+    slab: bool | None = None,
 ) -> Policy:
     """Keep, recompute, offload, compress and shard chosen together within a budget: the least extra time
     found, and how far it is from the least that any schedule with these ways can have. Without a budget: the
@@ -61,6 +62,7 @@ def mixed(
         codecs: codecs of your own that ``ways`` name.
         everywhere: offer codecs for all values, also where they would be replaced by a gentler one (see
             `compress`).
+        slab: as of `offload`.
 
     Example:
         >>> from lowtide.plan import policies
@@ -91,7 +93,7 @@ def mixed(
         return make_plan(
             graph, stored=best.stored, policy="mixed", budget=budget, simulator=planner.sim,
             moves=best.decisions, window_bytes=best.window,
-            links=speeds, notes=notes, codecs=codecs, bound=floor,
+            links=speeds, notes=notes, codecs=codecs, bound=floor, slab=slab,
         )  # fmt: skip
 
     return chosen_together

@@ -1,0 +1,352 @@
+"""Moves in compiled code: what forward hands to backward by way of the host or a disk.
+
+A value's way, as operations of our own in the two graphs:
+
+- ``send``, right after its producer, starts copying it to a tier and returns a *ticket*, eight bytes;
+- ``settle`` waits for the copy and returns the ticket that is saved in the value's place. It reads the value,
+  so that whoever counts what graphs hold counts this for as long as the copy needs it;
+- ``fetch``, in backward, starts copying back and returns a ticket for what arrives;
+- ``arrive`` waits for that and returns the value.
+
+When to settle and to fetch follows from the plan's window, as in the eager engine (`lowtide.run.move`).
+Inductor orders calls anew, so that little memory is held: tickets are small, so they come early, and values
+come late. What shall not come earlier yet reads something that is not there before.
+
+A ticket owns what is stored: autograd lets go of the one when it lets its graph go, and the other goes, too.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+import weakref
+from collections import deque
+from collections.abc import Mapping, Sequence
+from functools import cache
+from typing import Any
+
+import torch
+from torch import fx
+
+from lowtide.compiled.coding import call
+from lowtide.errors import PlanError
+from lowtide.plan.data import Offload, Plan, decision_of
+from lowtide.store.lanes import Transfer
+from lowtide.store.stores import Stores
+from lowtide.store.tier import Slot, StoreError
+
+
+def check_tiers(tiers: str | Offload | Sequence[str | Offload]) -> tuple[Offload, ...]:
+    """The tiers as decisions.
+
+    Raises:
+        PlanError: one is no tier.
+    """
+    found: list[Offload] = []
+    for way in (tiers,) if isinstance(tiers, str | Offload) else tuple(tiers):
+        decision = Offload(way) if isinstance(way, str) else decision_of(way)
+        if not isinstance(decision, Offload):
+            raise PlanError(f"tiers: {way!r} is no tier: give 'host', 'disk' or Offload('disk', path=...)")
+        found.append(decision)
+    return tuple(found)
+
+
+def tiers_of(plan: Plan) -> dict[int, Offload]:
+    """Values that a plan sends away -> where to."""
+    return {move.value: move.decision for move in plan.moves if isinstance(move.decision, Offload)}
+
+
+# ---- what runs -----------------------------------------------------------------------------------
+
+
+class Stored:
+    """What is stored of one value.
+
+    Args:
+        x: the value, dense.
+        tier, path: where it goes.
+    """
+
+    def __init__(self, x: torch.Tensor, tier: str, path: str) -> None:
+        self._device = x.device
+        self._geometry = tuple(x.shape), tuple(x.stride()), x.dtype
+        slot = stores().tier(tier, path, x.device).take(x.nbytes)
+        self._slot: Slot | None = slot
+        self._writing: Transfer | None = slot.tier.write(_flat(x), slot)
+
+    def settle(self) -> None:
+        """Order the device behind the copy out."""
+        slot, writing = self._slot, self._writing
+        if writing is None:
+            return
+        self._slot = self._writing = None  # an error's frames hold tickets: none may lead back to the error
+        writing.join()
+        self._slot = slot
+
+    def fetch(self, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype) -> Arriving:
+        """Start copying back."""
+        if self._geometry != (tuple(size), tuple(stride), dtype):
+            raise StoreError(
+                f"a value left as {self._geometry} and is asked for as {size}, {stride}, {dtype}"
+            )
+        slot = self._slot
+        assert slot is not None
+        room = torch.empty_strided(size, stride, dtype=dtype, device=self._device)
+        return Arriving(room, slot.tier.read(slot, _flat(room)))
+
+
+class Arriving:
+    """A value on its way back, and the memory that it comes to."""
+
+    def __init__(self, room: torch.Tensor, reading: Transfer) -> None:
+        self._coming: tuple[torch.Tensor, Transfer] | None = (room, reading)
+
+    def arrive(self) -> torch.Tensor:
+        """The value, for which the device waits; given out once."""
+        assert self._coming is not None
+        room, reading = self._coming
+        self._coming = None
+        reading.join()
+        return room
+
+
+class _Memory(bytearray):
+    """The memory of a ticket: what it stands for lives as long as a tensor lies here."""
+
+    owned: Stored | Arriving
+
+
+@cache
+def stores() -> Stores:
+    """The tiers of all compiled code in a process, opened when they are first used."""
+    return Stores()
+
+
+@cache
+def _known() -> weakref.WeakValueDictionary[int, Stored | Arriving]:
+    """Number on a ticket -> what it stands for."""
+    return weakref.WeakValueDictionary()
+
+
+@cache
+def _numbers() -> itertools.count[int]:
+    return itertools.count(1)
+
+
+def _ticket(owned: Stored | Arriving) -> torch.Tensor:
+    number = next(_numbers())
+    memory = _Memory(number.to_bytes(8, "little"))
+    memory.owned = _known()[number] = owned
+    return torch.frombuffer(memory, dtype=torch.int64)
+
+
+def _on(ticket: torch.Tensor) -> Any:
+    found = _known().get(int(ticket))
+    if found is None:
+        raise StoreError(
+            "compiled code asks for a value with a copy of its ticket, and the ticket is gone: saved-tensor "
+            "hooks (save_on_cpu and the like) do not go with tiers=, leave one of them out"
+        )
+    return found
+
+
+def _flat(x: torch.Tensor) -> torch.Tensor:
+    """The bytes of a dense tensor, in the order of its memory."""
+    return x.detach().as_strided((x.numel(),), (1,), x.storage_offset()).view(torch.uint8)
+
+
+@torch.library.custom_op("lowtide::send", mutates_args=())
+def send(x: torch.Tensor, tier: str, path: str) -> torch.Tensor:
+    """Start copying a dense tensor to a tier."""
+    return _ticket(Stored(x, tier, path))
+
+
+@torch.library.custom_op("lowtide::settle", mutates_args=())
+def settle(ticket: torch.Tensor, x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    """Wait until ``x`` is stored, once ``after`` is there."""
+    stored: Stored = _on(ticket)
+    stored.settle()
+    return _ticket(stored)
+
+
+@torch.library.custom_op("lowtide::fetch", mutates_args=())
+def fetch(
+    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, after: torch.Tensor
+) -> torch.Tensor:
+    """Start copying back what a ticket stands for, once ``after`` is there."""
+    stored: Stored = _on(ticket)
+    return _ticket(stored.fetch(size, stride, dtype))
+
+
+@torch.library.custom_op("lowtide::arrive", mutates_args=())
+def arrive(
+    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    """The value that was fetched."""
+    arriving: Arriving = _on(ticket)
+    return arriving.arrive()
+
+
+@send.register_fake
+def _(x: torch.Tensor, tier: str, path: str) -> torch.Tensor:
+    return torch.empty(1, dtype=torch.int64, device="cpu")
+
+
+@settle.register_fake
+def _(ticket: torch.Tensor, x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(ticket)
+
+
+@fetch.register_fake
+def _(
+    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, after: torch.Tensor
+) -> torch.Tensor:
+    return torch.empty_like(ticket)
+
+
+@arrive.register_fake
+def _(
+    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
+) -> torch.Tensor:
+    return torch.empty_strided(size, stride, dtype=dtype, device=device)
+
+
+def arriving_bytes(operation: Any, args: Sequence[Any]) -> int:
+    """By how much a call changes what is on its way back: more where it fetches, less where something
+    arrives, whose memory is a result from then on.
+    """
+    if operation is torch.ops.lowtide.fetch.default:
+        return math.prod(args[1]) * args[3].itemsize
+    if operation is torch.ops.lowtide.arrive.default:
+        return -math.prod(args[1]) * args[3].itemsize
+    return 0
+
+
+# ---- where it stands in the graphs ---------------------------------------------------------------
+
+
+def moved(
+    forward: fx.GraphModule,
+    backward: fx.GraphModule,
+    forward_outputs: int,
+    tiers: Mapping[str, Offload],
+    window_bytes: int,
+) -> tuple[fx.GraphModule, fx.GraphModule]:
+    """Hand some saved values over by way of a tier.
+
+    Args:
+        forward, backward: the halves of a joint graph, changed in place.
+        forward_outputs: how many of the forward's outputs are the caller's; the others are saved.
+        tiers: name of a saved node -> where it goes. What is not saved, is returned anyway or does not lie
+            densely stays as it is.
+        window_bytes: the most that waits for its copy out at one time, and the most that is fetched ahead.
+    """
+    output = next(iter(reversed(forward.graph.nodes)))
+    given: list[Any] = list(output.args[0])
+    returned, saved = given[:forward_outputs], given[forward_outputs:]
+    going = [
+        node
+        for node in saved
+        if getattr(node, "name", "") in tiers and node not in returned and _is_dense(node.meta["val"])
+    ]
+    last = [node for node in returned if isinstance(node, fx.Node) and _is_made(node)]
+    tickets = _sent(forward.graph, going, tiers, window_bytes, output, last)
+    output.args = ([*returned, *(tickets.get(node, node) for node in saved)], *output.args[1:])
+    inputs = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
+    _fetched(backward.graph, {inputs[node.name]: tickets[node] for node in going}, window_bytes)
+    for module in (forward, backward):
+        module.graph.lint()
+        module.recompile()
+    return forward, backward
+
+
+def _is_dense(value: torch.Tensor) -> bool:
+    """Whether every element of the storage is one of the tensor's."""
+    return value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
+
+
+def _is_made(node: fx.Node) -> bool:
+    return node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor)
+
+
+def _sent(
+    graph: fx.Graph,
+    going: Sequence[fx.Node],
+    tiers: Mapping[str, Offload],
+    window_bytes: int,
+    output: fx.Node,
+    last: Sequence[fx.Node],
+) -> dict[fx.Node, fx.Node]:
+    """The tickets of values. While more than the window is under way the oldest copies are waited for, and
+    those that are left at the end, when what is ``last`` is there.
+    """
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    tickets: dict[fx.Node, fx.Node] = {}
+    waiting: deque[tuple[fx.Node, fx.Node]] = deque()
+    room = window_bytes
+
+    def finish(after: fx.Node | None) -> int:
+        value, ticket = waiting.popleft()
+        arguments = ticket, value, ticket if after is None else after
+        tickets[value] = call(graph, f"{value.name}_stored", torch.ops.lowtide.settle.default, arguments)
+        return _nbytes(value)
+
+    for value in sorted(going, key=place.__getitem__):
+        arguments = value, tiers[value.name].tier, tiers[value.name].path
+        with graph.inserting_after(value):
+            ticket = call(graph, f"{value.name}_sent", torch.ops.lowtide.send.default, arguments)
+        waiting.append((value, ticket))
+        room -= _nbytes(value)
+        with graph.inserting_before(ticket.next):
+            while room < 0:
+                room += finish(ticket)
+    with graph.inserting_before(output):
+        while waiting:
+            finish(max(last, key=place.__getitem__, default=None))
+    return tickets
+
+
+def _fetched(graph: fx.Graph, tickets: Mapping[fx.Node, fx.Node], window_bytes: int) -> None:
+    """Fetch values before they are read, and when one has arrived the next, as far as the window allows."""
+    place = {node: at for at, node in enumerate(graph.nodes)}
+    first = {value: min(value.users, key=place.__getitem__) for value in tickets}
+    order = sorted(tickets, key=lambda value: place[first[value]])
+    given: dict[fx.Node, fx.Node] = {}
+    for value, ticket in tickets.items():
+        with graph.inserting_before(value):
+            given[value] = graph.placeholder(ticket.name)
+        given[value].meta["val"] = ticket.meta["val"]
+    coming, early = deque(order), dict[fx.Node, fx.Node]()
+    room = window_bytes
+
+    def begin(after: fx.Node | None) -> None:
+        value = coming.popleft()
+        ticket, shows = given[value], value.meta["val"]
+        arguments = ticket, list(shows.shape), list(shows.stride()), shows.dtype, after or ticket
+        early[value] = call(graph, f"{value.name}_coming", torch.ops.lowtide.fetch.default, arguments)
+
+    def ahead(after: fx.Node | None) -> None:
+        nonlocal room
+        while coming and _nbytes(coming[0]) <= room:
+            room -= _nbytes(coming[0])
+            begin(after)
+
+    start = next(node for node in graph.nodes if node.op != "placeholder")
+    with graph.inserting_before(start):
+        ahead(None)
+    for value in order:
+        with graph.inserting_before(first[value]):
+            if value in early:
+                room += _nbytes(value)
+            else:
+                begin(None)
+            shows = value.meta["val"]
+            arguments = early[value], list(shows.shape), list(shows.stride()), shows.dtype, shows.device
+            here = call(graph, f"{value.name}_here", torch.ops.lowtide.arrive.default, arguments)
+            value.replace_all_uses_with(here)
+            ahead(here)
+        graph.erase_node(value)
+
+
+def _nbytes(node: fx.Node) -> int:
+    return node.meta["val"].untyped_storage().nbytes()
