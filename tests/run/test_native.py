@@ -108,7 +108,7 @@ def test_a_plan_made_again_has_its_own_program(twins: Any) -> None:
     pair = twins(Net(), policy=give_up_gelu)
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
-    kind = pair.limited.__dict__["forward"].latest
+    kind = pair.limited.__dict__["forward"].known.latest
     first = kind.programs[False]
     kind.solve_again = "the test wants it"
     for seed in range(3):
@@ -130,7 +130,7 @@ def test_both_halves_hold_the_same_bytes(twins: Any, monkeypatch: pytest.MonkeyP
 
     compiled_peak = peak()
     monkeypatch.setattr(limiter, "compiled_program", lambda steps: None)
-    pair.limited.__dict__["forward"].latest.programs.clear()
+    pair.limited.__dict__["forward"].known.latest.programs.clear()
     pair.step(lambda m: m(batch()), 4)
     assert len(heard(pair.limited, monkeypatch)) > 20
     assert peak() == compiled_peak
@@ -226,7 +226,7 @@ def test_what_looks_for_the_recorder_finds_it(twins: Any, inside: str) -> None:
     for seed in range(5):
         pair.step(lambda m: m(batch()), seed)
     if inside == "limited model":
-        assert pair.limited.blocks[1].__dict__["forward"].latest is None
+        assert pair.limited.blocks[1].__dict__["forward"].known.latest is None
 
 
 class Unlike(nn.Module):

@@ -4,6 +4,7 @@
 // numbers, subclasses) goes there. Both halves work on the same objects: the recorder's tables, and the slots
 // of LiveValue and Node.
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
 #include <torch/csrc/Storage.h>
@@ -15,6 +16,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -465,6 +468,51 @@ struct Program {
   }
 };
 
+// A recorder's place among the thread's saved-tensor hooks. While nothing is given up they are taken out:
+// autograd saves as in a plain step, and calls nobody. Others' hooks may lie above, and stay there.
+class Hooks {
+  using Default = at::SavedTensorDefaultHooks;
+  using Stack = decltype(at::impl::SavedTensorDefaultHooksTLS::stack);
+
+ public:
+  bool in() const { return in_; }
+
+  void found() {  // ours have just been pushed
+    const Stack& stack = Default::get_tls_state().stack;
+    ours_.emplace(stack.top());
+    below_ = stack.size() - 1;
+    thread_ = std::this_thread::get_id();
+    in_ = true;
+  }
+
+  void put_in() {
+    if (in_ || !ours_ || std::this_thread::get_id() != thread_) return;
+    change([&](Stack& stack) { stack.push(*ours_); });
+    in_ = true;
+  }
+
+  void take_out() {
+    change([](Stack& stack) { stack.pop(); });
+    in_ = false;
+  }
+
+ private:
+  template <class Change>
+  void change(Change in_our_place) {
+    auto state = Default::get_tls_state();
+    Stack above;
+    for (; state.stack.size() > below_ + in_; state.stack.pop()) above.push(state.stack.top());
+    in_our_place(state.stack);
+    for (; !above.empty(); above.pop()) state.stack.push(above.top());
+    Default::set_tls_state(state);
+  }
+
+  std::optional<Stack::value_type> ours_;
+  std::thread::id thread_;
+  size_t below_ = 0;
+  bool in_ = false;
+};
+
 class Core {  // of one recorder
  public:
   std::atomic<bool> on{false};
@@ -508,7 +556,16 @@ class Core {  // of one recorder
     py::object recorder = behind(recorder_);
     at_ = recorder.attr("director").attr("at").cast<size_t>();
     order_ = recorder.attr("_order").cast<long>();
+    if (gives_up()) hooks_.put_in();
   }
+
+  void turn(bool on_now) {  // Python takes down what comes while this is off
+    if (!on_now) hooks_.put_in();
+    on = on_now;
+  }
+
+  void hooks_found() { hooks_.found(); }
+  void hooks_end() { hooks_.put_in(); }
 
   py::object pack(py::object object) {
     auto type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
@@ -532,6 +589,8 @@ class Core {  // of one recorder
     const Tensor* tensor;  // until the operation has run
     uintptr_t key;
   };
+
+  bool gives_up() const { return PyDict_GET_SIZE(given_.ptr()) != 0; }
 
   bool is_known(uintptr_t key) const {
     return entry_of(given_, key) || entry_of(held_, key) || entry_of(blank_, key);
@@ -570,6 +629,7 @@ class Core {  // of one recorder
       ++at_;
       ++passed_;
     }
+    if (hooks_.in() && !gives_up()) hooks_.take_out();
     return true;
   }
 
@@ -666,6 +726,7 @@ class Core {  // of one recorder
       outputs.append(py::make_tuple(places[at], weak(give(node, results[places[at]]))));
     }
     n.n_outputs.set(node, std::move(outputs));
+    if (gives_up()) hooks_.put_in();
     return true;
   }
 
@@ -688,6 +749,7 @@ class Core {  // of one recorder
   std::shared_ptr<Replays> replays_ = std::make_shared<Replays>();
   py::object recorder_;
   py::dict given_, held_, blank_;
+  Hooks hooks_;
   size_t at_ = 0, first_ = 0;
   long passed_ = 0, order_ = 0;
   c10::SmallVector<Argument, 8> arguments_;
@@ -804,7 +866,9 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
       .def(py::init<py::object, std::shared_ptr<Program>>())
       .def_property(
-          "on", [](Core& core) { return core.on.load(); }, [](Core& core, bool on) { core.on = on; })
+          "on", [](Core& core) { return core.on.load(); }, [](Core& core, bool on) { core.turn(on); })
+      .def("hooks_found", &Core::hooks_found)
+      .def("hooks_end", &Core::hooks_end)
       .def_property_readonly("replays", &Core::replays)
       .def_property_readonly("pack", [](std::shared_ptr<Core> core) {
         return hook<&packed>("pack", Boxed<std::shared_ptr<Core>>::of(std::move(core)));
