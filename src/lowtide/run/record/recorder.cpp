@@ -7,6 +7,7 @@
 #include <ATen/SavedTensorHooks.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -448,6 +449,7 @@ enum class Does { Pass, Record, Closer };  // a closer look is Python's
 struct Operation {  // of a plan's program
   std::optional<OperatorHandle> op;
   Does does;
+  size_t arguments;                // how many it takes
   std::vector<size_t> writes;      // arguments that it overwrites
   std::vector<size_t> statistics;  // arguments that it overwrites in training
   long training, dropout;          // which argument says so, or with which probability it draws; -1 for none
@@ -463,8 +465,10 @@ struct Program {
            std::vector<size_t> statistics, long training, long dropout, std::vector<bool> stored,
            bool claimed, py::object func) {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
-    operations.push_back({op, op ? Does(does) : Does::Closer, std::move(writes), std::move(statistics),
-                          training, dropout, std::move(stored), claimed, std::move(func)});
+    size_t arguments = op ? op->schema().arguments().size() : 0;
+    operations.push_back({op, op ? Does(does) : Does::Closer, arguments, std::move(writes),
+                          std::move(statistics), training, dropout, std::move(stored), claimed,
+                          std::move(func)});
   }
 };
 
@@ -530,7 +534,7 @@ class Core {  // of one recorder
     if (at_ >= program_->operations.size()) return false;
     const Operation& known = program_->operations[at_];
     if (known.does == Does::Closer || !(*known.op == op)) return false;
-    first_ = stack->size() - op.schema().arguments().size();
+    first_ = stack->size() - known.arguments;
     arguments_.clear();
     for (size_t at = first_; at < stack->size(); ++at) {
       const IValue& argument = (*stack)[at];
@@ -813,6 +817,58 @@ void let_in(const std::vector<std::pair<std::string, std::string>>& overloads) {
   }
 }
 
+// What a model is made of, as lowtide.run.limit.key finds it -----------------------------------------
+
+py::object taken(PyObject* made) {  // a new reference
+  if (made == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+// Modules, parameters and buffers; or None where a module is not an ordinary one.
+py::object members(const py::object& model) {
+  static PyObject* const tables[] = {PyUnicode_InternFromString("_parameters"),
+                                     PyUnicode_InternFromString("_buffers"),
+                                     PyUnicode_InternFromString("_modules")};
+  py::list found[] = {py::list(), py::list(), py::list()};
+  py::list& modules = found[2];
+  modules.append(model);
+  std::unordered_set<PyObject*> seen{model.ptr()};
+  for (size_t at = 0; at < modules.size(); ++at) {
+    py::object own = taken(PyObject_GenericGetDict(modules[at].ptr(), nullptr));
+    for (size_t kind = 0; kind < 3; ++kind) {
+      PyObject* table = PyDict_GetItemWithError(own.ptr(), tables[kind]);
+      if (table == nullptr || !PyDict_Check(table)) return none();
+      PyObject *name, *item;
+      for (Py_ssize_t place = 0; PyDict_Next(table, &place, &name, &item);) {
+        if (item != Py_None && (kind != 2 || seen.insert(item).second)) found[kind].append(py::handle(item));
+      }
+    }
+  }
+  return py::make_tuple(modules, found[0], found[1]);
+}
+
+// Of each parameter whether it is trainable and has a gradient; then all their types, and all their bytes.
+py::tuple standing(const py::list& parameters) {
+  py::tuple trainable(parameters.size()), gradients(parameters.size()), sizes(2 * parameters.size());
+  for (size_t at = 0; at < parameters.size(); ++at) {
+    py::handle one = parameters[at];
+    size_t other = parameters.size() + at;
+    if (Py_TYPE(one.ptr()) == reinterpret_cast<PyTypeObject*>(ParameterClass)) {
+      const Tensor& tensor = THPVariable_Unpack(one.ptr());
+      trainable[at] = py::bool_(tensor.requires_grad());
+      gradients[at] = py::bool_(tensor.grad().defined());
+      sizes[at] = py::handle(reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())));
+      sizes[other] = py::int_(tensor.nbytes());
+    } else {
+      trainable[at] = one.attr("requires_grad");
+      gradients[at] = py::bool_(!one.attr("grad").is_none());
+      sizes[at] = one.attr("dtype");
+      sizes[other] = one.attr("nbytes");
+    }
+  }
+  return py::make_tuple(trainable, gradients, sizes);
+}
+
 void know(py::object value_type, py::object node_type, py::object unpack, py::object bring_back,
           py::object overwritten) {
   auto& n = *(names = new Names);
@@ -876,6 +932,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   m.def("activate", [](std::shared_ptr<Core> core) { current = core; });
   m.def("know", &know);
   m.def("let_in", &let_in);
+  m.def("members", &members);
+  m.def("standing", &standing);
   m.attr("unpack") = hook<&unpacked>("unpack", none());
   m.def("again", [](py::handle call, const std::vector<Tensor>& inputs) {
     return Boxed<Call>::in(call)->again(inputs);
