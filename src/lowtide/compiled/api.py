@@ -10,7 +10,7 @@ import torch
 from lowtide import budget as budgets
 from lowtide.compiled.backend import call_by_call, generated
 from lowtide.compiled.coding import check_codecs
-from lowtide.compiled.partitioner import Partitioner, Report
+from lowtide.compiled.partitioner import Partitioner, Report, refuse_old_torch
 from lowtide.compiled.planner import Known
 from lowtide.compiled.regional import blocks_of
 from lowtide.compiled.timeline import StepPlan
@@ -47,6 +47,7 @@ class CompiledHandle:
         regional: bool = False,
         codecs: tuple[str, ...] = (),
     ) -> None:
+        refuse_old_torch()
         self._codecs = codecs
         self.model, self.compiled, self.budget = model, compiled, budget
         self._backend, self._optimizer, self._options, self._how = backend, optimizer, options, how
@@ -231,7 +232,7 @@ def compile(
 
     Raises:
         BudgetError: the budget is malformed; in the first step, when no plan fits.
-        PlanError: an argument that cannot be.
+        PlanError: an argument that cannot be, or PyTorch is older than 2.12.
 
     Example:
         >>> import torch, lowtide
@@ -306,6 +307,7 @@ def compile_options(budget: str | int) -> dict[str, Any]:
 
     Raises:
         BudgetError: the budget is malformed.
+        PlanError: PyTorch is older than 2.12.
 
     Example:
         >>> import torch, lowtide

@@ -21,6 +21,7 @@ from lowtide.compiled.dynamic import Ranges, plan_range
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.planner import Known, Planned, plan_graph
 from lowtide.compiled.stored import ANY, Sizes, own_facts
+from lowtide.errors import PlanError
 from lowtide.private import inductor, partitioning
 
 
@@ -50,6 +51,20 @@ class Report:
         return [known for known, _ in taken], functools.reduce(operator.and_, (s for _, s in taken), ANY)
 
 
+def refuse_old_torch() -> None:
+    """Refuse a PyTorch that the compiled engine cannot work with.
+
+    Raises:
+        PlanError: this is one.
+    """
+    if not inductor.has_all():
+        raise PlanError(
+            f"a budget for compiled code needs PyTorch 2.12 or newer, and this is {torch.__version__}: "
+            "update PyTorch, or leave torch.compile out and call lowtide.limit_memory(model, budget), which "
+            "runs here"
+        )
+
+
 class Partitioner(inductor.CustomPartitionerFn):
     """Cuts each joint graph within a budget.
 
@@ -62,6 +77,9 @@ class Partitioner(inductor.CustomPartitionerFn):
         options: Inductor's settings; ``None`` where graphs run call by call.
         report: takes down what was planned, in this process alone.
         codecs: in which saved values may wait in fewer bytes.
+
+    Raises:
+        PlanError: this PyTorch is too old.
     """
 
     def __init__(
@@ -72,6 +90,7 @@ class Partitioner(inductor.CustomPartitionerFn):
         report: Report | None = None,
         codecs: tuple[str, ...] = (),
     ) -> None:
+        refuse_old_torch()
         self.codecs = codecs
         self.budget = budget
         self.options = options
