@@ -344,7 +344,8 @@ def test_hooks_of_others_stay_above(twins: Any) -> None:
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                h = self.middle(self.act(h))
+                given_up = self.act(h)
+                h = self.middle(given_up)
             self.after = top_hooks()
             return x + self.down(h)
 
