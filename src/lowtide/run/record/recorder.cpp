@@ -495,6 +495,12 @@ class Hooks {
     in_ = true;
   }
 
+  void end() {  // whoever pushed ours takes them away; they hold the recorder, and it no longer holds them
+    put_in();
+    ours_.reset();
+    in_ = false;
+  }
+
   void take_out() {
     change([](Stack& stack) { stack.pop(); });
     in_ = false;
@@ -569,7 +575,7 @@ class Core {  // of one recorder
   }
 
   void hooks_found() { hooks_.found(); }
-  void hooks_end() { hooks_.put_in(); }
+  void hooks_end() { hooks_.end(); }
 
   py::object pack(py::object object) {
     auto type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
