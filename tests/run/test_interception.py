@@ -19,12 +19,16 @@ from lowtide.interception import (
     interceptors,
     is_given_up,
     proceed,
-    seen,
     unseen,
     visible,
     watchers,
     without_modes,
 )
+
+
+def seen() -> bool:
+    """Whether operations of this thread come to our kernels."""
+    return _included(_KEY)
 
 
 class Names(Interceptor):
@@ -242,7 +246,8 @@ def test_subclasses_come_apart_above() -> None:
     with Names() as names:
         found = TwoTensor(a, b).sin()
     assert isinstance(found, TwoTensor) and torch.equal(found.b, b.sin())
-    assert names.short.count("sin") == 2
+    whole = torch.__version__ < (2, 13)  # the key stands above that of subclasses there
+    assert names.short.count("sin") == (1 if whole else 2)
 
 
 def test_a_dispatch_mode_sees_first() -> None:

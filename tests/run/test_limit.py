@@ -269,14 +269,14 @@ def test_copies_train_on_their_own(twins: Any, same: Any, twin_of: Any, ran: boo
         model.zero_grad()
     twin = twin_of(model)
     limiter, own = twin.__dict__["forward"], model.__dict__["forward"]
-    assert limiter is not own and limiter.model is twin and limiter.kinds == {}
+    assert limiter is not own and limiter.model is twin and limiter.known.kinds == {}
     results = []
     for one in (model, twin):
         torch.manual_seed(0)
         one(batch()).sum().backward()
         results.append([p.grad.clone() for p in one.parameters()])
     assert all(map(same, *results))
-    assert limiter.latest.plan.replayed and limiter.latest is not own.latest
+    assert limiter.known.latest.plan.replayed and limiter.known.latest is not own.known.latest
     with torch.no_grad():
         for parameter in twin.parameters():
             parameter.zero_()

@@ -35,7 +35,7 @@ def test_two_models_interleaved(twins: Any) -> None:
             (first * third).backward()
             grads.append([p.grad.clone() for p in pair.parameters()])
         assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
-    assert limited.a.__dict__["forward"].kinds is not limited.b.__dict__["forward"].kinds
+    assert limited.a.__dict__["forward"].known.kinds is not limited.b.__dict__["forward"].known.kinds
 
 
 @pytest.mark.parametrize("outer", ["full", None])

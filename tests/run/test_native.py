@@ -18,7 +18,7 @@ from lowtide.meter import measure
 from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
-from lowtide.run.limit import limiter
+from lowtide.run.limit import key, limiter
 from lowtide.run.record.native import compiled
 from lowtide.run.record.recorder import Recorder
 
@@ -108,7 +108,7 @@ def test_a_plan_made_again_has_its_own_program(twins: Any) -> None:
     pair = twins(Net(), policy=give_up_gelu)
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
-    kind = pair.limited.__dict__["forward"].latest
+    kind = pair.limited.__dict__["forward"].known.latest
     first = kind.programs[False]
     kind.solve_again = "the test wants it"
     for seed in range(3):
@@ -130,7 +130,7 @@ def test_both_halves_hold_the_same_bytes(twins: Any, monkeypatch: pytest.MonkeyP
 
     compiled_peak = peak()
     monkeypatch.setattr(limiter, "compiled_program", lambda steps: None)
-    pair.limited.__dict__["forward"].latest.programs.clear()
+    pair.limited.__dict__["forward"].known.latest.programs.clear()
     pair.step(lambda m: m(batch()), 4)
     assert len(heard(pair.limited, monkeypatch)) > 20
     assert peak() == compiled_peak
@@ -226,7 +226,7 @@ def test_what_looks_for_the_recorder_finds_it(twins: Any, inside: str) -> None:
     for seed in range(5):
         pair.step(lambda m: m(batch()), seed)
     if inside == "limited model":
-        assert pair.limited.blocks[1].__dict__["forward"].latest is None
+        assert pair.limited.blocks[1].__dict__["forward"].known.latest is None
 
 
 class Unlike(nn.Module):
@@ -307,3 +307,100 @@ def test_a_saved_tensor_that_is_overwritten_raises_as_in_a_plain_step(twins: Any
     assert said[0].partition("]")[0] == said[1].partition("]")[0]
     for seed in range(2):
         pair.step(lambda m: m(batch()), seed)
+
+
+def top_hooks() -> Any:
+    return torch._C._autograd._top_saved_tensors_default_hooks(False)
+
+
+def test_autograd_saves_by_itself_while_nothing_is_given_up(twins: Any) -> None:
+    pair = twins(Block(), policy=give_up_gelu)
+    for seed in range(2):
+        pair.step(lambda m: m(batch()).sum(), seed)
+    there: dict[str, bool] = {}
+    for name, module in pair.limited.named_children():
+        module.register_forward_pre_hook(lambda *_, name=name: there.update({name: top_hooks() is not None}))
+    for seed in range(2):
+        pair.step(lambda m: m(batch()).sum(), seed)
+        assert there == {
+            "norm": True,
+            "up": False,
+            "act": False,
+            "middle": True,
+            "dropout": True,
+            "down": True,
+        }
+
+
+def test_hooks_of_others_stay_above(twins: Any) -> None:
+    """They begin while the recorder's are out, and end after it has given something up."""
+
+    class Hooked(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.up(self.norm(x))
+
+            def pack(tensor: torch.Tensor) -> torch.Tensor:
+                self.seen.append(tuple(tensor.shape))
+                return tensor
+
+            with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+                given_up = self.act(h)
+            self.after = top_hooks()
+            return x + self.down(self.middle(given_up))
+
+    pair = twins(Hooked(), policy=give_up_gelu)
+    for model in (pair.plain, pair.limited):
+        model.seen = []
+    for seed in range(3):
+        pair.step(lambda m: m(batch()).sum(), seed)
+    assert pair.plain.seen == pair.limited.seen != [] and pair.handle.plan.replayed
+    assert pair.plain.after is None and pair.limited.after is not None
+
+
+def test_an_error_takes_the_hooks_away_wherever_they_are(twins: Any) -> None:
+    class Fails(Block):
+        failing = ""
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            h = self.up(self.norm(x))
+            if self.failing == "out":
+                assert top_hooks() is None
+                raise ArithmeticError
+            h = self.act(h)
+            if self.failing == "in":
+                assert top_hooks() is not None
+                raise ArithmeticError
+            return x + self.down(h)
+
+    pair = twins(Fails(), policy=give_up_gelu)
+    for seed in range(2):
+        pair.step(lambda m: m(batch()).sum(), seed)
+    for failing in ("out", "in"):
+        pair.limited.failing = failing
+        with pytest.raises(ArithmeticError):
+            pair.limited(batch())
+        assert top_hooks() is None
+    pair.limited.failing = ""
+    pair.step(lambda m: m(batch()).sum(), 2)
+
+
+def test_the_compiled_walk_finds_the_members_that_python_finds(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Odd(nn.Parameter):
+        """Of a type of its own."""
+
+    block = Block()
+    block.norm.register_buffer("none", None)
+    block.down.weight = Odd(block.down.weight.detach().double(), requires_grad=False)  # type: ignore[assignment]
+    block.up.weight.grad = torch.zeros_like(block.up.weight)
+    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
+    shared = nn.BatchNorm1d(4)
+    for model in (nn.ModuleList([block, shared, nn.Sequential(shared, block.act)]), nn.Sequential(scripted)):
+        model[0].eval()
+        found = key.Members(model)
+        with monkeypatch.context() as patch:
+            patch.setattr(key, "loaded", lambda: None)
+            reference = key.Members(model)
+            expected = key.step_key(reference, (batch(),), {})
+        for name in ("modules", "parameters", "buffers"):
+            assert list(map(id, getattr(found, name))) == list(map(id, getattr(reference, name)))
+        assert key.step_key(found, (batch(),), {}) == expected

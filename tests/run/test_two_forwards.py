@@ -86,3 +86,25 @@ def test_only_what_autograd_does_not_save_itself_is_not_replayed_from() -> None:
     reasons = {op.name: op.reason for op in graph.operations if op.phase == "forward"}
     assert reasons["aten.exp.default"] == UNSETTLED
     assert reasons["aten.mm.default"] == reasons["aten.tanh.default"] == ""
+
+
+def test_a_step_beside_one_that_was_given_up_is_said_to_be_without_a_limit() -> None:
+    model = normed(lambda layer: layer)
+    handle = lowtide.limit_memory(model, "90%")
+    held = model(torch.randn(1024, 32)).sum()  # an error between forward and backward, and the loss is kept
+    loss = model(torch.randn(1024, 32)).sum()
+    with pytest.warns(lowtide.LowtideWarning, match="ran without the limit.*still held"):
+        loss.backward()
+    assert handle.plan is None
+    for _ in range(2):
+        model(torch.randn(1024, 32)).sum().backward()
+    assert handle.plan is not None and handle.plan.replayed and held.grad_fn is not None
+
+
+def test_so_it_is_where_the_name_is_bound_again() -> None:
+    model = normed(lambda layer: layer)
+    lowtide.limit_memory(model, "90%")
+    loss = model(torch.randn(1024, 32)).sum()
+    loss = model(torch.randn(1024, 32)).sum()  # only now is the first let go of
+    with pytest.warns(lowtide.LowtideWarning, match="ran without the limit"):
+        loss.backward()

@@ -11,7 +11,7 @@ from lowtide import budget as budgets
 from lowtide.compiled.backend import call_by_call, generated
 from lowtide.compiled.coding import check_codecs
 from lowtide.compiled.moving import check_tiers, stores
-from lowtide.compiled.partitioner import Partitioner, Report
+from lowtide.compiled.partitioner import Partitioner, Report, refuse_old_torch
 from lowtide.compiled.planner import Known
 from lowtide.compiled.regional import blocks_of
 from lowtide.compiled.timeline import StepPlan
@@ -49,6 +49,7 @@ class CompiledHandle:
         codecs: tuple[str, ...] = (),
         tiers: tuple[Offload, ...] = (),
     ) -> None:
+        refuse_old_torch()
         self._codecs, self._tiers = codecs, tiers
         self._for_one_graph = _given(codecs=codecs, tiers=tiers)
         self.model, self.compiled, self.budget = model, compiled, budget
@@ -249,7 +250,7 @@ def compile(
 
     Raises:
         BudgetError: the budget is malformed; in the first step, when no plan fits.
-        PlanError: an argument that cannot be.
+        PlanError: an argument that cannot be, or PyTorch is older than 2.12.
 
     Example:
         >>> import torch, lowtide
@@ -326,6 +327,7 @@ def compile_options(budget: str | int) -> dict[str, Any]:
 
     Raises:
         BudgetError: the budget is malformed.
+        PlanError: PyTorch is older than 2.12.
 
     Example:
         >>> import torch, lowtide

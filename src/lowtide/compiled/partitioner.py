@@ -52,6 +52,20 @@ class Report:
         return [known for known, _ in taken], functools.reduce(operator.and_, (s for _, s in taken), ANY)
 
 
+def refuse_old_torch() -> None:
+    """Refuse a PyTorch that the compiled engine cannot work with.
+
+    Raises:
+        PlanError: this is one.
+    """
+    if not inductor.has_all():
+        raise PlanError(
+            f"a budget for compiled code needs PyTorch 2.12 or newer, and this is {torch.__version__}: "
+            "update PyTorch, or leave torch.compile out and call lowtide.limit_memory(model, budget), which "
+            "runs here"
+        )
+
+
 class Partitioner(inductor.CustomPartitionerFn):
     """Cuts each joint graph within a budget.
 
@@ -65,6 +79,9 @@ class Partitioner(inductor.CustomPartitionerFn):
         report: takes down what was planned, in this process alone.
         codecs: in which saved values may wait in fewer bytes.
         tiers: where saved values may wait.
+
+    Raises:
+        PlanError: this PyTorch is too old.
     """
 
     def __init__(
@@ -76,6 +93,7 @@ class Partitioner(inductor.CustomPartitionerFn):
         codecs: tuple[str, ...] = (),
         tiers: tuple[Offload, ...] = (),
     ) -> None:
+        refuse_old_torch()
         self.codecs, self.tiers = codecs, tiers
         self.budget = budget
         self.options = options

@@ -8,6 +8,7 @@
 #include <c10/core/CPUAllocator.h>
 #include <c10/core/StorageImpl.h>
 #include <c10/core/impl/alloc_cpu.h>
+#include <c10/util/flat_hash_map.h>
 
 #include <array>
 #include <atomic>
@@ -15,7 +16,6 @@
 #include <cstdint>
 #include <cstdlib>
 #include <mutex>
-#include <unordered_map>
 #if !defined(_WIN32)
 #include <pthread.h>
 #endif
@@ -37,7 +37,7 @@ struct Spin {
 
 struct alignas(64) Shard {
   Spin lock;
-  std::unordered_map<void*, size_t> sizes;
+  ska::flat_hash_map<void*, size_t> sizes;
 };
 
 // A watermark register: the most bytes live since it was opened.
@@ -111,7 +111,7 @@ void note_free(int64_t bytes) {
 size_t remember(void* p, size_t bytes) {
   Shard& sh = shard(p);
   std::lock_guard<Spin> guard(sh.lock);
-  auto [it, fresh] = sh.sizes.try_emplace(p, bytes);
+  auto [it, fresh] = sh.sizes.emplace(p, bytes);
   if (fresh) return 0;
   size_t stale = it->second;
   it->second = bytes;

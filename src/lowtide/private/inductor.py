@@ -1,6 +1,6 @@
 """Inductor: compile a graph with a partitioner of our own, and see what it would generate.
 
-Seen in PyTorch 2.13 to 2.13, not tried with earlier ones.
+Seen in PyTorch 2.12 to 2.13; 2.11 lacks what `has_all` asks for.
 Importing it takes seconds, so only the compiled engine does.
 """
 
@@ -8,6 +8,7 @@ Importing it takes seconds, so only the compiled engine does.
 from __future__ import annotations
 
 import copy
+import inspect
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from torch._dynamo.exc import BackendCompilerFailed as BackendCompilerFailed
 from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.utils import counters, detect_fake_mode, preserve_rng_state
 from torch._functorch import config as functorch_config
+from torch._functorch import partitioners
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
@@ -30,6 +32,16 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
+
+
+def has_all() -> bool:
+    """Whether this PyTorch has all that the compiled engine asks of AOTAutograd and Inductor."""
+    cut, lower = partitioners._extract_fwd_bwd_modules, GraphLowering.__init__
+    return (
+        hasattr(partitioners, "is_opaque_node")
+        and "saved_opaque_nodes" in inspect.signature(cut).parameters
+        and "get_decomp_fn" in inspect.signature(lower).parameters
+    )
 
 
 def compile_with(

@@ -1,6 +1,6 @@
 """AOTAutograd's joint graph: clean it, say what is forward in it, and cut it in two.
 
-Seen in PyTorch 2.13 to 2.13, not tried with earlier ones.
+Seen in PyTorch 2.12 to 2.13; 2.11 lacks what `inductor.has_all` asks for.
 Importing it takes a second, so only the compiled engine does.
 """
 

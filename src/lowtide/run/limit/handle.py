@@ -50,7 +50,7 @@ class Handle:
         """The plan of the latest step, or ``None`` before the first has ended. Its
         `Plan.predicted_extra_seconds` stay the forecast that chose it; its `Plan.calibrated_extra_seconds`
         follow the steps that are timed: the first ones, and every fourth of the others."""
-        latest = self._limiter.latest
+        latest = self._limiter.known.latest
         return latest.calibrated() if latest is not None and latest.plan is not None else None
 
     @property
@@ -62,7 +62,7 @@ class Handle:
     @property
     def graph(self) -> StepGraph | None:
         """The step graph that `plan` was made for."""
-        latest = self._limiter.latest
+        latest = self._limiter.known.latest
         return latest.graph if latest is not None else None
 
     def report(self, path: str | Path, title: str = "") -> None:
@@ -100,7 +100,7 @@ class Handle:
             raise PlanError(
                 "there is no plan to report on yet: run a step, or call prepare(...) with its arguments"
             )
-        planner = self._limiter.planner
+        planner = self._limiter.known.planner
         graph = replace(graph, resident_bytes=graph.resident_bytes - planner.moved_bytes)
         more.setdefault("measured_planned", Measured(self.measured_peak_bytes))
         return make_report(
@@ -116,17 +116,19 @@ class Handle:
         """Every plan so far, by what the step looked like. A plan serves smaller steps of the same kind,
         too.
         """
-        return {key: kind.calibrated() for key, kind in self._limiter.kinds.items() if kind.plan is not None}
+        return {
+            key: kind.calibrated() for key, kind in self._limiter.known.kinds.items() if kind.plan is not None
+        }
 
     @property
     def plannings(self) -> int:
         """How many plans were searched for so far."""
-        return self._limiter.planner.solved
+        return self._limiter.known.planner.solved
 
     @property
     def kept(self) -> dict[str, str]:
         """Operations whose results are kept because they do not reproduce, with the reason."""
-        return dict(self._limiter.planner.kept)
+        return dict(self._limiter.known.planner.kept)
 
     def prepare(self, *args: Any, **kwargs: Any) -> Plan:
         """Plan for a step with these arguments now: one runs, and gradients, buffers and random states are
@@ -165,7 +167,7 @@ class Handle:
             PlanError: the limit was removed or replaced.
         """
         check_budget(budget)
-        self._in_force().set_budget(budget)
+        self._in_force().known.set_budget(budget)
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Count this optimizer's state and step from the next step on, in place of the one counted so far:
@@ -185,7 +187,7 @@ class Handle:
         """
         limiter = self._in_force()
         refuse_other_kinds(self.model, None, None, optimizer, None)
-        limiter.set_optimizer(None if optimizer is None else innermost(optimizer))
+        limiter.known.set_optimizer(None if optimizer is None else innermost(optimizer))
 
     def remove(self) -> None:
         """Give the model its own forward back. Steps that are under way finish under their plan."""

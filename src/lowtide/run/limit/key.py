@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide import private
+from lowtide.run.record.native import loaded
 
 
 class StepKey(NamedTuple):
@@ -79,23 +80,33 @@ def _leaf(item: Any) -> Any:
 class Members:
     """What a model is made of now: its modules, parameters and buffers, in one walk without names.
 
-    Every step takes one, and names take ten times as long.
+    Every step takes one, and names take ten times as long. Where the compiled recorder is there, it walks.
 
     Args:
         model: it.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.modules: list[torch.nn.Module] = [model]
+        native = loaded()
+        found = native.members(model) if native is not None else None
+        if found is not None:
+            self.modules, self.parameters, self.buffers = found
+        else:
+            self._walk(model)
+
+    def _walk(self, model: torch.nn.Module) -> None:
+        self.modules = modules = [model]
         seen: set[torch.nn.Module | None] = {model, None}
         parameters: list[torch.nn.Parameter | None] = []
         buffers: list[torch.Tensor | None] = []
-        for module in self.modules:
+        for module in modules:
             own = module.__dict__
-            if "_parameters" in own:
-                parameters += own["_parameters"].values()
-                buffers += own["_buffers"].values()
-                children = own["_modules"].values()
+            if "_parameters" in own:  # most have one of the three
+                if there := own["_parameters"]:
+                    parameters += there.values()
+                if there := own["_buffers"]:
+                    buffers += there.values()
+                children = there.values() if (there := own["_modules"]) else ()
             else:  # TorchScript's modules keep them elsewhere
                 parameters += module.parameters(recurse=False)
                 buffers += module.buffers(recurse=False)
@@ -103,9 +114,22 @@ class Members:
             for child in children:
                 if child not in seen:
                     seen.add(child)
-                    self.modules.append(child)
+                    modules.append(child)
         self.parameters = [one for one in parameters if one is not None]
         self.buffers = [one for one in buffers if one is not None]
+
+    def standing(self) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[Any, ...]]:
+        """Of each parameter whether it is trainable and whether it has a gradient; then the types of them all
+        and their bytes.
+        """
+        native = loaded()
+        if native is not None:
+            return native.standing(self.parameters)
+        return (
+            tuple([one.requires_grad for one in self.parameters]),
+            tuple([one.grad is not None for one in self.parameters]),
+            (*[one.dtype for one in self.parameters], *[one.nbytes for one in self.parameters]),
+        )
 
     def are_lazy(self) -> bool:
         """Whether some of it is not initialized yet."""
@@ -123,7 +147,7 @@ def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if torch.is_autocast_enabled(device)
         else (False,)
     )
-    standing = tuple([parameter.grad is not None for parameter in parameters])
+    trainable, standing, types = members.standing()
     return StepKey(
         shapes=tuple(
             tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested
@@ -135,8 +159,8 @@ def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         structure=str(structure),
         training=hash(tuple([module.training for module in members.modules])),
         autocast=autocast,
-        trainable=hash(tuple([parameter.requires_grad for parameter in parameters])),
+        trainable=hash(trainable),
         # a model may be cast, or its embeddings resized, between two steps
-        parameters=hash(tuple([(parameter.dtype, parameter.nbytes) for parameter in parameters])),
+        parameters=hash(types),
         gradients=hash(standing) if any(standing) else 0,
     )

@@ -13,26 +13,23 @@ import inspect
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
 
 from lowtide import budget as budgets
 from lowtide import private
-from lowtide.errors import BudgetError, TraceError
-from lowtide.graph import StepGraph
+from lowtide.errors import TraceError
 from lowtide.interception import alone, interceptors
 from lowtide.plan.cache import program_digest
-from lowtide.progress import log
-from lowtide.run.limit.arguments import refuse_sharded
 from lowtide.run.limit.compiled_submodules import left_alone
 from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.key import Members, StepKey, step_key
-from lowtide.run.limit.kinds import MOST_KINDS, Kind, keeps_all, plan_for_larger, same_but_gradients
-from lowtide.run.limit.later_steps import later_steps_told
+from lowtide.run.limit.kinds import Kind, keeps_all
+from lowtide.run.limit.known import Known
 from lowtide.run.limit.learn import Ran, learn
-from lowtide.run.limit.messages import OWN_OFF, own_checkpointing, warn
+from lowtide.run.limit.messages import ABANDONED, warn
 from lowtide.run.limit.planning import Planner, Policy
 from lowtide.run.limit.unlimited import AROUND_COMPILED, CROWDED, keeps_nothing, why_unlimited
 from lowtide.run.limit.watch import StepWatch
@@ -47,8 +44,6 @@ from lowtide.store.stores import Stores
 from lowtide.trace.eager import StepTracer
 from lowtide.trace.results import loss_to_plan_for, tensors_inside
 from lowtide.trace.untouched import untouched, without_history
-
-BUDGET_CHANGED = "the budget was changed"
 
 
 class _Local(threading.local):
@@ -74,6 +69,7 @@ class Limiter:
     know. It can be copied and pickled with the model; plans are not copied, the copy plans for itself.
 
     Attributes:
+        known: the kinds of steps so far, and their plans.
         crowded: other limited models take part in the same steps; each is planned for its own part.
         removed: the limit is gone, and calls (through a wrapper that still holds this) run as they are.
     """
@@ -91,7 +87,6 @@ class Limiter:
         progress: bool | None = None,
     ) -> None:
         self.model = model
-        self.budget = budget
         self.policy: Policy = policy if policy is not None else "optimal"
         self.loss_fn = loss_fn
         self.progress = progress
@@ -100,34 +95,32 @@ class Limiter:
         self.removed = False
         self.stores = stores if stores is not None else Stores()
         self.own_stores = stores is None
-        self._fresh(optimizer)
+        self._fresh(budget, optimizer)
 
-    def _fresh(self, optimizer: torch.optim.Optimizer | None) -> None:
-        self.planner = Planner(
-            self.model, self.budget, self.policy, optimizer, lambda: self.stores.groups, self.progress
+    def _fresh(self, budget: str | int | None, optimizer: torch.optim.Optimizer | None) -> None:
+        planner = Planner(
+            self.model, budget, self.policy, optimizer, lambda: self.stores.groups, self.progress
         )
-        self.kinds: dict[StepKey, Kind] = {}
-        self.latest: Kind | None = None
+        self.known = Known(planner, self.verify)
         self.measured_bytes: int | None = None  # of the latest step that ended
-        self.lock = threading.RLock()
-        self.told: set[str] = set()
         self.local = _Local()
         self.engagement: Engagement | None = None
         self.crowded = False
 
     def __getstate__(self) -> dict[str, Any]:
-        names = ("model", "budget", "policy", "loss_fn", "verify", "original", "progress", "removed")
+        names = ("model", "policy", "loss_fn", "verify", "original", "progress", "removed")
         return {
             **{name: self.__dict__[name] for name in names},
-            "counted": self.planner.optimizer is not None,
+            "budget": self.budget,
+            "counted": self.known.planner.optimizer is not None,
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        counted = state.pop("counted")
+        budget, counted = state.pop("budget"), state.pop("counted")
         self.__dict__.update(state)
         self.stores = Stores()
         self.own_stores = True
-        self._fresh(None)
+        self._fresh(budget, None)
         if counted:
             warn(
                 "the copy of a limited model does not count an optimizer: remove() its limit and call "
@@ -155,6 +148,11 @@ class Limiter:
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
 
     @property
+    def budget(self) -> str | int | None:
+        """As it was given; the latest."""
+        return self.known.planner.budget
+
+    @property
     def device(self) -> torch.device:
         """Where the model's parameters lie."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
@@ -169,7 +167,7 @@ class Limiter:
             return self.forward(*args, **kwargs)
         with private.out_of_dynamo() as compiled:
             if compiled:
-                self._tell("compiled", AROUND_COMPILED)
+                self.known.tell("compiled", AROUND_COMPILED)
             return self._call(args, kwargs)
 
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -179,7 +177,7 @@ class Limiter:
         unlimited = why_unlimited(members, args, kwargs)
         if unlimited is not None:
             if unlimited.text:
-                self._tell(*unlimited)
+                self.known.tell(*unlimited)
             return self._plainly(args, kwargs)
         begin = time.perf_counter()
         if self.engagement is not None:
@@ -188,13 +186,13 @@ class Limiter:
         self._settle()
         if self.local.look is not None:  # its step has several forwards before its backward
             result = self._plainly(args, kwargs)
-            self.local.look[0].beside(result)
+            self.local.look[0].beside(result, lambda: self.known.tell("abandoned", ABANDONED))
             return result
         key = step_key(members, args, kwargs)
-        kind = self.kind_for(key)
+        kind = self.known.kind_for(key)
         self.crowded |= self._beside_others()
         if self.crowded and self.budget is not None:
-            self._tell("crowded", CROWDED)
+            self.known.tell("crowded", CROWDED)
         if kind.wants_look and (self.crowded or kind.unseen_backward):
             try:
                 with alone():
@@ -218,12 +216,6 @@ class Limiter:
         finally:
             self.local.inside = False
 
-    def _tell(self, what: str, text: str) -> None:
-        """Warn of something once."""
-        if what not in self.told:
-            self.told.add(what)
-            warn(text)
-
     def _settle(self) -> None:
         """A step is about to begin: an earlier one of this thread that was looked at, and whose graph its
         caller kept, is over now.
@@ -244,85 +236,13 @@ class Limiter:
                 watch.close()
 
     def _tell_together(self) -> None:
-        self._tell(
+        self.known.tell(
             "pending",
             "a forward of this limited model begins while what an earlier one saved is still needed (its "
             "backward is to come, or kept its graph): the budget holds for each of them, and together they "
             "take more than the budget. Run backward after each forward (gradients add up), or put the "
             "limit on a module that runs them both",
         )
-
-    def kind_for(self, key: StepKey) -> Kind:
-        """What is known of steps with this key; what an earlier step taught is acted upon now.
-
-        Raises:
-            BudgetError: no plan fits.
-        """
-        with self.lock:
-            kind = self.kinds.get(key)
-            if kind is None:
-                larger = plan_for_larger(self.kinds.values(), key)
-                if larger is not None:
-                    kind = larger
-                else:
-                    refuse_sharded(self.model)
-                    if self.kinds:
-                        log.info("another kind of step: %s", key.difference(next(reversed(self.kinds))))
-                    without = same_but_gradients(self.kinds, key) if key.gradients else None
-                    kind = Kind(key)
-                    if without is not None:
-                        self._plan_standing(kind, without)
-                    self._remember(kind)
-            self.planner.confer(kind)
-            if kind.solve_again and not kind.wants_look:
-                self._solve_again(kind)
-            self.latest = kind if kind.plan is not None else self.latest
-            return kind
-
-    def _plan_standing(self, kind: Kind, without: Kind) -> None:
-        """Plan for steps that add to gradients, if need be without what one step took besides."""
-        try:
-            self.planner.plan_standing(kind, without)
-        except BudgetError as error:
-            if not without.margin_bytes:
-                raise
-            without.margin_bytes = 0
-            self.planner.plan_standing(kind, without)
-            self._tell("stays", f"lowtide plans as if no step had taken more than predicted: {error}")
-
-    def _solve_again(self, kind: Kind) -> None:
-        """Make the plan again; where none fits that leaves what one step took besides, the one that is there
-        stays.
-        """
-        try:
-            self.planner.solve_again(kind)
-        except BudgetError as error:
-            plan = kind.plan
-            if plan is None or not kind.margin_bytes or kind.solve_again == BUDGET_CHANGED:
-                raise
-            kind.stays_bytes = kind.margin_bytes + max(plan.predicted_peak_bytes, plan.budget_bytes or 0)
-            kind.margin_bytes, kind.solve_again = 0, ""
-            self._tell("stays", f"lowtide goes on with the plan that it has, since no other fits: {error}")
-
-    def _remember(self, kind: Kind) -> None:
-        self.kinds[kind.key] = kind
-        while len(self.kinds) > MOST_KINDS:
-            self.kinds.pop(next(iter(self.kinds)))
-
-    def set_budget(self, budget: str | int) -> None:
-        """Plan for another budget before the next step."""
-        with self.lock:
-            self.budget = self.planner.budget = budget
-            for kind in self.kinds.values():
-                kind.solve_again = BUDGET_CHANGED
-
-    def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
-        """Plan with this optimizer's state, in place of the one counted so far, before the next step."""
-        with self.lock:
-            more = self.planner.count(optimizer)
-            for kind in self.kinds.values():
-                kind.stands_on(more)
-                kind.solve_again = BUDGET_CHANGED
 
     # ---- looking ---------------------------------------------------------------------------------
 
@@ -331,7 +251,7 @@ class Limiter:
         look = Look(
             self.model,
             self.device,
-            verify=self._is_to_verify(kind),
+            verify=self.known.is_to_verify(kind),
             on_end=lambda look: self._looked(look, kind),
             claims=kind.claims,
         )
@@ -343,18 +263,6 @@ class Limiter:
             self.local.look = None
             raise
         return result
-
-    def _is_to_verify(self, kind: Kind) -> bool:
-        """Whether a look runs each operation twice: not those that were verified at another size."""
-        if self.verify == "never" or kind.looks or kind.strange or self.planner.kept:
-            return self.verify != "never"
-        return not any(
-            other.verified and other.key.differs_in_size(kind.key) for other in self.kinds.values()
-        )
-
-    def _has_verified(self, program: str) -> bool:
-        """Whether the operations of a program, at some size, were seen to reproduce."""
-        return any(kind.verified == program for kind in self.kinds.values())
 
     def _beside_others(self) -> bool:
         """Whether steps of other limited models are being looked at, which do not see their own part alone
@@ -374,12 +282,12 @@ class Limiter:
             self.crowded |= look.tracer.crowded
             look.close()
             return
-        with self.lock:
-            self._tell_of(look)
+        with self.known.lock:
+            self.known.tell_of(look)
             peak = look.peak_bytes
             graph, before = look.graph(self.model), kind.graph
             program = program_digest(graph)
-            if not look.verified and self.verify != "never" and not self._has_verified(program):
+            if not look.verified and self.verify != "never" and not self.known.has_verified(program):
                 kind.strange = True
                 return
             kind.verified = program
@@ -387,17 +295,17 @@ class Limiter:
             kind.looks += 1
             kind.varies = kind.varies or look.tracer.asks
             if longest or kind.claims:
-                self._plan(kind, graph, look.tracer.checkpoints)
+                self.known.plan(kind, graph, look.tracer.checkpoints)
             else:
                 kind.look_again = ""
-            self.latest = kind
+            self.known.latest = kind
             if peak is not None and kind.graph is not None:
                 self.measured_bytes = kind.graph.resident_bytes + peak
             plan = kind.plan
             if plan is not None and plan.budget_bytes is not None and peak is not None and before is None:
                 taken = graph.resident_bytes + peak
                 if taken > plan.budget_bytes and not plan.changes_nothing:
-                    self._tell(
+                    self.known.tell(
                         "first",
                         f"the first step, from which lowtide plans, took {budgets.format_bytes(taken)} of "
                         f"the {budgets.format_bytes(plan.budget_bytes)} of the budget; later ones keep to it",
@@ -413,7 +321,7 @@ class Limiter:
         if self.engagement is not None:
             self.engagement.end()
             self.engagement = None
-        kind = self.kind_for(step_key(Members(self.model), args, kwargs))
+        kind = self.known.kind_for(step_key(Members(self.model), args, kwargs))
         if not kind.wants_look:
             return kind
         graphs: list[Look] = []
@@ -434,34 +342,14 @@ class Limiter:
                 graph = look.graph(self.model)
             finally:
                 look.close()
-        with self.lock:
+        with self.known.lock:
             kind.looks += 1
             kind.verified = program_digest(graph)
             kind.varies = kind.varies or look.tracer.asks
-            self._tell_of(look)
-            self._plan(kind, graph, look.tracer.checkpoints)
-            self.latest = kind
+            self.known.tell_of(look)
+            self.known.plan(kind, graph, look.tracer.checkpoints)
+            self.known.latest = kind
         return kind
-
-    def _plan(self, kind: Kind, graph: StepGraph, checkpoints: int) -> None:
-        try:
-            with nullcontext() if kind.key.gradients else later_steps_told(self.model):
-                self.planner.plan(kind, graph, checkpoints)
-        except BudgetError as error:
-            if checkpoints:
-                error.remedies = (OWN_OFF, *error.remedies)
-            raise
-
-    def _tell_of(self, look: Look) -> None:
-        """Operations were found that do not reproduce: say so once, and keep what they write in every plan
-        from now on. Say once, too, that the model checkpoints by itself.
-        """
-        for name, reason in look.kept.items():
-            if name not in self.planner.kept:
-                warn(f"lowtide keeps the results of {name}: {reason}")
-        self.planner.kept.update(look.kept)
-        if look.tracer.checkpoints:
-            self._tell("checkpoints", own_checkpointing(self.model))
 
     # ---- under a plan ----------------------------------------------------------------------------
 
@@ -476,7 +364,7 @@ class Limiter:
     ) -> Any:
         plan = kind.plan
         assert plan is not None
-        self.planner.note_pace(kind)
+        self.known.planner.note_pace(kind)
         watch = StepWatch(lambda: self._learn(kind, ran), self.device)
         self.local.watch = watch
         ran = Ran(key, plan, watch, light=kind.is_light(key))
@@ -535,9 +423,9 @@ class Limiter:
         peak = watch.peak_bytes
         if peak is None or kind.graph is None:
             return
-        took = kind.graph.resident_bytes - self.planner.moved_bytes + plan.slab_bytes + peak
+        took = kind.graph.resident_bytes - self.known.planner.moved_bytes + plan.slab_bytes + peak
         self.measured_bytes = took
         # ranks that share a model do the same, and another policy is one to follow
-        alone = self.planner.agreement is None and self.policy == "optimal"
+        alone = self.known.planner.agreement is None and self.policy == "optimal"
         if said := learn(kind, ran, took, alone):
             warn(said)

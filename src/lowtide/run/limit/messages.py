@@ -13,6 +13,14 @@ from lowtide.plan.data import Plan
 OWN_OFF = "turn the model's own gradient checkpointing off"
 """The first remedy where a model checkpoints on its own."""
 
+ABANDONED = (
+    "a step of this limited model ran without the limit: when its forward began, something still held what "
+    "an earlier forward had returned, from which lowtide was to plan, and whose backward had not come (a "
+    "loss kept when an error ended its step, perhaps). Let go of what a step that you give up returned "
+    "(del loss); the next step that begins so is planned for"
+)
+"""What to say after a backward through a forward that was taken for part of an earlier step."""
+
 
 class LowtideWarning(UserWarning):
     """Something that a user should know and that stops nothing: an operation that does not reproduce, a plan

@@ -137,14 +137,15 @@ class Look:
                 tensor.grad_fn.register_prehook(self._backward_begins)
                 tensor.grad_fn.metadata["lowtide", id(self)] = graph  # pyright: ignore
 
-    def beside(self, result: Any) -> None:
+    def beside(self, result: Any, alone: Callable[[], None]) -> None:
         """Another forward ran beside the step and returned ``result``: a backward through that one alone
-        means that nobody waits for this step.
+        means that nobody waits for this step, and ``alone`` is called.
         """
 
         def ends() -> None:
-            if not self.over and not self.backwards:
+            if not (self.backwards or self._in_backward):
                 self.close()
+                alone()
 
         for tensor in tensors_inside(result):
             if tensor.grad_fn is not None:

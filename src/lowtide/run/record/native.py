@@ -36,6 +36,11 @@ def _loaded() -> _Loaded:
     return _Loaded()
 
 
+def loaded() -> Any:
+    """The compiled module where it is loaded already, or ``None``."""
+    return _loaded().module
+
+
 def compiled(wait: bool = False) -> Any:
     """The compiled module, or ``None`` where it cannot be compiled or is not compiled yet.
 

@@ -4,8 +4,10 @@
 // numbers, subclasses) goes there. Both halves work on the same objects: the recorder's tables, and the slots
 // of LiveValue and Node.
 
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/core/dispatch/Dispatcher.h>
 #include <ATen/ops/empty.h>
+#include <torch/csrc/DynamicTypes.h>
 #include <torch/csrc/Storage.h>
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/csrc/autograd/python_variable.h>
@@ -15,6 +17,8 @@
 
 #include <algorithm>
 #include <chrono>
+#include <optional>
+#include <thread>
 #include <unordered_map>
 #include <unordered_set>
 
@@ -445,6 +449,7 @@ enum class Does { Pass, Record, Closer };  // a closer look is Python's
 struct Operation {  // of a plan's program
   std::optional<OperatorHandle> op;
   Does does;
+  size_t arguments;                // how many it takes
   std::vector<size_t> writes;      // arguments that it overwrites
   std::vector<size_t> statistics;  // arguments that it overwrites in training
   long training, dropout;          // which argument says so, or with which probability it draws; -1 for none
@@ -460,9 +465,62 @@ struct Program {
            std::vector<size_t> statistics, long training, long dropout, std::vector<bool> stored,
            bool claimed, py::object func) {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
-    operations.push_back({op, op ? Does(does) : Does::Closer, std::move(writes), std::move(statistics),
-                          training, dropout, std::move(stored), claimed, std::move(func)});
+    size_t arguments = op ? op->schema().arguments().size() : 0;
+    operations.push_back({op, op ? Does(does) : Does::Closer, arguments, std::move(writes),
+                          std::move(statistics), training, dropout, std::move(stored), claimed,
+                          std::move(func)});
   }
+};
+
+// A recorder's place among the thread's saved-tensor hooks. While nothing is given up they are taken out:
+// autograd saves as in a plain step, and calls nobody. Others' hooks may lie above, and stay there.
+class Hooks {
+  using Default = at::SavedTensorDefaultHooks;
+  using Stack = decltype(at::impl::SavedTensorDefaultHooksTLS::stack);
+
+ public:
+  bool in() const { return in_; }
+
+  void found() {  // ours have just been pushed
+    const Stack& stack = Default::get_tls_state().stack;
+    ours_.emplace(stack.top());
+    below_ = stack.size() - 1;
+    thread_ = std::this_thread::get_id();
+    in_ = true;
+  }
+
+  void put_in() {
+    if (in_ || !ours_ || std::this_thread::get_id() != thread_) return;
+    change([&](Stack& stack) { stack.push(*ours_); });
+    in_ = true;
+  }
+
+  void end() {  // whoever pushed ours takes them away; they hold the recorder, and it no longer holds them
+    put_in();
+    ours_.reset();
+    in_ = false;
+  }
+
+  void take_out() {
+    change([](Stack& stack) { stack.pop(); });
+    in_ = false;
+  }
+
+ private:
+  template <class Change>
+  void change(Change in_our_place) {
+    auto state = Default::get_tls_state();
+    Stack above;
+    for (; state.stack.size() > below_ + in_; state.stack.pop()) above.push(state.stack.top());
+    in_our_place(state.stack);
+    for (; !above.empty(); above.pop()) state.stack.push(above.top());
+    Default::set_tls_state(state);
+  }
+
+  std::optional<Stack::value_type> ours_;
+  std::thread::id thread_;
+  size_t below_ = 0;
+  bool in_ = false;
 };
 
 class Core {  // of one recorder
@@ -482,7 +540,7 @@ class Core {  // of one recorder
     if (at_ >= program_->operations.size()) return false;
     const Operation& known = program_->operations[at_];
     if (known.does == Does::Closer || !(*known.op == op)) return false;
-    first_ = stack->size() - op.schema().arguments().size();
+    first_ = stack->size() - known.arguments;
     arguments_.clear();
     for (size_t at = first_; at < stack->size(); ++at) {
       const IValue& argument = (*stack)[at];
@@ -508,7 +566,16 @@ class Core {  // of one recorder
     py::object recorder = behind(recorder_);
     at_ = recorder.attr("director").attr("at").cast<size_t>();
     order_ = recorder.attr("_order").cast<long>();
+    if (gives_up()) hooks_.put_in();
   }
+
+  void turn(bool on_now) {  // Python takes down what comes while this is off
+    if (!on_now) hooks_.put_in();
+    on = on_now;
+  }
+
+  void hooks_found() { hooks_.found(); }
+  void hooks_end() { hooks_.end(); }
 
   py::object pack(py::object object) {
     auto type = reinterpret_cast<PyObject*>(Py_TYPE(object.ptr()));
@@ -532,6 +599,8 @@ class Core {  // of one recorder
     const Tensor* tensor;  // until the operation has run
     uintptr_t key;
   };
+
+  bool gives_up() const { return PyDict_GET_SIZE(given_.ptr()) != 0; }
 
   bool is_known(uintptr_t key) const {
     return entry_of(given_, key) || entry_of(held_, key) || entry_of(blank_, key);
@@ -570,6 +639,7 @@ class Core {  // of one recorder
       ++at_;
       ++passed_;
     }
+    if (hooks_.in() && !gives_up()) hooks_.take_out();
     return true;
   }
 
@@ -666,6 +736,7 @@ class Core {  // of one recorder
       outputs.append(py::make_tuple(places[at], weak(give(node, results[places[at]]))));
     }
     n.n_outputs.set(node, std::move(outputs));
+    if (gives_up()) hooks_.put_in();
     return true;
   }
 
@@ -688,6 +759,7 @@ class Core {  // of one recorder
   std::shared_ptr<Replays> replays_ = std::make_shared<Replays>();
   py::object recorder_;
   py::dict given_, held_, blank_;
+  Hooks hooks_;
   size_t at_ = 0, first_ = 0;
   long passed_ = 0, order_ = 0;
   c10::SmallVector<Argument, 8> arguments_;
@@ -751,6 +823,58 @@ void let_in(const std::vector<std::pair<std::string, std::string>>& overloads) {
   }
 }
 
+// What a model is made of, as lowtide.run.limit.key finds it -----------------------------------------
+
+py::object taken(PyObject* made) {  // a new reference
+  if (made == nullptr) throw py::error_already_set();
+  return py::reinterpret_steal<py::object>(made);
+}
+
+// Modules, parameters and buffers; or None where a module is not an ordinary one.
+py::object members(const py::object& model) {
+  static PyObject* const tables[] = {PyUnicode_InternFromString("_parameters"),
+                                     PyUnicode_InternFromString("_buffers"),
+                                     PyUnicode_InternFromString("_modules")};
+  py::list found[] = {py::list(), py::list(), py::list()};
+  py::list& modules = found[2];
+  modules.append(model);
+  std::unordered_set<PyObject*> seen{model.ptr()};
+  for (size_t at = 0; at < modules.size(); ++at) {
+    py::object own = taken(PyObject_GenericGetDict(modules[at].ptr(), nullptr));
+    for (size_t kind = 0; kind < 3; ++kind) {
+      PyObject* table = PyDict_GetItemWithError(own.ptr(), tables[kind]);
+      if (table == nullptr || !PyDict_Check(table)) return none();
+      PyObject *name, *item;
+      for (Py_ssize_t place = 0; PyDict_Next(table, &place, &name, &item);) {
+        if (item != Py_None && (kind != 2 || seen.insert(item).second)) found[kind].append(py::handle(item));
+      }
+    }
+  }
+  return py::make_tuple(modules, found[0], found[1]);
+}
+
+// Of each parameter whether it is trainable and has a gradient; then all their types, and all their bytes.
+py::tuple standing(const py::list& parameters) {
+  py::tuple trainable(parameters.size()), gradients(parameters.size()), sizes(2 * parameters.size());
+  for (size_t at = 0; at < parameters.size(); ++at) {
+    py::handle one = parameters[at];
+    size_t other = parameters.size() + at;
+    if (Py_TYPE(one.ptr()) == reinterpret_cast<PyTypeObject*>(ParameterClass)) {
+      const Tensor& tensor = THPVariable_Unpack(one.ptr());
+      trainable[at] = py::bool_(tensor.requires_grad());
+      gradients[at] = py::bool_(tensor.grad().defined());
+      sizes[at] = py::handle(reinterpret_cast<PyObject*>(torch::getTHPDtype(tensor.scalar_type())));
+      sizes[other] = py::int_(tensor.nbytes());
+    } else {
+      trainable[at] = one.attr("requires_grad");
+      gradients[at] = py::bool_(!one.attr("grad").is_none());
+      sizes[at] = one.attr("dtype");
+      sizes[other] = one.attr("nbytes");
+    }
+  }
+  return py::make_tuple(trainable, gradients, sizes);
+}
+
 void know(py::object value_type, py::object node_type, py::object unpack, py::object bring_back,
           py::object overwritten) {
   auto& n = *(names = new Names);
@@ -804,7 +928,9 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
       .def(py::init<py::object, std::shared_ptr<Program>>())
       .def_property(
-          "on", [](Core& core) { return core.on.load(); }, [](Core& core, bool on) { core.on = on; })
+          "on", [](Core& core) { return core.on.load(); }, [](Core& core, bool on) { core.turn(on); })
+      .def("hooks_found", &Core::hooks_found)
+      .def("hooks_end", &Core::hooks_end)
       .def_property_readonly("replays", &Core::replays)
       .def_property_readonly("pack", [](std::shared_ptr<Core> core) {
         return hook<&packed>("pack", Boxed<std::shared_ptr<Core>>::of(std::move(core)));
@@ -812,6 +938,8 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   m.def("activate", [](std::shared_ptr<Core> core) { current = core; });
   m.def("know", &know);
   m.def("let_in", &let_in);
+  m.def("members", &members);
+  m.def("standing", &standing);
   m.attr("unpack") = hook<&unpacked>("unpack", none());
   m.def("again", [](py::handle call, const std::vector<Tensor>& inputs) {
     return Boxed<Call>::in(call)->again(inputs);

@@ -86,9 +86,13 @@ class Recorder(Interceptor):
         """
         with ExitStack() as stack:
             stack.callback(self.close)
-            pack = self.core.pack if self.core is not None and self.mover is None else self.pack
+            core = self.core if self.mover is None else None
+            pack = core.pack if core is not None else self.pack
             back = compiled().unpack if self.core is not None else unpack
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, back))
+            if core is not None:  # it takes them out while nothing is given up
+                core.hooks_found()
+                stack.callback(core.hooks_end)
             stack.enter_context(self)
             yield self
 
