@@ -155,7 +155,8 @@ def test_a_limited_model_is_exported_and_traced_as_it_is(planned: bool) -> None:
     assert torch.equal(exported.module()(batch()), expected)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        assert torch.equal(torch.jit.trace(model, batch())(batch()), expected)
+        traced: Any = torch.jit.trace(model, batch())
+        assert torch.equal(traced(batch()), expected)
     assert not [w for w in caught if "Python boolean" in str(w.message)], "nothing of ours is traced"
     assert len(handle.plans) == plans
 

@@ -78,6 +78,6 @@ def keeps_nothing() -> bool:
     """
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():
+    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         return True
     return any(isinstance(one, Recorder) for one in interceptors())
