@@ -37,6 +37,9 @@ RESERVE_SHARE = 0.1
 
 RESERVE_BYTES = 256 << 20
 
+_MOST_SMALLER = 0.9
+"""Share by which a batch can be made smaller and is worth training on."""
+
 _UNITS = {"": 1, "b": 1, "byte": 1, "bytes": 1}
 _UNITS |= {f"{letter}b": 1000**power for power, letter in enumerate("kmgtp", 1)}
 _UNITS |= {f"{letter}ib": 1024**power for power, letter in enumerate("kmgtp", 1)}
@@ -261,7 +264,7 @@ def _remedies(missing_bytes: int, parts: Mapping[str, int], policy: str) -> list
     found = ["use the policy 'optimal', which finds the least memory that it can"] if policy else []
     loss, state = parts.get(LOSS, 0), parts.get(STATE, 0)
     activations = parts.get(ACTIVATIONS, 0) + parts.get(INPUTS, 0) + loss
-    if activations > missing_bytes:
+    if missing_bytes <= _MOST_SMALLER * activations:
         found.append(
             f"make the batch or the sequences at least {math.ceil(100 * missing_bytes / activations)} % "
             "smaller"

@@ -202,6 +202,7 @@ def test_only_what_helps_is_proposed() -> None:
     assert "batch" in remedies(GIB, **activations) and "make the batch" not in remedies(
         3 * GIB, **activations
     )
+    assert "make the batch" not in remedies(int(1.9 * GIB), **activations), "95 % smaller is no batch"
     assert "host_fraction=0.5" in remedies(GIB, **state) and "HostOptimizer" not in remedies(3 * GIB, **state)
     assert "share the model among devices" in remedies(3 * GIB, **activations)
     policy = too_small(GIB, 2 * GIB, {budgets.PARAMETERS: 2 * GIB}, policy="full")

@@ -80,8 +80,23 @@ def test_skipped_by_dynamo_breaks_the_graph() -> None:
     backend = Backend()
     torch.compile(outer, backend=backend)(torch.ones(3))
     assert backend.compiled == 2
-    with pytest.raises(Exception, match=r"lowtide runs it|disable"):
+    with pytest.raises(Exception, match=r"handle.remove|disable"):
         torch.compile(outer, backend=backend, fullgraph=True)(torch.ones(4))
+
+
+def test_skipped_by_dynamo_is_not_compiled_where_it_is_reached_uncompiled() -> None:
+    torch._dynamo.reset()
+
+    class Called:
+        @private.skipped_by_dynamo
+        def __call__(self, x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+    module = torch.nn.Module()
+    module.forward = Called()
+    backend = Backend()
+    assert torch.equal(torch.compile(module, backend=backend)(torch.ones(3)), torch.ones(3).sin())
+    assert backend.compiled == 0
 
 
 def test_keep_dynamo_out() -> None:

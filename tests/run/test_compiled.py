@@ -119,6 +119,48 @@ def test_limited_model_that_is_compiled_whole(same: Any) -> None:
         assert all(same(a, p.grad) for a, p in zip(expected, model.parameters(), strict=True))
 
 
+def test_what_is_compiled_around_a_limited_model_sees_the_backward() -> None:
+    """A compiled call takes the interception away when it returns, so its step is looked at on its own."""
+    plans = []
+    for wrap in (lambda model: model, lambda model: torch.compile(model, backend=Backend())):
+        torch.manual_seed(0)
+        model = Model()
+        handle = lowtide.limit_memory(model, "80%")
+        whole = wrap(model)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for _ in range(3):
+                model.zero_grad()
+                whole(batch()).backward()
+        assert not [w for w in caught if "set_eval_frame" in str(w.message)], "dynamo left it alone"
+        assert handle.measured_peak_bytes is not None and handle.plan is not None
+        assert handle.measured_peak_bytes <= (handle.plan.budget_bytes or 0)
+        plans.append((handle.plan.plain_peak_bytes, handle.plan.predicted_peak_bytes, handle.plannings))
+    assert plans[0] == plans[1]
+
+
+@pytest.mark.parametrize("planned", [False, True])
+def test_a_limited_model_is_exported_and_traced_as_it_is(planned: bool) -> None:
+    torch.manual_seed(0)
+    model = Model()
+    expected = model(batch())
+    plain = [node.target for node in torch.export.export(model, (batch(),)).graph.nodes]
+    handle = lowtide.limit_memory(model, "80%")
+    if planned:
+        for _ in range(2):
+            grads(model)
+    plans = len(handle.plans)
+    exported = torch.export.export(model, (batch(),))
+    assert [node.target for node in exported.graph.nodes] == plain
+    assert torch.equal(exported.module()(batch()), expected)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        traced: Any = torch.jit.trace(model, batch())
+        assert torch.equal(traced(batch()), expected)
+    assert not [w for w in caught if "Python boolean" in str(w.message)], "nothing of ours is traced"
+    assert len(handle.plans) == plans
+
+
 def test_limit_on_a_compiled_model() -> None:
     """Compiled by a backend of the user's, or in place, a model is opaque as a whole."""
     with pytest.raises(lowtide.PlanError, match="a budget can be held for inductor, aot_eager"):

@@ -5,6 +5,7 @@ Seen in PyTorch 2.11 to 2.13.
 
 from __future__ import annotations
 
+import inspect
 import pkgutil
 import sys
 from collections.abc import Iterator
@@ -75,7 +76,15 @@ def keep_dynamo_out() -> None:
 
 
 def skipped_by_dynamo(function: Any) -> Any:
-    """Dynamo does not look into ``function`` when it traces a call of it, but breaks its graph there."""
+    """Dynamo does not look into ``function`` when it traces a call of it, but breaks its graph there; nor
+    does it compile a call that reaches it uncompiled.
+    """
     function._torchdynamo_disable = True
-    function._torchdynamo_disable_msg = "lowtide runs it"
+    function._torchdynamo_disable_msg = (
+        "a limited model runs eagerly; lowtide.compile takes a budget, and handle.remove() the limit off"
+    )
+    frames: Any = torch._C._dynamo.eval_frame  # type: ignore[attr-defined]
+    leave = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    for one in (function, inspect.unwrap(out_of_dynamo)):
+        frames.set_code_exec_strategy(one.__code__, leave)
     return function

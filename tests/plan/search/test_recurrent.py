@@ -10,7 +10,9 @@ from torch import nn
 
 import lowtide
 from lowtide.graph import StepGraph
+from lowtide.plan.bound.relaxation import Relaxation
 from lowtide.plan.search.planner import Planner
+from lowtide.plan.simulate import Simulator
 
 
 @pytest.fixture(scope="module")
@@ -39,3 +41,20 @@ def test_rounded_decisions_that_exceed_the_budget_are_brought_back_into_it(recur
             assert plan.extra_seconds <= 1.1 * planner.bound(budget).extra_seconds
         assert plan.extra_seconds <= last
         last = plan.extra_seconds
+
+
+def test_what_the_windows_take_is_limited_and_leaves_a_bound(
+    recurrent: StepGraph, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A stage of thousands of operations would take a column for each with each of its backward nodes."""
+    simulator = Simulator(recurrent)
+    relaxation = Relaxation(simulator)
+    budget = (2 * relaxation.least_peak() + simulator.plain_peak) // 3
+    without, _ = relaxation.solve(budget, windows=False)
+    columns = len(relaxation.program.cost)
+    whole, _ = relaxation.solve(budget)
+    most = len(relaxation.program.cost) - columns
+    monkeypatch.setattr("lowtide.plan.bound.relaxation._WINDOW_COLUMNS", most // 2)
+    some, _ = relaxation.solve(budget)
+    assert 0 < len(relaxation.program.cost) - columns <= most // 2
+    assert without <= some * (1 + 1e-9) and some <= whole * (1 + 1e-9)

@@ -49,6 +49,11 @@ _WINDOWS_PER_ROUND = 6
 _MOST_WINDOWS = 24
 """Stages whose backward is added at most: each takes several hundred columns."""
 
+_WINDOW_COLUMNS = 60_000
+"""Columns of all stages' backwards together; a stage that takes more than what is left is not added. Stacks
+of layers take up to 18,000; a step through time, with thousands of operations a stage, would take millions.
+"""
+
 _NODES = 1
 """Branch-and-bound nodes: what whole numbers bring comes from the root."""
 
@@ -174,11 +179,15 @@ class Relaxation(Decisions):
         tight = [(x, k) for x, k in sorted(tight) if -x > 0.9][
             : min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))
         ]
+        added = False
         for _, k in tight:
             window = Window(self, k)
+            if window.columns + sum(other.columns for other in windows.values()) > _WINDOW_COLUMNS:
+                continue
             window.add(program, budget, scale, windows.values())
             windows[k] = window
-        return bool(tight)
+            added = True
+        return added
 
     def _violated(self, load: Floats) -> list[int]:
         """The worst events above the budget, at most one in each stretch of the step."""

@@ -50,6 +50,11 @@ class Window:
         ]
         self.granules = self._granules(start, end)
 
+    @property
+    def columns(self) -> int:
+        """About how many columns it takes."""
+        return (len(self.operations) + len(self.values)) * (len(self.granules) + 1)
+
     def _granules(self, start: int, end: int) -> list[tuple[int, set[int]]]:
         """Per granule: the event with the most fixed bytes, and the values of the stage that it unpacks."""
         sim = self.relaxation.sim

@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from types import CodeType
 from typing import Any
 
 import torch
@@ -143,6 +144,11 @@ class Limiter:
         return inspect.signature(self.forward)
 
     @property
+    def __code__(self) -> CodeType:
+        """Of the model's own forward, of which `torch.export` asks where it stands."""
+        return inspect.unwrap(self.forward).__code__
+
+    @property
     def forward(self) -> Callable[..., Any]:
         """The model's own forward."""
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
@@ -168,9 +174,9 @@ class Limiter:
         with private.out_of_dynamo() as compiled:
             if compiled:
                 self.known.tell("compiled", AROUND_COMPILED)
-            return self._call(args, kwargs)
+            return self._call(args, kwargs, compiled)
 
-    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> Any:
         if keeps_nothing():
             return self._plainly(args, kwargs)
         members = Members(self.model)
@@ -193,6 +199,7 @@ class Limiter:
         self.crowded |= self._beside_others()
         if self.crowded and self.budget is not None:
             self.known.tell("crowded", CROWDED)
+        kind.unseen_backward |= compiled  # a compiled call that returns puts dispatch back as it was
         if kind.wants_look and (self.crowded or kind.unseen_backward):
             try:
                 with alone():
