@@ -138,7 +138,7 @@ class CompiledHandle:
         alone = self._alone()
 
         def backend(module: Any, inputs: Any) -> Any:
-            if self._whole_alone or whole.regions or not captured.is_scalar_loss(module):
+            if self._whole_alone or whole.regions or not captured.is_whole_step(module):
                 if self._codecs:
                     raise PlanError(
                         "codecs are for a model that is one graph and returns its loss alone: leave codecs "
