@@ -100,6 +100,23 @@ def test_dropout_is_bitwise_that_of_eager_at_every_budget() -> None:
         assert all(torch.equal(a, b) for a, b in zip(gradients(twin), gradients(wanted), strict=True)), budget
 
 
+def test_a_loss_that_lies_in_the_memory_of_its_terms_is_predicted() -> None:
+    """ATen's mse_loss on a CPU returns one number in a storage of as many as it has averaged."""
+
+    class Fitted(Model):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            for block in self.blocks:
+                x = block(x)
+            return nn.functional.mse_loss(x, torch.zeros_like(x))
+
+    model, x = Fitted(layers=2), torch.randn(1024, 32)
+    compiled = lowtide.compile(model, "min", backend="aot_eager")
+    compiled(x).backward()
+    real, handle = real_peak(compiled, model, x), lowtide.handle_of(compiled)
+    assert abs(real - handle.predicted_peak_bytes) <= 16
+    assert real <= handle.plan.budget_bytes
+
+
 def test_batch_norm_moves_its_statistics_once() -> None:
     def made() -> nn.Module:
         torch.manual_seed(0)

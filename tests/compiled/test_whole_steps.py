@@ -48,6 +48,17 @@ class Embedded(Open):
         return self.head(super().forward(self.tokens(x)))
 
 
+class Behind(Model):
+    """A graph that returns the loss, behind layers that run eagerly."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.eager = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch._dynamo.disable(self.eager)(x))
+
+
 def squared(y: torch.Tensor) -> torch.Tensor:
     return y if y.dim() == 0 else y.square().mean()
 
@@ -89,7 +100,7 @@ def check(
     return handle
 
 
-@pytest.mark.parametrize(("kind", "budget"), [(Broken, "100%"), (Broken, "min"), (Open, "60%")])
+@pytest.mark.parametrize(("kind", "budget"), [(Broken, "100%"), (Broken, "min"), (Open, "60%"), (Behind, "80%")])
 def test_graph_breaks_and_losses_outside_share_one_budget(kind: type[Model], budget: str) -> None:
     handle = check(kind(layers=4, dropout=0.1), torch.randn(1024, 32), budget)
     assert len(handle.plans) == 1
@@ -237,6 +248,34 @@ def test_backward_draws_no_random_numbers() -> None:
             one(x).backward()
         found.append(torch.get_rng_state())
     assert torch.equal(*found)
+
+
+def test_a_step_with_larger_sizes_is_planned_for_at_once_or_refused() -> None:
+    """Also where it comes every other time, and after it was refused."""
+    model = Open(layers=2)
+    compiled = lowtide.compile(model, 5 << 18, backend="aot_eager", dynamic=True)
+    handle = lowtide.handle_of(compiled)
+    refused = []
+    for rows in (256, 512, 256, 512, 256, 2048, 512, 2048, 512):
+        x = torch.randn(rows, 32)
+        before = len(handle.plans), handle.plan
+        try:
+            real = peak_of(model, x, lambda x=x: squared(compiled(x)).backward())
+        except lowtide.BudgetError:
+            refused.append(rows)
+            continue
+        if (len(handle.plans), handle.plan) == before:  # else it was recorded
+            assert real <= 5 << 18
+    assert refused == [2048, 2048]
+    assert real > 1 << 20, "planned for its size"
+
+
+def test_graphs_that_take_turns_are_both_planned_for() -> None:
+    model, x, y = Open(layers=2), torch.randn(512, 32), torch.randn(256, 32)
+    compiled = lowtide.compile(model, "70%", backend="aot_eager", dynamic=False)
+    for given in (x, y, x, y, x):
+        squared(compiled(given)).backward()
+    assert len(lowtide.handle_of(compiled).plans) == 2
 
 
 def test_a_plan_for_a_larger_size_serves_smaller_ones() -> None:

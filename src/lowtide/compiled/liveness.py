@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ def profile(
     lent: Collection[str],
     scratch: Callable[[fx.Node], int] = lambda node: 0,
     size_of: Callable[[Any], int] = partitioning.hint,
+    surplus: Mapping[str, int] = MappingProxyType({}),
 ) -> Profile:
     """Live bytes of ``module`` run call by call.
 
@@ -40,6 +42,7 @@ def profile(
         lent: names of inputs that stand anyway, before and after: parameters, the user's tensors.
         scratch: bytes that a call takes beyond its results while it runs.
         size_of: a size as a number, where the graph leaves it open.
+        surplus: names of nodes -> what their storages take beyond what the graph says.
     """
     nodes = list(module.graph.nodes)
     last: dict[fx.Node, int] = {}
@@ -64,8 +67,8 @@ def profile(
             if storage in standing:
                 continue
             if not holders.get(storage):
-                live += count
-                size[storage] = count
+                size[storage] = count + surplus.get(node.name, 0)
+                live += size[storage]
             holders[storage] = holders.get(storage, 0) + 1
 
     for node in nodes:

@@ -16,7 +16,7 @@ from torch import fx
 from lowtide import budget as budgets
 from lowtide.budget import ACTIVATIONS, STANDING, with_slack
 from lowtide.compiled.coding import codecs_of, coded, scratch_bytes
-from lowtide.compiled.costs import Cost, Size, costs_of
+from lowtide.compiled.costs import Cost, Size, costs_of, surplus_of
 from lowtide.compiled.cut import cut
 from lowtide.compiled.generated import profile_generated
 from lowtide.compiled.joint import Joint, described
@@ -87,7 +87,13 @@ def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
         if cost.scratch_bytes
     }
 
+    surplus = surplus_of(joint, costs)
+    returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
+
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
+        names = {node.name for node in backward.graph.nodes}
+        held = sum(count for key, count in surplus.items() if key in returned and key not in names)
+
         def profiles(size_of: Size) -> tuple[Profile, Profile]:
             def of(node: fx.Node) -> int:
                 bytes_, call = scratch.get(node.name) or (_coding(node.target, described(node)[0]), None)
@@ -96,7 +102,9 @@ def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
                 here, there = joint.bytes_at(call, joint.size), joint.bytes_at(call, size_of)
                 return -(-bytes_ * there // here) if here else bytes_
 
-            return profile(forward, lent, of, size_of), profile(backward, lent, of, size_of)
+            second = profile(backward, lent, of, size_of, surplus)
+            second = replace(second, peak_bytes=second.peak_bytes + held)  # its loss
+            return profile(forward, lent, of, size_of, surplus), second
 
         return profiles
 

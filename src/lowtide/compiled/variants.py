@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from lowtide.compiled.costs import Cost, costs_of
+from lowtide.compiled.costs import Cost, costs_of, surplus_of
 from lowtide.compiled.cut import cut
 from lowtide.compiled.generated import profile_generated
 from lowtide.compiled.joint import Joint, Key
@@ -141,8 +141,9 @@ class Menu:
             def of(node: fx.Node) -> int:
                 return scratch.get(node.name, 0)
 
-            return profile(forward, inputs, of, size).peak_bytes, {
-                who: profile(backward, names, of, size).peak_bytes for who, names in lent.items()
+            more = surplus_of(joint, self.costs)
+            return profile(forward, inputs, of, size, more).peak_bytes, {
+                who: profile(backward, names, of, size, more).peak_bytes for who, names in lent.items()
             }
         text, strides = inductor.generated(forward, False, self.options)
         most = profile_generated(text, forward, inputs, size_of=size).peak_bytes

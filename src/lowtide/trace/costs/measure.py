@@ -148,8 +148,10 @@ class Bench:
             out, seconds = clock.time(lambda: spec.func(*args, **kwargs))
             return seconds(), out
 
-        def watched() -> tuple[float, int, bool]:
-            """Seconds of a run, its scratch in bytes, and whether the watching took time itself."""
+        def watched() -> tuple[float, int, int, bool]:
+            """Seconds of a run, its scratch in bytes, what its outputs take beyond what was expected, and
+            whether the watching took time itself.
+            """
             for data, dtype in dirty:
                 self._fill(data, dtype)
             with peak(device) as seen:
@@ -157,15 +159,17 @@ class Bench:
                 seconds = read()
                 live = seen.live_bytes if seen.source != "profiler" else 0
             own = _own(out, known)
-            fresh = max(live if device.type == "cuda" else 0, sum(s.nbytes() for s in own))
+            made = sum(s.nbytes() for s in own)
+            fresh = max(live if device.type == "cuda" else 0, made)
             self._hold(own, device)
-            return seconds, max(0, seen.peak_bytes - fresh), seen.source == "profiler"
+            scratch, surplus = max(0, seen.peak_bytes - fresh), max(0, made - spec.output_bytes)
+            return seconds, scratch, surplus, seen.source == "profiler"
 
         begin = time.perf_counter()
-        warm, scratch, slower = watched()
+        warm, scratch, surplus, slower = watched()
         if warm > long and not slower:
-            return OpCost(warm, scratch, "measured")
-        first, scratch, slower = watched()
+            return OpCost(warm, scratch, "measured", surplus)
+        first, scratch, surplus, slower = watched()
         times = [] if slower else [first]
         if warm > _HEAVY * share and not slower:
             times.append(warm)  # what runs so long does not notice that it is the first
@@ -174,7 +178,7 @@ class Bench:
             self._hold(_own(out, known), device)
             del out
             times.append(seconds)
-        return OpCost(statistics.median(times), scratch, "measured")
+        return OpCost(statistics.median(times), scratch, "measured", surplus)
 
     def _hold(self, fresh: list[torch.UntypedStorage], device: torch.device) -> None:
         """Hold an output's own storages and let the oldest go; a GPU's allocator hands them out again
