@@ -82,7 +82,6 @@ def spec_of(node: fx.Node, size_of: Size = partitioning.hint) -> OpSpec | None:
     """A call without its tensors; ``None`` for what is no operation (a size, a region of its own)."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    numbers: dict[int, int] = {}
     args, kwargs = described(node)
     value = node.meta.get("val")
     known = {address for address in map(partitioning.storage_of, _leaves((args, kwargs))) if address}
@@ -91,11 +90,19 @@ def spec_of(node: fx.Node, size_of: Size = partitioning.hint) -> OpSpec | None:
         for one in _leaves(value)
         if partitioning.storage_of(one) not in known and partitioning.storage_of(one) is not None
     }
+    return described_call(node.target, args, kwargs, size_of, sum(fresh.values()))
+
+
+def described_call(
+    operation: OpOverload, args: Any, kwargs: Any, size_of: Size = partitioning.hint, output_bytes: int = 0
+) -> OpSpec:
+    """A call with fake tensors, without them."""
+    numbers: dict[int, int] = {}
     return OpSpec(
-        node.target,
+        operation,
         _described(args, numbers, size_of),
         _described(kwargs, numbers, size_of),
-        output_bytes=sum(fresh.values()),
+        output_bytes=output_bytes,
     )
 
 

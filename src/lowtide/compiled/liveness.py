@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from types import MappingProxyType
 from typing import Any
 
@@ -21,11 +21,13 @@ class Profile:
         peak_bytes: the most live bytes at any moment, what it is given included where it lets go of that.
         end_bytes: what it returns, as far as it made or was given it.
         given_bytes: what it is given and lets go of: of a backward, what the forward stored.
+        copied: names of inputs that stand anyway, of which it returns copies in another layout -> their bytes.
     """
 
     peak_bytes: int
     end_bytes: int
     given_bytes: int
+    copied: Mapping[str, int] = field(default_factory=dict)
 
 
 def profile(

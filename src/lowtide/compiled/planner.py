@@ -21,6 +21,7 @@ from lowtide.compiled.cut import cut
 from lowtide.compiled.generated import profile_generated
 from lowtide.compiled.joint import Joint, described
 from lowtide.compiled.liveness import Profile, profile
+from lowtide.compiled.scratch import Bench, Scratch
 from lowtide.compiled.steps import Outside, StepBuilder
 from lowtide.errors import BudgetError
 from lowtide.plan import make, policies
@@ -96,7 +97,7 @@ def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
 
         def profiles(size_of: Size) -> tuple[Profile, Profile]:
             def of(node: fx.Node) -> int:
-                bytes_, call = scratch.get(node.name) or (_coding(node.target, described(node)[0]), None)
+                bytes_, call = scratch.get(node.name) or (scratch_bytes(node.target, described(node)[0]), None)
                 if call is None or size_of is joint.size:
                     return bytes_
                 here, there = joint.bytes_at(call, joint.size), joint.bytes_at(call, size_of)
@@ -115,23 +116,21 @@ def predict_generated(joint: Joint, options: dict[str, object]) -> Predict:
     """Predict graphs that Inductor generates code for."""
     lent = _lent(joint)
 
+    bench = Bench()
+
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
         first, strides = inductor.generated(forward, False, options)
         second, _ = inductor.generated(backward, True, options, strides)
+        scratch = Scratch(bench), Scratch(bench)
 
         def profiles(size_of: Size) -> tuple[Profile, Profile]:
-            return (
-                profile_generated(first, forward, lent, _coding, size_of),
-                profile_generated(second, backward, lent, _coding, size_of),
-            )
+            one = profile_generated(first, forward, lent, scratch[0].run(), size_of)
+            held = lent - one.copied.keys()
+            return one, profile_generated(second, backward, held, scratch[1].run(), size_of, strides)
 
         return profiles
 
     return predict
-
-
-def _coding(operation: Any, args: Any, kwargs: Any = None) -> int:
-    return scratch_bytes(operation, args)
 
 
 def _lent(joint: Joint) -> set[str]:

@@ -81,6 +81,17 @@ def measure_costs(
     return costs
 
 
+def measure_scratch(spec: OpSpec) -> int:
+    """What one operation takes beyond its results, by running it once as `measure_costs` does; 0 where it
+    rejects what was made up for it, or its device is not there.
+    """
+    if not runnable(spec.func) or not all(map(present, _devices(spec))):
+        return 0
+    with _undisturbed(_device_of(spec).type == "cuda"):
+        found = Bench().try_timing(spec, 0.0, 0.0)
+    return 0 if found is None else found.scratch_bytes
+
+
 def estimate(spec: OpSpec, roofline: Roofline | None = None) -> OpCost:
     """An operation's time by a roofline, without running it. Its scratch is not known (0), but for what a
     collective moves through.
