@@ -72,8 +72,19 @@ def test_aot_eager_holds_the_budget_and_its_gradients_are_bitwise_those_of_eager
         assert handle.plan.replayed
 
 
+class Seen(Model):
+    """Patches of a picture: Inductor lays the convolution's inputs out anew, and hands copies to backward."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2)
+        self.patches = nn.Conv2d(3, 32, 8, stride=8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(self.patches(x).flatten(2).transpose(1, 2))
+
+
 def test_inductor_holds_the_budget_as_predicted() -> None:
-    model, x = Model(layers=2), torch.randn(1024, 32)
+    model, x = Seen(), torch.randn(2, 3, 128, 128)
     twin = copy.deepcopy(model)
     twin(x).backward()
     compiled = lowtide.compile(model, "min")

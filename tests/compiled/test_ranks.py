@@ -13,6 +13,7 @@ import torch.multiprocessing as mp
 from torch import nn
 
 import lowtide
+from lowtide.meter import peak, resident_bytes
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs Gloo")
 
@@ -56,3 +57,46 @@ def step(rank: int, store: str) -> None:
 def test_ranks_may_decide_differently(tmp_path: Path) -> None:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     mp.spawn(step, (str(tmp_path / "store"),), nprocs=2)
+
+
+def sharded_step(rank: int, store: str) -> None:
+    """Blocks compiled one by one and sharded one by one; a whole model that is sharded as one."""
+    from test_compile import Model
+    from test_whole_steps import Open, squared
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=2)
+    mesh = init_device_mesh("cpu", (2,))
+
+    for regional in (True, False):
+        torch.manual_seed(0)
+        model = Open(layers=4, width=64) if regional else Model(layers=2, width=64)
+        twin, x = copy.deepcopy(model), torch.randn(512, 64) + rank
+        for one in (model, twin):
+            for block in one.blocks if regional else ():
+                fully_shard(block, mesh=mesh)
+            fully_shard(one, mesh=mesh)
+        compiled = lowtide.compile(model, "75%", regional=regional, backend="aot_eager")
+        for _ in range(3):
+            for one in (model, twin):
+                one.zero_grad(set_to_none=True)
+            squared(twin(x)).backward()
+            standing = resident_bytes(model) + x.nbytes
+            with peak("cpu") as seen:
+                squared(compiled(x)).backward()
+            for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(a.grad.to_local(), b.grad.to_local())
+        handle, real = lowtide.handle_of(compiled), standing + seen.peak_bytes
+        assert handle.plan.replayed
+        assert real == pytest.approx(handle.predicted_peak_bytes, rel=1e-3)
+        assert real <= handle.plan.budget_bytes
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_fsdp2_around_compiled_blocks_keeps_the_budget(tmp_path: Path) -> None:
+    """Gathered weights, which come and go, count."""
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+    mp.spawn(sharded_step, (str(tmp_path / "store"),), nprocs=2)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_compile import Model, gradients
 from torch import nn
+from torch._functorch import config as functorch_config
 
 import lowtide
 from lowtide.meter import peak, resident_bytes
@@ -211,12 +212,33 @@ def test_evaluation_and_other_shapes_between_steps() -> None:
     assert real <= second.budget_bytes < first.budget_bytes
 
 
-def test_a_retained_graph_is_told_of() -> None:
-    compiled = lowtide.compile(Open(layers=2), "100%", backend="aot_eager")
-    x = torch.randn(64, 32)
-    squared(compiled(x)).backward()
-    with pytest.warns(lowtide.LowtideWarning, match="retain_graph=True"):
-        squared(compiled(x)).backward(retain_graph=True)
+@pytest.mark.parametrize("kind", [Model, Open])
+def test_donated_buffers_and_a_retained_graph(kind: type[Model]) -> None:
+    """Donated or not, steps are the same; PyTorch refuses to retain a graph whose buffers are donated, and
+    otherwise it is right and said to be outside the budget.
+    """
+    model, x = kind(layers=2), torch.randn(512, 32)
+    twin = copy.deepcopy(model)
+    squared(twin(x)).backward()
+    for donated in (True, False):
+        with functorch_config.patch(donated_buffer=donated):
+            torch._dynamo.reset()
+            compiled = lowtide.compile(model, "min", backend="aot_eager")
+            for _ in range(2):
+                real = peak_of(model, x, lambda: squared(compiled(x)).backward())
+            assert real <= lowtide.handle_of(compiled).plan.budget_bytes
+            assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
+            model.zero_grad(set_to_none=True)
+            loss = squared(compiled(x))
+            if donated:
+                with pytest.raises(RuntimeError, match="donated buffers"):
+                    loss.backward(retain_graph=True)
+                continue
+            with pytest.warns(lowtide.LowtideWarning, match="retain_graph=True"):
+                loss.backward(retain_graph=True)
+            loss.backward()
+            for a, b in zip(gradients(model), gradients(twin), strict=True):
+                assert torch.equal(a, 2 * b)
 
 
 @pytest.mark.slow

@@ -19,6 +19,7 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.meter import resident_bytes
 from lowtide.plan.data import Plan
 from lowtide.private import captured, compile_settings, inductor
+from lowtide.run.limit.arguments import sharded_units
 from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.traced import honour_regions
 
@@ -138,7 +139,8 @@ class CompiledHandle:
         alone = self._alone()
 
         def backend(module: Any, inputs: Any) -> Any:
-            if self._whole_alone or whole.regions or not captured.is_whole_step(module):
+            recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
+            if recorded or not captured.is_whole_step(module):
                 if self._codecs:
                     raise PlanError(
                         "codecs are for a model that is one graph and returns its loss alone: leave codecs "

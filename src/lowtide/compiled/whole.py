@@ -172,7 +172,7 @@ class WholeStep:
         self._backwards += 1
         if self._recording is None and self._backwards > max(self._planned_forwards, 1):
             self._several = self._wanted = True
-        if self.regions and captured.keeps_graph():
+        if captured.keeps_graph():
             self._tell(
                 "retained",
                 "backward(retain_graph=True) keeps all that the forwards stored until the graph goes: this "
