@@ -21,7 +21,7 @@ class Profile:
         peak_bytes: the most live bytes at any moment, what it is given included where it lets go of that.
         end_bytes: what it returns, as far as it made or was given it.
         given_bytes: what it is given and lets go of: of a backward, what the forward stored.
-        copied: names of inputs that stand anyway, of which it returns copies in another layout -> their bytes.
+        copied: names of inputs that stand anyway, of which it returns copies laid out anew -> their bytes.
     """
 
     peak_bytes: int

@@ -19,7 +19,7 @@ from lowtide.compiled.coding import codecs_of, coded, scratch_bytes
 from lowtide.compiled.costs import Cost, Size, costs_of, surplus_of
 from lowtide.compiled.cut import cut
 from lowtide.compiled.generated import profile_generated
-from lowtide.compiled.joint import Joint, described
+from lowtide.compiled.joint import Call, Joint, described
 from lowtide.compiled.liveness import Profile, profile
 from lowtide.compiled.scratch import Bench, Scratch
 from lowtide.compiled.steps import Outside, StepBuilder
@@ -82,30 +82,31 @@ class Planned(Known):
 def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
     """Predict graphs that run call by call."""
     lent = _lent(joint)
-    scratch = {
-        call.node.name: (cost.scratch_bytes, call)
-        for call, cost in zip(joint.calls, costs, strict=True)
-        if cost.scratch_bytes
-    }
-
-    surplus = surplus_of(joint, costs)
+    costed = {call.node.name: (call, cost) for call, cost in zip(joint.calls, costs, strict=True)}
+    maker = {key: call for call in joint.calls for key in call.writes}
     returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
 
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
-        names = {node.name for node in backward.graph.nodes}
-        held = sum(count for key, count in surplus.items() if key in returned and key not in names)
+        handed = {node.name for node in backward.graph.nodes}
 
         def profiles(size_of: Size) -> tuple[Profile, Profile]:
-            def of(node: fx.Node) -> int:
-                bytes_, call = scratch.get(node.name) or (scratch_bytes(node.target, described(node)[0]), None)
-                if call is None or size_of is joint.size:
-                    return bytes_
+            def at(count: int, call: Call) -> int:
+                if size_of is joint.size:
+                    return count
                 here, there = joint.bytes_at(call, joint.size), joint.bytes_at(call, size_of)
-                return -(-bytes_ * there // here) if here else bytes_
+                return -(-count * there // here) if here else count
 
-            second = profile(backward, lent, of, size_of, surplus)
-            second = replace(second, peak_bytes=second.peak_bytes + held)  # its loss
-            return profile(forward, lent, of, size_of, surplus), second
+            def scratch(node: fx.Node) -> int:
+                if node.name not in costed:
+                    return scratch_bytes(node.target, described(node)[0])
+                call, cost = costed[node.name]
+                return at(cost.scratch_bytes, call)
+
+            surplus = {key: at(count, maker[key]) for key, count in surplus_of(joint, costs).items()}
+            loss = sum(count for key, count in surplus.items() if key in returned and key not in handed)
+            first = profile(forward, lent, scratch, size_of, surplus)
+            second = profile(backward, lent, scratch, size_of, surplus)
+            return first, replace(second, peak_bytes=second.peak_bytes + loss)
 
         return profiles
 
@@ -114,9 +115,7 @@ def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
 
 def predict_generated(joint: Joint, options: dict[str, object]) -> Predict:
     """Predict graphs that Inductor generates code for."""
-    lent = _lent(joint)
-
-    bench = Bench()
+    lent, bench = _lent(joint), Bench()
 
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
         first, strides = inductor.generated(forward, False, options)
