@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import needs_gloo, on_ranks
 from torch import nn
 
 import lowtide
+from lowtide.meter import peak, resident_bytes
 
 pytestmark = needs_gloo
 
@@ -49,3 +51,42 @@ def step() -> None:
 
 def test_ranks_may_decide_differently() -> None:
     on_ranks(2, step)
+
+
+def sharded_step() -> None:
+    """Blocks compiled one by one and sharded one by one; a whole model that is sharded as one."""
+    from test_compile import Model
+    from test_whole_steps import Open, squared
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    rank = dist.get_rank()
+    mesh = init_device_mesh("cpu", (2,))
+
+    for regional in (True, False):
+        torch.manual_seed(0)
+        model = Open(layers=4, width=64) if regional else Model(layers=2, width=64)
+        twin, x = copy.deepcopy(model), torch.randn(512, 64) + rank
+        for one in (model, twin):
+            for block in one.blocks if regional else ():
+                fully_shard(block, mesh=mesh)
+            fully_shard(one, mesh=mesh)
+        compiled = lowtide.compile(model, "75%", regional=regional, backend="aot_eager")
+        for _ in range(3):
+            for one in (model, twin):
+                one.zero_grad(set_to_none=True)
+            squared(twin(x)).backward()
+            standing = resident_bytes(model) + x.nbytes
+            with peak("cpu") as seen:
+                squared(compiled(x)).backward()
+            for a, b in zip(model.parameters(), twin.parameters(), strict=True):
+                assert torch.equal(a.grad.to_local(), b.grad.to_local())
+        handle, real = lowtide.handle_of(compiled), standing + seen.peak_bytes
+        assert handle.plan.replayed
+        assert real == pytest.approx(handle.predicted_peak_bytes, rel=1e-3)
+        assert real <= handle.plan.budget_bytes
+
+
+def test_fsdp2_around_compiled_blocks_keeps_the_budget() -> None:
+    """Gathered weights, which come and go, count."""
+    on_ranks(2, sharded_step)

@@ -10,6 +10,7 @@ import pytest
 import torch
 from test_compile import Model, gradients
 from torch import nn
+from torch._functorch import config as functorch_config
 
 import lowtide
 from lowtide.meter import peak, resident_bytes
@@ -46,6 +47,17 @@ class Embedded(Open):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.head(super().forward(self.tokens(x)))
+
+
+class Behind(Model):
+    """A graph that returns the loss, behind layers that run eagerly."""
+
+    def __init__(self, **how: Any) -> None:
+        super().__init__(**how)
+        self.eager = nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(torch._dynamo.disable(self.eager)(x))
 
 
 def squared(y: torch.Tensor) -> torch.Tensor:
@@ -89,7 +101,9 @@ def check(
     return handle
 
 
-@pytest.mark.parametrize(("kind", "budget"), [(Broken, "100%"), (Broken, "min"), (Open, "60%")])
+@pytest.mark.parametrize(
+    ("kind", "budget"), [(Broken, "100%"), (Broken, "min"), (Open, "60%"), (Behind, "80%")]
+)
 def test_graph_breaks_and_losses_outside_share_one_budget(kind: type[Model], budget: str) -> None:
     handle = check(kind(layers=4, dropout=0.1), torch.randn(1024, 32), budget)
     assert len(handle.plans) == 1
@@ -200,12 +214,33 @@ def test_evaluation_and_other_shapes_between_steps() -> None:
     assert real <= second.budget_bytes < first.budget_bytes
 
 
-def test_a_retained_graph_is_told_of() -> None:
-    compiled = lowtide.compile(Open(layers=2), "100%", backend="aot_eager")
-    x = torch.randn(64, 32)
-    squared(compiled(x)).backward()
-    with pytest.warns(lowtide.LowtideWarning, match="retain_graph=True"):
-        squared(compiled(x)).backward(retain_graph=True)
+@pytest.mark.parametrize("kind", [Model, Open])
+def test_donated_buffers_and_a_retained_graph(kind: type[Model]) -> None:
+    """Donated or not, steps are the same; PyTorch refuses to retain a graph whose buffers are donated, and
+    otherwise it is right and said to be outside the budget.
+    """
+    model, x = kind(layers=2), torch.randn(512, 32)
+    twin = copy.deepcopy(model)
+    squared(twin(x)).backward()
+    for donated in (True, False):
+        with functorch_config.patch(donated_buffer=donated):
+            torch._dynamo.reset()
+            compiled = lowtide.compile(model, "min", backend="aot_eager")
+            for _ in range(2):
+                real = peak_of(model, x, lambda step=compiled: squared(step(x)).backward())
+            assert real <= lowtide.handle_of(compiled).plan.budget_bytes
+            assert all(torch.equal(a, b) for a, b in zip(gradients(model), gradients(twin), strict=True))
+            model.zero_grad(set_to_none=True)
+            loss = squared(compiled(x))
+            if donated:
+                with pytest.raises(RuntimeError, match="donated buffers"):
+                    loss.backward(retain_graph=True)
+                continue
+            with pytest.warns(lowtide.LowtideWarning, match="retain_graph=True"):
+                loss.backward(retain_graph=True)
+            loss.backward()
+            for a, b in zip(gradients(model), gradients(twin), strict=True):
+                assert torch.equal(a, 2 * b)
 
 
 @pytest.mark.slow
@@ -237,6 +272,34 @@ def test_backward_draws_no_random_numbers() -> None:
             one(x).backward()
         found.append(torch.get_rng_state())
     assert torch.equal(*found)
+
+
+def test_a_step_with_larger_sizes_is_planned_for_at_once_or_refused() -> None:
+    """Also where it comes every other time, and after it was refused."""
+    model = Open(layers=2)
+    compiled = lowtide.compile(model, 5 << 18, backend="aot_eager", dynamic=True)
+    handle = lowtide.handle_of(compiled)
+    refused = []
+    for rows in (256, 512, 256, 512, 256, 2048, 512, 2048, 512):
+        x = torch.randn(rows, 32)
+        before = len(handle.plans), handle.plan
+        try:
+            real = peak_of(model, x, lambda x=x: squared(compiled(x)).backward())
+        except lowtide.BudgetError:
+            refused.append(rows)
+            continue
+        if (len(handle.plans), handle.plan) == before:  # else it was recorded
+            assert real <= 5 << 18
+    assert refused == [2048, 2048]
+    assert real > 1 << 20, "planned for its size"
+
+
+def test_graphs_that_take_turns_are_both_planned_for() -> None:
+    model, x, y = Open(layers=2), torch.randn(512, 32), torch.randn(256, 32)
+    compiled = lowtide.compile(model, "70%", backend="aot_eager", dynamic=False)
+    for given in (x, y, x, y, x):
+        squared(compiled(given)).backward()
+    assert len(lowtide.handle_of(compiled).plans) == 2
 
 
 def test_a_plan_for_a_larger_size_serves_smaller_ones() -> None:

@@ -125,6 +125,24 @@ def test_a_budget_holds_on_every_rank_and_changes_no_bit(text: Path) -> None:
         assert comparison["planned"]["peak_bytes"] < comparison["plain"]["peak_bytes"]
 
 
+def compiled(text: Path) -> tuple[list[float], list[float], dict[str, Any]]:
+    warnings.simplefilter("ignore", lowtide.LowtideWarning)
+    asked = options(text, dp=2, dropout=0.1, batch=8, seq=64, steps=2, eval_every=0)
+    plain = train(asked)
+    step = {"compile": True, "compile_backend": "aot_eager"}
+    planned = train(dataclasses.replace(asked, budget="85%", policy=None, compare=True, **step))
+    assert planned.comparison is not None
+    return trail(plain), trail(planned), planned.comparison.to_json()
+
+
+@pytest.mark.slow
+def test_compiled_steps_of_several_processes_hold_the_budget_and_change_no_bit(text: Path) -> None:
+    for plain, planned, comparison in on_ranks(2, compiled, text):
+        assert planned == plain
+        assert comparison["within_budget"] and comparison["bitwise_equal"], comparison
+        assert comparison["planned"]["peak_bytes"] < comparison["plain"]["peak_bytes"]
+
+
 def resume(text: Path, folder: Path) -> tuple[list[float], list[float]]:
     """A whole run, and one in two parts of which the second has another layout."""
     parts = options(text, steps=4, checkpoint_dir=folder, tp=2, dp=2, sequence_parallel=True)

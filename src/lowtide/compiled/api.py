@@ -20,6 +20,7 @@ from lowtide.errors import LowtideError, PlanError
 from lowtide.meter import resident_bytes
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import captured, compile_settings, inductor
+from lowtide.run.limit.arguments import sharded_units
 from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.traced import honour_regions
 
@@ -149,7 +150,8 @@ class CompiledHandle:
         alone = self._alone()
 
         def backend(module: Any, inputs: Any) -> Any:
-            if self._whole_alone or whole.regions or not captured.is_scalar_loss(module):
+            recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
+            if recorded or not captured.is_whole_step(module):
                 if self._for_one_graph:
                     what = self._for_one_graph
                     raise PlanError(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.joint import Call, Joint, described
+from lowtide.compiled.joint import Call, Joint, Key, described
 from lowtide.private import OpOverload, partitioning, tree_leaves
 from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import calibrate
@@ -25,11 +25,14 @@ Size = Callable[[Any], int]
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one run, bytes that it takes beyond its results, floating-point operations."""
+    """Seconds of one run, bytes that it takes beyond its results, floating-point operations, and what the
+    storage of its one result takes beyond what the graph says.
+    """
 
     seconds: float
     scratch_bytes: int
     flops: int
+    surplus_bytes: int = 0
 
 
 def costs_of(joints: list[Joint], time_budget: float = 0.7) -> list[list[Cost]]:
@@ -55,9 +58,16 @@ def costs_of(joints: list[Joint], time_budget: float = 0.7) -> list[list[Cost]]:
             elif joint.fusible is not None and joint.fusible(call.node):
                 rows.append(Cost(_fused_seconds(joint, call, own.seconds + inlined), 0, 0))
             else:
-                rows.append(Cost(own.seconds, own.scratch_bytes, work[keys[call.node]]))
+                surplus = own.surplus_bytes if len(call.writes) == 1 else 0
+                rows.append(Cost(own.seconds, own.scratch_bytes, work[keys[call.node]], surplus))
         result.append(rows)
     return result
+
+
+def surplus_of(joint: Joint, costs: list[Cost]) -> dict[Key, int]:
+    """Storages that take more than the graph says -> by how many bytes."""
+    calls = zip(joint.calls, costs, strict=True)
+    return {call.writes[0]: cost.surplus_bytes for call, cost in calls if cost.surplus_bytes}
 
 
 def _fused_seconds(joint: Joint, call: Call, alone: float) -> float:
@@ -72,7 +82,6 @@ def spec_of(node: fx.Node, size_of: Size = partitioning.hint) -> OpSpec | None:
     """A call without its tensors; ``None`` for what is no operation (a size, a region of its own)."""
     if node.op != "call_function" or not isinstance(node.target, OpOverload):
         return None
-    numbers: dict[int, int] = {}
     args, kwargs = described(node)
     value = node.meta.get("val")
     known = {address for address in map(partitioning.storage_of, _leaves((args, kwargs))) if address}
@@ -81,11 +90,19 @@ def spec_of(node: fx.Node, size_of: Size = partitioning.hint) -> OpSpec | None:
         for one in _leaves(value)
         if partitioning.storage_of(one) not in known and partitioning.storage_of(one) is not None
     }
+    return described_call(node.target, args, kwargs, size_of, sum(fresh.values()))
+
+
+def described_call(
+    operation: OpOverload, args: Any, kwargs: Any, size_of: Size = partitioning.hint, output_bytes: int = 0
+) -> OpSpec:
+    """A call with fake tensors, without them."""
+    numbers: dict[int, int] = {}
     return OpSpec(
-        node.target,
+        operation,
         _described(args, numbers, size_of),
         _described(kwargs, numbers, size_of),
-        output_bytes=sum(fresh.values()),
+        output_bytes=output_bytes,
     )
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import ast
 import builtins
 import weakref
-from collections.abc import Callable, Collection
+from collections.abc import Callable, Collection, Mapping
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -90,6 +91,7 @@ def profile_generated(
     lent: Collection[str],
     scratch: Callable[[Any, Any, Any], int] = lambda func, args, kwargs: 0,
     size_of: Callable[[Any], int] = partitioning.hint,
+    strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Profile:
     """As `lowtide.compiled.liveness.profile`, for generated text.
 
@@ -99,6 +101,7 @@ def profile_generated(
         lent: names of inputs that stand anyway.
         scratch: bytes that a call of an ATen operation takes beyond its results.
         size_of: a size as a number, where the graph leaves it open.
+        strides: of inputs that lie in another way than the graph says.
     """
     ledger = _Ledger(scratch)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
@@ -110,7 +113,7 @@ def profile_generated(
                 continue
             value = node.meta["val"]
             if isinstance(value, torch.Tensor):
-                value = _alike(value, seen, ledger, node.name in lent, size_of)
+                value = _alike(value, seen, ledger, node.name in lent, size_of, strides.get(node.name))
             elif isinstance(value, torch.SymInt):
                 value = size_of(value)
             given.append(value)
@@ -119,8 +122,21 @@ def profile_generated(
         begin = ledger.peak = ledger.live
         kept = call(given)
         end = ledger.live
+        copied = _copied(module, kept, lent, ledger)
         del kept
-    return Profile(ledger.peak, end, begin)
+    return Profile(ledger.peak, end, begin, copied)
+
+
+def _copied(module: fx.GraphModule, kept: Any, lent: Collection[str], ledger: _Ledger) -> dict[str, int]:
+    """What is returned under the name of an input and is not that input."""
+    names = [getattr(node, "name", "") for node in next(iter(reversed(module.graph.nodes))).args[0]]  # type: ignore[union-attr]
+    return {
+        name: tensor.untyped_storage().nbytes()
+        for name, tensor in zip(names, kept, strict=True)
+        if name in lent
+        and isinstance(tensor, torch.Tensor)
+        and partitioning.storage_of(tensor) not in ledger.standing
+    }
 
 
 def _alike(
@@ -129,14 +145,17 @@ def _alike(
     ledger: _Ledger,
     standing: bool,
     size_of: Callable[[Any], int],
+    other: tuple[int, ...] | None,
 ) -> torch.Tensor:
     """A fake tensor with the geometry of another; tensors that share a storage go on sharing one."""
     address = partitioning.storage_of(value)
-    shape, stride = [*map(size_of, value.shape)], [*map(size_of, value.stride())]
+    shape, stride = [*map(size_of, value.shape)], [*(other or map(size_of, value.stride()))]
     if address is None:
         return torch.empty(shape, dtype=value.dtype, device=value.device)
     if address not in seen:
         count = -(-size_of(value.untyped_storage().nbytes()) // value.dtype.itemsize)
+        if other is not None and all(shape):
+            count = max(count, 1 + sum((n - 1) * step for n, step in zip(shape, stride, strict=True)))
         ledger.lending = standing
         seen[address] = torch.empty(count, dtype=value.dtype, device=value.device)
         ledger.lending = False

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
-from dataclasses import dataclass
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -21,11 +22,13 @@ class Profile:
         peak_bytes: the most live bytes at any moment, what it is given included where it lets go of that.
         end_bytes: what it returns, as far as it made or was given it.
         given_bytes: what it is given and lets go of: of a backward, what the forward stored.
+        copied: names of inputs that stand anyway, of which it returns copies laid out anew -> their bytes.
     """
 
     peak_bytes: int
     end_bytes: int
     given_bytes: int
+    copied: Mapping[str, int] = field(default_factory=dict)
 
 
 def profile(
@@ -33,6 +36,7 @@ def profile(
     lent: Collection[str],
     scratch: Callable[[fx.Node], int] = lambda node: 0,
     size_of: Callable[[Any], int] = partitioning.hint,
+    surplus: Mapping[str, int] = MappingProxyType({}),
 ) -> Profile:
     """Live bytes of ``module`` run call by call.
 
@@ -41,6 +45,7 @@ def profile(
         lent: names of inputs that stand anyway, before and after: parameters, the user's tensors.
         scratch: bytes that a call takes beyond its results while it runs.
         size_of: a size as a number, where the graph leaves it open.
+        surplus: names of nodes -> what their storages take beyond what the graph says.
     """
     nodes = list(module.graph.nodes)
     last: dict[fx.Node, int] = {}
@@ -65,8 +70,8 @@ def profile(
             if storage in standing:
                 continue
             if not holders.get(storage):
-                live += count
-                size[storage] = count
+                size[storage] = count + surplus.get(node.name, 0)
+                live += size[storage]
             holders[storage] = holders.get(storage, 0) + 1
 
     for node in nodes:

@@ -16,12 +16,13 @@ from torch import fx
 from lowtide import budget as budgets
 from lowtide.budget import ACTIVATIONS, STANDING, with_slack
 from lowtide.compiled.coding import codecs_of, coded, scratch_bytes
-from lowtide.compiled.costs import Cost, Size, costs_of
+from lowtide.compiled.costs import Cost, Size, costs_of, surplus_of
 from lowtide.compiled.cut import cut
 from lowtide.compiled.generated import profile_generated
-from lowtide.compiled.joint import Joint, described
+from lowtide.compiled.joint import Call, Joint, described
 from lowtide.compiled.liveness import Profile, profile
 from lowtide.compiled.moving import moved, tiers_of
+from lowtide.compiled.scratch import Bench, Scratch
 from lowtide.compiled.steps import Outside, StepBuilder
 from lowtide.errors import BudgetError
 from lowtide.plan import make, policies
@@ -82,22 +83,31 @@ class Planned(Known):
 def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
     """Predict graphs that run call by call."""
     lent = _lent(joint)
-    scratch = {
-        call.node.name: (cost.scratch_bytes, call)
-        for call, cost in zip(joint.calls, costs, strict=True)
-        if cost.scratch_bytes
-    }
+    costed = {call.node.name: (call, cost) for call, cost in zip(joint.calls, costs, strict=True)}
+    maker = {key: call for call in joint.calls for key in call.writes}
+    returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
 
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
-        def profiles(size_of: Size) -> tuple[Profile, Profile]:
-            def of(node: fx.Node) -> int:
-                bytes_, call = scratch.get(node.name) or (_coding(node.target, described(node)[0]), None)
-                if call is None or size_of is joint.size:
-                    return bytes_
-                here, there = joint.bytes_at(call, joint.size), joint.bytes_at(call, size_of)
-                return -(-bytes_ * there // here) if here else bytes_
+        handed = {node.name for node in backward.graph.nodes}
 
-            return profile(forward, lent, of, size_of), profile(backward, lent, of, size_of)
+        def profiles(size_of: Size) -> tuple[Profile, Profile]:
+            def at(count: int, call: Call) -> int:
+                if size_of is joint.size:
+                    return count
+                here, there = joint.bytes_at(call, joint.size), joint.bytes_at(call, size_of)
+                return -(-count * there // here) if here else count
+
+            def scratch(node: fx.Node) -> int:
+                if node.name not in costed:
+                    return scratch_bytes(node.target, described(node)[0])
+                call, cost = costed[node.name]
+                return at(cost.scratch_bytes, call)
+
+            surplus = {key: at(count, maker[key]) for key, count in surplus_of(joint, costs).items()}
+            loss = sum(count for key, count in surplus.items() if key in returned and key not in handed)
+            first = profile(forward, lent, scratch, size_of, surplus)
+            second = profile(backward, lent, scratch, size_of, surplus)
+            return first, replace(second, peak_bytes=second.peak_bytes + loss)
 
         return profiles
 
@@ -106,25 +116,21 @@ def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
 
 def predict_generated(joint: Joint, options: dict[str, object]) -> Predict:
     """Predict graphs that Inductor generates code for."""
-    lent = _lent(joint)
+    lent, bench = _lent(joint), Bench()
 
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
         first, strides = inductor.generated(forward, False, options)
         second, _ = inductor.generated(backward, True, options, strides)
+        scratch = Scratch(bench), Scratch(bench)
 
         def profiles(size_of: Size) -> tuple[Profile, Profile]:
-            return (
-                profile_generated(first, forward, lent, _coding, size_of),
-                profile_generated(second, backward, lent, _coding, size_of),
-            )
+            one = profile_generated(first, forward, lent, scratch[0].run(), size_of)
+            held = lent - one.copied.keys()
+            return one, profile_generated(second, backward, held, scratch[1].run(), size_of, strides)
 
         return profiles
 
     return predict
-
-
-def _coding(operation: Any, args: Any, kwargs: Any = None) -> int:
-    return scratch_bytes(operation, args)
 
 
 def _lent(joint: Joint) -> set[str]:

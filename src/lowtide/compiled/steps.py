@@ -205,7 +205,7 @@ class StepBuilder:
             "forward" if call.forward else "backward",
             again=call.again,
             reason=call.reason,
-            bytes_=[joint.bytes[key] for key in call.writes],
+            bytes_=[joint.bytes[key] + cost.surplus_bytes for key in call.writes],
             keys=[(number, key) for key in call.writes],
             cost=cost,
             module=module_of(call),

@@ -65,7 +65,7 @@ class Timeline:
         """The most live bytes at any moment when each call is cut as chosen."""
         return max(
             moment.bytes
-            + sum(moment.held(self.calls[n], chosen[n].kept) for n in moment.waiting)
+            + sum(moment.held(self.calls[n], chosen[n].kept) + chosen[n].copied for n in moment.waiting)
             + self.own(moment, chosen)
             for moment in self.moments
         )
@@ -237,7 +237,7 @@ def _pareto(menu: Menu) -> list[Variant]:
 
     def facts(one: Variant) -> tuple[float, ...]:
         took = (one.forward_bytes, *one.backward_bytes.values())
-        return (one.seconds, sum(one.kept.values()), *took)
+        return (one.seconds, sum(one.kept.values()) + one.copied, *took)
 
     return [
         one
@@ -294,7 +294,8 @@ def choose(time: Timeline, columns: dict[int, list[Variant]], room: int | None) 
         entries: dict[int, float] = {peak: -1.0}
         for number in moment.waiting:
             for place in at[number]:
-                entries[place] = moment.held(time.calls[number], places[place][1].kept) / unit
+                one = places[place][1]
+                entries[place] = (moment.held(time.calls[number], one.kept) + one.copied) / unit
         if moment.call is not None:
             for place in at[moment.call]:
                 own = own_bytes(moment, time.calls[moment.call], places[place][1])

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from lowtide.compiled.costs import Cost, costs_of
+from lowtide.compiled.costs import Cost, costs_of, surplus_of
 from lowtide.compiled.cut import cut
 from lowtide.compiled.generated import profile_generated
 from lowtide.compiled.joint import Joint, Key
-from lowtide.compiled.liveness import profile
+from lowtide.compiled.liveness import Profile, profile
+from lowtide.compiled.scratch import Bench, Scratch
 from lowtide.compiled.steps import Outside, StepBuilder
 from lowtide.plan import make
 from lowtide.private import inductor, partitioning
@@ -31,6 +32,7 @@ class Variant:
             inputs and its outputs beyond it.
         seconds: forecast of what runs again.
         again: how many calls run again.
+        copied: bytes of copies in another layout that are handed over in place of the graph's inputs.
     """
 
     stored: frozenset[Key] | None
@@ -39,6 +41,7 @@ class Variant:
     backward_bytes: dict[tuple[bool, bool], int]
     seconds: float
     again: int
+    copied: int = 0
 
 
 @dataclass
@@ -57,6 +60,7 @@ class Menu:
 
     def __post_init__(self) -> None:
         (self.costs,) = costs_of([self.joint])
+        self._bench = Bench()
         self._by_kept: dict[frozenset[Key], Variant] = {}
         self._plans: dict[int | None, tuple[frozenset[Key], int]] = {}
         self._step = StepBuilder([self.joint], [self.costs], Outside((0,), (0,))).build()
@@ -115,13 +119,13 @@ class Menu:
             for call, cost in zip(joint.calls, self.costs, strict=True)
             if call.forward and call.node.name in names and call.writes
         ]
-        forward_bytes, backward_bytes = self._peaks(halves)
-        seconds = sum(cost.seconds for cost in again)
-        return Variant(stored, kept, forward_bytes, backward_bytes, seconds, len(again))
+        first, backward_bytes = self._peaks(halves)
+        seconds, copied = sum(cost.seconds for cost in again), sum(first.copied.values())
+        return Variant(stored, kept, first.peak_bytes, backward_bytes, seconds, len(again), copied)
 
     def _peaks(
         self, halves: tuple[fx.GraphModule, fx.GraphModule]
-    ) -> tuple[int, dict[tuple[bool, bool], int]]:
+    ) -> tuple[Profile, dict[tuple[bool, bool], int]]:
         """Of the forward, and of the backward by what others hold of what it is handed."""
         forward, backward = halves
         joint, size = self.joint, self.joint.size
@@ -141,14 +145,18 @@ class Menu:
             def of(node: fx.Node) -> int:
                 return scratch.get(node.name, 0)
 
-            return profile(forward, inputs, of, size).peak_bytes, {
-                who: profile(backward, names, of, size).peak_bytes for who, names in lent.items()
+            more = surplus_of(joint, self.costs)
+            return profile(forward, inputs, of, size, more), {
+                who: profile(backward, names, of, size, more).peak_bytes for who, names in lent.items()
             }
         text, strides = inductor.generated(forward, False, self.options)
-        most = profile_generated(text, forward, inputs, size_of=size).peak_bytes
+        first = profile_generated(text, forward, inputs, Scratch(self._bench).run(), size)
         text, _ = inductor.generated(backward, True, self.options, strides)
-        return most, {
-            who: profile_generated(text, backward, names, size_of=size).peak_bytes
+        scratch, copied = Scratch(self._bench), first.copied
+        return first, {
+            who: profile_generated(
+                text, backward, names - copied.keys(), scratch.run(), size, strides
+            ).peak_bytes
             for who, names in lent.items()
         }
 

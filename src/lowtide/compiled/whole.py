@@ -26,8 +26,8 @@ from lowtide.meter import measurable, storages
 from lowtide.private import captured, tree_leaves
 from lowtide.run.limit.messages import warn
 
-TRIES = 3
-"""Steps that are recorded to meet a graph again that was compiled in between."""
+Shapes = tuple[tuple[int, ...], ...]
+"""Of the tensors that a step is given."""
 
 
 @dataclass
@@ -88,7 +88,10 @@ class WholeStep:
         self._now: list[_Turn] = []  # the turns of the step that runs
         self._at = 0
         self._sizes: list[Sizes] = []  # of the calls of the step that is recorded
-        self._wanted = 1  # steps to record
+        self._wanted = True  # whether the next step is to be recorded, whatever it is given
+        self._missed: set[Shapes] = set()  # of steps that went another way than any plan
+        self._largest = 0  # bytes of what recorded steps were given
+        self._given: tuple[Shapes, int] = ((), 0)  # to the step that runs
         self._recording: Recording | None = None
         self._last: weakref.ref[_Begun] | None = None
         self._forwards = self._planned_forwards = 0  # of a step
@@ -103,7 +106,6 @@ class WholeStep:
             region = Region(graph, self.options, self._choose, lambda: self._recording)
         if region.menu is not None:
             self.regions.append(region)
-            self._wanted = TRIES
         return region
 
     @property
@@ -137,8 +139,16 @@ class WholeStep:
         if self._recording is not None:
             self._recorded(complete=self._recording.backwards > 0)
         self._now, self._at = [], 0
-        if self._wanted:
-            self._record(args)
+        if self._wanted or self.regions:
+            self._given = shapes, bytes_ = self._described(args)
+            if self._wanted or shapes in self._missed or bytes_ > self._largest:
+                self._record(bytes_)
+
+    def _described(self, args: Any) -> tuple[Shapes, int]:
+        """What a forward is given: shapes, and bytes on the device."""
+        given = [leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor)]
+        here = (one.nbytes() for one in storages(given) if one.device.type == self.device.type)
+        return tuple(tuple(one.shape) for one in given), sum(here)
 
     def end(self, result: Any) -> None:
         """A forward of the model has ended."""
@@ -161,9 +171,8 @@ class WholeStep:
     def _backward_begins(self) -> None:
         self._backwards += 1
         if self._recording is None and self._backwards > max(self._planned_forwards, 1):
-            self._several = True
-            self._wanted = max(self._wanted, 1)
-        if self.regions and captured.keeps_graph():
+            self._several = self._wanted = True
+        if captured.keeps_graph():
             self._tell(
                 "retained",
                 "backward(retain_graph=True) keeps all that the forwards stored until the graph goes: this "
@@ -181,10 +190,8 @@ class WholeStep:
         if at == 0:
             self._now = self._turns.get(region, [])
         if at >= len(self._now) or not self._now[at].serves(region, sizes):
-            # not what was planned for: the rest of the step runs in the least memory
-            if self._now:
-                self._wanted = max(self._wanted, 1)
-                self._now = []
+            self._missed.add(self._given[0])
+            self._now = []  # not what was planned for: the rest of the step runs in the least memory
             return region.smallest
         turn = self._now[at]
         if turn.run is None:
@@ -193,8 +200,8 @@ class WholeStep:
 
     # ---- recording -------------------------------------------------------------------------------
 
-    def _record(self, args: Any) -> None:
-        self._wanted -= 1
+    def _record(self, inputs: int) -> None:
+        self._wanted = False
         if not measurable(self.device):
             self._tell(
                 "unmeasured",
@@ -203,8 +210,6 @@ class WholeStep:
                 "this budget is not held",
             )
             return
-        given = storages(leaf for leaf in tree_leaves(args) if isinstance(leaf, torch.Tensor))
-        inputs = sum(one.nbytes() for one in given if one.device.type == self.device.type)
         self._sizes = []
         gc.collect()  # garbage of before would be freed in between
         self._recording = Recording(str(self.device), self._standing() + inputs, self._recorded)
@@ -220,20 +225,21 @@ class WholeStep:
         recording = self._stop()
         if recording is None:
             return
+        shapes, bytes_ = self._given
+        self._missed.add(shapes)  # until it is planned for
         if not complete:
-            self._wanted = max(self._wanted, 1)
             return
         self._planned_forwards = self._forwards
-        self._wanted = 0
         graphs, first = [call.graph for call in recording.calls], recording.calls[0].graph
         known = self._turns.get(first, [])
-        if len(known) == len(graphs) and all(map(_Turn.serves, known, graphs, self._sizes)):
-            return  # a plan for a larger step serves this one
-        menus = [call.graph.menu_at(sizes) for call, sizes in zip(recording.calls, self._sizes, strict=True)]
-        found = plan_step(recording, menus, self.budget)
-        self.plans[first] = found
-        chosen = [one.stored for one in found.chosen]
-        self._turns[first] = list(map(_Turn, graphs, self._sizes, chosen))
+        if len(known) != len(graphs) or not all(map(_Turn.serves, known, graphs, self._sizes)):
+            sizes = zip(recording.calls, self._sizes, strict=True)
+            found = plan_step(recording, [call.graph.menu_at(at) for call, at in sizes], self.budget)
+            self.plans[first] = found
+            chosen = [one.stored for one in found.chosen]
+            self._turns[first] = list(map(_Turn, graphs, self._sizes, chosen))
+        self._missed.discard(shapes)
+        self._largest = max(self._largest, bytes_)
 
     def _tell(self, what: str, text: str) -> None:
         if what not in self._told:

@@ -53,16 +53,19 @@ class Captured:
             return backend(_twin(self._module), list(self._inputs))
 
 
-def is_scalar_loss(module: fx.GraphModule) -> bool:
-    """Whether a captured graph returns a single number that has a gradient: a loss."""
+def is_whole_step(module: fx.GraphModule) -> bool:
+    """Whether a captured graph is all of a step: it returns a single number that has a gradient, a loss, and
+    nothing that it is given has been computed with one.
+    """
     output = next(iter(reversed(module.graph.nodes)))
-    found = [node.meta.get("example_value") for node in output.all_input_nodes]
+    returned = [node.meta.get("example_value") for node in output.all_input_nodes]
+    given = [node.meta.get("example_value") for node in module.graph.nodes if node.op == "placeholder"]
     return any(
         isinstance(value, torch.Tensor)
         and value.requires_grad
         and all(isinstance(size, int) and size == 1 for size in value.shape)
-        for value in found
-    )
+        for value in returned
+    ) and all(not isinstance(value, torch.Tensor) or value.is_leaf for value in given)
 
 
 def keeps_graph() -> bool:

@@ -83,17 +83,22 @@ def _strange(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     )
 
 
+def sharded_units(model: torch.nn.Module) -> list[str]:
+    """Names of the modules that FSDP shards, the model itself (an empty name) among them."""
+    fsdp = sys.modules.get("torch.distributed.fsdp")
+    if fsdp is None:
+        return []
+    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
+    return [name for name, module in model.named_modules() if isinstance(module, kinds)]
+
+
 def refuse_sharded(model: torch.nn.Module) -> None:
     """A replay never reaches into a sharded unit from outside: its weights are not there then.
 
     Raises:
         PlanError: the model holds units that FSDP shards on their own.
     """
-    fsdp = sys.modules.get("torch.distributed.fsdp")
-    if fsdp is None:
-        return
-    kinds = (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)
-    units = [name for name, module in model.named_modules() if name and isinstance(module, kinds)]
+    units = [name for name in sharded_units(model) if name]
     if units:
         raise PlanError(
             "this model holds modules that FSDP shards on their own "

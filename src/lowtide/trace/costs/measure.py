@@ -81,6 +81,17 @@ def measure_costs(
     return costs
 
 
+def measure_scratch(spec: OpSpec) -> int:
+    """What one operation takes beyond its results, by running it once as `measure_costs` does; 0 where it
+    rejects what was made up for it, or its device is not there.
+    """
+    if not runnable(spec.func) or not all(map(present, _devices(spec))):
+        return 0
+    with _undisturbed(_device_of(spec).type == "cuda"):
+        found = Bench().try_timing(spec, 0.0, 0.0)
+    return 0 if found is None else found.scratch_bytes
+
+
 def estimate(spec: OpSpec, roofline: Roofline | None = None) -> OpCost:
     """An operation's time by a roofline, without running it. Its scratch is not known (0), but for what a
     collective moves through.
@@ -148,8 +159,10 @@ class Bench:
             out, seconds = clock.time(lambda: spec.func(*args, **kwargs))
             return seconds(), out
 
-        def watched() -> tuple[float, int, bool]:
-            """Seconds of a run, its scratch in bytes, and whether the watching took time itself."""
+        def watched() -> tuple[float, int, int, bool]:
+            """Seconds of a run, its scratch in bytes, what its outputs take beyond what was expected, and
+            whether the watching took time itself.
+            """
             for data, dtype in dirty:
                 self._fill(data, dtype)
             with peak(device) as seen:
@@ -157,15 +170,17 @@ class Bench:
                 seconds = read()
                 live = seen.live_bytes if seen.source != "profiler" else 0
             own = _own(out, known)
-            fresh = max(live if device.type == "cuda" else 0, sum(s.nbytes() for s in own))
+            made = sum(s.nbytes() for s in own)
+            fresh = max(live if device.type == "cuda" else 0, made)
             self._hold(own, device)
-            return seconds, max(0, seen.peak_bytes - fresh), seen.source == "profiler"
+            scratch, surplus = max(0, seen.peak_bytes - fresh), max(0, made - spec.output_bytes)
+            return seconds, scratch, surplus, seen.source == "profiler"
 
         begin = time.perf_counter()
-        warm, scratch, slower = watched()
+        warm, scratch, surplus, slower = watched()
         if warm > long and not slower:
-            return OpCost(warm, scratch, "measured")
-        first, scratch, slower = watched()
+            return OpCost(warm, scratch, "measured", surplus)
+        first, scratch, surplus, slower = watched()
         times = [] if slower else [first]
         if warm > _HEAVY * share and not slower:
             times.append(warm)  # what runs so long does not notice that it is the first
@@ -174,7 +189,7 @@ class Bench:
             self._hold(_own(out, known), device)
             del out
             times.append(seconds)
-        return OpCost(statistics.median(times), scratch, "measured")
+        return OpCost(statistics.median(times), scratch, "measured", surplus)
 
     def _hold(self, fresh: list[torch.UntypedStorage], device: torch.device) -> None:
         """Hold an output's own storages and let the oldest go; a GPU's allocator hands them out again

@@ -117,11 +117,14 @@ class OpCost:
         scratch_bytes: the most it allocates beyond its outputs while it runs; where estimated, only what a
             collective moves through.
         source: ``measured`` where the operation was run, ``estimated`` by a roofline where it was not.
+        surplus_bytes: what the storages of its outputs take beyond what was expected: a loss may lie in what
+            its terms were written to.
     """
 
     seconds: float
     scratch_bytes: int
     source: Literal["measured", "estimated"]
+    surplus_bytes: int = 0
 
 
 def runnable(func: OpOverload) -> bool:
