@@ -7,6 +7,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 
@@ -56,3 +57,24 @@ def grads(model: nn.Module, x: torch.Tensor | None = None) -> list[torch.Tensor]
 def make(layers: int = 3) -> Stack:
     torch.manual_seed(0)
     return Stack(layers)
+
+
+class Log(TorchDispatchMode):
+    """The names of the operations that run, in order."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(str(func).removeprefix("aten.").removesuffix(".default"))
+        return func(*args, **(kwargs or {}))
+
+    def count(self, name: str) -> int:
+        return sum(n == name or n.startswith(name + ".") for n in self.names)
+
+
+def backward(loss: torch.Tensor) -> Log:
+    with Log() as log:
+        loss.backward()
+    return log

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from test_scope import Mlp, N, backward, batch
+from scoped_model import Mlp, N, backward, batch
 from torch import nn
 from torch.utils.checkpoint import (
     CheckpointPolicy,

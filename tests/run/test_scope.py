@@ -11,36 +11,14 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from scoped_model import N, Stack, batch, grads, make
+from scoped_model import Log, N, Stack, backward, batch, grads, make
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 import lowtide
 from lowtide import PlanError
 from lowtide.interception import interceptors
-
-
-class Log(TorchDispatchMode):
-    """The names of the operations that run, in order."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        self.names.append(str(func).removeprefix("aten.").removesuffix(".default"))
-        return func(*args, **(kwargs or {}))
-
-    def count(self, name: str) -> int:
-        return sum(n == name or n.startswith(name + ".") for n in self.names)
-
-
-def backward(loss: torch.Tensor) -> Log:
-    with Log() as log:
-        loss.backward()
-    return log
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ import pytest
 import torch
 
 from lowtide import meter
-from lowtide.plan.moves.placements import _measured
+from lowtide.plan.moves.supply import link_speeds
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.memory import RunMeter
@@ -156,7 +156,7 @@ def test_the_comparison_holds_the_budget_and_finds_equal_bits(text: Path, tmp_pa
 @pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
 @pytest.mark.parametrize("policy", ["optimal", "mixed"])
 def test_every_step_stays_within_the_budget_the_planning_ones_included(text: Path, policy: str) -> None:
-    _measured.cache_clear()
+    link_speeds.cache_clear()
     result = train(options(text, policy=policy, steps=3, seq=64, budget="60%"))
     assert result.budget_bytes is not None and len(result.step_peak_bytes) == 3
     assert max(result.step_peak_bytes) <= result.budget_bytes

@@ -27,7 +27,7 @@ from lowtide.store.tier import Tier
 _SAMPLE = 1 << 17
 """Elements on which a codec or a gather is timed."""
 
-_TRANSFER_BYTES, _TRANSFERS = BUFFER_BYTES // 2, 24
+_TRANSFER_BYTES, _TRANSFERS = BUFFER_BYTES // 4, 24
 _WIDTH = 128
 _LATENCY_SECONDS = 1e-4
 _ROUNDS = 4
@@ -42,7 +42,7 @@ def measure_tier(
     compute: Callable[[], Any] | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Link:
-    """Move some bytes there and back a few times, beside a computation; takes 4 MiB of the device.
+    """Move some bytes there and back a few times, beside a computation; takes 2 MiB of the device.
 
     Args:
         tier: it.
@@ -100,7 +100,7 @@ def _each(compute: Callable[[], Any], clock: Callable[[], float], over: Callable
 def _kernels() -> Callable[[], Any]:
     """A matrix product and its activation, on other inputs each time, as a step's are."""
     with private.without_fake_mode():
-        inputs = itertools.cycle(torch.ones(16, _WIDTH, _WIDTH).unbind())
+        inputs = itertools.cycle(torch.ones(8, _WIDTH, _WIDTH).unbind())
         weight = torch.ones(4 * _WIDTH, _WIDTH)
 
     def compute() -> None:

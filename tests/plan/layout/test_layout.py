@@ -4,6 +4,8 @@ enumerated.
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -11,12 +13,17 @@ from hypothesis import strategies as st
 
 import lowtide
 from lowtide.errors import BudgetError, PlanError
-from lowtide.plan.layout import Layout, check, find
+from lowtide.native import load
+from lowtide.plan.layout import Layout, check, find, packing
 from lowtide.plan.layout.offsets import _first_fit
-from lowtide.plan.layout.packing import _library, pack
+from lowtide.plan.layout.packing import pack
 from lowtide.plan.layout.sweep import sweep
 
 Buffers = tuple[list[int], list[int], list[int]]
+
+searches = pytest.mark.skipif(
+    load(Path(packing.__file__).with_name("packing.cpp")) is None, reason="needs a C++ compiler"
+)
 
 
 def cut_square(count: int, seed: int, share: float, units: int = 256) -> Buffers:
@@ -114,9 +121,8 @@ def saturated(source: np.random.Generator, capacity: int, sections: int) -> list
     return done + [(begin, sections, size) for begin, size in live]
 
 
+@searches
 def test_the_search_is_exact() -> None:
-    if _library() is None:
-        pytest.skip("no compiler")
     source = np.random.default_rng(3)
     cases = [GAP, *(saturated(source, 9, 5) for _ in range(40))]
     for buffers in cases:
@@ -130,9 +136,8 @@ def test_the_search_is_exact() -> None:
                 assert check(lower, upper, size, found.offsets) <= capacity
 
 
+@searches
 def test_a_proof_that_nothing_fits_raises_the_bound() -> None:
-    if _library() is None:
-        pytest.skip("no compiler")
     lower, upper, size = ([b[k] for b in GAP] for k in range(3))
     for capacity in (None, 9, 10):
         found = find(lower, upper, size, capacity, seconds=60.0)
@@ -143,10 +148,9 @@ def test_a_proof_that_nothing_fits_raises_the_bound() -> None:
     assert error.value.smallest_bytes == 10
 
 
+@searches
 @pytest.mark.parametrize(("count", "share"), [(40, 0.0), (120, 0.0), (60, 0.5)])
 def test_perfect_packings_are_found(count: int, share: float) -> None:
-    if _library() is None:
-        pytest.skip("no compiler")
     lower, upper, size = (np.array(a) for a in cut_square(count, count, share))
     times = np.unique(np.concatenate([lower, upper]))
     found = pack(np.searchsorted(times, lower), np.searchsorted(times, upper), size, 256, 60.0)
@@ -186,12 +190,11 @@ def test_zero_sizes_and_empty_lives_take_no_room() -> None:
     assert find([0, 3, 2], [5, 3, 4], [0, 10, 6]).height == 6
 
 
+@searches
 def test_what_repeats_is_laid_out_in_the_order_of_time() -> None:
     """A small buffer that outlives the next one's birth, and a large one between: the large one has to go up
     and down by turns.
     """
-    if _library() is None:
-        pytest.skip("no compiler")
     rounds = 40
     small = [(10 * k, 10 * k + 11, 1) for k in range(rounds)]
     large = [(10 * k + 5, 10 * k + 7, 8) for k in range(rounds)]
@@ -203,9 +206,8 @@ def test_what_repeats_is_laid_out_in_the_order_of_time() -> None:
     assert find(lower, upper, size, seconds=10.0).height == 9
 
 
+@searches
 def test_a_swept_layout_is_one() -> None:
-    if _library() is None:
-        pytest.skip("no compiler")
     source = np.random.default_rng(4)
     found = 0
     for buffers in [GAP, *(saturated(source, 9, 8) for _ in range(60))]:
