@@ -55,7 +55,7 @@ def test_what_transfers_take_from_a_computation(slower: float, busy: float) -> N
     tier = Slow(clock, slower)
     found = measure_tier(tier, torch.device("cpu"), compute=tier.compute, clock=clock)  # type: ignore[arg-type]
     assert found.busy == pytest.approx(busy)
-    speed = pytest.approx((2 << 20) / (0.004 * slower))
+    speed = pytest.approx((1 << 20) / (0.004 * slower))
     assert found.write_bytes_per_second == speed and found.read_bytes_per_second == speed
 
 
