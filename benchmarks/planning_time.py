@@ -38,7 +38,7 @@ def rows_of(case: Case, layers: int, runs: int) -> list[dict[str, Any]]:
     step()
     ordinary = statistics.median(_seconds(step) for _ in range(runs))
     _forget()
-    handle = limit_memory(model, budget="60%")
+    handle = limit_memory(model, budget="90%")
     first = _seconds(step)
     graph, searched = handle.graph, handle.plannings
     assert graph is not None
