@@ -64,8 +64,8 @@ format: $(STAMP)
 	$(BIN)/ruff format
 
 # Material says that it will not follow MkDocs 2; what is pinned works with 1.
-docs: $(STAMP)
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --quiet --strict
+docs: $(STAMP) # not --quiet: that would keep warnings from being counted by --strict
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 dist: $(STAMP)
 	rm -rf dist build

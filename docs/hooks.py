@@ -23,6 +23,7 @@ OUTSIDE = {
     "contributing.md": "CONTRIBUTING.md",
     "results/memory_per_rank.md": "benchmarks/results/parallel_memory.md",
     "results/host_optimizer.md": "benchmarks/results/host_optimizer.md",
+    "results/budget_curve.md": "benchmarks/results/budget_curve.md",
     "results/operations.md": "benchmarks/results/op_sweep.md",
 }
 """Pages of the site, and the files of the repository that they show."""

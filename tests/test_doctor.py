@@ -15,7 +15,8 @@ from lowtide.doctor import Finding
 
 
 def found(**options: object) -> dict[str, Finding]:
-    return {finding.subject: finding for finding in doctor.examine(measure_disk=False, **options)}  # type: ignore[arg-type]
+    found = doctor.examine(measure_disk=False, **options)  # type: ignore
+    return {finding.subject: finding for finding in found}
 
 
 def test_everything_is_looked_at() -> None:

@@ -18,7 +18,6 @@ import pytest
 import lowtide
 
 pytest.importorskip("build")
-pytestmark = pytest.mark.slow
 ROOT = Path(__file__).parents[1]
 
 BEFORE = """

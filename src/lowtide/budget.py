@@ -234,7 +234,9 @@ def too_small(
         [budget_bytes, total or smallest_bytes, *(count for _, count in ordered)]
     )
     words = [
-        f"{name} {text}" for (name, count), text in zip(ordered, each, strict=True) if count >= total / 200
+        f"{name} {text}"
+        for (name, count), text in zip(ordered, each, strict=True)
+        if count >= total / 200 and text.strip("0.")
     ]
     takes = f"{', '.join(words)} take {needed} {unit}" if words else f"at least {needed} {unit} are needed"
     share = (

@@ -150,7 +150,8 @@ def train(
         bool | None,
         typer.Option(
             "--compare/--no-compare",
-            help="Measure the plain and the planned step side by side at the end. [default: without --pp]",
+            help="Measure the plain and the planned step side by side at the end. [default: yes, but not "
+            "with --pp or --shard-parameters]",
         ),
     ] = None,
     tp: Annotated[

@@ -118,7 +118,7 @@ def _compiler() -> list[Finding]:
     try:
         command = compiler()
     except BuildError:
-        means = "steps are recorded in Python, and peaks on a CPU read from the profiler: both are slower"
+        means = "steps are recorded in Python, which is slower, and not held against their budget on a CPU"
         return [Finding("C++ compiler", "none", means, "note", "apt-get install g++, or name one in CXX")]
     where = shutil.which(command[0]) or command[0]
     return [Finding("C++ compiler", where, "the meter and the recorder are compiled once, and kept")]
@@ -134,7 +134,7 @@ def _meter() -> list[Finding]:
         why = "not there"
     except MeterError as error:
         why = str(error)
-    means = "peaks are read from the profiler's events, which slows the measured step"
+    means = "what lowtide.measure reads comes from the profiler, which is slow; limited steps are not watched"
     return [Finding("meter on the CPU", "profiler", means, "note", why)]
 
 

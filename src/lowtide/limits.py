@@ -10,13 +10,11 @@ from typing import Any
 import torch
 
 from lowtide import private
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import PlanError
 from lowtide.meter.resident import innermost
 from lowtide.run.limit.arguments import refuse_other_kinds, refuse_sharded
-from lowtide.run.limit.engagement import Engagement
-from lowtide.run.limit.handle import Handle, check_budget, handle_of
+from lowtide.run.limit.handle import Handle, check_given, handle_of
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.limit.messages import warn
 from lowtide.run.limit.planning import Policy
 from lowtide.run.record.verify import Verify
 from lowtide.store.stores import Stores
@@ -81,13 +79,7 @@ def limit_memory(
         raise PlanError(f"limit_memory takes a torch.nn.Module, not {type(model).__name__}")
     if verify not in ("first", "always", "never"):
         raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
-    if budget is None and policy is None:
-        raise BudgetError(
-            "limit_memory needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, "
-            "such as 'full'"
-        )
-    if budget is not None:
-        check_budget(budget)
+    check_given(budget, policy)
     refuse_other_kinds(model, policy, loss_fn, optimizer, stores)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
@@ -116,7 +108,7 @@ def limit_memory(
         progress=progress,
     )
     model.__dict__["forward"] = limiter
-    limiter.engagement = Engagement(model, warn)
+    limiter.wait_for_a_step()
     return Handle(limiter)
 
 

@@ -104,10 +104,25 @@ class Work:
             self._bar.stop()
         if failed or not self._line:
             return
-        text = f"{self.past} in {self.seconds:.1f} s: {self._line}"
-        log.info("%s", text)
-        if self._shows and self.seconds >= AFTER_SECONDS and not log.isEnabledFor(logging.INFO):
-            print(f"lowtide: {text}", file=sys.stderr, flush=True)
+        _tell(f"{self.past} in {self.seconds:.1f} s: {self._line}", self.seconds, self._shows)
+
+
+def took(past: str, seconds: float, result: str, progress: bool | None = None) -> None:
+    """Tell of work that is over, which could not be shown while it ran.
+
+    Args:
+        past: what it is called, as in "planned".
+        seconds: that it took.
+        result: what came of it.
+        progress: whether a terminal is told; ``None`` goes by the environment.
+    """
+    _tell(f"{past} in {seconds:.1f} s: {result}", seconds, shows(progress))
+
+
+def _tell(text: str, seconds: float, shown: bool) -> None:
+    log.info("%s", text)
+    if shown and seconds >= AFTER_SECONDS and not log.isEnabledFor(logging.INFO):
+        print(f"lowtide: {text}", file=sys.stderr, flush=True)
 
 
 @contextmanager

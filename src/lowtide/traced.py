@@ -19,13 +19,18 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 
 from lowtide.errors import PlanError
 from lowtide.private.partitioning import REGION, region_of
-from lowtide.run.scope.scope import checkpoint, checkpointing
+from lowtide.run.scope.scope import checkpoint, checkpointing, refusal_of
 
 
 @torch.compiler.assume_constant_result
 def _new_region() -> int:
     """A number for a region; they rise."""
     return time.monotonic_ns()
+
+
+@torch.compiler.assume_constant_result
+def _refusal(*options: Any) -> str | None:
+    return refusal_of(*options)
 
 
 @functools.cache
@@ -44,8 +49,9 @@ def honour_regions() -> None:
         early_stop: bool = True,
         **kwargs: Any,
     ) -> Any:
-        if use_reentrant or not preserve_rng_state or debug or not early_stop:
-            raise PlanError("lowtide.checkpoint: an option has no meaning here, see its documentation")
+        refused = _refusal(use_reentrant, preserve_rng_state, determinism_check, debug, early_stop)
+        if refused is not None:
+            raise PlanError(refused)
         if context_fn is None:
             return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
         return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
+from itertools import pairwise
 
 import torch
 from torch import nn
@@ -18,7 +19,9 @@ class Model(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU())
+        widths = (16, 64, 64, 64, 64)
+        layers = (nn.Linear(*pair) for pair in pairwise(widths))
+        self.layers = nn.Sequential(*(part for layer in layers for part in (layer, nn.GELU())))
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.layers(x).square().mean()

@@ -100,6 +100,34 @@ def test_inductor_holds_the_budget_as_predicted() -> None:
     assert real <= handle.plan.budget_bytes < handle.plain_peak_bytes
 
 
+class Gate(nn.Module):
+    """Inductor writes a gate's gradient over one of the products that backward was handed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.gate, self.up, self.down = (nn.Linear(*size) for size in ((32, 128), (32, 128), (128, 32)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.silu(self.gate(x)) * self.up(x))
+
+
+class Gated(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(Gate() for _ in range(4)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def test_saved_values_that_a_backward_writes_over_are_predicted() -> None:
+    model, x = Gated(), torch.randn(512, 32)
+    compiled = lowtide.compile(model, "85%")
+    compiled(x).backward()
+    real, handle = real_peak(compiled, model, x), lowtide.handle_of(compiled)
+    assert handle is not None and abs(real - handle.predicted_peak_bytes) <= 16
+    assert real <= handle.plan.budget_bytes
+
+
 def test_dropout_is_bitwise_that_of_eager_at_every_budget() -> None:
     model, x = Model(dropout=0.3), torch.randn(512, 32)
     wanted = copy.deepcopy(model)
@@ -128,6 +156,19 @@ def test_a_loss_that_lies_in_the_memory_of_its_terms_is_predicted() -> None:
     real, handle = real_peak(compiled, model, x), lowtide.handle_of(compiled)
     assert abs(real - handle.predicted_peak_bytes) <= 16
     assert real <= handle.plan.budget_bytes
+
+
+def test_modules_have_their_names_whatever_forward_calls_its_argument() -> None:
+    class Named(Model):
+        def forward(s, x: torch.Tensor) -> torch.Tensor:
+            return Model.forward(s, x)
+
+    compiled = lowtide.compile(Named(), "min", backend="aot_eager")
+    compiled(torch.randn(64, 32)).backward()
+    handle = lowtide.handle_of(compiled)
+    assert handle is not None and handle.plan is not None
+    assert "budget min, 1 kind of steps planned" in repr(handle)
+    assert "L[" not in str(handle.plan)
 
 
 def test_batch_norm_moves_its_statistics_once() -> None:

@@ -163,3 +163,13 @@ def test_a_region_that_compiled_code_cannot_honour_is_refused() -> None:
     compiled = lowtide.compile(Listed(), "100%", backend="aot_eager", fullgraph=True)
     with pytest.raises(Exception, match=r"None, 'full' or 'keep_all'"):
         compiled(torch.randn(8, 32))
+
+
+def test_an_option_without_a_meaning_in_a_compiled_region_is_named() -> None:
+    class Asked(Program):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return lowtide.checkpoint(self.half, x, 0, preserve_rng_state=False).square().mean()
+
+    compiled = lowtide.compile(Asked(), "100%", backend="aot_eager", fullgraph=True)
+    with pytest.raises(Exception, match=r"preserve_rng_state=False.*drop it"):
+        compiled(torch.randn(8, 32))

@@ -165,7 +165,7 @@ def test_lowtide_runs_every_row(model: str, devices: int) -> None:
     for one in found.best:
         words = shlex.split(one.command)
         flags = words[words.index("train") + 1 :]
-        context = typer.main.get_command(app).commands["train"].make_context("train", flags)  # type: ignore[attr-defined]
+        context = typer.main.get_command(app).commands["train"].make_context("train", flags)  # type: ignore
         names = set(TrainOptions.__dataclass_fields__) & set(context.params)
         asked = {name: context.params[name] for name in names if context.params[name] is not None}
         asked |= dict(device="cpu", steps=1000, json=None)  # the accelerator is not here

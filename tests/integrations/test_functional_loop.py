@@ -5,12 +5,15 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 
 import lowtide
@@ -46,33 +49,59 @@ def compiled(blocks: nn.ModuleList) -> None:
         blocks.register_module(name, lowtide.compile(block, "min", backend="aot_eager"))
 
 
-def train(mesh: Any, apply: Callable[[Any], None] | None) -> tuple[list[torch.Tensor], int]:
-    """Losses and weights of a few steps, and the peak of the last one above what stood."""
-    from torch.distributed.fsdp import fully_shard
+def built(mesh: Any, apply: Callable[[Any], None] | None, dtype: torch.dtype) -> tuple[Any, Any]:
+    """A sharded model in which products are in ``dtype``, and its optimizer."""
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     torch.manual_seed(0)
     shape: dict[str, Any] = dict(layers=LAYERS, width=64, heads=4, hidden_width=256, key_value_heads=4)
     model = build_model(ModelConfig("gpt", **shape, vocabulary=256, positions=64))
     if apply is not None:
         apply(model.blocks)
+    precision = MixedPrecisionPolicy(param_dtype=dtype)
     for block in model.blocks:  # type: ignore[union-attr]
-        fully_shard(block, mesh=mesh)
-    fully_shard(model, mesh=mesh)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    return model, torch.optim.AdamW(model.parameters(), lr=1e-3)
+
+
+def train(
+    mesh: Any,
+    apply: Callable[[Any], None] | None,
+    dtype: torch.dtype = torch.float32,
+    accumulate: int = 1,
+    folder: Path | None = None,
+) -> tuple[list[torch.Tensor], int]:
+    """Losses, evaluations and weights of a few steps, and the peak of the last forward and backward above
+    what stood. With a ``folder`` the second step is that of another model, which goes on from a checkpoint.
+    """
+    model, optimizer = built(mesh, apply, dtype)
     found: list[torch.Tensor] = []
     for step in range(3):
-        tokens = torch.randint(256, (8, 64), generator=torch.Generator().manual_seed(step))
+        for part in range(accumulate):
+            drawn = torch.Generator().manual_seed(accumulate * step + part)
+            tokens = torch.randint(256, (8, 64), generator=drawn)
 
-        def run(tokens: torch.Tensor = tokens) -> torch.Tensor:
-            loss = model(tokens, tokens).loss
-            loss.backward()
-            return loss.detach()
+            def run(model: Any = model, tokens: torch.Tensor = tokens) -> torch.Tensor:
+                loss = model(tokens, tokens).loss / accumulate
+                loss.backward()
+                return loss.detach()
 
-        measured = lowtide.measure(run)
-        found.append(measured.value)
+            measured = lowtide.measure(run)
+            found.append(measured.value)
         optimizer.step()
         optimizer.zero_grad()
-    found += [parameter.to_local().detach() for parameter in model.parameters()]  # type: ignore[attr-defined]
+        with torch.no_grad():
+            found.append(model(tokens, tokens).loss)
+        if folder is not None and step == 0:
+            saved = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.save(saved, checkpoint_id=folder)
+            model, optimizer = built(mesh, apply, dtype)
+            kept = {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}
+            dcp.load(kept, checkpoint_id=folder)
+            model.load_state_dict(kept["model"])
+            set_optimizer_state_dict(model, optimizer, kept["optimizer"])
+    found += [weight.to_local().detach() for weight in model.state_dict().values()]
     return found, measured.peak_bytes
 
 
@@ -85,3 +114,10 @@ def test_lowtide_stands_in_place_of_apply_ac(mesh: Any, apply: Any) -> None:
     assert all(map(torch.equal, plain, found))
     kept = 8 * 64 * 64 * 4  # bytes of what enters a block
     assert peak < most - 8 * kept, "of the GELU alone autograd would keep eight times as much in a block"
+
+
+def test_a_loop_that_accumulates_in_bfloat16_and_is_resumed(mesh: Any, tmp_path: Path) -> None:
+    plain, most = train(mesh, None, torch.bfloat16, accumulate=2)
+    found, peak = train(mesh, limited, torch.bfloat16, accumulate=2, folder=tmp_path / "saved")
+    assert all(map(torch.equal, plain, found))
+    assert peak < most

@@ -150,3 +150,19 @@ def test_a_model_from_a_local_folder(tmp_path: Path) -> None:
         trained.train()
         found.append(weights(trained))
     assert all(map(torch.equal, *found))
+
+
+def test_a_limit_of_the_users_own_is_not_replaced_without_a_word(tmp_path: Path) -> None:
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    limited = model()
+    lowtide.limit_memory(limited, policy="full")
+    with pytest.warns(lowtide.LowtideWarning, match="replaces the limit"):
+        trainer(tmp_path, [LimitMemory(policy="full")], made=limited, epochs=1).train()
+
+
+def test_a_callback_without_a_budget_is_refused_at_once() -> None:
+    from lowtide.integrations.hugging_face import LimitMemory
+
+    with pytest.raises(lowtide.BudgetError, match="LimitMemory needs a budget"):
+        LimitMemory()

@@ -151,7 +151,8 @@ class Shared(nn.Module):
         if case.sequence is not None:
             x = lp.scatter_to_sequence_parallel_region(x, case.sequence)
         x = self.norm(x)
-        ups = lp.column_parallel(x, list(self.ups)) if case.siblings > 1 else (self.ups[0](x),)  # pyright: ignore
+        layers: Any = self.ups
+        ups = lp.column_parallel(x, list(layers)) if case.siblings > 1 else (layers[0](x),)
         hidden = torch.stack(
             [F.gelu(u[0] if u[1] is None else u[0] + u[1]) if case.skip_bias_add else F.gelu(u) for u in ups]
         ).prod(0)

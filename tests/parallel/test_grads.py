@@ -35,7 +35,7 @@ CLIPS: dict[str, Clip] = {
     "torch, foreach": lambda _, model: nn.utils.clip_grad_norm_(model.parameters(), MOST, foreach=True),
     "host": lambda optimizer, _: optimizer.clip_grad_norm_(MOST),  # type: ignore[attr-defined]
     "host, streamed": lambda optimizer, _: optimizer.clip_grad_norm_(MOST),  # type: ignore[attr-defined]
-    "host, streamed over a link": lambda optimizer, _: optimizer.clip_grad_norm_(MOST),  # type: ignore[attr-defined]
+    "host, streamed over a link": lambda optimizer, _: optimizer.clip_grad_norm_(MOST),  # type: ignore
 }
 
 
@@ -179,7 +179,8 @@ def survives() -> bool:
         module(x).square().sum().backward()
         norm = nn.utils.get_total_norm([p.grad for p in module.parameters()])  # type: ignore[misc]
         expected = norm if expected is None else expected
-        assert torch.equal(norm, expected) and norm == lp.get_grad_norm(module.parameters())
+        torch.testing.assert_close(norm, expected)  # a product's last bit may depend on where weights lie
+        assert norm == lp.get_grad_norm(module.parameters())
         gradient: Any = module.weight.grad
         assert norm > gradient.detach().norm() == gradient.norm(), "a gradient's own norm() is this rank's"
         assert (

@@ -258,7 +258,7 @@ def buffers() -> tuple[int, int, bool]:
     optimizer = torch.optim.SGD(parameters, 0.1)
     with Sums() as sums:
         lp.allreduce_sequence_parallel_gradients(optimizer, buffer_bytes=4 * 100)
-    right = all((p.grad == 3 * (number + 1)).all() for number, p in enumerate(parameters))  # type: ignore[union-attr]
+    right = all((p.grad == 3 * (number + 1)).all() for number, p in enumerate(parameters))  # type: ignore
     return len(sums.bytes), max(sums.bytes), right
 
 

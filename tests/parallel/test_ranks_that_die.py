@@ -75,7 +75,8 @@ def body(
     os.environ["GLOO_SOCKET_IFNAME"] = "lo"
     os.environ.pop("TORCHELASTIC_USE_AGENT_STORE", None)
     torch.set_num_threads(1)
-    sys.stderr = open(folder / f"stderr{rank}", "w", buffering=1)  # noqa: SIM115  (for the life of this process)
+    # for the life of this process
+    sys.stderr = open(folder / f"stderr{rank}", "w", buffering=1)  # noqa: SIM115
     harm(rank)
     try:
         train(asked)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import fx, nn
@@ -104,6 +106,29 @@ def test_inductor_says_what_it_would_run() -> None:
     forward, backward = partitioning.min_cut(module, outputs, static)
     assert "def call(self, args)" in inductor.generated(forward, False)[0]
     assert "def call(self, args)" in inductor.generated(backward, True)[0]
+
+
+@from_2_12
+def test_saved_values_that_a_backward_may_write_over_are_those_that_aot_autograd_finds(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from torch._functorch._aot_autograd import graph_compile
+
+    theirs: list[list[int]] = []
+    ours: list[list[int]] = []
+    collect = graph_compile.collect_bw_donated_buffer_idxs
+
+    def watched(forward: Any, backward: Any, metadata: Any) -> list[int]:
+        theirs.append(collect(forward, backward, metadata))
+        ours.append(inductor.donated_inputs(forward, backward, metadata.num_forward))
+        return theirs[-1]
+
+    monkeypatch.setattr(graph_compile, "collect_bw_donated_buffer_idxs", watched)
+    torch._dynamo.reset()
+    weight = torch.randn(4, 4, requires_grad=True)
+    step = torch.compile(lambda x: ((x @ weight).sin().exp(), x.cos()), backend="aot_eager")
+    step(torch.randn(3, 4, requires_grad=True))
+    assert ours == theirs and theirs[0]
 
 
 def test_names_that_are_handed_on() -> None:

@@ -159,6 +159,8 @@ def test_a_limited_model_is_exported_and_traced_as_it_is(planned: bool) -> None:
         assert torch.equal(traced(batch()), expected)
     assert not [w for w in caught if "Python boolean" in str(w.message)], "nothing of ours is traced"
     assert len(handle.plans) == plans
+    with pytest.raises(AttributeError, match=r"torch\.jit\.script.*remove\(\)"):
+        torch.jit.script(model)
 
 
 def test_limit_on_a_compiled_model() -> None:

@@ -355,3 +355,37 @@ def test_a_first_backward_that_fails_leaves_nothing() -> None:
     model.zero_grad()
     model(x).backward()
     assert interceptors() == [] and handle.plan is not None
+
+
+@needs_meter
+def test_one_graph_that_is_kept_leaves_later_plans_as_they_were() -> None:
+    model = small()
+    handle = lowtide.limit_memory(model, "70%")
+
+    def step(twice: bool = False) -> None:
+        model.zero_grad()
+        loss = model(batch())
+        if twice:
+            loss.backward(retain_graph=True)
+        loss.backward()
+
+    for _ in range(3):
+        step()
+    assert handle.plan is not None
+    before = handle.plan.predicted_peak_bytes
+    with pytest.warns(lowtide.LowtideWarning, match="retain_graph"):
+        step(twice=True)
+    for _ in range(2):
+        step()
+    assert handle.plan.predicted_peak_bytes == before
+
+
+def test_a_handle_whose_limit_is_gone_shows_that() -> None:
+    model = small()
+    first = lowtide.limit_memory(model, "80%")
+    second = lowtide.limit_memory(model, "90%")
+    assert "replaced" in repr(first) and "budget 90%" in repr(second)
+    second.remove()
+    assert "removed" in repr(second)
+    with pytest.raises(PlanError, match="takes the limited module, not int"):
+        lowtide.handle_of(3)  # type: ignore[arg-type]

@@ -390,7 +390,7 @@ def test_the_compiled_walk_finds_the_members_that_python_finds(monkeypatch: pyte
 
     block = Block()
     block.norm.register_buffer("none", None)
-    block.down.weight = Odd(block.down.weight.detach().double(), requires_grad=False)  # type: ignore[assignment]
+    block.down.weight = Odd(block.down.weight.detach().double(), requires_grad=False)  # type: ignore
     block.up.weight.grad = torch.zeros_like(block.up.weight)
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     shared = nn.BatchNorm1d(4)

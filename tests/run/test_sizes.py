@@ -147,3 +147,24 @@ def test_a_first_step_above_the_budget_is_said_once_for_all_sizes() -> None:
     """What a look takes more than the smallest budget is no news when a longer step is looked at."""
     assert _said_of_first_steps((64,)) == _said_of_first_steps((72,)) == 1
     assert _said_of_first_steps((4, 16, 64, 72)) == 1
+
+
+def test_shapes_prepared_together_are_planned_for_once_by_the_largest() -> None:
+    plain, net = Net(), Net()
+    handle = lowtide.limit_memory(net, "90%")
+    plans = handle.prepare_all([rows(256), (rows(512),), [rows(128)]])
+    assert len(plans) == 3 and len(set(map(id, handle.plans.values()))) == 1
+    assert handle.graph is not None and handle.plannings == 1
+    assert plans[0].predicted_peak_bytes == plans[2].predicted_peak_bytes, "the largest comes first"
+    for count in (128, 512, 256):
+        assert all(map(torch.equal, step(net, count), step(plain, count)))
+    assert handle.plannings == 1
+
+
+def test_plans_of_old_kinds_of_steps_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.run.limit.known.MOST_KINDS", 2)
+    net = Net()
+    handle = lowtide.limit_memory(net, "90%")
+    for count in (128, 256, 512, 640):
+        step(net, count)
+    assert len(handle.plans) <= 2

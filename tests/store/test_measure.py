@@ -53,7 +53,7 @@ class Slow:
 def test_what_transfers_take_from_a_computation(slower: float, busy: float) -> None:
     clock = Clock()
     tier = Slow(clock, slower)
-    found = measure_tier(tier, torch.device("cpu"), compute=tier.compute, clock=clock)  # type: ignore[arg-type]
+    found = measure_tier(tier, torch.device("cpu"), compute=tier.compute, clock=clock)  # type: ignore
     assert found.busy == pytest.approx(busy)
     speed = pytest.approx((1 << 20) / (0.004 * slower))
     assert found.write_bytes_per_second == speed and found.read_bytes_per_second == speed

@@ -34,7 +34,7 @@ def make(request: pytest.FixtureRequest, tmp_path: Path) -> Make:
     made: list[Tier] = []
 
     def build(**options: object) -> Tier:
-        made.append(Disk(tmp_path, **options) if request.param == "disk" else Host(**options))  # type: ignore[arg-type]
+        made.append(Disk(tmp_path, **options) if request.param == "disk" else Host(**options))  # type: ignore
         return made[-1]
 
     yield build  # type: ignore[misc]

@@ -209,6 +209,37 @@ def test_a_limit_that_never_engages_is_told_where_the_step_is_run() -> None:
     assert said[0].filename == __file__
 
 
+@pytest.mark.parametrize("first", ["prepared", "paused"])
+def test_it_is_told_as_well_after_a_first_look_or_a_pause(first: str) -> None:
+    class Module(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.net = mlp()
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.net(x)
+
+    module = Module()
+    handle = lowtide.limit_memory(module, "100%", loss_fn=lambda output: output.square().mean())
+    if first == "prepared":
+        handle.prepare(data(0))
+    else:
+        with handle.paused():
+            step(module.net)
+    with pytest.warns(lowtide.LowtideWarning, match="has not engaged"):
+        step(module.net)
+
+
+def test_a_limit_whose_steps_cannot_be_measured_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("lowtide.run.limit.watch.available", lambda: False)
+    model = mlp()
+    lowtide.limit_memory(model, "100%")
+    with pytest.warns(lowtide.LowtideWarning, match="cannot be measured.*C\\+\\+ compiler") as said:
+        for _ in range(3):
+            step(model)
+    assert len([w for w in said if "cannot be measured" in str(w.message)]) == 1
+
+
 def test_a_loop_with_all_of_it_warns_of_nothing() -> None:
     """Accumulation, clipping, a shorter last batch, evaluation between: normal training."""
 

@@ -114,3 +114,12 @@ def test_what_is_around_a_limited_model_is_not_its_own() -> None:
         for _ in range(2):
             model.zero_grad()
             checkpoint(model, torch.randn(8, 32).requires_grad_(), use_reentrant=False).backward()
+
+
+@pytest.mark.filterwarnings("ignore::lowtide.LowtideWarning")
+def test_the_smallest_budget_leaves_room_for_what_they_recompute() -> None:
+    model = Net(False)
+    handle = lowtide.limit_memory(model, "min")
+    _, (_, *peaks) = steps_of(model, {"x": torch.randn(64, 32).requires_grad_()})
+    assert handle.plan is not None and handle.plan.budget_bytes is not None
+    assert max(peaks) <= handle.plan.budget_bytes + SLACK_BYTES

@@ -329,6 +329,19 @@ def test_function_transforms_over_a_limited_model(what: str, budget: str) -> Non
     works_or_says(pattern, budget, "vmap", "torch.func", "functorch", "transform")
 
 
+@pytest.mark.parametrize("why", ["inside a function transform", "not initialized yet"])
+def test_a_step_that_runs_without_its_limit_says_why(why: str) -> None:
+    if "transform" in why:
+        model: Any = mlp(act=nn.Tanh)
+        run: Callable[[], torch.Tensor] = lambda: torch.vmap(model)(data(0).view(4, -1, 16))  # noqa: E731
+    else:
+        model = nn.Sequential(nn.LazyLinear(32), nn.GELU(), nn.LazyLinear(4))
+        run = lambda: model(data(0))  # noqa: E731
+    lowtide.limit_memory(model, "80%")
+    with pytest.warns(lowtide.LowtideWarning, match=why):
+        run().square().mean().backward()
+
+
 class Fused(torch.autograd.Function):
     """A product that adds the weight's gradient to its ``main_grad`` and says so, as Megatron's does; where
     there is none, an activation's mark counts.

@@ -24,13 +24,6 @@ def _own_code() -> Iterator[None]:
         yield
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
-    return file
-
-
 def options(text: Path, **changes: Any) -> TrainOptions:
     small = {
         "model": "gpt-nano",
@@ -89,7 +82,7 @@ def test_a_default_budget_is_raised_to_what_works(text: Path) -> None:
         def __getattr__(self, name: str) -> Any:
             return lambda *args: None
 
-    result = train(options(text, budget="1MiB", raise_budget=True, steps=2), Notes())  # type: ignore[arg-type]
+    result = train(options(text, budget="1MiB", raise_budget=True, steps=2), Notes())  # type: ignore
     assert result.budget_bytes is not None and result.budget_bytes > 1 << 20
     assert any("the smallest that works" in line for line in said)
 

@@ -30,6 +30,11 @@ from lowtide.train.planning import PlanOptions
         ({"resume": True}, "--resume: it needs --checkpoint-dir"),
         ({"stop_after": 300}, "--stop-after 300: choose a step from 1 to --steps 100"),
         ({"plot": Path("a.png"), "compare": False}, "leave out --no-compare"),
+        ({"report": Path("a.html"), "pp": 2, "grad_accum": 2}, "leave out --pp$"),
+        (
+            {"plot": Path("a.png"), "dp": 2, "shard_parameters": True, "policy": "full"},
+            "leave out --shard-parameters$",
+        ),
         ({"plot": Path("a.txt")}, r"--plot a.txt: choose a name that ends in \.png"),
         ({"json": Path("missing/a.json")}, "--json missing/a.json: cannot write a file there"),
         ({"lr_schedule": "steep"}, "--lr-schedule steep: choose one of cosine, linear, constant"),

@@ -67,7 +67,8 @@ def test_the_report_names_the_worst_of_the_steps_over_the_budget() -> None:
     show(result, console)
     result.step_peak_bytes = [10 * mib] * 3
     show(result, console)
-    exceeded, held = (line for line in console.file.getvalue().splitlines() if "budget" in line)  # type: ignore[attr-defined]
+    written = console.file.getvalue()  # type: ignore
+    exceeded, held = (line for line in written.splitlines() if "budget" in line)
     assert (
         "most live memory 25 MiB (step 2), budget 11 MiB exceeded in 2 of 3 steps, most in step 2" in exceeded
     )

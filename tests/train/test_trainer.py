@@ -28,13 +28,6 @@ from lowtide.train.result import TrainResult
 from lowtide.train.trainer import TrainError, train
 
 
-@pytest.fixture(scope="module")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
-    return file
-
-
 def options(text: Path, **changes: Any) -> TrainOptions:
     small = {
         "model": "gpt-nano",

@@ -21,6 +21,7 @@ from lowtide.meter import resident_bytes
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import captured, compile_settings, inductor
 from lowtide.run.limit.arguments import sharded_units
+from lowtide.run.limit.messages import limit_line
 from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.traced import honour_regions
 
@@ -64,6 +65,9 @@ class CompiledHandle:
         device = next((one.device for one in self.model.parameters()), torch.device("cpu"))
         options = None if self._backend == "aot_eager" else self._options
         self._whole = WholeStep(self.budget, self._standing, options, device)
+
+    def __repr__(self) -> str:
+        return limit_line(self.model, self.budget, len(self.plans), self.plan)
 
     def _planned(self) -> list[Known | StepPlan]:
         return [*self._report.planned, *self._whole.plans.values()]

@@ -129,7 +129,8 @@ def profile_generated(
 
 def _copied(module: fx.GraphModule, kept: Any, lent: Collection[str], ledger: _Ledger) -> dict[str, int]:
     """What is returned under the name of an input and is not that input."""
-    names = [getattr(node, "name", "") for node in next(iter(reversed(module.graph.nodes))).args[0]]  # type: ignore[union-attr]
+    returned: Any = next(iter(reversed(module.graph.nodes))).args[0]
+    names = [getattr(node, "name", "") for node in returned]
     return {
         name: tensor.untyped_storage().nbytes()
         for name, tensor in zip(names, kept, strict=True)

@@ -306,4 +306,4 @@ def _reduces(node: fx.Node) -> bool:
 
 def described(node: fx.Node) -> tuple[Any, dict[str, Any]]:
     """A call's arguments with (fake) tensors and numbers in place of nodes."""
-    return fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))  # type: ignore[return-value]
+    return fx.node.map_arg((node.args, node.kwargs), lambda source: source.meta.get("val"))  # type: ignore

@@ -35,6 +35,11 @@ from lowtide.trace.costs.roofline import outside_modes
 ROUNDS = 5
 """Plans for one budget, each corrected by what the one before would really take."""
 
+ABOVE_LEAST = (1.01, 1.03)
+"""Targets, as parts of the smallest that the search finds, that are tried for the smallest budget, too: what
+is really allocated does not rise with them.
+"""
+
 NEAR = 0.97
 """Share of a binding budget from which a plan uses it well."""
 
@@ -120,7 +125,8 @@ def predict_generated(joint: Joint, options: dict[str, object]) -> Predict:
 
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
         first, strides = inductor.generated(forward, False, options)
-        second, _ = inductor.generated(backward, True, options, strides)
+        donated = inductor.donated_inputs(forward, backward, joint.forward_outputs)
+        second, _ = inductor.generated(backward, True, options, strides, donated)
         scratch = Scratch(bench), Scratch(bench)
 
         def profiles(size_of: Size) -> tuple[Profile, Profile]:
@@ -207,34 +213,41 @@ def plan_graph(
             tried[key] = plan, halves, peak_of(halves)
         return tried[key]
 
-    limit = budgets.resolve(
-        budget, plain_peak, lambda: with_slack(attempt(1)[2]), device, standing_bytes=standing_bytes
-    )
+    def smallest() -> int:
+        least = attempt(1)[0].predicted_peak_bytes
+        for more in ABOVE_LEAST:
+            attempt(int(more * least))
+        return with_slack(min(plain_peak, *(peak for _, _, peak in tried.values())))
+
+    limit = budgets.resolve(budget, plain_peak, smallest, device, standing_bytes=standing_bytes)
     if plain_peak <= limit:
         plan = make(step.graph, policy="keep_all", progress=False)
         told = _told(plan, limit, plain_peak, plain_peak)
         return Planned(told, plain_peak, plain_peak, limit, *plain, made[plain[0]], made[plain[0]])
     room = within(limit)  # the loss and other scalars outside the graph
-    target, best = room, None
+
+    def best_that_fits() -> tuple[Plan, Halves, int] | None:
+        fitting = [one for one in tried.values() if one[2] <= room]
+        return min(fitting, key=lambda one: one[0].predicted_extra_seconds, default=None)
+
+    best, target = best_that_fits(), room
     for _ in range(ROUNDS):
-        found = plan, _, peak = attempt(target)
-        if peak <= room and (best is None or plan.predicted_extra_seconds < best[0].predicted_extra_seconds):
-            best = found
-        if NEAR * limit <= peak <= room:
+        if best is not None and best[2] >= NEAR * limit:
             break
+        plan, _, peak = attempt(target)
+        best = best_that_fits()
         following = room - (peak - plan.predicted_peak_bytes)
         if following == target or (peak <= room and following < target):
             break
         target = following
     if best is None:
-        found = attempt(1)
-        best = found if found[2] <= room else None
+        least = smallest() + 1
+        best = best_that_fits()
     if best is None:
-        smallest = with_slack(min(peak for _, _, peak in tried.values())) + 1
         raise budgets.too_small(
             limit,
-            smallest,
-            {STANDING: standing_bytes, ACTIVATIONS: smallest - standing_bytes},
+            least,
+            {STANDING: standing_bytes, ACTIVATIONS: least - standing_bytes},
             plain_peak_bytes=plain_peak,
         )
     plan, halves, peak = best

@@ -4,6 +4,7 @@ round, and what stands and happens between them.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -319,5 +320,5 @@ def module_of(call: Call) -> str:
     names = [entry[0] if isinstance(entry, tuple) else str(entry) for entry in stack.values()]
     if not names:
         return ""
-    name = str(names[-1]).removeprefix("L['self']").removeprefix("L__self__")
+    name = re.sub(r"^L\['\w+'\]|^L__self__", "", str(names[-1]))  # whatever forward calls its first argument
     return name.replace("._modules['", ".").replace("']", "").lstrip("._")

@@ -151,7 +151,8 @@ class Menu:
             }
         text, strides = inductor.generated(forward, False, self.options)
         first = profile_generated(text, forward, inputs, Scratch(self._bench).run(), size)
-        text, _ = inductor.generated(backward, True, self.options, strides)
+        donated = inductor.donated_inputs(forward, backward, joint.forward_outputs)
+        text, _ = inductor.generated(backward, True, self.options, strides, donated)
         scratch, copied = Scratch(self._bench), first.copied
         return first, {
             who: profile_generated(

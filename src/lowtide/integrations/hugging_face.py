@@ -8,15 +8,16 @@ from transformers import TrainerCallback
 
 from lowtide.integrations.peaks import Peaks
 from lowtide.limits import limit_memory
-from lowtide.run.limit.handle import Handle, check_budget
+from lowtide.run.limit.handle import Handle, check_given, handle_of
+from lowtide.run.limit.messages import warn
 
 
 class LimitMemory(TrainerCallback):
     """Training stays within a budget, the optimizer's state and step included.
 
     The limit is put on the model when training begins, since the ``Trainer`` makes its optimizer only then,
-    and taken off when training ends. What is logged has ``memory_peak_mib``, ``memory_predicted_mib`` and
-    ``memory_budget_mib`` beside the loss.
+    and taken off when training ends; where an error ended it, ``callback.handle.remove()`` does. What is
+    logged has ``memory_peak_mib``, ``memory_predicted_mib`` and ``memory_budget_mib`` beside the loss.
 
     Args:
         budget: as of `lowtide.limit_memory`; none where ``policy=`` does without.
@@ -33,16 +34,20 @@ class LimitMemory(TrainerCallback):
     """
 
     def __init__(self, budget: str | int | None = None, **options: Any) -> None:
-        if budget is not None:
-            check_budget(budget)
+        check_given(budget, options.get("policy"), "LimitMemory")
         self.budget, self.options = budget, options
         self.handle: Handle | None = None
         self._peaks: Peaks | None = None
 
     def on_train_begin(
-        self, args: Any, state: Any, control: Any, model: Any = None, optimizer: Any = None, **kwargs: Any
+        self, args: Any, state: Any, control: Any, *, model: Any, optimizer: Any = None, **kwargs: Any
     ) -> None:
         """The optimizer is there now."""
+        if handle_of(model) not in (None, self.handle):
+            warn(
+                "LimitMemory replaces the limit that is on this model already, and takes its own off when "
+                "training ends: leave out one of them"
+            )
         self.handle = limit_memory(model, self.budget, optimizer=optimizer, **self.options)
         self._peaks = Peaks(self.handle)
 

@@ -17,7 +17,7 @@ else:
 from lowtide.errors import PlanError
 from lowtide.integrations.peaks import PEAK, Peaks
 from lowtide.limits import limit_memory
-from lowtide.run.limit.handle import Handle, check_budget
+from lowtide.run.limit.handle import Handle, check_given
 from lowtide.run.limit.messages import warn
 
 
@@ -47,8 +47,7 @@ class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]
     """
 
     def __init__(self, budget: str | int | None = None, module: str | None = None, **options: Any) -> None:
-        if budget is not None:
-            check_budget(budget)
+        check_given(budget, options.get("policy"), "LimitMemory")
         self.budget, self.module, self.options = budget, module, options
         self.handle: Handle | None = None
         self._peaks: Peaks | None = None

@@ -100,7 +100,7 @@ class GPT(nn.Module):
             for layer in (block.attention.out, block.mlp.down):  # type: ignore[union-attr]
                 # GPT-2: the residual stream sums 2L branches
                 std = 0.02 * (2 * config.layers) ** -0.5
-                fill(layer, "weight", lambda weight, std=std: nn.init.normal_(weight, std=std))  # type: ignore
+                fill(layer, "weight", lambda w, std=std: nn.init.normal_(w, std=std))  # type: ignore
         if config.tied:
             self.head.weight = self.tokens.weight
 

@@ -154,8 +154,8 @@ def preset(name: str, **changes: Any) -> ModelConfig:
     """
     if name not in PRESETS:
         near = difflib.get_close_matches(name, PRESETS, n=1)
-        hint = f"did you mean {near[0]!r}? " if near else ""
-        raise ModelError(f"there is no model {name!r}: {hint}The built-in ones are {', '.join(PRESETS)}")
+        hint = f"did you mean {near[0]!r}? Else " if near else ""
+        raise ModelError(f"there is no model {name!r}: {hint}the built-in ones are {', '.join(PRESETS)}")
     known = {field.name for field in fields(ModelConfig)}
     for key in changes:
         if key not in known:

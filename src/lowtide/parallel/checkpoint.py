@@ -189,7 +189,8 @@ def save_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimize
     """Save to a folder, every rank its pieces. A collective: every process calls it."""
     import torch.distributed.checkpoint as dcp
 
-    dcp.save(sharded_state_dict(model, optimizer), checkpoint_id=path, no_dist=not dist.is_initialized())  # pyright: ignore[reportPrivateImportUsage]
+    state, alone = sharded_state_dict(model, optimizer), not dist.is_initialized()
+    dcp.save(state, checkpoint_id=path, no_dist=alone)  # pyright: ignore[reportPrivateImportUsage]
 
 
 def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> None:
@@ -199,7 +200,7 @@ def load_checkpoint(path: str, model: nn.Module, optimizer: torch.optim.Optimize
 
     state = sharded_state_dict(model, optimizer)
     with torch.no_grad():
-        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())  # pyright: ignore[reportPrivateImportUsage]
+        dcp.load(state, checkpoint_id=path, no_dist=not dist.is_initialized())  # pyright: ignore
     if optimizer is not None:
         found = state["optimizer"]
         found["state"] = {

@@ -49,7 +49,8 @@ class _ColumnLinears(torch.autograd.Function):
         trained = any(ctx.needs_input_grad[4 : 4 + len(weights)])
         ctx.save_for_backward((whole if ctx.whole_saved else x) if trained else None, *weights)
         rows = whole if dimension is None else whole.movedim(dimension, 0)
-        outputs = (F.linear(rows, weight, bias) for weight, bias in zip(weights, biases, strict=True))  # type: ignore[arg-type]
+        pairs: Any = zip(weights, biases, strict=True)
+        outputs = (F.linear(rows, weight, bias) for weight, bias in pairs)
         return tuple(y if dimension is None else y.movedim(0, dimension) for y in outputs)
 
     @staticmethod
@@ -122,7 +123,8 @@ def column_linears(
         weights = [weight.to(dtype) for weight in weights]
         biases = [None if bias is None else bias.to(dtype) for bias in biases]
     with torch.autocast(device, enabled=False):
-        return _ColumnLinears.apply(x, group, sequence_dimension, reduce_dtype, *weights, *biases)  # type: ignore[return-value]
+        given = (x, group, sequence_dimension, reduce_dtype, *weights, *biases)
+        return _ColumnLinears.apply(*given)  # type: ignore[return-value]
 
 
 def flat_rows(x: Tensor, dimension: int | None) -> Tensor:

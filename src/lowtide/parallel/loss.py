@@ -199,8 +199,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
     ) -> Tensor:  # fmt: skip
         group = part.group
         sharded = dimension is not None and group.size > 1
-        rows = (hidden.movedim(dimension, 0) if sharded else hidden).reshape(-1, hidden.shape[-1])  # type: ignore[arg-type]
-        labels = target.movedim(dimension, 0).reshape(group.size, -1) if sharded else target.reshape(1, -1)  # type: ignore[arg-type]
+        first = dimension or 0
+        rows = (hidden.movedim(first, 0) if sharded else hidden).reshape(-1, hidden.shape[-1])
+        labels = target.movedim(first, 0).reshape(group.size, -1) if sharded else target.reshape(1, -1)
         wide = torch.promote_types(hidden.dtype, torch.float32)
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
         own_weight, own_bias = weight[: part.valid], None if bias is None else bias[: part.valid]
@@ -242,9 +243,9 @@ class _LinearCrossEntropy(torch.autograd.Function):
                 grad_weight[: part.valid] += grads.t() @ inputs
         if grad_hidden is not None:
             _land(leaving, grad_hidden)
-            own_shape = hidden.movedim(dimension, 0).shape if sharded else hidden.shape  # type: ignore[arg-type]
+            own_shape = hidden.movedim(dimension, 0).shape if sharded else hidden.shape  # type: ignore
             grad_hidden = grad_hidden.view(own_shape)
-            grad_hidden = grad_hidden.movedim(0, dimension) if sharded else grad_hidden  # type: ignore[arg-type]
+            grad_hidden = grad_hidden.movedim(0, dimension) if sharded else grad_hidden  # type: ignore
         ctx.save_for_backward(
             grad_hidden,
             None if grad_weight is None else grad_weight.to(weight.dtype),
@@ -337,4 +338,4 @@ def parallel_linear_cross_entropy(
         loss = _LinearCrossEntropy.apply(
             hidden, weight, bias, target, part, sequence_dimension, chunks, reduce_dtype
         )
-    return loss if reduction == "sum" else loss / (target != ignore_index).sum()  # type: ignore[operator, return-value]
+    return loss if reduction == "sum" else loss / (target != ignore_index).sum()  # type: ignore

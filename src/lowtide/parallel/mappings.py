@@ -140,7 +140,7 @@ def copy_to_tensor_model_parallel_region(
         reduce_dtype: make the sum in this dtype where it is wider than the gradient's.
     """
     group = tensor_group(process_group)
-    return input_ if group.size == 1 else _Copy.apply(input_, group, reduce_dtype)  # type: ignore[return-value]
+    return input_ if group.size == 1 else _Copy.apply(input_, group, reduce_dtype)  # type: ignore
 
 
 def reduce_from_tensor_model_parallel_region(
@@ -150,7 +150,7 @@ def reduce_from_tensor_model_parallel_region(
     (f-bar).
     """
     group = tensor_group(process_group)
-    return input_ if group.size == 1 else _Reduce.apply(input_, group, reduce_dtype)  # type: ignore[return-value]
+    return input_ if group.size == 1 else _Reduce.apply(input_, group, reduce_dtype)  # type: ignore
 
 
 def scatter_to_tensor_model_parallel_region(input_: Tensor, process_group: Any = None) -> Tensor:
@@ -183,7 +183,7 @@ def scatter_to_sequence_parallel_region(
     torch.Size([4, 2])
     """
     group, dimension = tensor_group(process_group), check_sequence_dimension(sequence_dimension)
-    return input_ if group.size == 1 else _ScatterSequence.apply(input_, group, dimension)  # type: ignore[return-value]
+    return input_ if group.size == 1 else _ScatterSequence.apply(input_, group, dimension)  # type: ignore
 
 
 def gather_from_sequence_parallel_region(
@@ -208,7 +208,7 @@ def gather_from_sequence_parallel_region(
     group, dimension = tensor_group(process_group), check_sequence_dimension(sequence_dimension)
     if group.size == 1:
         return input_
-    return _GatherSequence.apply(input_, group, dimension, to_model_parallel, reduce_dtype)  # type: ignore[return-value]
+    return _GatherSequence.apply(input_, group, dimension, to_model_parallel, reduce_dtype)  # type: ignore
 
 
 def reduce_scatter_to_sequence_parallel_region(

@@ -363,7 +363,7 @@ class _Job:
         for layer in module.children():
             if isinstance(layer, RegionColumnLinear | RegionHeadsLinear):
                 layer.region_dimension = dimension
-        module.forward = Region(module, self.group, dimension, self.reduce_dtype)  # type: ignore[method-assign]
+        module.forward = Region(module, self.group, dimension, self.reduce_dtype)  # type: ignore
 
     def _cut_sequence(self, regions: Iterable[str]) -> None:
         """Cut in front of the first layer, join behind the last norm, and mark what works on a piece."""

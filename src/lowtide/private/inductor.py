@@ -22,6 +22,7 @@ from torch._dynamo.exc import Unsupported as Unsupported
 from torch._dynamo.utils import counters, detect_fake_mode, preserve_rng_state
 from torch._functorch import config as functorch_config
 from torch._functorch import partitioners
+from torch._functorch._aot_autograd import graph_compile
 from torch._inductor import compile_fx as _compile_fx
 from torch._inductor import config as inductor_config
 from torch._inductor.custom_graph_pass import CustomPartitionerFn as CustomPartitionerFn
@@ -81,6 +82,7 @@ def generated(
     backward: bool,
     options: dict[str, Any] | None = None,
     strides: Strides | None = None,
+    donated: Sequence[int] = (),
 ) -> tuple[str, Strides]:
     """The Python text that Inductor would run for a forward or a backward: which buffers it allocates,
     hands on and frees, and in which order. No kernel is compiled; ``module`` stays as it is.
@@ -90,6 +92,7 @@ def generated(
         backward: whether it is one.
         options: Inductor's settings.
         strides: of inputs that a forward has laid out in another way than the graph says.
+        donated: positions of a backward's inputs that its code may write over, see `donated_inputs`.
     """
     twin = fx.GraphModule(module, copy.deepcopy(module.graph))
     given = [node for node in twin.graph.nodes if node.op == "placeholder"]
@@ -124,12 +127,40 @@ def generated(
             is_backward=backward,
             get_decomp_fn=_compile_fx.select_decomp_table,
         )
+        lowering.bw_donated_idxs = list(donated)
         lowering.freeze_runtime_asserts()
         with V.set_graph_handler(lowering), V.set_extern_kernel_nodes([]):
             lowering.run(*inputs)
             found = dict(zip(names, map(_strides, lowering.graph_outputs or ()), strict=False))
             wrapper, _ = lowering.codegen()
     return wrapper.value, {name: one for name, one in found.items() if name and one is not None}
+
+
+def donated_inputs(forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int) -> list[int]:
+    """Positions of a backward's inputs that nobody else holds: saved values that share no storage with what
+    goes into the forward, is returned by it, or leaves the backward.
+
+    Args:
+        forward, backward: the halves.
+        forward_outputs: how many of the forward's outputs are its caller's.
+    """
+    if not functorch_config.donated_buffer:
+        return []
+    returned, leaving = (next(iter(reversed(half.graph.nodes))).args[0] for half in (forward, backward))
+    given = [node for node in forward.graph.nodes if node.op == "placeholder"]
+    taken = [node for node in backward.graph.nodes if node.op == "placeholder"]
+    saved = {node.name for node in returned[forward_outputs:] if isinstance(node, fx.Node)}
+    found = graph_compile.collect_fw_donated_buffer_idxs(
+        list(map(_value, given)),
+        list(map(_value, returned[:forward_outputs])),
+        list(map(_value, leaving)),
+        list(map(_value, taken)),
+    )
+    return [at for at in found if taken[at].name in saved]
+
+
+def _value(node: Any) -> Any:
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
 def _strides(out: Any) -> tuple[int, ...] | None:

@@ -37,7 +37,8 @@ def borrowed_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     """Another storage object over the same bytes, which does not keep them: whoever uses it has to keep
     ``storage``, too.
     """
-    return torch._C._construct_storage_from_data_pointer(storage.data_ptr(), storage.device, storage.nbytes())  # type: ignore[return-value]
+    place = storage.data_ptr(), storage.device, storage.nbytes()
+    return torch._C._construct_storage_from_data_pointer(*place)  # type: ignore[return-value]
 
 
 def versioned_alias(tensor: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,8 @@ def seconds_text(seconds: float) -> str:
     >>> seconds_text(1.234), seconds_text(0.0123), seconds_text(83)
     ('1.23 s', '12.3 ms', '1 min 23 s')
     """
+    if abs(seconds) < 1e-9:
+        return "0 ms"
     if abs(seconds) >= 60:
         return f"{seconds // 60:.0f} min {seconds % 60:02.0f} s"
     return f"{seconds:.3g} s" if abs(seconds) >= 1 else f"{seconds * 1e3:.3g} ms"

@@ -198,9 +198,7 @@ class TrainOptions:
                 f"choose a step from 1 to --steps {self.steps}",
             )
         if self.plot is not None:
-            require(
-                self.compares, "plot", self.plot, "the picture is of the comparison: leave out --no-compare"
-            )
+            require(self.compares, "plot", self.plot, f"the picture is of the comparison: {self._to_compare}")
             require(
                 self.plot.suffix in PICTURE_SUFFIXES,
                 "plot",
@@ -210,12 +208,7 @@ class TrainOptions:
             if importlib.util.find_spec("matplotlib") is None:
                 raise OptionError("--plot needs matplotlib: pip install 'lowtide[train]'")
         if self.report is not None:
-            require(
-                self.compares,
-                "report",
-                self.report,
-                "it shows the comparison: leave out --no-compare and --pp",
-            )
+            require(self.compares, "report", self.report, f"it shows the comparison: {self._to_compare}")
             check_ending(self.report)
         if self.tensorboard is not None:
             fits = self.tensorboard.is_dir() or not self.tensorboard.exists()
@@ -287,6 +280,16 @@ class TrainOptions:
     def compares(self) -> bool:
         """Whether the run ends with a comparison."""
         return self.pp == 1 and not self.shard_parameters if self.compare is None else self.compare
+
+    @property
+    def _to_compare(self) -> str:
+        """What to do where a run does not end with a comparison."""
+        given = {
+            "--no-compare": self.compare is False,
+            "--pp": self.pp > 1,
+            "--shard-parameters": self.shard_parameters,
+        }
+        return f"leave out {' and '.join(name for name, is_given in given.items() if is_given)}"
 
     def spec(self, vocabulary: int = BYTES) -> ModelSpec:
         """The model for texts of so many different tokens, with the changes that the options ask for, checked
@@ -371,8 +374,8 @@ def checked_spec(
     return spec
 
 
-def check_device(name: str) -> torch.device:
-    """The device called ``name``.
+def check_device(name: str, more: str = "") -> torch.device:
+    """The device called ``name``. What else could be given is said in ``more``.
 
     Raises:
         OptionError: it is not there, or lowtide does not measure its memory.
@@ -380,8 +383,10 @@ def check_device(name: str) -> torch.device:
     try:
         device = torch.device(name)
     except RuntimeError as error:
-        raise OptionError(f"--device {name}: there is no such device, choose cpu, cuda or cuda:N") from error
-    require(device.type in ("cpu", "cuda"), "device", name, "choose cpu, cuda or cuda:N")
+        raise OptionError(
+            f"--device {name}: there is no such device, choose cpu, cuda or cuda:N{more}"
+        ) from error
+    require(device.type in ("cpu", "cuda"), "device", name, f"choose cpu, cuda or cuda:N{more}")
     if device.type == "cuda":
         require(torch.cuda.is_available(), "device", name, "this PyTorch sees no CUDA device, choose cpu")
         count = torch.cuda.device_count()

@@ -79,7 +79,7 @@ class PlanOptions:
             "it holds a budget: pass --budget, 100% for all",
         )
         if not priced:
-            check_device(self.device)
+            check_device(self.device, f", or a card to price it for ({', '.join(DEVICES)})")
         else:
             require(
                 self.dtype == "bf16",

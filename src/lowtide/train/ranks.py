@@ -137,7 +137,8 @@ def ranks_for(options: TrainOptions) -> Iterator[Ranks]:
         torch.cuda.set_device(device)
     store = _store(started)
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-    prefixed = dist.PrefixStore(f"group/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)  # pyright: ignore
+    restarts = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    prefixed = dist.PrefixStore(f"group/{restarts}", store)  # pyright: ignore
     dist.init_process_group(
         backend, store=prefixed, rank=launched[0] if launched else 0, world_size=started, timeout=TIMEOUT
     )
@@ -177,7 +178,8 @@ def _store(size: int) -> Any:
     hosted = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     first = int(os.environ["RANK"]) == 0
     two_minutes = timedelta(minutes=2)
-    return dist.TCPStore(host, port, size, first and not hosted, two_minutes, wait_for_workers=False)  # pyright: ignore
+    hosts = first and not hosted
+    return dist.TCPStore(host, port, size, hosts, two_minutes, wait_for_workers=False)  # pyright: ignore
 
 
 def _layout(options: TrainOptions, device: torch.device, store: Any) -> Ranks:

@@ -81,12 +81,13 @@ class TrainResult:
     @property
     def within_budget(self) -> bool | None:
         """Whether every step stayed within the budget, those of the comparison included; ``None`` without a
-        budget or a meter.
+        budget, or where steps were not counted.
         """
-        compared = None if self.comparison is None else self.comparison.within_budget
-        if self.budget_bytes is None or not self.step_peak_bytes:
-            return compared
-        return not self.steps_over_budget and compared is not False
+        if self.budget_bytes is None:
+            return None
+        if self.comparison is not None and self.comparison.within_budget is False:
+            return False
+        return not self.steps_over_budget if self.step_peak_bytes else None
 
     def to_json(self) -> dict[str, Any]:
         """Everything as plain values."""

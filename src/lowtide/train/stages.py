@@ -77,7 +77,7 @@ class Stages(Part):
         if self._tie is None:
             return None
         first = self.ranks.pipeline.rank == 0
-        return self.modules[0].tokens.weight if first else self.modules[-1].head.weight  # type: ignore[union-attr, return-value]
+        return self.modules[0].tokens.weight if first else self.modules[-1].head.weight  # type: ignore
 
     def counted_elsewhere(self) -> Sequence[Tensor]:
         tied = self._tied()
@@ -167,7 +167,8 @@ class Stages(Part):
         shape, device = tuple(self.example.shape), self.ranks.device
         tokens = torch.zeros(shape[0], self.options.seq, dtype=torch.long, device=device)
         first = lambda: tokens  # noqa: E731
-        later = lambda: torch.zeros(shape, dtype=self.example.dtype, device=device, requires_grad=True)  # noqa: E731
+        dtype = self.example.dtype
+        later = lambda: torch.zeros(shape, dtype=dtype, device=device, requires_grad=True)  # noqa: E731
         return measure_micro_batch(
             stage, first if stage.first else later, tokens if stage.last else None, whole, device
         )

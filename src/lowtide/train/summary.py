@@ -13,11 +13,15 @@ from lowtide.train.compare import Comparison
 from lowtide.train.result import TrainResult
 
 PICTURE_WIDTH, PICTURE_HEIGHT = 96, 16
-PAIRED = (
-    "time, predicted: forecast before any step, from operations timed alone; time, calibrated: as the run's "
-    "own steps took; time, measured: the median step of either kind; time, paired: the median of what a "
-    "planned step took more than the plain one that ran right before or after it"
-)
+MEANINGS = {
+    "time, predicted": "forecast before any step, from operations timed alone",
+    "time, calibrated": "as the run's own steps took",
+    "time, measured": "the median step of either kind",
+    "time, paired": (
+        "the median of what a planned step took more than the plain one that ran right before or after it"
+    ),
+}
+"""What the rows of the table mean, where they are not alone."""
 
 
 def show(result: TrainResult, console: Console) -> None:
@@ -134,7 +138,8 @@ def _table(result: TrainResult, comparison: Comparison) -> Table:
     if result.steps_over_budget and result.worst_step is not None:
         within = f"[red]exceeded, most in step {result.worst_step}[/red]"
     else:
-        within = {True: "held", False: "[red]exceeded[/red]", None: ""}[result.within_budget]
+        unknown_yet = "" if result.budget_bytes is None else "not counted"
+        within = {True: "held", False: "[red]exceeded[/red]", None: unknown_yet}[result.within_budget]
     row("budget", "", budget, within)
     row(
         "peak, predicted",
@@ -161,7 +166,9 @@ def _table(result: TrainResult, comparison: Comparison) -> Table:
     )
     if comparison.extra is not None:
         row("time, paired", "", "", percent_text(comparison.extra))
-        table.caption, table.caption_justify = PAIRED, "left"
+        shown = [*times, "time, measured", "time, paired"]
+        table.caption = "; ".join(f"{name}: {MEANINGS[name]}" for name in shown)
+        table.caption_justify = "left"
     row("optimality gap", "", f"{seconds_text(plan.gap_seconds)}", f"{plan.gap * 100:.2f} %")
     if comparison.different is None:
         equal = "not compared"

@@ -29,7 +29,7 @@ class Recomputes(torch.autograd.Function):
         return F.gelu(x) @ weight
 
     @staticmethod
-    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, *gradients: torch.Tensor) -> tuple[None, torch.Tensor]:  # pyright: ignore
         x, _ = ctx.saved_tensors
         return None, F.gelu(x).t() @ gradients[0]
 

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import budget as budgets
-from lowtide.errors import PlanError
+from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
@@ -43,6 +43,8 @@ class Handle:
         return hash(id(self._limiter))
 
     def __repr__(self) -> str:
+        if self._limiter.removed and self.model.__dict__.get("forward") is not self._limiter:
+            return f"<lowtide.Handle of {type(self.model).__name__}: removed, or replaced by a later limit>"
         return limit_line(self.model, self._limiter.budget, len(self.plans), self.plan)
 
     @property
@@ -192,8 +194,7 @@ class Handle:
     def remove(self) -> None:
         """Give the model its own forward back. Steps that are under way finish under their plan."""
         limiter = self._limiter
-        if limiter.engagement is not None:
-            limiter.engagement.end()
+        limiter.stop_waiting()
         if limiter.removed:
             return
         limiter.removed = True
@@ -213,11 +214,10 @@ class Handle:
             PlanError: the limit was removed or replaced.
         """
         limiter = self._in_force()
-        if limiter.engagement is not None:
-            limiter.engagement.end()
         limiter.removed = True
         try:
-            yield
+            with limiter.not_waiting():
+                yield
         finally:
             limiter.removed = False
 
@@ -245,12 +245,32 @@ def check_budget(budget: str | int) -> None:
         budgets.parse(budget, 1 << 60)
 
 
+def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory") -> None:
+    """Whether there is a budget, and one that is well written, or a policy that does without.
+
+    Raises:
+        BudgetError: it is not so.
+    """
+    if budget is None and policy is None:
+        raise BudgetError(
+            f"{what} needs a budget (bytes, '600MiB' or '60%'), or a policy that works without one, such as "
+            "'full'"
+        )
+    if budget is not None:
+        check_budget(budget)
+
+
 def handle_of(model: torch.nn.Module) -> Handle | None:
     """The handle of a limited model, or ``None`` if it has no limit.
 
     What others wrapped around the model's forward afterwards (accelerate does, for mixed precision) is seen
     through.
+
+    Raises:
+        PlanError: ``model`` is no module.
     """
+    if not isinstance(model, torch.nn.Module):
+        raise PlanError(f"handle_of takes the limited module, not {type(model).__name__}")
     compiled = model.__dict__.get("_lowtide_handle")
     if compiled is not None:
         return compiled

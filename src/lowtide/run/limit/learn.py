@@ -24,6 +24,7 @@ class Ran:
         director: saw which operations ran, or ``None`` where it ran as it is.
         findings: of its forward.
         light: it ran as it is, since steps of its size were seen to need no plan.
+        taught_bytes: by how much plans are to take less, since it took more than its own said.
     """
 
     key: StepKey
@@ -32,6 +33,7 @@ class Ran:
     director: PlanDirector | None = None
     findings: Findings | None = None
     light: bool = False
+    taught_bytes: int = 0
 
     @property
     def departed(self) -> int:
@@ -60,6 +62,9 @@ def learn(kind: Kind, ran: Ran, measured_bytes: int, may_be_light: bool) -> str:
     plan, limit = ran.plan, ran.plan.budget_bytes
     if limit is None:
         return ""
+    if ran.watch.backwards > 1 and ran.taught_bytes:  # it took more since its graph was kept, and only so
+        kind.margin_bytes -= ran.taught_bytes
+        ran.taught_bytes, kind.solve_again = 0, ""
     if measured_bytes <= limit + budgets.slack_bytes(limit):
         if not (ran.light or plan.changes_nothing):
             sure = may_be_light and ran.watch.backwards == 1 and not (ran.departed or plan.moves)
@@ -95,8 +100,9 @@ def _remedy(kind: Kind, ran: Ran, measured_bytes: int, limit: int) -> str:
             "is for one backward. Of several losses, add them up and run one backward; else give a smaller "
             "budget"
         )
-    kind.margin_bytes += max(
+    ran.taught_bytes = max(
         0, measured_bytes - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit))
     )
+    kind.margin_bytes += ran.taught_bytes
     kind.solve_again = "a step took more than predicted"
     return "lowtide plans again with that much less"

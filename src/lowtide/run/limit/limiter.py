@@ -24,13 +24,14 @@ from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.interception import alone, interceptors
 from lowtide.plan.cache import program_digest
+from lowtide.progress import took
 from lowtide.run.limit.compiled_submodules import left_alone
 from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.key import Members, StepKey, step_key
 from lowtide.run.limit.kinds import Kind, keeps_all
 from lowtide.run.limit.known import Known
 from lowtide.run.limit.learn import Ran, learn
-from lowtide.run.limit.messages import ABANDONED, warn
+from lowtide.run.limit.messages import ABANDONED, UNMEASURED, warn
 from lowtide.run.limit.planning import Planner, Policy
 from lowtide.run.limit.unlimited import AROUND_COMPILED, CROWDED, keeps_nothing, why_unlimited
 from lowtide.run.limit.watch import StepWatch
@@ -149,6 +150,13 @@ class Limiter:
         return inspect.unwrap(self.forward).__code__
 
     @property
+    def __globals__(self) -> dict[str, Any]:
+        raise AttributeError(
+            "torch.jit.script cannot compile a model whose memory is limited: take the limit off first, "
+            "lowtide.handle_of(model).remove(), or use torch.export or torch.jit.trace"
+        )
+
+    @property
     def forward(self) -> Callable[..., Any]:
         """The model's own forward."""
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
@@ -162,6 +170,29 @@ class Limiter:
     def device(self) -> torch.device:
         """Where the model's parameters lie."""
         return next((p.device for p in self.model.parameters()), torch.device("cpu"))
+
+    # ---- whether it engages ----------------------------------------------------------------------
+
+    def wait_for_a_step(self) -> None:
+        """Warn should the model train without its own forward ever running."""
+        self.engagement = Engagement(self.model, warn)
+
+    def stop_waiting(self) -> None:
+        """The limit engages, or is gone."""
+        if self.engagement is not None:
+            self.engagement.end()
+            self.engagement = None
+
+    @contextmanager
+    def not_waiting(self) -> Iterator[None]:
+        """What runs in the block is no step of the user's; who waited for one goes on waiting."""
+        waited = self.engagement is not None
+        self.stop_waiting()
+        try:
+            yield
+        finally:
+            if waited:
+                self.wait_for_a_step()
 
     # ---- a step ----------------------------------------------------------------------------------
 
@@ -186,9 +217,7 @@ class Limiter:
                 self.known.tell(*unlimited)
             return self._plainly(args, kwargs)
         begin = time.perf_counter()
-        if self.engagement is not None:
-            self.engagement.end()
-            self.engagement = None
+        self.stop_waiting()
         self._settle()
         if self.local.look is not None:  # its step has several forwards before its backward
             result = self._plainly(args, kwargs)
@@ -289,6 +318,8 @@ class Limiter:
             self.crowded |= look.tracer.crowded
             look.close()
             return
+        twice = "every operation ran twice" if look.verified else "no operation ran twice"
+        took("looked at a first step", time.perf_counter() - look.began, twice, self.progress)
         with self.known.lock:
             self.known.tell_of(look)
             peak = look.peak_bytes
@@ -325,9 +356,10 @@ class Limiter:
             BudgetError: no plan fits.
             TraceError: no loss can be found or stood in for.
         """
-        if self.engagement is not None:
-            self.engagement.end()
-            self.engagement = None
+        with self.not_waiting():
+            return self._prepare(args, kwargs)
+
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
         kind = self.known.kind_for(step_key(Members(self.model), args, kwargs))
         if not kind.wants_look:
             return kind
@@ -373,6 +405,8 @@ class Limiter:
         assert plan is not None
         self.known.planner.note_pace(kind)
         watch = StepWatch(lambda: self._learn(kind, ran), self.device)
+        if plan.budget_bytes is not None and watch.peak_bytes is None:
+            self.known.tell("unmeasured", UNMEASURED)
         self.local.watch = watch
         ran = Ran(key, plan, watch, light=kind.is_light(key))
         steady = plan.budget_bytes is None or not kind.varies

@@ -22,6 +22,14 @@ ABANDONED = (
 """What to say after a backward through a forward that was taken for part of an earlier step."""
 
 
+UNMEASURED = (
+    "what the steps of this limited model take cannot be measured while they run: one that takes more than "
+    "its budget would not be noticed. On a CPU this needs a C++ compiler (apt-get install g++, or name one "
+    "in CXX); lowtide doctor says what there is"
+)
+"""What to say once of a limit whose steps are held against nothing."""
+
+
 class LowtideWarning(UserWarning):
     """Something that a user should know and that stops nothing: an operation that does not reproduce, a plan
     made again.

@@ -48,7 +48,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
     present = _bytes(own_share(item) for state in optimizer.state.values() for item in state.values())
     missing = _missing_bytes(optimizer)
     if hasattr(optimizer, "device_state_bytes"):  # an optimizer on the host says so itself
-        return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes(), missing)  # type: ignore[attr-defined]
+        return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes(), missing)  # type: ignore
     try:
         with ExitStack() as stack, faker.mode:
             fakes = {

@@ -168,14 +168,16 @@ class Planner:
             extra = watch.replay_seconds + watch.recording_seconds + kind.graph.overhead_seconds
             kind.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
 
-    def limit(self, graph: StepGraph) -> int | None:
-        """The budget in bytes; a percentage is of the plain step, or of a larger one that was planned."""
+    def limit(self, graph: StepGraph, margin_bytes: int) -> int | None:
+        """The budget in bytes; a percentage is of the plain step, or of a larger one that was planned. The
+        smallest one leaves ``margin_bytes`` for what comes on top of a plan.
+        """
         if self.budget is None:
             return None
         return budgets.resolve(
             self.budget,
             self._plain_peak(graph),
-            lambda: self._least(graph),
+            lambda: self._least(graph) + margin_bytes,
             torch.device(graph.device),
             standing_bytes=graph.resident_bytes,
         )
@@ -193,7 +195,7 @@ class Planner:
 
     def _solve(self, kind: Kind, graph: StepGraph) -> None:
         graph = self._without_kept(graph)
-        limit = self.limit(graph)
+        limit = self.limit(graph, kind.margin_bytes)
         self._balance(kind, graph, limit)
         refusal = self._optimizer_refuses(limit)
         if self.agreement is not None:

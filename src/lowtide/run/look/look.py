@@ -9,6 +9,7 @@ once: that verifies that it can be replayed, and times it warm.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
@@ -51,6 +52,7 @@ class Look:
         backwards: how many backwards through the step have ended.
         blind: backward ran on a thread whose operations are not seen.
         over: whether nothing more is taken down.
+        began: when, by `time.perf_counter`.
     """
 
     def __init__(
@@ -66,6 +68,7 @@ class Look:
         self.recorder = _LittleMemory(self.tracer, verify)
         self.tracer.before_write = self.recorder.copy_before_write
         self.verified = verify
+        self.began = time.perf_counter()
         self._model = model
         self._on_end = on_end
         self._stack = ExitStack()
@@ -365,4 +368,4 @@ class _LittleMemory(Recorder):
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     storage = tensor.untyped_storage().clone()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore[call-overload]
+    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore

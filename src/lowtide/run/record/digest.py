@@ -25,7 +25,7 @@ def _words(tensor: torch.Tensor, dtype: torch.dtype, extent: int) -> torch.Tenso
     at their end.
     """
     words = torch.empty(0, dtype=dtype, device=tensor.device)
-    return words.set_(tensor.untyped_storage(), 0, (extent // dtype.itemsize,), (1,))  # type: ignore[call-overload]
+    return words.set_(tensor.untyped_storage(), 0, (extent // dtype.itemsize,), (1,))  # type: ignore
 
 
 def digest(tensor: torch.Tensor, extent: int) -> int:

@@ -445,7 +445,8 @@ class Recorder(Interceptor):
                 storage = value.held.untyped_storage().clone()
                 copy = torch.empty(0, dtype=value.held.dtype, device=value.held.device)
                 held = value.held
-                value.held = copy.set_(storage, held.storage_offset(), held.shape, held.stride())  # type: ignore[call-overload]
+                place = held.storage_offset(), held.shape, held.stride()
+                value.held = copy.set_(storage, *place)  # type: ignore[call-overload]
                 value.version = private.version(value.held)
 
     def _not_reproduced(self, name: str, reason: str) -> None:

@@ -106,7 +106,7 @@ class Ref:
         """This geometry over the storage of ``base``."""
         if base.dtype is not self.dtype:
             empty = torch.empty(0, dtype=self.dtype, device=base.device)
-            base = empty.set_(base.untyped_storage(), self.offset, self.shape, self.strides)  # type: ignore[call-overload]
+            base = empty.set_(base.untyped_storage(), self.offset, self.shape, self.strides)  # type: ignore
         elif (
             base.shape != self.shape or base.stride() != self.strides or base.storage_offset() != self.offset
         ):
@@ -293,7 +293,7 @@ def _run(node: Node | Fetch, transient: dict[int, torch.Tensor], uses: dict[int,
         if not matters:
             blank = torch.empty(old.nbytes, dtype=torch.uint8, device=node.device)
             base = torch.empty(0, dtype=ref.dtype, device=node.device)
-            base.set_(blank.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore[call-overload]
+            base.set_(blank.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore
         else:
             base = transient.get(id(old))
             if base is None:
@@ -363,10 +363,10 @@ def _place(
 
 def _clone_storage(base: torch.Tensor, ref: Ref) -> torch.Tensor:
     whole = torch.empty(0, dtype=torch.uint8, device=base.device)
-    whole.set_(base.untyped_storage(), 0, (base.untyped_storage().nbytes(),), (1,))  # type: ignore[call-overload]
+    whole.set_(base.untyped_storage(), 0, (base.untyped_storage().nbytes(),), (1,))  # type: ignore
     copy = whole.clone()
     view = torch.empty(0, dtype=ref.dtype, device=base.device)
-    return view.set_(copy.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore[call-overload]
+    return view.set_(copy.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore
 
 
 def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

@@ -102,6 +102,25 @@ def checkpoint(
         >>> layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
         >>> lowtide.checkpoint(lambda h: torch.nn.functional.gelu(layer(h)), x).sum().backward()
     """
+    refused = refusal_of(use_reentrant, preserve_rng_state, determinism_check, debug, early_stop)
+    if refused is not None:
+        raise PlanError(refused)
+    plain = context_fn is None or context_fn is noop_context_fn
+    director = RegionDirector() if plain else selective(context_fn)  # pyright: ignore
+    name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
+    place = hash((_place(sys._getframe(1)), *name))
+    with _scope(director, "first" if determinism_check == "default" else "never", place):
+        return function(*args, **kwargs)
+
+
+def refusal_of(
+    use_reentrant: bool | None,
+    preserve_rng_state: bool,
+    determinism_check: str,
+    debug: bool,
+    early_stop: bool,
+) -> str | None:
+    """Which option of `checkpoint` has no meaning here, why, and what to do; ``None`` where all have one."""
     dropped = [
         (use_reentrant, "use_reentrant", "backward is never run inside backward: drop it, or give False"),
         (not preserve_rng_state, "preserve_rng_state", "random states are always the forward's: drop it"),
@@ -110,18 +129,13 @@ def checkpoint(
     ]
     for refused, name, why in dropped:
         if refused:
-            raise PlanError(f"lowtide.checkpoint({name}={name in ('use_reentrant', 'debug')}): {why}")
-    if determinism_check not in ("default", "none"):
-        raise PlanError(
-            f"lowtide.checkpoint(determinism_check={determinism_check!r}): use 'default' or 'none', or "
-            "lowtide.checkpointing(verify='always')"
-        )
-    plain = context_fn is None or context_fn is noop_context_fn
-    director = RegionDirector() if plain else selective(context_fn)  # pyright: ignore
-    name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
-    place = hash((_place(sys._getframe(1)), *name))
-    with _scope(director, "first" if determinism_check == "default" else "never", place):
-        return function(*args, **kwargs)
+            return f"lowtide.checkpoint({name}={name in ('use_reentrant', 'debug')}): {why}"
+    if determinism_check in ("default", "none"):
+        return None
+    return (
+        f"lowtide.checkpoint(determinism_check={determinism_check!r}): use 'default' or 'none', or "
+        "lowtide.checkpointing(verify='always')"
+    )
 
 
 def _place(frame: Any) -> int:
