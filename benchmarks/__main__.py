@@ -16,6 +16,7 @@ NAMES = (
     "versus_checkpoint",
     "accuracy",
     "budget_curve",
+    "compile_time",
     "op_sweep",
     "host_optimizer",
     "layout",

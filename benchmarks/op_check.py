@@ -205,7 +205,7 @@ def run_sample(
     gone: list[tuple[int, bool, str]] = []
     if recorder is not None:
         gone = [(nbytes, reference() is None, writer) for reference, nbytes, writer in recorder.saved]
-    gradients = torch.autograd.grad(edges, differentiable, cotangents, allow_unused=True)  # type: ignore[arg-type]
+    gradients = torch.autograd.grad(edges, differentiable, cotangents, allow_unused=True)  # type: ignore
     return Ran(copies, [g if g is None else _dense(g) for g in gradients], recorder, gone)
 
 

@@ -92,7 +92,7 @@ def build(sequence_parallel: bool, recompute: str) -> GPT:
     model = GPT(config, group, sequence_parallel and group is not None)
     for block in model.blocks:
         if recompute == "selective":
-            block.attention.core.forward = _scoped(block.attention.core.forward)  # type: ignore[union-attr, assignment]
+            block.attention.core.forward = _scoped(block.attention.core.forward)  # type: ignore
         elif recompute == "full":
             block.forward = _scoped(block.forward)  # type: ignore[method-assign]
     return model

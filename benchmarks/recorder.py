@@ -63,7 +63,7 @@ class Blocks(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """All of them."""
         for block in self.blocks:
-            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)  # pyright: ignore
+            x = checkpoint(block, x, use_reentrant=False) if self.checkpointed else block(x)  # type: ignore
         return x
 
 

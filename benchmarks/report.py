@@ -72,10 +72,10 @@ def accuracy(found: dict[str, Any]) -> str:
             mib(row["measured_peak_bytes"]),
             percent(row["peak_error"], 2),
             f"{row['plain_seconds']:.3f}",
-            percent(row["forecast_plain_error"]) if "forecast_plain_error" in row else "not run",
+            percent(row["forecast_plain_error"]),
             f"{1000 * row['measured_extra_seconds']:.0f}",
-            f"{1000 * row['forecast_extra_seconds']:.0f}" if "forecast_extra_seconds" in row else "not run",
-            percent(row["forecast_off_of_step"]) if "forecast_off_of_step" in row else "not run",
+            f"{1000 * row['forecast_extra_seconds']:.0f}",
+            percent(row["forecast_off_of_step"]),
             f"{1000 * row['calibrated_extra_seconds']:.0f}",
             percent(row["calibrated_off_of_step"]),
             f"{100 * row['gap']:.2f} %",
@@ -201,6 +201,53 @@ def layers() -> list[str]:
     return parts
 
 
+def compiling(found: dict[str, Any]) -> list[str]:
+    """The part on what a budget adds to compiling, without its title."""
+    whole = [row for row in found["rows"] if row["kind"] == "inductor"]
+    planned = [row for row in found["rows"] if row["kind"] == "aot_eager"]
+    rate = next((row for row in found["rows"] if row["kind"] == "100%"), None)
+    parts = []
+    if rate is not None:
+        text = (
+            f"A step at `100%` takes {percent(rate['more_of_step'], 2)} of a plain compiled one's time more, "
+            f"the median of {rate['rounds']} paired rounds."
+        )
+        parts += [text, ""]
+    if whole:
+        rows = [
+            [
+                str(row["layers"]),
+                *(
+                    f"{row[who][f'{when}_seconds']:.1f}"
+                    for when in ("cold", "warm")
+                    for who in ("plain", "lowtide")
+                ),
+                f"{row['planning']:.1f}",
+                f"{row['lowering']:.1f}",
+                f"{row['solving']:.1f}",
+                f"{row['cold_ratio']:.2f}",
+                f"{row['warm_ratio']:.2f}",
+            ]
+            for row in whole
+        ]
+        head = ["layers", "cold, plain s", "cold s", "warm, plain s", "warm s", "planning s", "lowering s"]
+        parts += [table([*head, "solving s", "cold less planning, to plain", "warm, to plain"], rows), ""]
+    if planned:
+        rows = [
+            [
+                str(row["layers"]),
+                str(row["operations"]),
+                f"{row['planning']:.1f}",
+                f"{row['solving']:.1f}",
+                f"{100 * row['gap_of_step']:.2f} %",
+            ]
+            for row in planned
+        ]
+        head = ["layers", "values", "planning s", "solving s", "gap, of the step"]
+        parts += [f"Planning for `aot_eager`, at {planned[0]['budget']}:", "", table(head, rows)]
+    return parts
+
+
 def main() -> None:
     """Write docs/results.md, and the README's part between its marks."""
     parts = [
@@ -225,9 +272,9 @@ def main() -> None:
             f"Of {held['of']} rows the measured peak is within the budget in {held['within_budget']}, the "
             f"predicted peak within 1 % of the measured one in {held['peak_holds']}. Of the extra time, the "
             "forecast before any step is within 15 % of the measured one or 2 % of the step in "
-            f"{held.get('forecast_holds', 'rows that were not run')}, and what steps calibrated in "
+            f"{held['forecast_holds']}, and what steps calibrated in "
             f"{held['calibrated_holds']}; the forecast of the plain step is within 15 % in "
-            f"{held.get('forecast_plain_holds', 'rows that were not run')}. The C library keeps the pages of "
+            f"{held['forecast_plain_holds']}. The C library keeps the pages of "
             "freed memory: else a plain step spends up to a fifth of its time on getting them back from the "
             "system, and what a plan saves of that hides what it costs."
         )
@@ -258,6 +305,14 @@ def main() -> None:
     if load("budget_curve"):
         text = "See [peak against time](../benchmarks/results/budget_curve.md), eager and compiled."
         parts += ["", "## The curve of budgets", "", text]
+    found = load("compile_time")
+    if found:
+        text = (
+            "Seconds until the first compiled step is done, in a process of its own: cold, and warm from the "
+            "cache on disk. Planning is part of the cold time; lowering is the part of it in which Inductor "
+            "says what it would allocate."
+        )
+        parts += ["", "## Compiling under a budget", "", where(found), "", text, "", *compiling(found)]
     found = load("op_sweep")
     if found:
         parts += [

@@ -1,0 +1,171 @@
+"""What a budget adds to compiling: seconds until the first step is done, cold and from the cache on disk, of
+planning among them, and what a step takes where the budget asks for nothing.
+
+python -m benchmarks compile_time [--quick]
+
+Each figure of compiling is a process of its own with a cache folder of its own; the second process of a
+folder is the warm one. Planning is what lowtide's partitioner takes: ``lowering`` is the part in which
+Inductor says what it would allocate, ``solving`` the search for the plan; timing operations and looking at
+the graph are the rest. A step at ``100%`` is compared with the plain compiled one in paired rounds. The
+model's steps are short on purpose: compiling does not depend on sizes.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable
+from typing import Any
+from unittest import mock
+
+import torch
+
+import lowtide
+from benchmarks.cases import gpt
+from benchmarks.common import Case, keep_pages, median_difference, paired, quick, save, step_of
+from lowtide.compiled import planner
+from lowtide.compiled.partitioner import Partitioner
+from lowtide.private import inductor
+
+BUDGET = "75%"
+LAYERS = (12, 24)
+PLANNED_LAYERS = (12, 24, 48, 96)
+"""Those that are planned for under ``aot_eager``, which compiles no kernel."""
+
+RATE_ROUNDS = 301
+
+
+def case_of(layers: int) -> Case:
+    """A GPT of that depth."""
+    return gpt(layers, 128, batch=2, sequence=128)
+
+
+class Watch:
+    """Adds up seconds by name."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+
+    def of(self, name: str, call: Callable[..., Any]) -> Callable[..., Any]:
+        """``call``, timed."""
+
+        def timed(*args: Any, **kwargs: Any) -> Any:
+            begin = time.perf_counter()
+            try:
+                return call(*args, **kwargs)
+            finally:
+                self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - begin
+
+        return timed
+
+
+def child(layers: int, backend: str, budget: str) -> dict[str, Any]:
+    """Compile and step once; an empty budget is plain `torch.compile`."""
+    case, watch = case_of(layers), Watch()
+    model, batch = case.build(), case.batch()
+    with (
+        mock.patch.object(Partitioner, "__call__", watch.of("planning", Partitioner.__call__)),
+        mock.patch.object(inductor, "generated", watch.of("lowering", inductor.generated)),
+        mock.patch.object(planner, "make", watch.of("solving", planner.make)),
+    ):
+        begin = time.perf_counter()
+        if budget:
+            callee = lowtide.compile(model, budget, backend=backend)
+        else:
+            callee: Any = torch.compile(model, backend=backend)
+        callee(**batch).loss.backward()
+        whole = time.perf_counter() - begin
+    found: dict[str, Any] = {"seconds": whole, **watch.seconds}
+    if budget:
+        handle = lowtide.handle_of(callee)
+        assert handle is not None and handle.plan is not None
+        plan = handle.plan
+        found |= {
+            "gap_of_step": plan.gap,
+            "peak_over_plain": plan.predicted_peak_bytes / plan.plain_peak_bytes,
+            "operations": len(plan.stored) + len(plan.replayed),
+        }
+    return found
+
+
+def in_a_process(folder: str, layers: int, backend: str, budget: str) -> dict[str, Any]:
+    """What `child` returns, run in a process of its own that keeps what it compiles in ``folder``."""
+    places = {"TORCHINDUCTOR_CACHE_DIR": f"{folder}/inductor", "LOWTIDE_CACHE": f"{folder}/lowtide"}
+    ran = subprocess.run(
+        [sys.executable, "-m", "benchmarks.compile_time", str(layers), backend, budget],
+        env={**os.environ, **places},
+        capture_output=True,
+        text=True,
+    )
+    if ran.returncode:
+        raise RuntimeError(ran.stderr)
+    return json.loads(ran.stdout.splitlines()[-1])
+
+
+def compiling(layers: int) -> dict[str, Any]:
+    """One row: plain and under a budget, cold and warm."""
+    row: dict[str, Any] = {"kind": "inductor", "layers": layers, "budget": BUDGET}
+    for name, budget in (("plain", ""), ("lowtide", BUDGET)):
+        with tempfile.TemporaryDirectory() as folder:
+            cold = in_a_process(folder, layers, "inductor", budget)
+            warm = in_a_process(folder, layers, "inductor", budget)
+        row[name] = {"cold_seconds": cold["seconds"], "warm_seconds": warm["seconds"]}
+        row |= {key: value for key, value in cold.items() if key != "seconds"}
+        row["warm_planning"] = warm.get("planning", 0.0)
+    row["cold_ratio"] = (row["lowtide"]["cold_seconds"] - row["planning"]) / row["plain"]["cold_seconds"]
+    row["warm_ratio"] = row["lowtide"]["warm_seconds"] / row["plain"]["warm_seconds"]
+    return row
+
+
+def planning(layers: int) -> dict[str, Any]:
+    """One row: planning alone, call by call."""
+    with tempfile.TemporaryDirectory() as folder:
+        found = in_a_process(folder, layers, "aot_eager", BUDGET)
+    return {"kind": "aot_eager", "layers": layers, "budget": BUDGET, **found}
+
+
+def step_rate() -> dict[str, Any]:
+    """One row: a step at 100 % beside a plain compiled one."""
+    case = case_of(4)
+    plain, limited, batch = case.build(), case.build(), case.batch()
+    compiled: Any = torch.compile(plain)
+    steps = [step_of(compiled, batch), step_of(lowtide.compile(limited, "100%"), batch)]
+    for step in steps:
+        step()
+        step()
+    rounds = 31 if quick() else RATE_ROUNDS
+    first, second = paired(steps, rounds)
+    base = sorted(first)[rounds // 2]
+    return {
+        "kind": "100%",
+        "rounds": rounds,
+        "plain_seconds": base,
+        "more_of_step": median_difference(second, first) / base,
+    }
+
+
+def main() -> None:
+    """Run and write benchmarks/results/compile_time.json."""
+    warnings.simplefilter("ignore")
+    keep_pages()
+    rows: list[dict[str, Any]] = []
+    jobs: list[Callable[[], dict[str, Any]]] = [step_rate]
+    jobs += [lambda layers=layers: planning(layers) for layers in PLANNED_LAYERS[: 2 if quick() else None]]
+    jobs += [lambda layers=layers: compiling(layers) for layers in LAYERS[: 1 if quick() else None]]
+    for job in jobs:
+        rows.append(job())
+        print(rows[-1], flush=True)
+        save("compile_time", rows)
+
+
+if __name__ == "__main__":
+    if len(sys.argv) == 4:
+        warnings.simplefilter("ignore")
+        print(json.dumps(child(int(sys.argv[1]), sys.argv[2], sys.argv[3])))
+    else:
+        main()
