@@ -1,9 +1,11 @@
-"""Directors: who tells the recorder what to record and what stays."""
+"""Directors decide, operation by operation, what the recorder records and what stays: one inside a
+checkpointing scope, which knows no graph, the other by a plan.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar, Protocol
+from typing import Any, ClassVar
 
 from lowtide.ops import OpInfo
 from lowtide.plan.data import Compress, Move, ProgramStep, Shard, stages
@@ -11,53 +13,14 @@ from lowtide.plan.data import Compress, Move, ProgramStep, Shard, stages
 _LOOK_AHEAD = 400
 
 
-class Director(Protocol):
-    """Decides, operation by operation, what the recorder does.
-
-    Attributes:
-        asks: whether it has to be told of every operation before it runs, by `ScopeDirector.evicts`.
-    """
-
-    asks: ClassVar[bool]
-
-    def passes(self, info: OpInfo) -> bool:
-        """Whether the next operation, if it is ``info``, certainly is not recorded, so that it may pass with
-        the least ado.
-        """
-        ...
-
-    def skip(self, count: int) -> None:
-        """So many operations have passed."""
-        ...
-
-    def wants(self, info: OpInfo) -> bool:
-        """Whether the next operation, if it is ``info``, is to be recorded: asked before it runs, so that
-        nothing is prepared in vain.
-        """
-        ...
-
-    def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
-        """The operation has run: whether to record it, and which of the ``writes`` values that it wrote stay
-        (missing ones do not).
-        """
-        ...
-
-
-class ScopeDirector(Director, Protocol):
-    """Decides inside a checkpointing scope, which knows no graph."""
-
-    def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """The next operation, which is about to run: whether its results are evicted. To be called once for
-        each.
-        """
-        ...
-
-
 class RegionDirector:
     """Records and evicts everything, or nothing.
 
     Args:
         evicted: whether everything is.
+
+    Attributes:
+        asks: whether it has to be told of every operation before it runs, by `evicts`.
     """
 
     asks: ClassVar[bool] = False
@@ -66,22 +29,30 @@ class RegionDirector:
         self._evicted = evicted
 
     def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """Whether everything is."""
+        """The next operation, which is about to run: whether its results are evicted. To be called once for
+        each.
+        """
         return self._evicted
 
     def passes(self, info: OpInfo) -> bool:
-        """Whether nothing is recorded."""
+        """Whether the next operation, if it is ``info``, certainly is not recorded, so that it may pass with
+        the least ado.
+        """
         return not self._evicted
 
     def skip(self, count: int) -> None:
-        """Nothing to do."""
+        """So many operations have passed."""
 
     def wants(self, info: OpInfo) -> bool:
-        """Whether everything is recorded."""
+        """Whether the next operation, if it is ``info``, is to be recorded: asked before it runs, so that
+        nothing is prepared in vain.
+        """
         return self._evicted
 
     def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
-        """Nothing stays of what is recorded."""
+        """The operation has run: whether to record it, and which of the ``writes`` values that it wrote stay
+        (missing ones do not).
+        """
         return self._evicted, ()
 
 
@@ -179,3 +150,6 @@ class PlanDirector:
             return step.replayed, ()
         self.moves, self.claimed = step.moves, step.claimed
         return step.replayed, step.stored
+
+
+Director = RegionDirector | PlanDirector

@@ -30,7 +30,7 @@ from lowtide.ops import (
 )
 from lowtide.run.limit.watch import StepWatch
 from lowtide.run.record.digest import digest, reach
-from lowtide.run.record.directors import Director, PlanDirector, ScopeDirector
+from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.native import compiled
 from lowtide.run.record.random_draws import drawn
@@ -104,7 +104,7 @@ class Recorder(Interceptor):
         self._held.clear()
 
     @contextmanager
-    def region(self, director: ScopeDirector) -> Iterator[None]:
+    def region(self, director: RegionDirector) -> Iterator[None]:
         """A scope inside what this recorder records.
 
         A plan has its own decisions for the scope's operations, made when the step was traced; a scope's own

@@ -18,7 +18,7 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.interception import is_made_of_others
 from lowtide.ops import op_info
-from lowtide.run.record.directors import RegionDirector, ScopeDirector
+from lowtide.run.record.directors import RegionDirector
 
 Overload = private.OpOverload
 Packet = private.OpOverloadPacket
@@ -75,7 +75,7 @@ def _makes_tensors(func: Overload) -> bool:
     return any("Tensor" in str(one.type) for one in private.schema_of(func).returns)
 
 
-def director_for(policy: RegionPolicy) -> ScopeDirector:
+def director_for(policy: RegionPolicy) -> RegionDirector:
     """Who decides in a scope with this policy.
 
     Raises:
@@ -173,7 +173,7 @@ def _known(operation: object) -> str:
     return str(found)
 
 
-def selective(context_fn: Callable[..., Any]) -> ScopeDirector:
+def selective(context_fn: Callable[..., Any]) -> RegionDirector:
     """What a policy of PyTorch's selective checkpointing says, as a scope's director.
 
     Args:

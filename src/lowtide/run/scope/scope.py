@@ -15,7 +15,7 @@ from torch.utils.checkpoint import noop_context_fn
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.interception import watchers
-from lowtide.run.record.directors import RegionDirector, ScopeDirector
+from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.verify import Verify
 from lowtide.run.scope.reproduced import ScopeRecorder
 from lowtide.run.scope.rules import RegionPolicy, director_for, selective
@@ -144,7 +144,7 @@ def _place(frame: Any) -> int:
 
 
 @contextmanager
-def _scope(director: ScopeDirector, verify: Verify, place: int) -> Iterator[None]:
+def _scope(director: RegionDirector, verify: Verify, place: int) -> Iterator[None]:
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         yield
         return
