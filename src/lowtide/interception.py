@@ -136,17 +136,6 @@ class unseen:
 
 
 @contextmanager
-def visible() -> Iterator[None]:
-    """The other way round: within `unseen`, operations in the block are seen again."""
-    before = _included(_KEY)
-    _include(_KEY, bool(interceptors()))
-    try:
-        yield
-    finally:
-        _include(_KEY, before)
-
-
-@contextmanager
 def alone() -> Iterator[None]:
     """Nobody who is active now sees what runs in the block; those who become active in it do."""
     thread, included = _thread(), _included(_KEY)

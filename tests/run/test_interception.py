@@ -20,7 +20,6 @@ from lowtide.interception import (
     is_given_up,
     proceed,
     unseen,
-    visible,
     watchers,
     without_modes,
 )
@@ -217,17 +216,15 @@ def test_what_an_interceptor_runs_itself_is_not_seen() -> None:
     assert names.short == ["ones"] and found.tolist() == [2, 2]
 
 
-def test_unseen_and_visible() -> None:
+def test_unseen() -> None:
     with Names() as names:
         with unseen():
             torch.ones(2)
-            with visible():
-                torch.ones(2).sin()
-            torch.ones(2)
             assert not seen()
         assert seen()
+        torch.ones(2).sin()
     assert names.short == ["ones", "sin"]
-    with unseen(), visible():
+    with unseen():
         assert not seen()
     assert not seen()
 

@@ -22,7 +22,7 @@ import torch
 from torch.nn import functional
 
 from lowtide import private
-from lowtide.interception import Interceptor, proceed, unseen, visible
+from lowtide.interception import Interceptor, alone, proceed
 from lowtide.native import builds_paused
 from lowtide.ops import tensors_of
 from lowtide.plan.data import ProgramStep
@@ -74,7 +74,7 @@ def executor_overhead() -> Overhead:
 
 @lru_cache(maxsize=2)
 def _measured(in_cpp: bool) -> Overhead:
-    with private.without_fake_mode(), unseen(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
+    with private.without_fake_mode(), alone(), torch.enable_grad(), torch.random.fork_rng(devices=[]):
         weights = [torch.full((8, 8), 0.1, requires_grad=True) for _ in range(_LAYERS)]
         x = torch.full((2, 2, 8), 0.5)
         streamed = np.zeros(_STREAMED, dtype=np.float32)
@@ -101,7 +101,7 @@ def _measured(in_cpp: bool) -> Overhead:
 
         def seconds(around: AbstractContextManager[Any]) -> float:
             begin = time.thread_time()
-            with visible(), around:
+            with around:
                 loss = forward()
             torch.autograd.grad(loss, weights)
             return time.thread_time() - begin
