@@ -9,31 +9,13 @@ from __future__ import annotations
 import html
 import json
 from importlib.resources import files
-from pathlib import Path
 from string import Template
 from typing import Any
 
 from lowtide import __version__
-from lowtide.errors import LowtideError
 from lowtide.report.report import Report, layer_of, part_of
 
 _SCRIPTS = ("step.js", "tables.js", "charts.js", "main.js")
-
-
-def save_page(report: Report, path: str | Path) -> None:
-    """Write the page of a report.
-
-    Args:
-        report: what to show.
-        path: of the file, which is replaced.
-
-    Raises:
-        LowtideError: the file cannot be written.
-    """
-    try:
-        Path(path).write_text(page(report), encoding="utf-8")
-    except OSError as error:
-        raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
 def page(report: Report) -> str:

@@ -130,11 +130,9 @@ def save_picture(
     Raises:
         ImportError: matplotlib is not installed.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(9, 4.5), layout="constrained")
-    FigureCanvasAgg(figure)
     axes = figure.add_subplot()
     colours = ("tab:red", "tab:green", "tab:blue", "tab:purple")
     for curve, colour in zip(curves, colours, strict=False):

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import pickle
 from pathlib import Path
 
 from lowtide.errors import LowtideError
-from lowtide.report.page import save_page
+from lowtide.report.page import page
 from lowtide.report.report import Report
-from lowtide.report.stacked import save_stacked_picture
-from lowtide.report.viewer import save_snapshot
+from lowtide.report.stacked import stacked_picture
+from lowtide.report.viewer import snapshot
 
 ENDINGS = (".html", ".png", ".pdf", ".svg", ".pickle", ".json")
 
@@ -28,15 +29,18 @@ def save_report(report: Report, path: str | Path) -> None:
         LowtideError: there is no such ending, matplotlib is missing, or the file cannot be written.
     """
     check_ending(path)
-    ending = Path(path).suffix
-    if ending == ".html":
-        save_page(report, path)
-    elif ending == ".pickle":
-        save_snapshot(report.planned, path)
-    elif ending == ".json":
-        _save_data(report, Path(path))
-    else:
-        save_stacked_picture(report, path)
+    file = Path(path)
+    try:
+        if file.suffix == ".html":
+            file.write_text(page(report), encoding="utf-8")
+        elif file.suffix == ".pickle":
+            file.write_bytes(pickle.dumps(snapshot(report.planned)))
+        elif file.suffix == ".json":
+            file.write_text(json.dumps(report.to_json()), encoding="utf-8")
+        else:
+            stacked_picture(report).savefig(file, dpi=150)
+    except OSError as error:
+        raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
 
 
 def check_ending(path: str | Path) -> None:
@@ -55,10 +59,3 @@ def check_ending(path: str | Path) -> None:
         raise LowtideError(
             f"a {ending} picture needs matplotlib: pip install 'lowtide[train]', or choose .html"
         )
-
-
-def _save_data(report: Report, path: Path) -> None:
-    try:
-        path.write_text(json.dumps(report.to_json()), encoding="utf-8")
-    except OSError as error:
-        raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error

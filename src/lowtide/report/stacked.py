@@ -1,16 +1,18 @@
-"""The memory of a step, plain and planned, stacked by what it is, as an image file."""
+"""The memory of a step, plain and planned, stacked by what it is, as a picture."""
 
 from __future__ import annotations
 
-from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from lowtide.budget import format_bytes
-from lowtide.errors import LowtideError
 from lowtide.report.formats import seconds_text
 from lowtide.report.report import Report
 from lowtide.report.timeline import KINDS, Timeline
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
 
 _COLORS = ("#566a92", "#7f6bb0", "#b3679b", "#8b939e", "#1f9d86", "#e39422", "#a3743f", "#d9566b")
 """One for each of `KINDS`, as on the page."""
@@ -37,22 +39,15 @@ def kinds_over_time(line: Timeline) -> np.ndarray:
     return np.cumsum(change, axis=1)[:, :-1]
 
 
-def save_stacked_picture(report: Report, path: str | Path) -> None:
-    """Draw the plain and the planned step side by side; the file's ending says which format.
-
-    Args:
-        report: what to draw.
-        path: of a ``.png``, ``.pdf`` or ``.svg`` file, which is replaced.
+def stacked_picture(report: Report) -> Figure:
+    """The plain and the planned step side by side.
 
     Raises:
         ImportError: matplotlib is not installed.
-        LowtideError: the file cannot be written.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     figure = Figure(figsize=(11, 4.6), layout="constrained")
-    FigureCanvasAgg(figure)
     sides = figure.subplots(1, 2, sharey=True)
     longest = max(report.plain.seconds, report.planned.seconds)
     budget = report.summary["budget_bytes"]
@@ -81,7 +76,4 @@ def save_stacked_picture(report: Report, path: str | Path) -> None:
     figure.legend([found[word] for word in order], order, loc="outside right center", frameon=False)
     within = "" if budget is None else f", budget {format_bytes(budget)}"
     figure.suptitle(f"{report.title}{within}")
-    try:
-        figure.savefig(path, dpi=150)
-    except OSError as error:
-        raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
+    return figure

@@ -8,11 +8,8 @@ allocator would choose others.
 
 from __future__ import annotations
 
-import pickle
-from pathlib import Path
 from typing import Any
 
-from lowtide.errors import LowtideError
 from lowtide.plan.layout.offsets import find
 from lowtide.report.timeline import Span, Timeline
 
@@ -23,24 +20,10 @@ _CATEGORIES = {"optimizer": "optimizer_state", "recomputed": "activation", "move
 """Kinds of spans that the viewer, which colours allocations by category, calls otherwise."""
 
 
-def save_snapshot(line: Timeline, path: str | Path) -> None:
-    """Write the snapshot of a step for ``pytorch.org/memory_viz`` or ``python torch/cuda/_memory_viz.py``.
-
-    Args:
-        line: a step, for example `Report.planned`.
-        path: of the file, usually ``*.pickle``, which is replaced.
-
-    Raises:
-        LowtideError: the file cannot be written.
-    """
-    try:
-        Path(path).write_bytes(pickle.dumps(snapshot(line)))
-    except OSError as error:
-        raise LowtideError(f"cannot write {str(path)!r}: {error.strerror or error}") from error
-
-
 def snapshot(line: Timeline) -> dict[str, Any]:
-    """The snapshot as a dictionary: one segment, the trace of one device."""
+    """The snapshot of a step, for example `Report.planned`: one segment, the trace of one device. Pickled, it
+    is what ``pytorch.org/memory_viz`` and ``python torch/cuda/_memory_viz.py`` read.
+    """
     spans = line.spans
     born_at, gone_at, sizes = [s.born for s in spans], [s.gone for s in spans], [s.bytes for s in spans]
     laid = find(born_at, gone_at, sizes, align=_ALIGN, seconds=_LAYOUT_SECONDS)
