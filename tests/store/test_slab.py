@@ -232,7 +232,7 @@ def test_a_place_is_free_when_nobody_refers_to_it_and_nothing_is_written_there()
     assert tensor.data_ptr() == slab.memory.data_ptr() + 512 and tensor.untyped_storage().nbytes() == 1024
     assert slab.take(0, 512) is not None and slab.take(1535, 1) is None and slab.take(4000, 97) is None
     part = tensor.view(torch.float32)[3:5]
-    transfer, work = Transfer(1024), Collective()
+    transfer, work = Transfer(), Collective()
     place.writing([transfer, work])
     del tensor, taken
     assert slab.take(512, 1024) is None

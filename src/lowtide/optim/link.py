@@ -188,7 +188,7 @@ class ThrottledLink(Link):
             lane.close()
 
     def _run(self, lane: Lane, work: Callable[[], Any], size: int) -> Transfer:
-        transfer = self._lanes[lane].do(lambda: self._timed(lane, work, size), size)
+        transfer = self._lanes[lane].do(lambda: self._timed(lane, work, size))
         with self._lock:
             self._open = [other for other in self._open if not other.done or other.error is not None]
             self._open.append(transfer)
@@ -232,11 +232,11 @@ class CudaLink(Link):
 
     def down(self, host: Tensor, device: Tensor) -> Transfer:
         self.bytes_down += host.nbytes
-        return self._down.copy([(host, device)], device, host.nbytes, self._ready)
+        return self._down.copy([(host, device)], device, self._ready)
 
     def up(self, device: Tensor, host: Tensor) -> Transfer:
         self.bytes_up += device.nbytes
-        return self._up.copy([(device, host)], device, device.nbytes, self._ready)
+        return self._up.copy([(device, host)], device, self._ready)
 
     def begin_step(self) -> None:
         self._ready = (self.streams.mark(self.streams.current()),)

@@ -140,7 +140,7 @@ class _Staging:
         if self._lane is None or ready is None:
             target.copy_(source)
         else:
-            self._lane.copy([(target, source)], held, after=[ready]).wait()
+            self._lane.copy([(target, source)], held, [ready]).wait()
 
 
 class _Short(Exception):

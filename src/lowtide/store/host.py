@@ -58,7 +58,7 @@ class Host(Tier):
         if self._ways is None:
             return super().write(data, slot, at)
         # whoever reads this memory holds the slot, so the copy comes after all reads of what was here before
-        slot.writing = self._ways[0].copy(self._pairs(slot.start + at, data), data, data.numel())
+        slot.writing = self._ways[0].copy(self._pairs(slot.start + at, data), data)
         self.counts.wrote(data.numel())
         return slot.writing
 
@@ -70,7 +70,7 @@ class Host(Tier):
         lane, written = self._ways[1], slot.writing
         after = [lane.streams.mark(lane.streams.current())]
         after += [written.event] if isinstance(written, Queued) else []
-        reading = lane.copy(pairs, (out, slot), out.numel(), after)
+        reading = lane.copy(pairs, (out, slot), after)
         self.counts.read(out.numel())
         return reading
 

@@ -29,12 +29,10 @@ class Transfer:
     holds the device: whatever is asked of it from then on comes after the transfer.
 
     Attributes:
-        bytes: its size.
         error: what went wrong, once it is over.
     """
 
-    def __init__(self, bytes_: int = 0) -> None:
-        self.bytes = bytes_
+    def __init__(self) -> None:
         self._done = threading.Event()
         self.error: BaseException | None = None
 
@@ -80,9 +78,9 @@ class ThreadLane:
         own = self._own  # a lane that its thread held would never go
         self._executor = ThreadPoolExecutor(1, f"lowtide-{name}", lambda: own.add(threading.get_ident()))
 
-    def do(self, work: Callable[[], object], bytes_: int = 0) -> Transfer:
+    def do(self, work: Callable[[], object]) -> Transfer:
         """Do it after everything before it; the transfer raises what it raises."""
-        transfer = Transfer(bytes_)
+        transfer = Transfer()
         given = [work]  # let go of before anybody hears that it is over: its bytes are free then
 
         def job() -> None:
@@ -156,13 +154,12 @@ class StreamLane:
         self.streams = streams
         self.stream = streams.new()
 
-    def copy(self, pairs: Pairs, holds: object, bytes_: int = 0, after: Sequence[Event] = ()) -> Queued:
+    def copy(self, pairs: Pairs, holds: object, after: Sequence[Event] = ()) -> Queued:
         """Start copying.
 
         Args:
             pairs: targets and sources.
             holds: what may not be freed before the copy has run: the tensors on the device.
-            bytes_: for the transfer.
             after: what the copy waits for; without it, what the computing stream has been asked to do until
                 now.
         """
@@ -171,7 +168,7 @@ class StreamLane:
             self.streams.order(self.stream, event)
         for target, source in pairs:
             self.streams.copy(self.stream, target, source)
-        return Queued(self, origin, holds, bytes_)
+        return Queued(self, origin, holds)
 
     def close(self) -> None:
         """Finish what is queued."""
@@ -189,8 +186,7 @@ class Queued(Transfer):
         event: after the copy.
     """
 
-    def __init__(self, lane: StreamLane, origin: Any, holds: object, bytes_: int) -> None:
-        self.bytes = bytes_
+    def __init__(self, lane: StreamLane, origin: Any, holds: object) -> None:
         self._streams, self._origin = lane.streams, origin
         self.event = lane.streams.mark(lane.stream)
         self._holds: list[object] = [holds]

@@ -58,10 +58,10 @@ class Counts:
 class Slot:
     """Bytes that are taken in a tier until they are released, and what is being written there."""
 
-    __slots__ = ("bytes", "region", "tier", "writing")
+    __slots__ = ("region", "tier", "writing")
 
-    def __init__(self, tier: Tier, region: Region, bytes_: int) -> None:
-        self.tier, self.bytes = tier, bytes_
+    def __init__(self, tier: Tier, region: Region) -> None:
+        self.tier = tier
         self.region: Region | None = region
         self.writing: Transfer | None = None
 
@@ -152,7 +152,7 @@ class Tier(ABC):
                 self.arena.free(region)
                 raise
             self.counts.most_slab_bytes = max(self.counts.most_slab_bytes, self.arena.taken_bytes)
-        return Slot(self, region, bytes_)
+        return Slot(self, region)
 
     def free(self, region: Region) -> None:
         """Give a region back. Never waits: the garbage collector may call this in the middle of `take`."""
@@ -230,7 +230,7 @@ class Tier(ABC):
             except BaseException as error:
                 raise self._explain(what, error) from error
 
-        return self.lanes()[what == "read"].do(job, count)
+        return self.lanes()[what == "read"].do(job)
 
     # ---- the end ---------------------------------------------------------------------------------
 

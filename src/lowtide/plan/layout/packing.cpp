@@ -85,7 +85,6 @@ class Search {
   }
 
   const std::vector<int64_t>& offsets() const { return offset_; }
-  int64_t nodes() const { return nodes_; }
   static double now() {
     return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
   }
@@ -292,8 +291,7 @@ int64_t luby(uint64_t number) {
 
 // 1: offsets found; 0: there are none below the capacity; 2: the time was up.
 extern "C" int lowtide_pack(int count, const int32_t* lower, const int32_t* upper, const int64_t* size,
-                            int sections, int64_t capacity, double seconds, int64_t* offsets,
-                            int64_t* nodes) {
+                            int sections, int64_t capacity, double seconds, int64_t* offsets) {
   Search search(count, lower, upper, size, sections, capacity);
   if (!search.ready()) return 2;
   if (!search.fits()) return 0;
@@ -301,7 +299,6 @@ extern "C" int lowtide_pack(int count, const int32_t* lower, const int32_t* uppe
   for (uint64_t round = 0;; ++round) {
     for (int order = 0; order < 4; ++order) {
       const int outcome = search.run(order, round, FIRST_NODES * luby(round + 1), deadline);
-      *nodes = search.nodes();
       if (outcome == SOLVED) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
       if (outcome != STOPPED) return outcome;
       if (Search::now() > deadline) return STOPPED;

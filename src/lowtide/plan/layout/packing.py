@@ -42,12 +42,10 @@ class Packing(NamedTuple):
         outcome: ``found``, ``impossible`` (no offsets exist below the capacity) or ``stopped`` (the time was
             up).
         offsets: one for each buffer, where found.
-        nodes: how many states it looked at.
     """
 
     outcome: Outcome
     offsets: Numbers | None
-    nodes: int
 
 
 def pack(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: float) -> Packing:
@@ -56,11 +54,10 @@ def pack(first: Numbers, last: Numbers, size: Numbers, capacity: int, seconds: f
     """
     library = load(Path(__file__).with_name("packing.cpp"))
     if library is None:
-        return Packing("stopped", None, 0)
-    nodes = ctypes.c_int64(0)
+        return Packing("stopped", None)
     given, offsets = arguments(first, last, size, capacity, seconds)
-    outcome = library.lowtide_pack(*given, ctypes.byref(nodes))
-    return Packing(_OUTCOMES[outcome], offsets if outcome == 1 else None, nodes.value)
+    outcome = library.lowtide_pack(*given)
+    return Packing(_OUTCOMES[outcome], offsets if outcome == 1 else None)
 
 
 def arguments(
