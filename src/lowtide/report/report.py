@@ -193,11 +193,9 @@ def decided(graph: StepGraph, plan: Plan) -> tuple[Decided, ...]:
     """What a plan does with what autograd saves, a row a module. A block of memory counts once, as kept where
     any tensor in it is kept, and only where keeping it for backward takes memory."""
     sim = Simulator(graph)
-    until: dict[int, int] = {}
     how: dict[int, str] = {}
-    for value, release in sim.saved_hold.items():
+    for value in sim.saved_hold:
         storage = sim.storage_of[value]
-        until[storage] = max(until.get(storage, 0), release)
         if value in plan.decisions and how.get(storage) != "kept":
             how[storage] = in_words(plan.decisions[value])
     module_of: dict[int, str] = {}
@@ -205,7 +203,7 @@ def decided(graph: StepGraph, plan: Plan) -> tuple[Decided, ...]:
         module_of.setdefault(sim.storage_of[tensor.value], tensor.module)
     order = dict.fromkeys([operation.module for operation in graph.operations] + list(module_of.values()))
     rows = {module: [0] * len(DECISIONS) for module in order}
-    for storage, release in until.items():
+    for storage, release in sim.storage_hold.items():
         if release > sim.natural_end[storage]:
             place = DECISIONS.index(how.get(storage, "kept"))
             rows[module_of[storage]][place] += graph.storages[storage].bytes

@@ -20,18 +20,15 @@ class Decisions:
 
     def __init__(self, sim: Simulator, stages: Stages | None = None) -> None:
         self.sim = sim
-        graph = sim.graph
         self.stages = stages or find_stages(sim)
-        self.feasible = sim.feasible
-        self.demanded = [v for v in sim.droppable if sim.unpacked[v]]
-        reads = [[u for u in op.reads if not sim.base_flags[u]] for op in graph.operations]
+        self.demanded = [v for v in sim.droppable if v in sim.last_unpack]
 
         def final(value: int) -> bool:
             """Whether nothing brings it back."""
-            return sim.producer[value] < 0 or not self.feasible[sim.producer[value]]
+            return sim.producer[value] < 0 or not sim.feasible[sim.producer[value]]
 
-        operations = replay_set([v for v in self.demanded if not final(v)], sim.producer, reads, final)
-        self.values = sorted({*self.demanded, *(u for index in operations for u in reads[index])})
+        operations = replay_set([v for v in self.demanded if not final(v)], sim.producer, sim.reads, final)
+        self.values = sorted({*self.demanded, *(u for index in operations for u in sim.reads[index])})
         self.operations = sorted(operations)
         self.column = {v: k for k, v in enumerate(self.values)}
         self.op_column = {i: len(self.values) + k for k, i in enumerate(self.operations)}
@@ -93,12 +90,8 @@ class Decisions:
         for value in self.values:
             sid = sim.storage_of[value]
             dead = sim.natural_end[sid]
-            last = max(
-                (start for t in sim.saved_of.get(value, ()) for start, _ in sim.unpacks[t]), default=-1
-            )
-            until = (
-                last if last >= 0 else min((self.rests_until[i] for i in self._readers(value)), default=-1)
-            )
+            rests = (self.rests_until[i] for i in self._readers(value))
+            until = sim.last_unpack[value] if value in sim.last_unpack else min(rests, default=-1)
             self.handed[value] = by_storage.get(sid, [])
             if sim.graph.values[value].storable and dead < until:
                 self.span[value] = (dead, until)
@@ -136,13 +129,12 @@ class Decisions:
         what the operation reads until its own last unpack, or one that another replay reads.
         """
         sim = self.sim
-        last = {v: max(start for t in sim.saved_of[v] for start, _ in sim.unpacks[t]) for v in self.demanded}
         by_reader: dict[int, int] = {}
         until: dict[int, int] = {}
         for index in reversed(self.operations):
             op = sim.graph.operations[index]
             here = min(
-                (last.get(w, by_reader.get(w, sim.end)) for w in op.writes if w in self.column),
+                (sim.last_unpack.get(w, by_reader.get(w, sim.end)) for w in op.writes if w in self.column),
                 default=sim.end,
             )
             until[index] = here
@@ -152,7 +144,6 @@ class Decisions:
 
     def base_program(self) -> Program:
         """Columns and rows without memory."""
-        graph = self.sim.graph
         program = Program()
         for _ in self.values:
             program.column()
@@ -165,9 +156,8 @@ class Decisions:
                 -1.0,
             )
         for i in self.operations:
-            for u in graph.operations[i].reads:
-                if not self.sim.base_flags[u]:
-                    program.row([(self.op_column[i], 1.0), *self.available(u)], 0.0)
+            for u in self.sim.reads[i]:
+                program.row([(self.op_column[i], 1.0), *self.available(u)], 0.0)
         for value, _, readers in self.extras:
             held = program.column()
             for i in readers:

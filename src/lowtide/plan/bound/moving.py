@@ -71,9 +71,6 @@ class MovingRelaxation(Relaxation):
         self.asked = {
             v: min(start for t in sim.saved_of[v] for start, _ in sim.unpacks[t]) for v in self.demanded
         }
-        self.last = {
-            v: max(start for t in sim.saved_of[v] for start, _ in sim.unpacks[t]) for v in self.demanded
-        }
         self.moved: Floats = np.zeros(len(self.rows))
         """the latest answer's decisions to move, a number for each of `rows`"""
 
@@ -197,7 +194,7 @@ class MovingRelaxation(Relaxation):
         """The events between which what is stored of a moved value takes memory on the device for certain."""
         if m.tier:
             return None
-        return self.sim.op_event[self.sim.producer[m.value]], self.last[m.value]
+        return self.sim.op_event[self.sim.producer[m.value]], self.sim.last_unpack[m.value]
 
     def occupancy(self, point: Floats) -> Floats:
         """Bytes of stored and encoded values at every event."""

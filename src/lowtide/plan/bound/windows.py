@@ -88,7 +88,7 @@ class Window:
     def add(self, program: Program, budget: int, scale: float, others: Iterable[Window] = ()) -> None:
         """Put this window's columns and rows into ``program``; ``others`` are the windows that are there."""
         rel = self.relaxation
-        graph, sim = rel.sim.graph, rel.sim
+        sim = rel.sim
         count = len(self.granules)
         again = {i: [program.column() for _ in range(count + 1)] for i in self.operations}
         self.again = again
@@ -103,9 +103,7 @@ class Window:
             for g in range(count):
                 program.row([(again[i][g], 1.0), (again[i][g + 1], -1.0)], 0.0)
             program.row([(again[i][count], 1.0), (rel.op_column[i], -1.0)], 0.0)
-            for u in graph.operations[i].reads:
-                if sim.base_flags[u]:
-                    continue
+            for u in sim.reads[i]:
                 if u in mine:
                     for g in range(count + 1):
                         there = [*self._stored(u, -1.0), *rel.moves_of(u, replayed_from=True)]
@@ -142,7 +140,7 @@ class Window:
         p = sim.producer[v]
         own = [(rel.column[v], 1.0)] if graph.values[v].storable or v in sim.saved_of else []
         alone = sum(1 for w in graph.operations[p].writes if w in rel.column) == 1
-        last = max((start for t in sim.saved_of.get(v, ()) for start, _ in sim.unpacks[t]), default=-1)
+        last = sim.last_unpack.get(v, -1)
         size = sim.value_bytes[v] / scale
         readers = [i for i in sim.readers[v] if i in again]
         for g, (moment, demanded) in enumerate(self.granules, start=1):

@@ -166,15 +166,11 @@ def module_rows(sim: Simulator, simulation: Simulation) -> tuple[ModuleRow, ...]
     of_storage: dict[int, str] = {}
     for tensor in graph.saved:
         of_storage.setdefault(sim.storage_of[tensor.value], tensor.module)
-    plain_hold: dict[int, int] = {}
-    for value, until in sim.saved_hold.items():
-        sid = sim.storage_of[value]
-        plain_hold[sid] = max(plain_hold.get(sid, 0), until)
     for op in graph.operations:
         order.setdefault(op.module)
         for w in op.writes:
             of_storage.setdefault(sim.storage_of[w], op.module)
-    for sid, until in plain_hold.items():
+    for sid, until in sim.storage_hold.items():
         if until > sim.natural_end[sid]:
             saved[of_storage[sid]] = saved.get(of_storage[sid], 0) + graph.storages[sid].bytes
     for sid in simulation.held_until:

@@ -46,7 +46,6 @@ class StepIndex:
     def _index_values(self) -> None:
         graph = self.graph
         storages = graph.storages
-        self.storage_bytes = {s.id: s.bytes for s in storages}
         self.value_bytes = [storages[v.storage].bytes for v in graph.values]
         self.producer = [v.producer if v.producer is not None else -1 for v in graph.values]
         self.storage_of = [v.storage for v in graph.values]
@@ -125,8 +124,10 @@ class StepIndex:
         """value -> the last release of its droppable saved tensors."""
         self.saved_hold: dict[int, int] = {}
         """value -> the last release or done of its droppable saved tensors."""
-        self.unpacked: dict[int, bool] = {}
-        """value -> whether anybody unpacks one of its droppable saved tensors."""
+        self.storage_hold: dict[int, int] = {}
+        """storage -> the last release or done of the droppable saved tensors in it."""
+        self.last_unpack: dict[int, int] = {}
+        """value -> the event at which one of its droppable saved tensors is unpacked last, if any is."""
         self.value_of_saved = [saved.value for saved in graph.saved]
         self.asking: dict[int, int] = {}
         """value -> how many of its droppable saved tensors somebody unpacks."""
@@ -136,9 +137,12 @@ class StepIndex:
         """
         for value, tensors in self.saved_of.items():
             self.saved_release[value] = max(self.release_event[t] for t in tensors)
-            self.saved_hold[value] = max(self.own_hold[t] for t in tensors)
+            until = self.saved_hold[value] = max(self.own_hold[t] for t in tensors)
+            storage = self.storage_of[value]
+            self.storage_hold[storage] = max(self.storage_hold.get(storage, 0), until)
             self.asking[value] = sum(1 for t in tensors if self.unpacks[t])
-            self.unpacked[value] = self.asking[value] > 0
+            if self.asking[value]:
+                self.last_unpack[value] = max(start for t in tensors for start, _ in self.unpacks[t])
             events: list[tuple[int, int, int]] = []
             for t in tensors:
                 for k, (start, until) in enumerate(self.unpacks[t]):

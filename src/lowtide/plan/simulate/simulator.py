@@ -106,11 +106,7 @@ class Simulator(StepIndex):
         return twin
 
     def _plain(self) -> int:
-        hold: dict[int, int] = {}
-        for value, until in self.saved_hold.items():
-            sid = self.storage_of[value]
-            hold[sid] = max(hold.get(sid, 0), until)
-        return int((self._live(hold) + self.scratch).max(initial=self.graph.resident_bytes))
+        return int((self._live(self.storage_hold) + self.scratch).max(initial=self.graph.resident_bytes))
 
     def _live(self, hold: dict[int, int]) -> Bytes:
         """Live bytes after every event when each storage is held until ``hold[storage]``."""
@@ -273,7 +269,7 @@ class Simulator(StepIndex):
         if not given:
             return Walk(self, flags, [], {})
         every = self.closure(given, flags)
-        unpacked = [v for v in given if self.unpacked[v]]
+        unpacked = [v for v in given if v in self.last_unpack]
         running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
         hold, until = self._rests(every, given, flags)
         idle = {i: until[i] for i in set(every).difference(running) if until[i] > self.first_unpack}

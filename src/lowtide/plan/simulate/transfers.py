@@ -83,16 +83,11 @@ class Outgoing:
         self.gone = {v: until[sim.producer[v]] for v in sim.moved if sim.producer[v] in until}
         waiting: deque[int] = deque()
         bytes_ = 0
-        order = sorted(
-            self.gone,
-            key=lambda v: (
-                graph.values[v].producer or 0,
-                graph.operations[graph.values[v].producer or 0].writes.index(v),
-            ),
-        )
-        self.order = order
-        for value in order:
-            at = sim.op_event[graph.values[value].producer or 0]
+        producer = {v: graph.values[v].producer or 0 for v in self.gone}
+        order = sorted(self.gone, key=lambda v: (producer[v], graph.operations[producer[v]].writes.index(v)))
+        self.born = {v: sim.op_event[producer[v]] for v in order}
+        """moved value -> event at which it is written, in order"""
+        for value, at in self.born.items():
             moved = sim.moved[value]
             if not moved.tier:
                 self.level += [(at, moved.encoded_bytes), (self.gone[value], -moved.encoded_bytes)]
@@ -106,11 +101,10 @@ class Outgoing:
 
     def _finish(self, value: int, event: int) -> int:
         sim, moved = self.sim, self.sim.moved[value]
-        born = sim.op_event[sim.graph.values[value].producer or 0]
         self.waits.append((event, value))
         after = min(event + 1, sim.end)
         if moved.encoded:
-            self.level += [(born, moved.encoded_bytes), (after, -moved.encoded_bytes)]
+            self.level += [(self.born[value], moved.encoded_bytes), (after, -moved.encoded_bytes)]
         else:
             sid = sim.storage_of[value]
             self.hold[sid] = max(self.hold.get(sid, 0), after)
@@ -129,10 +123,8 @@ class Outgoing:
         """
         found = plain.copy()
         by_event: dict[int, list[int]] = {}
-        for value in self.order:
-            by_event.setdefault(self.sim.op_event[self.sim.graph.values[value].producer or 0], []).append(
-                value
-            )
+        for value, event in self.born.items():
+            by_event.setdefault(event, []).append(value)
         for event, values in by_event.items():
             encoded = sum(self.sim.moved[v].encoded_bytes for v in values if self.sim.moved[v].encoded)
             most = max(self.sim.moved[v].codec_scratch_bytes for v in values)
@@ -171,8 +163,8 @@ class Outgoing:
             ready[value] = free[name, way] = begin + (link.latency_seconds if link else 0.0) + bytes_ / speed
 
         outs: dict[int, list[int]] = {}
-        for value in self.order:
-            outs.setdefault(sim.op_event[graph.values[value].producer or 0], []).append(value)
+        for value, event in self.born.items():
+            outs.setdefault(event, []).append(value)
         waits: dict[int, list[int]] = {}
         for event, value in self.waits:
             waits.setdefault(event, []).append(value)
@@ -209,7 +201,7 @@ class Outgoing:
                 written.get(name, 0) / link.write_bytes_per_second
                 + read.get(name, 0) / link.read_bytes_per_second
             )
-        lifetimes = {v: (sim.op_event[graph.values[v].producer or 0], self.gone[v] + 1) for v in self.order}
+        lifetimes = {v: (born, self.gone[v] + 1) for v, born in self.born.items()}
         return Traffic(
             clock - plain + busy, busy, written, read, list(dict.fromkeys(replay.fetched)), lifetimes
         )
