@@ -29,6 +29,7 @@ from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import LiveValue
+from lowtide.run.record.verify import on_a_copy
 from lowtide.run.scope.scope import blocks_of
 from lowtide.trace.eager import StepTracer, apart
 from lowtide.trace.results import tensors_inside
@@ -331,7 +332,7 @@ class _LittleMemory(Recorder):
         reference = self._held.get(key)
         value = reference() if reference is not None else None
         if value is None:
-            value = LiveValue.stored(_copy(tensor))
+            value = LiveValue.stored(on_a_copy(tensor))
             held = self._held
             held[key] = weakref.ref(value)
             self._ends[key] = weakref.ref(tensor.untyped_storage(), lambda _: held.pop(key, None))
@@ -363,9 +364,3 @@ class _LittleMemory(Recorder):
 
     def _copy_on_write(self, written: list[torch.Tensor]) -> None:
         super()._copy_on_write([t for t in written if has_plain_storage(t) and not self._tracer.made(t)])
-
-
-def _copy(tensor: torch.Tensor) -> torch.Tensor:
-    storage = tensor.untyped_storage().clone()
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore

@@ -35,7 +35,7 @@ from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpac
 from lowtide.run.record.native import compiled
 from lowtide.run.record.random_draws import drawn
 from lowtide.run.record.tape import LiveValue, Node, Ref, Standing, flat_results
-from lowtide.run.record.verify import Findings, copied, why_not_reproduced
+from lowtide.run.record.verify import Findings, copied, on_a_copy, why_not_reproduced
 
 if TYPE_CHECKING:
     from lowtide.run.move.engine import Fetch, TransferEngine
@@ -442,11 +442,7 @@ class Recorder(Interceptor):
             if value is None or value.held is None or private.version(value.held) != value.version:
                 continue
             if value.readers > 0:
-                storage = value.held.untyped_storage().clone()
-                copy = torch.empty(0, dtype=value.held.dtype, device=value.held.device)
-                held = value.held
-                place = held.storage_offset(), held.shape, held.stride()
-                value.held = copy.set_(storage, *place)  # type: ignore[call-overload]
+                value.held = on_a_copy(value.held)
                 value.version = private.version(value.held)
 
     def _not_reproduced(self, name: str, reason: str) -> None:

@@ -38,6 +38,13 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
+def on_a_copy(tensor: torch.Tensor) -> torch.Tensor:
+    """The tensor over a copy of its whole storage."""
+    storage = tensor.untyped_storage().clone()
+    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
+    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore
+
+
 def why_not_reproduced(
     node: Node,
     info: OpInfo,
