@@ -7,15 +7,13 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from lowtide.parallel.gradients import BUFFER_BYTES, filled, flat_gradient
+from lowtide.parallel.gradients import BUFFER_BYTES, reduce_together
 from lowtide.parallel.groups import tensor_group
 
 
-@torch.no_grad()
 def average_gradients(
     parameters: Iterable[Tensor], group: Any = None, *, buffer_bytes: int = BUFFER_BYTES
 ) -> int:
@@ -30,6 +28,7 @@ def average_gradients(
     Returns:
         How many gradients were averaged.
 
+    >>> import torch
     >>> weight = torch.nn.Parameter(torch.ones(2))
     >>> weight.sum().backward()
     >>> average_gradients([weight])  # alone there is nothing to do
@@ -38,25 +37,9 @@ def average_gradients(
     group = tensor_group(group)
     if group.size == 1:
         return 0
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for parameter in parameters:
-        if parameter.grad is not None:
-            kinds.setdefault((parameter.grad.dtype, parameter.grad.device), []).append(
-                flat_gradient(parameter)
-            )
-    for (dtype, device), gradients in kinds.items():
-        length = max(1, min(buffer_bytes // dtype.itemsize, sum(gradient.numel() for gradient in gradients)))
-        buffer = torch.empty(length, dtype=dtype, device=device)
-        for pieces in filled(gradients, length):
-            used = sum(stop - start for _, start, stop in pieces)
-            at = 0
-            for flat, start, stop in pieces:
-                buffer[at : at + stop - start].copy_(flat[start:stop])
-                at += stop - start
-            dist.all_reduce(buffer[:used], group=group.process_group)
-            buffer[:used].div_(group.size)
-            at = 0
-            for flat, start, stop in pieces:
-                flat[start:stop].copy_(buffer[at : at + stop - start])
-                at += stop - start
-    return sum(map(len, kinds.values()))
+
+    def mean(part: Tensor) -> Tensor:
+        dist.all_reduce(part, group=group.process_group)
+        return part.div_(group.size)
+
+    return reduce_together(parameters, mean, buffer_bytes)

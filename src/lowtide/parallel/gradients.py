@@ -11,7 +11,7 @@ True``, as neuronx-distributed marks them. After the last backward of a step,
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import torch
@@ -194,7 +194,7 @@ def allreduce_sequence_parallel_gradients(
     Source: neuronx-distributed's function of that name; constant-size buffers are those of ZeRO-R (arXiv
         1910.02054, section 6.2).
     """
-    groups: dict[tuple[TensorGroup, torch.dtype, torch.device], list[Tensor]] = {}
+    groups: dict[TensorGroup, list[Tensor]] = {}
     for parameter in partial_gradients(_parameters_of(optimizer)):
         mark = _mark_of(parameter)
         assert mark is not None
@@ -205,13 +205,13 @@ def allreduce_sequence_parallel_gradients(
                 "backward of the step (zero the gradients to go on)"
             )
         if parameter.grad is not None and (mark.partial or mark.hook is None):
-            groups.setdefault((mark.group, parameter.grad.dtype, parameter.grad.device), []).append(parameter)
-    for (group, dtype, device), parameters in groups.items():
-        gradients = [flat_gradient(parameter) for parameter in parameters]
-        length = max(1, min(buffer_bytes // dtype.itemsize, sum(g.numel() for g in gradients)))
-        buffer = torch.empty(length, dtype=dtype, device=device)
-        for pieces in filled(gradients, length):
-            _sum_pieces(pieces, buffer, group)
+            groups.setdefault(mark.group, []).append(parameter)
+    for group, parameters in groups.items():
+
+        def summed(part: Tensor, group: TensorGroup = group) -> Tensor:
+            return all_reduce(part, group, in_place=True).wait()
+
+        reduce_together(parameters, summed, buffer_bytes)
         for parameter in parameters:
             mark = _mark_of(parameter)
             assert mark is not None
@@ -219,7 +219,7 @@ def allreduce_sequence_parallel_gradients(
     return sum(map(len, groups.values()))
 
 
-def flat_gradient(parameter: Tensor) -> Tensor:
+def _flat_gradient(parameter: Tensor) -> Tensor:
     """What this process holds of the gradient (FSDP may have sharded it), as a vector on the same bytes."""
     gradient: Any = parameter.grad
     local = (gradient.to_local() if hasattr(gradient, "to_local") else gradient).detach()
@@ -230,19 +230,34 @@ def flat_gradient(parameter: Tensor) -> Tensor:
 
 
 @torch.no_grad()
-def _sum_pieces(pieces: list[tuple[Tensor, int, int]], buffer: Tensor, group: TensorGroup) -> None:
-    at = 0
-    for flat, start, stop in pieces:
-        buffer[at : at + stop - start].copy_(flat[start:stop])
-        at += stop - start
-    summed = all_reduce(buffer[:at], group, in_place=True).wait()
-    at = 0
-    for flat, start, stop in pieces:
-        flat[start:stop].copy_(summed[at : at + stop - start])
-        at += stop - start
+def reduce_together(
+    parameters: Iterable[Tensor], reduce: Callable[[Tensor], Tensor], buffer_bytes: int
+) -> int:
+    """Put what ``reduce`` makes of the parameters' gradients in their place, through a buffer of at most so
+    many bytes; how many gradients there were.
+    """
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for parameter in parameters:
+        if parameter.grad is not None:
+            kind = parameter.grad.dtype, parameter.grad.device
+            kinds.setdefault(kind, []).append(_flat_gradient(parameter))
+    for (dtype, device), gradients in kinds.items():
+        length = max(1, min(buffer_bytes // dtype.itemsize, sum(gradient.numel() for gradient in gradients)))
+        buffer = torch.empty(length, dtype=dtype, device=device)
+        for pieces in _filled(gradients, length):
+            at = 0
+            for flat, start, stop in pieces:
+                buffer[at : at + stop - start].copy_(flat[start:stop])
+                at += stop - start
+            reduced = reduce(buffer[:at])
+            at = 0
+            for flat, start, stop in pieces:
+                flat[start:stop].copy_(reduced[at : at + stop - start])
+                at += stop - start
+    return sum(map(len, kinds.values()))
 
 
-def filled(gradients: list[Tensor], length: int) -> Iterator[list[tuple[Tensor, int, int]]]:
+def _filled(gradients: list[Tensor], length: int) -> Iterator[list[tuple[Tensor, int, int]]]:
     """Flat gradients as (gradient, start, stop), in lists that fill a buffer of ``length`` elements each."""
     batch: list[tuple[Tensor, int, int]] = []
     room = length

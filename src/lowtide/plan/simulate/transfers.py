@@ -73,7 +73,6 @@ class Outgoing:
 
     def __init__(self, sim: StepIndex, until: dict[int, int]) -> None:
         self.sim = sim
-        self.until = until
         graph = sim.graph
         self.hold: dict[int, int] = {}
         """storage -> event until which a copy out holds it"""
