@@ -120,29 +120,15 @@ def _rests_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
     def plain(item: Any) -> Any:
         if not isinstance(item, torch.Tensor):
             return repr(item)
-        item = own_share(item)
-        return (
-            id(item),
-            tuple(item.shape),
-            item.stride(),
-            item.dtype,
-            item.device,
-            item.untyped_storage().nbytes(),
-            private.version(item),
-        )
+        own = own_share(item)
+        return *form(own), id(own), own.untyped_storage().nbytes(), private.version(own)
+
+    def form(own: torch.Tensor) -> tuple[Any, ...]:
+        return tuple(own.shape), own.stride(), own.dtype, own.device
 
     def described(parameter: torch.Tensor) -> tuple[Any, ...]:
-        own = own_share(parameter)
         state = tuple((key, plain(item)) for key, item in optimizer.state.get(parameter, {}).items())
-        return (
-            id(parameter),
-            tuple(own.shape),
-            own.stride(),
-            own.dtype,
-            own.device,
-            parameter.requires_grad,
-            state,
-        )
+        return *form(own_share(parameter)), id(parameter), parameter.requires_grad, state
 
     groups = tuple(
         (
