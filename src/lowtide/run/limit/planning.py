@@ -257,8 +257,7 @@ class Planner:
                 raise
             if least + margin_bytes > limit:
                 whole = self._plain_peak(graph) if str(self.budget).rstrip().endswith("%") else None
-                state = self._optimizer_need().state_bytes if self.optimizer is not None else 0
-                raise beyond(error, limit, margin_bytes, enough, whole, state) from None
+                raise beyond(error, limit, margin_bytes, enough, whole, self.optimizer_bytes) from None
         return make(graph, budget=least, policy=self.policy)
 
     def _balance(self, kind: Kind, graph: StepGraph, limit: int | None) -> None:
@@ -353,7 +352,7 @@ class Planner:
         there = {name for name, parameter in self.model.named_parameters() if parameter.grad is not None}
         # gradients that the step made
         made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
-        state = self._optimizer_need().state_bytes + self.moved_bytes if self.optimizer is not None else 0
+        state = self.optimizer_bytes + self.moved_bytes
         return replace(graph, resident_bytes=graph.resident_bytes + max(0, own - made - seen) + state)
 
     @property
