@@ -6,26 +6,19 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lowtide import private
 from lowtide.interception import unseen
-
-
-class Observer(Protocol):
-    """Is told of compiled calls, whose operations nobody sees."""
-
-    def opaque_call(self, call: Callable[[], Any]) -> Any:
-        """Make the call."""
-        ...
+from lowtide.trace.eager import StepTracer
 
 
 class _Outside:
     """A compiled call whose operations pass by lowtide."""
 
-    def __init__(self, call: Callable[..., Any], observer: Observer | None) -> None:
+    def __init__(self, call: Callable[..., Any], observer: StepTracer | None) -> None:
         self.call = call
         self.observer = observer
 
@@ -37,7 +30,7 @@ class _Outside:
 
 
 @contextmanager
-def left_alone(modules: Iterable[torch.nn.Module], observer: Observer | None = None) -> Iterator[None]:
+def left_alone(modules: Iterable[torch.nn.Module], observer: StepTracer | None = None) -> Iterator[None]:
     """For the length of the block, operations of those of a model's modules that are compiled pass by
     lowtide.
 
