@@ -112,17 +112,39 @@ def same_torch_random(devices: Sequence[int] = ()) -> Iterator[None]:
     """`torch.random.fork_rng` that holds no tensor meanwhile: the budget of a small step has no room for the
     five kilobytes of a state.
     """
-    places = [None, *devices]
-    states = [
-        (torch.get_rng_state() if at is None else torch.cuda.get_rng_state(at)).numpy().tobytes()
-        for at in places
-    ]
+    states = {
+        place: generator_state(place)
+        for place in (torch.device("cpu"), *(torch.device("cuda", at) for at in devices))
+    }
     try:
         yield
     finally:
-        for at, state in zip(places, states, strict=True):
-            tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-            torch.set_rng_state(tensor) if at is None else torch.cuda.set_rng_state(tensor, at)
+        for place, state in states.items():
+            set_generator_state(place, None, state)
+
+
+def generator_state(device: torch.device, generator: torch.Generator | None = None) -> bytes:
+    """The random state that an operation on ``device`` is about to use. It lies outside the memory that the
+    budget is about.
+    """
+    if generator is not None:
+        state = generator.get_state()
+    elif device.type == "cpu":
+        state = torch.default_generator.get_state()
+    else:
+        state = torch.get_device_module(device.type).get_rng_state(device)
+    return state.numpy().tobytes()
+
+
+def set_generator_state(device: torch.device, generator: torch.Generator | None, state: bytes) -> None:
+    """Set what `generator_state` reads."""
+    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
+    if generator is not None:
+        generator.set_state(tensor)
+    elif device.type == "cpu":
+        torch.default_generator.set_state(tensor)
+    else:
+        torch.get_device_module(device.type).set_rng_state(tensor, device)
 
 
 def gpus_of(modules: Sequence[torch.nn.Module]) -> list[int]:

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from lowtide import private
+from lowtide.trace.untouched import generator_state, set_generator_state
 
 if TYPE_CHECKING:
     from lowtide.run.record.tape import Node
@@ -34,30 +35,6 @@ class _Own(threading.local):
 
 
 _OWN = _Own()
-
-
-def generator_state(device: torch.device, generator: torch.Generator | None) -> bytes:
-    """The random state that an operation on ``device`` is about to use. It lies outside the memory that the
-    budget is about.
-    """
-    if generator is not None:
-        state = generator.get_state()
-    elif device.type == "cpu":
-        state = torch.default_generator.get_state()
-    else:
-        state = torch.get_device_module(device.type).get_rng_state(device)
-    return state.numpy().tobytes()
-
-
-def set_generator_state(device: torch.device, generator: torch.Generator | None, state: bytes) -> None:
-    """Set what `generator_state` reads."""
-    tensor = torch.frombuffer(bytearray(state), dtype=torch.uint8)
-    if generator is not None:
-        generator.set_state(tensor)
-    elif device.type == "cpu":
-        torch.default_generator.set_state(tensor)
-    else:
-        torch.get_device_module(device.type).set_rng_state(tensor, device)
 
 
 @functools.cache
