@@ -7,7 +7,6 @@ into a run's results, so that all three can be made later and elsewhere.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field, fields
 from typing import Any
@@ -16,6 +15,7 @@ from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan
 from lowtide.plan.simulate import Simulator
+from lowtide.plan.split.blocks import block_of
 from lowtide.report.picture import Curve
 from lowtide.report.timeline import KINDS, Span, Tick, Timeline, in_words, timeline
 from lowtide.report.tradeoff import Point, tradeoff
@@ -223,8 +223,7 @@ def layer_of(module: str) -> str:
     >>> layer_of("model.layers.3.mlp.up"), layer_of("head.norm"), layer_of("")
     ('model.layers.3', 'head', '')
     """
-    numbered = re.match(r"(?:[^.]*\.)*?\d+(?=\.|$)", module)
-    return numbered.group() if numbered else module.split(".")[0]
+    return block_of(module) or module.split(".")[0]
 
 
 def part_of(module: str) -> str:
@@ -235,7 +234,7 @@ def part_of(module: str) -> str:
     """
     layer = layer_of(module)
     inside = module[len(layer) + 1 :]
-    if inside or not re.search(r"\d$", layer):
+    if inside or not block_of(module):
         return inside or layer
     return layer.split(".")[-2] if "." in layer else layer
 
