@@ -18,7 +18,7 @@ from lowtide import private
 from lowtide.interception import unseen
 from lowtide.plan.data import Compress, Move, Plan, Shard, ahead_bytes, stages
 from lowtide.plan.layout import find
-from lowtide.run.record.digest import digest
+from lowtide.run.record.digest import digest, words_of
 from lowtide.run.record.tape import LiveValue
 from lowtide.store.codec import Codec, CodecError
 from lowtide.store.lanes import Transfer
@@ -64,7 +64,7 @@ class StoredTensor:
         self._codec: Codec | None = None
         self._group: Replicas | None = None
         first, then = stages(move.decision)
-        flat = _flat(tensor, self._dtype)
+        flat = words_of(tensor, self._dtype, nbytes)
         self._parts: tuple[torch.Tensor, ...] = (flat,)
         if isinstance(first, Shard):
             self._group = stores.group(first.group, first.size)
@@ -241,12 +241,6 @@ def _packed(sizes: list[int], align: int) -> tuple[list[int], int]:
         starts.append(-(-end // align) * align)
         end = starts[-1] + size
     return starts, end
-
-
-def _flat(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    storage = tensor.untyped_storage()
-    flat = torch.empty(0, dtype=dtype, device=tensor.device)
-    return flat.set_(storage, 0, (storage.nbytes() // dtype.itemsize,), (1,))  # type: ignore[call-overload]
 
 
 class Fetch:

@@ -20,7 +20,7 @@ def reach(tensor: torch.Tensor) -> int:
     return (tensor.storage_offset() + last + 1) * tensor.element_size()  # pyright: ignore
 
 
-def _words(tensor: torch.Tensor, dtype: torch.dtype, extent: int) -> torch.Tensor:
+def words_of(tensor: torch.Tensor, dtype: torch.dtype, extent: int) -> torch.Tensor:
     """The first ``extent`` bytes of the tensor's storage as numbers of ``dtype``, without what is left over
     at their end.
     """
@@ -41,8 +41,8 @@ def digest(tensor: torch.Tensor, extent: int) -> int:
     >>> digest(one, 16) == digest(one.clone(), 16), digest(one, 16) == digest(other, 16)
     (True, False)
     """
-    words = _words(tensor, torch.int64, extent)
-    parts = [_words(tensor, torch.uint8, extent)[words.numel() * 8 :].long()]
+    words = words_of(tensor, torch.int64, extent)
+    parts = [words_of(tensor, torch.uint8, extent)[words.numel() * 8 :].long()]
     if words.numel() <= _FEW_WORDS:
         parts.append(words)
     else:
@@ -87,7 +87,7 @@ def same_bytes(a: torch.Tensor, b: torch.Tensor) -> bool:
     if a.stride() == b.stride() and a.is_conj() == b.is_conj() and covers_storage(a) and covers_storage(b):
         extent = a.untyped_storage().nbytes()
         wide = torch.int64 if extent % 8 == 0 else torch.uint8
-        return torch.equal(_words(a, wide, extent), _words(b, wide, extent))
+        return torch.equal(words_of(a, wide, extent), words_of(b, wide, extent))
     if a.is_complex():
         a, b = torch.view_as_real(a.resolve_conj()), torch.view_as_real(b.resolve_conj())
     if a.dtype.is_floating_point:
