@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from lowtide import meter
 from lowtide.plan.data import Plan
 from lowtide.report.picture import Curve
+from lowtide.trace.untouched import gpus_of, same_torch_random
 from lowtide.train.memory import free_bytes
 
 PAIRS = 5
@@ -120,12 +121,10 @@ def compare(
         clear: makes the gradients what a step finds; without it they are none.
     """
     clear = clear or optimizer.zero_grad
-    random = _random_state(device)
 
     def run(planned: bool) -> tuple[meter.Measurement, int, float]:
         """One measured step; returns what was measured, what stood before, and leaves the gradients."""
         clear()
-        _set_random_state(random, device)
         standing = meter.resident_bytes(model, optimizer, device)
 
         def step() -> Tensor:
@@ -133,7 +132,7 @@ def compare(
             loss.backward()
             return loss.detach()
 
-        with nullcontext() if planned else handle.paused():
+        with nullcontext() if planned else handle.paused(), same_torch_random(gpus_of([model])):
             measured = meter.measure(step, device=device)
         return measured, standing, measured.seconds
 
@@ -154,7 +153,6 @@ def compare(
         for planned in order:
             (planned_runs if planned else plain_runs).append(run(planned)[0])
     optimizer.zero_grad(set_to_none=True)
-    _set_random_state(random, device)
     extra = statistics.median(
         planned.seconds / plain.seconds - 1 for plain, planned in zip(plain_runs, planned_runs, strict=True)
     )
@@ -194,13 +192,3 @@ def _digest(tensor: Tensor) -> bytes:
     return hashlib.sha256(
         tensor.detach().contiguous().view(-1).view(torch.uint8).cpu().numpy().tobytes()
     ).digest()
-
-
-def _random_state(device: torch.device) -> tuple[Tensor, Tensor | None]:
-    return torch.get_rng_state(), torch.cuda.get_rng_state(device) if device.type == "cuda" else None
-
-
-def _set_random_state(state: tuple[Tensor, Tensor | None], device: torch.device) -> None:
-    torch.set_rng_state(state[0])
-    if state[1] is not None:
-        torch.cuda.set_rng_state(state[1], device)
