@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import Any, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,6 +24,9 @@ from lowtide.optim.slots import HostGradient, Slot
 from lowtide.optim.tensors import check_gradient, flat_gradient, is_partial, local, sharded_like
 from lowtide.store.lanes import ThreadLane, Transfer
 from lowtide.store.pool import Pool
+
+if TYPE_CHECKING:
+    from lowtide.optim.host import HostOptimizer
 
 _IN_FLIGHT_CHUNKS = 4
 """Gradients under way may take so many chunks of device memory, or twice the largest of them."""
@@ -118,18 +121,6 @@ def sent(gradient: Tensor | None) -> SentGradient | None:
     return inner if isinstance(inner, SentGradient) else None
 
 
-class Owner(Protocol):
-    """Whose gradients are sent."""
-
-    def slot_of(self, parameter: Tensor) -> Slot:
-        """The parameter's slot."""
-        ...
-
-    def gradient_sent(self, slot: Slot) -> None:
-        """A gradient has been sent to the host, or added to there."""
-        ...
-
-
 class GradientStream:
     """Sends gradients to the host.
 
@@ -140,7 +131,7 @@ class GradientStream:
         owner: knows the slots, and is told when a gradient has been sent or added to.
     """
 
-    def __init__(self, updater: Updater, pool: Pool, keeps: bool, owner: Owner) -> None:
+    def __init__(self, updater: Updater, pool: Pool, keeps: bool, owner: HostOptimizer) -> None:
         self.updater = updater
         self.link = updater.link
         self.pool = pool
