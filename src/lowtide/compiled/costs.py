@@ -13,7 +13,7 @@ from lowtide.compiled.joint import Call, Joint, Key, described
 from lowtide.private import OpOverload, partitioning, tree_leaves
 from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import calibrate
-from lowtide.trace.costs.specs import OpSpec, TensorSpec, flops
+from lowtide.trace.costs.specs import OpSpec, described_call, flops
 
 _FUSED_SHARE = 0.1
 """Of what an element-wise call takes by itself, what its arithmetic adds to a kernel that has its inputs."""
@@ -93,45 +93,5 @@ def spec_of(node: fx.Node, size_of: Size = partitioning.hint) -> OpSpec | None:
     return described_call(node.target, args, kwargs, size_of, sum(fresh.values()))
 
 
-def described_call(
-    operation: OpOverload, args: Any, kwargs: Any, size_of: Size = partitioning.hint, output_bytes: int = 0
-) -> OpSpec:
-    """A call with fake tensors, without them."""
-    numbers: dict[int, int] = {}
-    return OpSpec(
-        operation,
-        _described(args, numbers, size_of),
-        _described(kwargs, numbers, size_of),
-        output_bytes=output_bytes,
-    )
-
-
 def _leaves(tree: Any) -> list[torch.Tensor]:
     return [leaf for leaf in tree_leaves(tree) if isinstance(leaf, torch.Tensor)]
-
-
-def _described(item: Any, numbers: dict[int, int], size_of: Size) -> Any:
-    if isinstance(item, torch.Tensor):
-        address = partitioning.storage_of(item)
-        if address is None:
-            return TensorSpec(0, item.dtype, tuple(map(size_of, item.shape)), (), 0, item.device, -1)
-        return TensorSpec(
-            size_of(item.untyped_storage().nbytes()),
-            item.dtype,
-            tuple(map(size_of, item.shape)),
-            tuple(map(size_of, item.stride())),
-            size_of(item.storage_offset()),
-            item.device,
-            numbers.setdefault(address, len(numbers)),
-        )
-    if isinstance(item, dict):
-        return {name: _described(part, numbers, size_of) for name, part in item.items()}
-    if isinstance(item, (tuple, list)):
-        return (
-            type(item)(_described(part, numbers, size_of) for part in item)
-            if type(item) in (tuple, list)
-            else tuple(_described(part, numbers, size_of) for part in item)
-        )
-    if isinstance(item, torch.SymInt):
-        return size_of(item)
-    return item

@@ -9,11 +9,10 @@ from typing import Any
 import torch
 
 from lowtide.compiled import coding
-from lowtide.compiled.costs import described_call
 from lowtide.ops import op_info
-from lowtide.private import tree_leaves
+from lowtide.private import partitioning, tree_leaves
 from lowtide.trace.costs.measure import measure_scratch
-from lowtide.trace.costs.specs import runnable
+from lowtide.trace.costs.specs import described_call, runnable
 
 Ask = Callable[[Any, Any, Any], int]
 """Scratch of one call: the operation, its arguments and its keyword arguments, as fake tensors."""
@@ -27,7 +26,7 @@ class Bench:
 
     def __call__(self, operation: Any, args: Any, kwargs: Any) -> int:
         """Bytes of one call's scratch, as measured."""
-        spec = described_call(operation, args, kwargs)
+        spec = described_call(operation, args, kwargs, partitioning.hint)
         key = repr(spec)
         if key not in self._known:
             self._known[key] = measure_scratch(spec)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
@@ -158,26 +159,38 @@ def _meta(leaf: Any) -> Any:
 
 def signature_of(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Signature, OpSpec]:
     """A hashable key that equal calls share, and the same call with tensors described instead of held."""
+    spec = described_call(func, args, kwargs)
+    return (func, spec.args, tuple(sorted(spec.kwargs.items()))), spec
+
+
+def described_call(
+    func: Any, args: Any, kwargs: dict[str, Any], size_of: Callable[[Any], int] = int, output_bytes: int = 0
+) -> OpSpec:
+    """A call with tensors described instead of held; ``size_of`` makes numbers of sizes that are not yet
+    known.
+    """
     keys: dict[int, int] = {}
-    described = tuple(_describe(item, keys) for item in args)
-    named = {name: _describe(item, keys) for name, item in kwargs.items()}
-    signature = (func, described, tuple(sorted(named.items())))
-    return signature, OpSpec(func, described, named)
+    described = tuple(_describe(item, keys, size_of) for item in args)
+    named = {name: _describe(item, keys, size_of) for name, item in kwargs.items()}
+    return OpSpec(func, described, named, output_bytes)
 
 
-def _describe(item: Any, keys: dict[int, int]) -> Any:
+def _describe(item: Any, keys: dict[int, int], size_of: Callable[[Any], int]) -> Any:
     """An argument with tensors described; ``keys`` numbers the storages of the call in order of
     appearance.
     """
     if isinstance(item, torch.Tensor):
         if not has_plain_storage(item):
-            return TensorSpec(0, item.dtype, tuple(item.shape), (), 0, item.device, -1)
+            return TensorSpec(0, item.dtype, tuple(map(size_of, item.shape)), (), 0, item.device, -1)
         storage = item.untyped_storage()
         number = keys.setdefault(private.storage_address(storage), len(keys))
-        shape, offset = tuple(item.shape), int(item.storage_offset())
-        return TensorSpec(storage.nbytes(), item.dtype, shape, item.stride(), offset, item.device, number)
+        shape, strides = tuple(map(size_of, item.shape)), tuple(map(size_of, item.stride()))
+        bytes_, offset = size_of(storage.nbytes()), size_of(item.storage_offset())
+        return TensorSpec(bytes_, item.dtype, shape, strides, offset, item.device, number)
     if isinstance(item, (tuple, list)):
-        return tuple(_describe(part, keys) for part in item)
+        return tuple(_describe(part, keys, size_of) for part in item)
+    if isinstance(item, torch.SymInt):
+        return size_of(item)
     if (
         isinstance(
             item, (int, float, str, bool, torch.dtype, torch.device, torch.layout, torch.memory_format)
