@@ -1,6 +1,7 @@
 # Every target sets up what it needs in .venv, once. Python 3.11 or newer is all that has to be there.
 #   make train   train a small GPT under a memory budget and show what the budget did   (ARGS="--model llama-small --budget 50%")
 #                go on with the last run, for more steps where it is to be longer                 (ARGS="--resume --steps 300")
+#                or with another one                                                (ARGS="--resume runs/20260131-120000")
 #   make test    the tests, doctests included                                           (ARGS="tests/train -k checkpoint")
 #   make lint    ruff, pyright, and that imports run one way
 #   make docs    the site, into site/index.html; fails on a link or an anchor that leads nowhere

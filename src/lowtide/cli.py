@@ -70,6 +70,10 @@ def _app(
 @app.command()
 def train(
     context: typer.Context,
+    run_folder: Annotated[
+        Path | None,
+        typer.Argument(metavar="[RUN]", help="With --resume, the run's folder.", show_default=False),
+    ] = None,
     model: Model = "gpt-mini",
     pretrained: Annotated[
         bool,
@@ -137,9 +141,8 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the newest checkpoint in --checkpoint-dir, or of the newest run in runs. "
-            "What is not said is as the run was "
-            "started; --steps may be more.",
+            help="Go on from the newest checkpoint in RUN (--resume runs/first) or --checkpoint-dir, or of the "
+            "newest run in runs. What is not said is as the run was started; --steps may be more.",
         ),
     ] = False,
     stop_after: Annotated[
@@ -204,13 +207,13 @@ def train(
 ) -> None:
     """Train a language model on text under a memory budget, and show what the budget did to a step."""
     asked: dict[str, Any] = dict(locals())  # every option by its name
-    del asked["context"], asked["quiet"]
+    del asked["context"], asked["quiet"], asked["run_folder"]
     from rich.console import Console
 
     from lowtide.report import save_report
     from lowtide.train.options import TrainOptions
     from lowtide.train.progress import ConsoleProgress, Silent
-    from lowtide.train.resume import resumed
+    from lowtide.train.resume import named_folder, resumed
     from lowtide.train.summary import save_plot, show
     from lowtide.train.trainer import train as run
 
@@ -220,6 +223,7 @@ def train(
         optimizer_host_fraction=_share(optimizer_host_fraction),
         json=asked.pop("json_file"),
     )
+    asked["checkpoint_dir"] = named_folder(run_folder, resume, checkpoint_dir)
     if resume:
         asked = resumed(asked, _given(context))
     if asked["warmup"] is None:

@@ -151,6 +151,10 @@ def test_a_plan_is_printed_and_saved_without_training(
         (["train", "--data", "missing.txt"], "there is no file or folder 'missing.txt'"),
         (["train", "--data", "."], "holds no text file"),
         (["train", "--resume"], "there is nothing to resume, no folder in 'runs' holds a checkpoint"),
+        (["train", "--resume", "runs/typo"], "--resume runs/typo: there is no such folder: give the folder"),
+        (["train", "--resume", "."], "--resume .: no checkpoint is there: give the folder of a run"),
+        (["train", "runs/first"], "write --resume runs/first to go on with it, --checkpoint-dir runs/first"),
+        (["train", "--resume", "a", "--checkpoint-dir", "b"], "leave out --checkpoint-dir"),
         (["train", "--json", "no/such/folder/r.json"], "cannot write a file there"),
         (["train", "--model", "gpt3-175b"], "choose a smaller model"),
         (["train", "--budget", "1MiB", *SMALL], "the budget of 1.0 MiB is too small: parameters "),
@@ -248,6 +252,12 @@ def test_a_bare_resume_goes_on_with_the_newest_run_as_it_was_started(
     assert code == 2
     for mismatch in ("it has --batch 2, not 4", "it has --lr 0.001, not 0.5", "a model of another shape"):
         assert mismatch in words(errors), "all are named at once"
+    named = ["--resume", "runs/b-older", "--checkpoint-dir", "runs/../runs/b-older", "--steps", "3"]
+    for run_named in (named[:2], named[:4]):
+        code, _, errors = main(monkeypatch, capsys, "train", *run_named, "--no-compare")
+        assert code == 2 and "the run in runs/" in words(errors) and "b-older is at step 2" in words(errors)
+    code, shown, errors = main(monkeypatch, capsys, "train", *named[:2], *named[4:], "--no-compare")
+    assert code == 0 and "going on with the run in runs/b-older after step 2 of 3" in words(shown), errors
 
 
 @pytest.mark.parametrize("budget", ["min", "auto"])

@@ -52,6 +52,27 @@ def _written(folder: Path) -> float:
     return checkpoint.manifest(folder, checkpoint.steps(folder)[-1]).stat().st_mtime
 
 
+def named_folder(run: Path | None, resume: bool, checkpoint_dir: Path | None) -> Path | None:
+    """The folder for checkpoints, which may be named behind ``--resume``, too.
+
+    Raises:
+        OptionError: a run is named that is not to be resumed, or two are.
+    """
+    if run is None:
+        return checkpoint_dir
+    if not resume:
+        raise OptionError(
+            f"{run}: a run is named, and not what to do with it: write --resume {run} to go on with it, "
+            f"--checkpoint-dir {run} to start one there, --data {run} to train on what is there"
+        )
+    if checkpoint_dir is not None and checkpoint_dir.resolve() != run.resolve():
+        raise OptionError(
+            f"--resume {run} --checkpoint-dir {checkpoint_dir}: a run goes on in its own folder: leave out "
+            "--checkpoint-dir"
+        )
+    return run
+
+
 def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
     """Options for going on with a run: what the command does not say is as the run was started.
 
@@ -64,6 +85,11 @@ def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
         CheckpointError: there is no run.
     """
     folder = asked["checkpoint_dir"] or newest_run()
+    if not checkpoint.steps(folder):
+        raise CheckpointError(
+            f"--resume {folder}: {'no checkpoint is there' if folder.is_dir() else 'there is no such folder'}: "
+            "give the folder of a run that wrote some, or leave out --resume to start anew"
+        )
     options = {**asked, "checkpoint_dir": folder}
     kept = set(given) | _OWN | _LAYOUT
     for names in _TOGETHER:
