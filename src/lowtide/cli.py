@@ -141,8 +141,8 @@ def train(
         bool,
         typer.Option(
             "--resume",
-            help="Go on from the newest checkpoint in RUN (--resume runs/first) or --checkpoint-dir, or of the "
-            "newest run in runs. What is not said is as the run was started; --steps may be more.",
+            help="Go on from the newest checkpoint in RUN (--resume runs/first) or --checkpoint-dir, or of "
+            "the newest run in runs. What is not said is as the run was started; --steps may be more.",
         ),
     ] = False,
     stop_after: Annotated[

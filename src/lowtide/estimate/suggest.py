@@ -112,12 +112,16 @@ class Suggestions:
         tried, fitting: how many were looked at, and how many of them fit. What a simpler one that fits makes
             pointless is not looked at.
         usable_bytes: the memory less what is reserved.
+        on_host: where none fits, one that would with all of the optimizer's state on the host, for a
+            framework that has an option for that; its bytes are those that it would need so, its time is
+            without what the host adds.
     """
 
     best: tuple[Suggestion, ...]
     tried: int
     fitting: int
     usable_bytes: int
+    on_host: Suggestion | None = None
 
     @property
     def fits(self) -> bool:
@@ -130,6 +134,20 @@ def peak_bytes(config: Config) -> int:
     the loss.
     """
     return max(stage_estimate(config, stage).total_bytes for stage in {0, config.pp - 1})
+
+
+def _with_state_on_host(found: Suggestion, option: str) -> Suggestion:
+    """The same configuration with all of the optimizer's state on the host, gradients on the device."""
+    config = found.config
+    stages = [stage_estimate(config, stage) for stage in {0, config.pp - 1}]
+    need = max(stage.total_bytes - stage.optimizer_bytes for stage in stages)
+    return replace(
+        found,
+        total_bytes=need,
+        reserved_bytes=reserved(config, need),
+        host_bytes=max(stage.optimizer_bytes for stage in stages),
+        command=f"{found.command} {option} 1",
+    )
 
 
 def suggest(
@@ -175,7 +193,7 @@ def suggest(
     given = _with_framework(model, way, asked)
     base = configure(
         model,
-        **{key: value for key, value in given.items() if key not in _VARIED or key == "micro_batch"}
+        **{key: value for key, value in given.items() if key not in VARIED or key == "micro_batch"}
         | _alone(given),
     )
     usable = int((memory_bytes or device.memory_bytes) * (1 - reserve))
@@ -184,7 +202,8 @@ def suggest(
     by_sizes: dict[tuple[Any, ...], Suggestion] = {}
     least: Suggestion | None = None
     reasons: list[str] = []
-    stated = tuple((name, value) for name, value in given.items() if name not in (*_VARIED, "seq"))
+    on_host: list[Suggestion] = []
+    stated = tuple((name, value) for name, value in given.items() if name not in (*VARIED, "seq"))
 
     def suggestion(config: Config) -> Suggestion:
         need = peak_bytes(config)
@@ -210,6 +229,10 @@ def suggest(
                 found = suggestion(config)
                 if least is None or found.reserved_bytes < least.reserved_bytes:
                     least = found
+                if way.host_option and config.zero != 3 and not config.offload_optimizer:
+                    hosted = _with_state_on_host(found, way.host_option)
+                    if hosted.reserved_bytes <= usable:
+                        on_host.append(hosted)
                 if found.reserved_bytes <= usable:
                     fitting += 1
                     any_fits = True
@@ -236,10 +259,11 @@ def suggest(
     best = sorted(by_sizes.values(), key=lambda one: _order(one, min(map(_rank, by_sizes.values()))[0]))[
         :count
     ] or [least]
-    return Suggestions(tuple(best), tried, fitting, usable)
+    hosted = None if fitting else min(on_host, key=_rank, default=None)
+    return Suggestions(tuple(best), tried, fitting, usable, hosted)
 
 
-_VARIED = (
+VARIED = (
     "tp",
     "sequence_parallel",
     "pp",
@@ -252,6 +276,7 @@ _VARIED = (
     "offload_optimizer",
     "keep_gathered",
 )
+"""Settings that `suggest` chooses where they are not given."""
 
 
 def _with_framework(model: Any, way: Framework, asked: dict[str, Any]) -> dict[str, Any]:
@@ -280,9 +305,18 @@ def _with_framework(model: Any, way: Framework, asked: dict[str, Any]) -> dict[s
     }
     for name, known in has.items():
         if way.name != "any" and known is not None and name in asked and asked[name] not in known:
+            runs = ", ".join(
+                f"{one:g}" if isinstance(one, float) else str(one) for one in sorted(known, key=str)
+            )
+            own = (
+                f" ({way.name} has {way.host_option}, which moves the state and not the gradients: what it "
+                "would make fit is said where nothing else fits)"
+                if name == "offload_optimizer" and way.host_option
+                else ""
+            )
             raise EstimateError(
-                f"{flag(name)}={asked[name]}: {way.name} runs {', '.join(map(str, sorted(known, key=str)))}; "
-                "give --for any to look at all that there are formulas for"
+                f"{flag(name)} {asked[name]}: with --for {way.name}, {flag(name)} can be {runs}{own}. Leave "
+                "it out, or give --for any to look at all that there are formulas for"
             )
     return own | asked
 

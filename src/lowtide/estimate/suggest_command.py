@@ -120,10 +120,11 @@ def suggest_command(
     Exits with 1 when nothing fits.
     """
     given = {name: value for name, value in locals().items() if name in _SETTINGS and value is not None}
+    from lowtide.estimate.config import flag
     from lowtide.estimate.devices import device as find_device
     from lowtide.estimate.frameworks import LOWTIDE_MODELS
     from lowtide.estimate.speed import ASSUMPTIONS
-    from lowtide.estimate.suggest import suggest
+    from lowtide.estimate.suggest import VARIED, suggest
 
     scaled = dict(
         node_bandwidth=node_bandwidth,
@@ -149,16 +150,23 @@ def suggest_command(
         data = {
             "fits": found.fits, "tried": found.tried, "fitting": found.fitting, "memory_bytes": memory_bytes,
             "usable_bytes": found.usable_bytes, "for": chosen,
-            "suggestions": [one.to_json() for one in found.best], "assumptions": list(ASSUMPTIONS),
+            "suggestions": [one.to_json() for one in found.best],
+            "with_state_on_host": None if found.on_host is None else found.on_host.to_json(),
+            "assumptions": list(ASSUMPTIONS),
         }  # fmt: skip
         typer.echo(json.dumps(data, indent=1))
     else:
-        _show(model, devices, kind.name, memory_bytes, chosen, found)
+        fixed = [
+            f"{flag(name)} {value}" for name, value in given.items() if name in VARIED and value is not None
+        ]
+        _show(model, devices, kind.name, memory_bytes, chosen, found, fixed)
     if not found.fits:
         raise typer.Exit(1)
 
 
-def _show(model: str, devices: int, kind: str, memory_bytes: int, chosen: str, found: Any) -> None:
+def _show(
+    model: str, devices: int, kind: str, memory_bytes: int, chosen: str, found: Any, fixed: list[str]
+) -> None:
     from rich.console import Console
     from rich.text import Text
 
@@ -179,7 +187,10 @@ def _show(model: str, devices: int, kind: str, memory_bytes: int, chosen: str, f
         console.print(f"Order: {ORDER}.", highlight=False)
     else:
         told = f"It does not fit: {where}. The least of {found.tried} configurations needs"
-        console.print(Text(f"{told} {format_bytes(best.reserved_bytes)}:", style="bold red"))
+        console.print(Text(f"{told} {format_bytes(best.reserved_bytes)}.", style="bold red"))
+        console.print(_to_make_it_fit(found.on_host, chosen, fixed), highlight=False)
+        if found.on_host is not None:
+            console.print(f"  {found.on_host.command}", soft_wrap=True, highlight=False)
     tokens = best.config.global_batch * best.config.seq
     console.print(
         f"A step is {best.config.global_batch} sequences ({tokens:,} tokens) on all devices together.",
@@ -201,6 +212,21 @@ def _show(model: str, devices: int, kind: str, memory_bytes: int, chosen: str, f
     console.print(f"  lowtide estimate --model {model} {best.flags()}", soft_wrap=True, highlight=False)
     for note in ASSUMPTIONS:
         console.print(f"assumed: {note}", style="dim", highlight=False)
+
+
+def _to_make_it_fit(on_host: Any, chosen: str, fixed: list[str]) -> str:
+    """What to do where nothing fits."""
+    given = f"Given and not varied: {', '.join(fixed)}; leave that out. " if fixed else ""
+    ways = "Give more --devices, a --device with more memory or a shorter --seq"
+    if chosen != "any":
+        ways += f"; --for any looks beyond what {chosen} runs"
+    if on_host is None:
+        return f"{given}{ways}."
+    return (
+        f"{given}{ways}. With the optimizer's state on the host it would need "
+        f"{format_bytes(on_host.reserved_bytes)} and fit ({format_bytes(on_host.host_bytes)} of host memory "
+        "a device; steps take longer):"
+    )
 
 
 _SETTINGS = frozenset({

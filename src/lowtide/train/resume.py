@@ -86,9 +86,10 @@ def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
     """
     folder = asked["checkpoint_dir"] or newest_run()
     if not checkpoint.steps(folder):
+        why = "no checkpoint is there" if folder.is_dir() else "there is no such folder"
         raise CheckpointError(
-            f"--resume {folder}: {'no checkpoint is there' if folder.is_dir() else 'there is no such folder'}: "
-            "give the folder of a run that wrote some, or leave out --resume to start anew"
+            f"--resume {folder}: {why}: give the folder of a run that wrote some, or leave out --resume "
+            "to start anew"
         )
     options = {**asked, "checkpoint_dir": folder}
     kept = set(given) | _OWN | _LAYOUT
