@@ -85,3 +85,11 @@ def test_the_newest_section_of_the_changelog_is_this_version() -> None:
     newest = re.search(r"^## (\S+)", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
     assert newest is not None
     assert newest[1] == lowtide.__version__
+
+
+def test_only_the_version_that_is_prepared_is_unreleased() -> None:
+    """The newest heading of the changelog is this version; every one below has the date of its release."""
+    headings = re.findall(r"^## (\S+) \((.+)\)$", (ROOT / "CHANGELOG.md").read_text(), re.MULTILINE)
+    (newest, _), *released = headings
+    assert newest == lowtide.__version__ and released
+    assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for _, date in released)
