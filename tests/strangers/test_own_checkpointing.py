@@ -94,15 +94,27 @@ def test_gradient_checkpointing_of_hugging_face(reentrant: bool) -> None:
     torch.manual_seed(0)
     config = transformers.GPT2Config(n_layer=2, n_embd=48, n_head=4, vocab_size=101, n_positions=64)
     model = transformers.GPT2LMHeadModel(config)
-    model.gradient_checkpointing_enable({"use_reentrant": reentrant})
+    name = "activation" if hasattr(model, "activation_checkpointing_disable") else "gradient"
+    getattr(model, f"{name}_checkpointing_enable")({"use_reentrant": reentrant})
     model.train()
     tokens = torch.randint(0, 101, (2, 40))
     inputs = {"input_ids": tokens, "labels": tokens, "use_cache": False}
     (said,), _ = check(model, inputs)
-    assert "model.gradient_checkpointing_disable(), and pass gradient_checkpointing=False" in said
-    model.gradient_checkpointing_disable()
+    assert f"call model.{name}_checkpointing_disable(), and pass {name}_checkpointing=False" in said
+    getattr(model, f"{name}_checkpointing_disable")()
     said, handle = check(model, inputs)
     assert not said and handle.plan.replayed
+
+
+@pytest.mark.parametrize("names", [["gradient"], ["gradient", "activation"]], ids=["old", "new"])
+def test_checkpointing_is_turned_off_by_the_name_that_the_model_has(names: list[str]) -> None:
+    """transformers 5.23 renamed what was gradient checkpointing, and keeps the old name as deprecated."""
+    model = Net(False)
+    for name in names:
+        setattr(model, f"{name}_checkpointing_disable", lambda: None)
+    (said,), _ = check(model, {"x": torch.randn(64, 32).requires_grad_()})
+    assert f"call model.{names[-1]}_checkpointing_disable(), and pass {names[-1]}_checkpointing=False" in said
+    assert len(names) == 1 or "gradient_checkpointing" not in said
 
 
 def test_what_is_around_a_limited_model_is_not_its_own() -> None:

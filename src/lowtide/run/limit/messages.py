@@ -52,11 +52,13 @@ def warn(text: str) -> None:
 
 def own_checkpointing(model: torch.nn.Module) -> str:
     """What to say of a model that runs parts of itself under ``torch.utils.checkpoint``."""
-    names = ("activation_checkpointing_disable", "gradient_checkpointing_disable")  # of Hugging Face models
-    has = [name for name in names if any(hasattr(module, name) for module in model.modules())]
+    names = (
+        "activation_checkpointing",
+        "gradient_checkpointing",
+    )  # of Hugging Face models: from 5.23 on, before
+    has = [name for name in names if any(hasattr(module, f"{name}_disable") for module in model.modules())]
     way = (
-        f"call model.{' or model.'.join(f'{name}()' for name in has)}, and pass gradient_checkpointing=False "
-        "to a Trainer (TRL's default is True)"
+        f"call model.{has[0]}_disable(), and pass {has[0]}=False to a Trainer (TRL's default is True)"
         if has
         else "call the blocks without torch.utils.checkpoint.checkpoint"
     )
