@@ -109,7 +109,7 @@ def limit_memory(
     )
     model.__dict__["forward"] = limiter
     limiter.wait_for_a_step()
-    return Handle(limiter)
+    return Handle.of(limiter)
 
 
 def _compiled(

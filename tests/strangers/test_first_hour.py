@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import logging
 import warnings
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
@@ -138,10 +141,10 @@ def test_a_limit_is_found_replaced_and_removed_inside_a_wrapped_forward() -> Non
     first = lowtide.limit_memory(model, "100%")
     wrapper = Autocast(model.forward)
     model.forward = wrapper  # type: ignore[method-assign]
-    assert lowtide.handle_of(model) == first
+    assert lowtide.handle_of(model) is first
     step(model)
     second = lowtide.limit_memory(model, "90%")
-    assert lowtide.handle_of(model) == second != first
+    assert lowtide.handle_of(model) is second is not first
     step(model)
     assert second.plan is not None and len(first.plans) == 1, "the limit inside is not in force any more"
     second.remove()
@@ -159,6 +162,28 @@ def test_a_limit_that_was_bound_to_its_model_runs() -> None:
     model.forward = types.MethodType(model.forward, model)  # type: ignore[method-assign]
     step(model)
     assert handle.plan is not None and lowtide.handle_of(model) is not None
+
+
+def test_a_limit_has_one_handle() -> None:
+    """Whoever asks gets the object that `limit_memory` or `lowtide.compile` made; a copy has its own, and a
+    model goes when nobody holds it or its handle.
+    """
+    model = mlp()
+    handle = lowtide.limit_memory(model, "100%")
+    twin = copy.deepcopy(model)
+    step(model)
+    handle.set_budget("90%")
+    assert lowtide.handle_of(model) is handle is lowtide.handle_of(model) and {handle: 1}[handle] == 1
+    own = lowtide.handle_of(twin)
+    assert own is lowtide.handle_of(twin) is not handle and own is not None and own.model is twin
+    gone = weakref.ref(model)
+    del model, handle
+    gc.collect()
+    assert gone() is None
+    compiled = lowtide.compile(mlp(), "100%", backend="aot_eager")
+    made = lowtide.handle_of(compiled)
+    made.set_budget("90%")  # type: ignore[union-attr]
+    assert made is not None and lowtide.handle_of(compiled) is made
 
 
 def test_a_handle_whose_limit_is_gone_says_so() -> None:

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 class Handle:
-    """What `limit_memory` returns; two of the same limit are equal.
+    """What `limit_memory` returns: the one handle of a limit.
 
     Attributes:
         model: the limited model.
@@ -36,11 +36,12 @@ class Handle:
         self._limiter = limiter
         self.model = limiter.model
 
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Handle) and other._limiter is self._limiter
-
-    def __hash__(self) -> int:
-        return hash(id(self._limiter))
+    @classmethod
+    def of(cls, limiter: Limiter) -> Handle:
+        """The handle of a limit, always the same one."""
+        if limiter.handle is None:
+            limiter.handle = cls(limiter)
+        return limiter.handle
 
     def __repr__(self) -> str:
         if self._limiter.removed and self.model.__dict__.get("forward") is not self._limiter:
@@ -261,7 +262,8 @@ def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory
 
 
 def handle_of(model: torch.nn.Module) -> Handle | None:
-    """The handle of a limited model, or ``None`` if it has no limit.
+    """The handle of a limited model, the very one that its limit was returned with, or ``None`` if it has no
+    limit.
 
     What others wrapped around the model's forward afterwards (accelerate does, for mixed precision) is seen
     through.
@@ -277,4 +279,4 @@ def handle_of(model: torch.nn.Module) -> Handle | None:
     forward: Any = model.__dict__.get("forward")
     while forward is not None and not isinstance(forward, Limiter):
         forward = getattr(forward, "__func__", None) or getattr(forward, "__wrapped__", None)
-    return None if forward is None or forward.removed else Handle(forward)
+    return None if forward is None or forward.removed else Handle.of(forward)

@@ -107,6 +107,7 @@ class Limiter:
         self.measured_bytes: int | None = None  # of the latest step that ended
         self.local = _Local()
         self.engagement: Engagement | None = None
+        self.handle: Any = None  # the only one, from the first that asks on
         self.crowded = False
 
     def __getstate__(self) -> dict[str, Any]:
