@@ -2,9 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
+import os
+import pty
+import re
+import struct
 import subprocess
 import sys
+import termios
 from pathlib import Path
 
 import pytest
@@ -17,7 +23,10 @@ SMALL = ["--model", "gpt-nano", "--batch", "8", "--seq", "128"]
 
 def run(*arguments: str, folder: Path | None = None) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "lowtide", *arguments]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300, check=False, cwd=folder)
+    environment = dict(os.environ)  # readline, which pytest loads, sets COLUMNS behind Python's back
+    return subprocess.run(
+        line, capture_output=True, text=True, timeout=300, check=False, cwd=folder, env=environment
+    )
 
 
 def main(
@@ -33,6 +42,46 @@ def main(
 
 def words(text: str) -> str:
     return " ".join(text.split())
+
+
+def on_terminal(columns: int, *arguments: str) -> str:
+    """What the command shows on a terminal that wide, without what moves the cursor and colours."""
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+    own = {
+        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PYTEST_CURRENT_TEST")
+    }
+    line = [sys.executable, "-m", "lowtide", *arguments]
+    with subprocess.Popen(line, stdin=end, stdout=end, stderr=end, env={**own, "TERM": "xterm"}) as process:
+        os.close(end)
+        shown = b""
+        try:
+            while part := os.read(terminal, 65536):
+                shown += part
+        except OSError:  # what Linux says when the other end was closed
+            pass
+        os.close(terminal)
+    assert process.returncode == 0, shown
+    return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
+
+
+def test_a_run_fits_a_narrow_terminal_and_leaves_lines_whole_in_a_log(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    text = tmp_path / "text.txt"
+    text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
+    training = ["train", *SMALL, "--steps", "2", "--data", str(text)]
+    shown = on_terminal(60, *training, "--report", str(tmp_path / "report.html"))
+    lines = re.split(r"[\r\n]+", shown)
+    assert max(map(len, lines)) <= 60, "\n".join(line for line in lines if len(line) > 60)
+    assert "held in every step" in words(shown) and "bitwise equal" in shown and "2/2" in shown
+    monkeypatch.delenv("COLUMNS", raising=False)
+    folder = tmp_path / ("a-long-name-" * 8)
+    done = run(*training, "--checkpoint-dir", str(folder))
+    log = done.stdout + done.stderr
+    assert not [letter for letter in log if letter != "\n" and not letter.isprintable()]
+    assert f"checkpoints in {folder}" in log.splitlines()
+    assert [line for line in log.splitlines() if line.startswith("2 steps in ") and line.endswith(" step")]
 
 
 def test_version_and_help_come_without_torch() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from abc import ABC, abstractmethod
 
 from rich.console import Console
@@ -16,6 +17,14 @@ NARROW = 80
 
 LINES = 10
 """How many times a run reports itself where there is no terminal."""
+
+
+def say(console: Console, text: str) -> None:
+    """Print a line: folded between words at the width of a terminal, or where ``COLUMNS`` says; whole in a
+    file, whose lines programs read.
+    """
+    folds = console.is_terminal or "COLUMNS" in os.environ
+    console.print(text, highlight=False, soft_wrap=not folds)
 
 
 class Progress(ABC):
@@ -74,10 +83,10 @@ class ConsoleProgress(Progress):
 
     def start(self, first: int, steps: int, what: str) -> None:
         self._first, self._steps = first, steps
-        self._console.print(what, highlight=False, soft_wrap=True)
+        say(self._console, what)
 
     def note(self, text: str) -> None:
-        self._console.print(text, highlight=False, soft_wrap=True)
+        say(self._console, text)
 
     def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None:
         if done - self._first > 1:  # the first step plans
@@ -104,16 +113,11 @@ class ConsoleProgress(Progress):
             self._bar.update(self._task, completed=done, loss=loss, rate=rate, peak=peak)
         elif done == self._first + 1 or done == self._steps or done % max(1, self._steps // LINES) == 0:
             text = f"step {done}/{self._steps}  loss {loss:.3f}  {rate:,.0f} tokens/s  peak {peak}"
-            self._console.print(text, highlight=False, soft_wrap=True)
+            say(self._console, text)
 
     def evaluated(self, done: int, loss: float, bytes_per_token: float) -> None:
         bits = loss / math.log(2) / bytes_per_token
-        # at most 60 columns
-        self._console.print(
-            f"step {done}/{self._steps}  validation {loss:.3f} ({bits:.2f} bits a byte)",
-            highlight=False,
-            soft_wrap=True,
-        )
+        say(self._console, f"step {done}/{self._steps}  validation {loss:.3f} ({bits:.2f} bits a byte)")
 
     def finish(self) -> None:
         if self._bar is not None:
@@ -121,4 +125,4 @@ class ConsoleProgress(Progress):
             self._bar = None
 
     def comparing(self) -> None:
-        self._console.print("measuring the plain and the planned step in turn ...")
+        say(self._console, "measuring the plain and the planned step in turn ...")

@@ -10,6 +10,7 @@ from rich.table import Table
 from lowtide.budget import format_bytes
 from lowtide.report import percent_text, save_picture, seconds_text, terminal_picture
 from lowtide.train.compare import Comparison
+from lowtide.train.progress import say
 from lowtide.train.result import TrainResult
 
 PICTURE_WIDTH, PICTURE_HEIGHT = 96, 16
@@ -27,9 +28,9 @@ MEANINGS = {
 def show(result: TrainResult, console: Console) -> None:
     """Print everything that a run found."""
     console.print()
-    console.print(_losses(result), highlight=False, soft_wrap=True)
+    say(console, _losses(result))
     for rank in result.ranks:
-        console.print(_rank(rank), highlight=False, soft_wrap=True)
+        say(console, _rank(rank))
     comparison = result.comparison
     if comparison is not None:
         console.print(_table(result, comparison))
@@ -48,10 +49,10 @@ def show(result: TrainResult, console: Console) -> None:
         ("report", result.options.report if result.report is not None else None),
     ):
         if file is not None:
-            console.print(f"{what} in {file}", highlight=False)
+            say(console, f"{what} in {file}")
     folder = result.options.checkpoint_dir
     if folder is not None:
-        console.print(f"checkpoints in {folder}", highlight=False)
+        say(console, f"checkpoints in {folder}")
 
 
 def save_plot(result: TrainResult) -> None:
