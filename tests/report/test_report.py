@@ -16,10 +16,11 @@ from synthetic import transformer
 from lowtide.errors import LowtideError, PlanError
 from lowtide.plan import make
 from lowtide.plan.simulate import plain
-from lowtide.report import Report, make_report, save_report
+from lowtide.report import Measured, Report, make_report, save_report
 from lowtide.report.page import page, page_data
 from lowtide.report.report import DECISIONS, decided, layer_of, part_of
 from lowtide.report.tradeoff import tradeoff
+from lowtide.train.planning import PlanOptions, traced_and_planned
 
 
 class Links(HTMLParser):
@@ -122,6 +123,20 @@ def test_every_module_of_the_data_has_a_layer(report: Report) -> None:
     data = page_data(report)
     assert {label[1] for label in data["labels"]} == set(data["modules"])
     assert {row["module"] for row in data["decided"]} == set(data["layers"])
+
+
+def test_the_page_of_the_largest_benchmark_has_little_to_open() -> None:
+    """24 layers of 1,024 features are the most operations that a benchmark plans. A browser reads the data
+    before it shows anything, so this bounds what opening the page takes; that itself is not timed.
+    """
+    graph, plan = traced_and_planned(PlanOptions("gpt2-medium", None, policy="full", batch=2, seq=512))
+    moments = tuple((k * plan.plain_seconds / 600, 1_000_000_007 + 12_345 * k) for k in range(600))
+    measured = Measured(plan.plain_peak_bytes, plan.plain_seconds, moments)
+    made = make_report(graph, plan, points=(), measured_plain=measured, measured_planned=measured)
+    text = page(made)
+    data = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert data is not None and len(graph.operations) > 700
+    assert len(data.group(1).encode()) < 250_000 and len(text.encode()) < 350_000
 
 
 def test_the_page_of_96_layers_is_small(deep: Report) -> None:
