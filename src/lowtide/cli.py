@@ -72,7 +72,7 @@ def train(
     context: typer.Context,
     run_folder: Annotated[
         Path | None,
-        typer.Argument(metavar="[RUN]", help="With --resume, the run's folder.", show_default=False),
+        typer.Argument(metavar="RUN", help="With --resume, the run's folder.", show_default=False),
     ] = None,
     model: Model = "gpt-mini",
     pretrained: Annotated[
