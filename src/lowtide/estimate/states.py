@@ -110,12 +110,13 @@ def state_lines(config: Config, stage: int) -> list[Line]:
         Line("weights", "weights", ceil(states.weights), f"{weight}Ψ{'/d' if zero >= 3 else ''}",
             figure if zero >= 3 else plain, _count(count)),
         Line(
-            "gradients", "gradients", ceil(states.gradients), f"{gradient}Ψ{host}{'/d' if zero >= 2 else ''}",
+            "gradients", "gradients", ceil(states.gradients),
+            f"{gradient}Ψ{host}{'/d' if zero >= 2 else ''}",
             (figure if zero >= 2 else plain) + away,
         ),
         Line(
-            "optimizer", f"{parts}{config.optimizer} "
-                         "state", ceil(states.optimizer), f"{optimizer}Ψ{host}{'/d' if zero >= 1 else ''}",
+            "optimizer", f"{parts}{config.optimizer} state", ceil(states.optimizer),
+            f"{optimizer}Ψ{host}{'/d' if zero >= 1 else ''}",
             (figure if zero >= 1 else plain) + away,
         ),
     ]  # fmt: skip
