@@ -10,7 +10,7 @@ import torch
 
 from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage
-from lowtide.run.record.digest import same_bytes, words_of
+from lowtide.run.record.digest import same_bytes
 from lowtide.run.record.tape import Node, flat_results, run_again
 
 Verify = Literal["first", "always", "never"]
@@ -39,10 +39,8 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def on_a_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor over a copy of its whole storage, which counts as any tensor does: the meter sees nothing of
-    what a storage's own ``clone`` allocates.
-    """
-    storage = words_of(tensor, torch.uint8, tensor.untyped_storage().nbytes()).clone().untyped_storage()
+    """The tensor over a copy of its whole storage."""
+    storage = tensor.untyped_storage().clone()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore
 
