@@ -120,6 +120,14 @@ def test_settings_of_the_user_come_first() -> None:
     assert abs(real_peak(compiled, model, x) / handle.predicted_peak_bytes - 1) <= 0.01
 
 
+def test_settings_given_beside_compile_options_are_predicted_with() -> None:
+    """Buffers that wait for the next of their size take 5.5 MB at least."""
+    options = {**lowtide.compile_options(5_300_000), "allow_buffer_reuse": True}
+    compiled = torch.compile(Model(layers=4, width=64), options=options)
+    with pytest.raises(Exception, match="BudgetError"):
+        compiled(torch.randn(1024, 64))
+
+
 class Gate(nn.Module):
     """Inductor writes a gate's gradient over one of the products that backward was handed."""
 

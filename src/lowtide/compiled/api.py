@@ -345,7 +345,7 @@ def compile_options(budget: str | int) -> dict[str, Any]:
     """
     check_budget(budget)
     honour_regions()
-    return {**FREES_AT_ONCE, "custom_partitioner_fn": Partitioner(budget, options=dict(FREES_AT_ONCE))}
+    return {**FREES_AT_ONCE, "custom_partitioner_fn": Partitioner(budget, options={})}
 
 
 def _given(**ways: Sequence[Any]) -> str:
