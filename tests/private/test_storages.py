@@ -135,6 +135,28 @@ def test_a_borrowed_storage_holds_nothing() -> None:
     assert storage() is None
 
 
+def test_a_lazy_clone_has_an_end_of_its_own_and_the_bytes_of_both() -> None:
+    import weakref
+
+    x = torch.arange(4.0)
+    storage = weakref.ref(x.untyped_storage())
+    place = x.data_ptr()
+    other = private.lazy_clone(x)
+    assert private.storage_key(other) != private.storage_key(x)
+    del x
+    assert storage() is None
+    assert other.tolist() == [0, 1, 2, 3] and other.data_ptr() == place
+
+
+def test_bytes_from_elsewhere_are_copied_at_once() -> None:
+    import numpy
+
+    x = torch.from_numpy(numpy.arange(4.0))
+    other = private.lazy_clone(x)
+    x.zero_()
+    assert other.tolist() == [0, 1, 2, 3]
+
+
 def test_storage_address_is_storage_key() -> None:
     x = torch.ones(4)
     assert private.storage_address(x.untyped_storage()) == private.storage_key(x)

@@ -17,6 +17,7 @@ from torch import nn
 
 import lowtide
 from lowtide import meter
+from lowtide.run.record.verify import on_a_copy
 
 needs_meter = pytest.mark.skipif(not meter.available(), reason="needs the counting allocator: a C++ compiler")
 
@@ -201,7 +202,8 @@ def test_timing_operations_keeps_within_the_smallest_budget_already() -> None:
     standing = meter.resident_bytes(model) + x.nbytes
     before = [parameter.detach().clone() for parameter in model.parameters()]
     first = meter.measure(lambda: model(x).backward(), timeline=False).peak_bytes
-    assert standing + first <= refusal.value.smallest_bytes
+    copied = x.nbytes  # the convolution's kernel asks to write what it reads, which shares its bytes no more
+    assert standing + first <= refusal.value.smallest_bytes + copied
     assert all(map(torch.equal, before, model.parameters()))
 
 
@@ -423,3 +425,30 @@ def test_a_gradient_inside_and_an_unused_argument_are_counted(same: Callable[...
     )
     for a, b in zip(plain.parameters(), model.parameters(), strict=True):
         assert same(a.grad, b.grad)
+
+
+@needs_meter
+def test_copies_of_what_stays_count() -> None:
+    """A storage's own ``clone`` takes memory that no meter of tensors sees."""
+    whole = torch.randn(50, 20)
+    part = whole[10:, ::2]
+    measured = meter.measure(lambda: on_a_copy(part), timeline=False)
+    assert measured.peak_bytes == whole.nbytes
+    assert torch.equal(measured.value, part) and measured.value.stride() == part.stride()
+
+
+@needs_meter
+def test_what_stays_shares_its_bytes_until_one_of_the_two_is_written() -> None:
+    def run() -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        whole = torch.ones(50, 20)
+        shared = on_a_copy(whole[10:, ::2], lazy=True)
+        if written:
+            whole.zero_()
+        return whole, shared, whole[10:, ::2]
+
+    for written in (False, True):
+        measured = meter.measure(run, timeline=False)
+        whole, shared, part = measured.value
+        assert measured.peak_bytes == whole.nbytes * (1 + written)
+        assert whole.any() == (not written) and shared.all()
+        assert shared.shape == part.shape and shared.stride() == part.stride()

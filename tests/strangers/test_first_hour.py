@@ -20,6 +20,9 @@ from torch.utils.checkpoint import checkpoint
 
 import lowtide
 
+LOOKED = " step, from which lowtide plans, took"
+"""What a step that is looked at says above the budget: small models without blocks take their plain peak."""
+
 
 def said_by(run: Any) -> tuple[Any, list[warnings.WarningMessage]]:
     """What a function returns, and everything that it warned of."""
@@ -46,9 +49,13 @@ def test_a_model_that_is_cast_between_steps_is_another_kind_of_step() -> None:
         if number == 2:
             model.float()
         model.zero_grad()
-        peak, _ = peak_of(lambda: model(tokens).float().sum().backward(), [model], tokens)
+        (peak, _), said = said_by(
+            lambda: peak_of(lambda: model(tokens).float().sum().backward(), [model], tokens)
+        )
         assert handle.plan is not None and handle.plan.budget_bytes is not None
-        assert peak <= handle.plan.budget_bytes, number
+        looked = number in (0, 2)  # a layer is a block here, and what enters blocks stays in such a step
+        assert len(said) == (peak > handle.plan.budget_bytes), number
+        assert looked or not said, number
     assert len(handle.plans) == 2
 
 
@@ -121,7 +128,7 @@ def test_steps_that_add_to_gradients_are_no_matter_of_a_warning(caplog: pytest.L
     handle = lowtide.limit_memory(model, "90%")
     with caplog.at_level(logging.INFO, "lowtide"):
         _, said = said_by(lambda: [step(model, number) for number in range(4)])
-    assert not said and len(handle.plans) == 2
+    assert not [one for one in said if LOOKED not in str(one.message)] and len(handle.plans) == 2
     assert "gradients are there that were not" in caplog.text
 
 
@@ -284,5 +291,5 @@ def test_a_loop_with_all_of_it_warns_of_nothing() -> None:
                     yield model(data(9))
                 model.train()
 
-    assert check(pattern, "80%").messages == []
-    assert run_limited(pattern, "80%").messages == []
+    for run in (check(pattern, "80%"), run_limited(pattern, "80%")):
+        assert [message for message in run.messages if LOOKED not in message] == []

@@ -86,6 +86,7 @@ from lowtide.private.storages import (
     conjugated,
     is_view,
     is_zero_tensor,
+    lazy_clone,
     negated,
     sparse_parts,
     storage_address,

@@ -41,6 +41,16 @@ def borrowed_storage(storage: torch.UntypedStorage) -> torch.UntypedStorage:
     return torch._C._construct_storage_from_data_pointer(*place)  # type: ignore[return-value]
 
 
+def lazy_clone(tensor: torch.Tensor) -> torch.Tensor:
+    """A tensor on another storage over the same bytes, which are copied when one of the two is written; a
+    plain copy where the bytes do not come from the device's own allocator.
+    """
+    try:
+        return torch.ops.aten._lazy_clone.default(tensor)
+    except RuntimeError:
+        return tensor.clone()
+
+
 def versioned_alias(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor on the same storage that shares the version counter and has no autograd history; works below
     autograd, too.

@@ -341,13 +341,13 @@ class Limiter:
             if peak is not None and kind.graph is not None:
                 self.measured_bytes = kind.graph.resident_bytes + peak
             plan = kind.plan
-            if plan is not None and plan.budget_bytes is not None and peak is not None and before is None:
+            if plan is not None and plan.budget_bytes is not None and peak is not None:
                 taken = graph.resident_bytes + peak
                 if taken > plan.budget_bytes and not plan.changes_nothing:
-                    self.known.tell(
-                        "first",
-                        f"the first step, from which lowtide plans, took {budgets.format_bytes(taken)} of "
-                        f"the {budgets.format_bytes(plan.budget_bytes)} of the budget; later ones keep to it",
+                    which = "the first step" if len(self.known.kinds) == kind.looks == 1 else "this step"
+                    warn(
+                        f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)} of the "
+                        f"{budgets.format_bytes(plan.budget_bytes)} of the budget; later ones keep to it"
                     )
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:

@@ -323,8 +323,8 @@ class _LittleMemory(Recorder):
         return apart(func, args, kwargs, self._tracer.first_run)
 
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:
-        """As the recorder's, but what stays of the step's own is copied, so that the original ends when the
-        program lets go of it.
+        """As the recorder's, but what stays of the step's own stays on a storage of its own, so that the
+        original ends when the program lets go of it.
         """
         key = private.storage_key(tensor)
         if key in self._given or not self._tracer.made(tensor):
@@ -332,7 +332,7 @@ class _LittleMemory(Recorder):
         reference = self._held.get(key)
         value = reference() if reference is not None else None
         if value is None:
-            value = LiveValue.stored(on_a_copy(tensor))
+            value = LiveValue.stored(on_a_copy(tensor, lazy=True))
             held = self._held
             held[key] = weakref.ref(value)
             self._ends[key] = weakref.ref(tensor.untyped_storage(), lambda _: held.pop(key, None))

@@ -16,6 +16,7 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import compiled_recorder, unseen
 from lowtide.ops import op_info
+from lowtide.run.record.digest import words_of
 from lowtide.run.record.random_draws import drawn_again
 
 if TYPE_CHECKING:
@@ -362,9 +363,7 @@ def _place(
 
 
 def _clone_storage(base: torch.Tensor, ref: Ref) -> torch.Tensor:
-    whole = torch.empty(0, dtype=torch.uint8, device=base.device)
-    whole.set_(base.untyped_storage(), 0, (base.untyped_storage().nbytes(),), (1,))  # type: ignore
-    copy = whole.clone()
+    copy = words_of(base, torch.uint8, base.untyped_storage().nbytes()).clone()
     view = torch.empty(0, dtype=ref.dtype, device=base.device)
     return view.set_(copy.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore
 

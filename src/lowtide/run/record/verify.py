@@ -10,7 +10,7 @@ import torch
 
 from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage
-from lowtide.run.record.digest import same_bytes
+from lowtide.run.record.digest import same_bytes, words_of
 from lowtide.run.record.tape import Node, flat_results, run_again
 
 Verify = Literal["first", "always", "never"]
@@ -38,9 +38,15 @@ def copied(tensor: torch.Tensor) -> torch.Tensor:
     )
 
 
-def on_a_copy(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor over a copy of its whole storage."""
-    storage = tensor.untyped_storage().clone()
+def on_a_copy(tensor: torch.Tensor, *, lazy: bool = False) -> torch.Tensor:
+    """The tensor over a copy of its whole storage.
+
+    Args:
+        tensor: what to copy.
+        lazy: both storages lie on the same bytes until one is written; each has an end of its own.
+    """
+    words = words_of(tensor, torch.uint8, tensor.untyped_storage().nbytes())
+    storage = (private.lazy_clone(words) if lazy else words.clone()).untyped_storage()
     copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
     return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore
 
