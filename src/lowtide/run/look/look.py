@@ -1,7 +1,7 @@
 """Look at one step: run it for real, in little memory, and write it down.
 
 Comes in: a model's forward and its arguments; its caller computes the loss and calls backward, as in any
-step. Goes out, when backward has ended: the `StepGraph`. Every block keeps a copy of what enters it,
+step. Goes out, when backward has ended: the `StepGraph`. Every block keeps what enters it (copy on write),
 everything else is evicted as autograd packs it and replayed in backward. So nothing but the program itself
 holds what the step made, and the storages' ends are the program's own. Each forward operation runs twice at
 once: that verifies that it can be replayed, and times it warm.
