@@ -28,6 +28,7 @@ NAMES = (
     "long_sequence",
     "recorder",
     "techniques",
+    "report_page",
     "report",
     "figures",
 )

@@ -205,11 +205,33 @@ def host_optimizer() -> str:
     return f"{table(['schedule', 'on the host', 's a step'], body)}\n\n{text}"
 
 
+def report_page() -> str:
+    """How large the report's page is, and how soon it stands."""
+    found = load("report_page")
+    body = [
+        [
+            row["model"],
+            str(row["operations"]),
+            f"{row['bytes'] / 1e6:.2f}",
+            *(
+                f"{row[key]:.2f}" if key in row else "not run"
+                for key in ("open_seconds_390", "open_seconds_1440")
+            ),
+        ]
+        for row in found["rows"]
+    ]
+    head = ["model", "operations", "MB", "s to open at 390 pixels", "at 1440 pixels"]
+    return (
+        f"{table(head, body)}\n\nHeadless Chromium {found['browser']}, until charts are drawn "
+        f"({where(found)}; `python -m benchmarks report_page`)."
+    )
+
+
 FIGURES: dict[str, Callable[[], str]] = {
     made.__name__: made
     for made in (
         which, recompute, scopes, planner, offload, codecs, tensor_parallel, pipelines, host_optimizer,
-        chunked_loss,
+        chunked_loss, report_page,
     )
 }  # fmt: skip
 
