@@ -16,6 +16,7 @@ from torch import fx
 from lowtide import budget as budgets
 from lowtide.budget import ACTIVATIONS, STANDING, with_slack
 from lowtide.compiled.coding import codecs_of, coded, scratch_bytes
+from lowtide.compiled.correction import NEAR, ROUNDS, Correction, at_or_smallest
 from lowtide.compiled.costs import Cost, Size, costs_of, surplus_of
 from lowtide.compiled.cut import cut
 from lowtide.compiled.generated import profile_generated
@@ -24,7 +25,6 @@ from lowtide.compiled.liveness import Profile, profile
 from lowtide.compiled.moving import moved, tiers_of
 from lowtide.compiled.scratch import Bench, Scratch
 from lowtide.compiled.steps import Outside, StepBuilder
-from lowtide.errors import BudgetError
 from lowtide.plan import make, policies
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.plan.moves.placements import missing_links
@@ -32,16 +32,10 @@ from lowtide.private import inductor, partitioning
 from lowtide.run.limit.margins import within
 from lowtide.trace.costs.roofline import outside_modes
 
-ROUNDS = 5
-"""Plans for one budget, each corrected by what the one before would really take."""
-
 ABOVE_LEAST = (1.01, 1.03)
 """Targets, as parts of the smallest that the search finds, that are tried for the smallest budget, too: what
 is really allocated does not rise with them.
 """
-
-NEAR = 0.97
-"""Share of a binding budget from which a plan uses it well."""
 
 Profiles = Callable[[Size], tuple[Profile, Profile]]
 """What two halves do to memory, for sizes as numbers."""
@@ -201,12 +195,7 @@ def plan_graph(
         return halves
 
     def attempt(target: int | None) -> tuple[Plan, Halves, int]:
-        try:
-            plan = make(step.graph, None if target is None else max(1, target), policy, False)
-        except BudgetError as error:
-            if error.smallest_bytes is None:
-                raise
-            plan = make(step.graph, error.smallest_bytes, policy, False)
+        plan = at_or_smallest(step.graph, target, policy)
         key = hash((plan.stored, plan.window_bytes, *((move.value, move.decision) for move in plan.moves)))
         if key not in tried:
             halves = carried_out(plan)
@@ -230,16 +219,14 @@ def plan_graph(
         fitting = [one for one in tried.values() if one[2] <= room]
         return min(fitting, key=lambda one: one[0].predicted_extra_seconds, default=None)
 
-    best, target = best_that_fits(), room
+    best = best_that_fits()
+    correction, target = Correction(room), room
     for _ in range(ROUNDS):
-        if best is not None and best[2] >= NEAR * limit:
+        if target is None or (best is not None and best[2] >= NEAR * limit):
             break
         plan, _, peak = attempt(target)
         best = best_that_fits()
-        following = room - (peak - plan.predicted_peak_bytes)
-        if following == target or (peak <= room and following < target):
-            break
-        target = following
+        target = correction.following(target, plan.predicted_peak_bytes, peak)
     if best is None:
         least = smallest() + 1
         best = best_that_fits()

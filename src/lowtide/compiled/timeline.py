@@ -19,24 +19,18 @@ from scipy.sparse import coo_array
 
 from lowtide import budget as budgets
 from lowtide.budget import ACTIVATIONS, STANDING, with_slack
+from lowtide.compiled.correction import NEAR, ROUNDS, Correction, at_or_smallest
 from lowtide.compiled.recording import Call, Moment, Recording
 from lowtide.compiled.steps import Outside, Step, StepBuilder
 from lowtide.compiled.variants import Menu, Variant
-from lowtide.errors import BudgetError
 from lowtide.plan import make, make_plan
 from lowtide.plan.bound.relaxation import Bound
 from lowtide.plan.data import Plan
 from lowtide.run.limit.margins import within
 
-ROUNDS = 4
-"""Plans of the whole step for one budget, each corrected by what the one before would really take."""
-
 SPREAD = 4
 """Ways to cut a graph that is called several times, between the least memory and the plain cut, that are
 looked at beside those that plans of the whole step ask for: these differ from call to call."""
-
-NEAR = 0.97
-"""Share of a binding budget from which a plan uses it well."""
 
 MOST_VARIANTS = 3
 """Ways to cut one graph in one step: each is compiled."""
@@ -162,18 +156,15 @@ class _Planning:
             plan = make(self.step.graph, policy="keep_all", progress=False)
             return self._told(plain, plan, limit, plain_peak, plain_peak)
         room = within(limit)
-        target, best, bound = room, None, None
+        correction, target, best, bound = Correction(room), room, None, None
         for _ in range(ROUNDS):
-            plan = self._ask(target)
+            if target is None or (best is not None and self.time.peak(best) >= NEAR * limit):
+                break
+            plan = at_or_smallest(self.step.graph, target)
             bound = bound or Bound(plan.bound_extra_seconds, plan.bound_peak_bytes)
             meant = self._columns(plan)
             best = self._choose(room) or best
-            if best is not None and self.time.peak(best) >= NEAR * limit:
-                break
-            following = room - (self.time.peak(meant) - plan.predicted_peak_bytes)
-            if following == target:
-                break
-            target = following
+            target = correction.following(target, plan.predicted_peak_bytes, self.time.peak(meant))
         if best is None:
             smallest = with_slack(self._smallest()) + 1
             raise budgets.too_small(
@@ -190,14 +181,6 @@ class _Planning:
         plan = replace(plan, predicted_extra_seconds=extra)
         return self._told(best, plan, limit, self.time.peak(best), plain_peak)
 
-    def _ask(self, target: int) -> Plan:
-        try:
-            return make(self.step.graph, max(1, target), progress=False)
-        except BudgetError as error:
-            if error.smallest_bytes is None:
-                raise
-            return make(self.step.graph, error.smallest_bytes, progress=False)
-
     def _columns(self, plan: Plan) -> list[Variant]:
         """What a plan of the whole step means for each call."""
         stored: dict[int, set[str]] = {}
@@ -208,7 +191,7 @@ class _Planning:
 
     def _smallest(self) -> int:
         """The smallest peak that is found."""
-        self._columns(self._ask(1))
+        self._columns(at_or_smallest(self.step.graph, 1))
         found = self._choose(None)
         assert found is not None
         return self.time.peak(found)
