@@ -85,8 +85,21 @@ class Seen(Model):
         return super().forward(self.patches(x).flatten(2).transpose(1, 2))
 
 
-def test_inductor_holds_the_budget_as_predicted() -> None:
-    model, x = Seen(), torch.randn(2, 3, 128, 128)
+class OddRows(Model):
+    """65 rows of 48 numbers: where Inductor pads strides, it would pad these, but not on a CPU."""
+
+    def __init__(self) -> None:
+        super().__init__(layers=2, width=48)
+        self.first = nn.Parameter(torch.zeros(1, 1, 48))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = torch.cat([self.first.expand(len(x), 1, 48), x], 1)
+        return super().forward(nn.functional.layer_norm(x, (48,)))
+
+
+@pytest.mark.parametrize(("kind", "shape"), [(Seen, (2, 3, 128, 128)), (OddRows, (4, 64, 48))])
+def test_inductor_holds_the_budget_as_predicted(kind: type[Model], shape: tuple[int, ...]) -> None:
+    model, x = kind(), torch.randn(shape)
     twin = copy.deepcopy(model)
     twin(x).backward()
     compiled = lowtide.compile(model, "min")

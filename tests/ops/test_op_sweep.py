@@ -80,13 +80,13 @@ def check(outcomes: list[Any]) -> None:
     assert not wrong
     total = op_sweep.total(outcomes)
     assert total["dropped_percent"] >= 95
-    # what stayed is named, or could not be reached: sparse tensors, noise that its operation fills, and index
-    # tensors that Python's square brackets make below the dispatcher
+    # what stayed is named, or could not be reached: sparse tensors, noise that its operation fills, index
+    # tensors that Python's square brackets make below the dispatcher, and what rests on lengths given to
+    # ctc_loss as a list, which C++ makes a tensor of unseen
     for outcome in outcomes:
         if outcome.dropped_bytes < outcome.droppable_bytes:
-            assert outcome.kept or any(word in outcome.name for word in ("sparse", "rrelu", "__getitem__")), (
-                outcome
-            )
+            unreached = ("sparse", "rrelu", "__getitem__", "ctc_loss")
+            assert outcome.kept or any(word in outcome.name for word in unreached), outcome
 
 
 SELDOM = ("strided", "conjugate", "negative")

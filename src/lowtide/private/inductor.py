@@ -114,6 +114,7 @@ def generated(
         torch.no_grad(),
         DebugContext(),
         V.set_fake_mode(mode),
+        _compile_fx.maybe_disable_comprehensive_padding(inputs),
     ):
         _compile_fx.view_to_reshape(twin)
         _compile_fx.fake_tensor_prop(twin, inputs)

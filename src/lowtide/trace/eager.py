@@ -215,11 +215,11 @@ class StepTracer(Tracer, Interceptor):
 
     def _scratch_of(self, kind: Any) -> int:
         """What one of equal calls takes at most. The threads of a collective may let go of an earlier one's
-        buffers while it runs, which looks like scratch: there the middle one counts.
+        buffers while it runs, which looks like scratch: there the least counts.
         """
         found = [*self._scratch.get(kind, ()), *self._scratch.get((kind, "cold"), ())]
         if found and getattr(kind[0], "namespace", "") == "_c10d_functional":
-            return statistics.median_low(found)
+            return min(found)
         return max(found, default=0)
 
     def graph(self) -> StepGraph:
