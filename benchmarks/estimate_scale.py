@@ -170,7 +170,7 @@ def write_docs(data: dict[str, Any]) -> None:
                 str(one["pp"]) + (f" x{one['interleave']}" if one["interleave"] > 1 else ""),
                 *(str(one[key]) for key in ("dp", "zero", "micro_batch", "recompute")),
                 "host" if one["offload_optimizer"] else "device",
-                one["loss"].replace("auto", "whole"),
+                one["loss"].replace("auto", "torch" if one["tp"] == 1 else "in-place"),
                 f"{one['reserved_bytes'] / gib:.1f}",
                 f"{one['seconds']:.0f}",
             ]

@@ -38,6 +38,14 @@ def test_llama_3_8b_at_8k_on_four_cards() -> None:
     assert json.loads(done.output)["total_bytes"] == found.best[0].total_bytes
 
 
+@pytest.mark.parametrize("devices", [3, 6, 12, 24])
+def test_any_number_of_devices_has_a_step_that_divides_among_them(devices: int) -> None:
+    found = suggest("llama3-8b", devices=devices, device=A100, memory_bytes=80 * 10**9, seq=8192)
+    assert found.fits
+    for one in found.best:
+        assert one.config.global_batch % one.config.dp == 0 and one.config.global_batch * 8192 >= 1 << 22
+
+
 def test_the_order_is_the_one_that_is_told() -> None:
     """Steps of 3 % in time, in each the simpler first, of equals the faster; the command says so above its
     table.

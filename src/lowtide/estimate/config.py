@@ -233,7 +233,7 @@ class Config:
         if self.global_batch % step:
             raise EstimateError(
                 f"--global-batch={self.global_batch} is no multiple of --micro-batch={self.micro_batch} x "
-                f"--dp={self.dp}: choose one of {step}"
+                f"--dp={self.dp}: choose a multiple of {step}"
             )
         if self.interleave > 1 and self.micro_batches % self.pp:
             raise EstimateError(

@@ -338,8 +338,10 @@ def _order(found: Suggestion, fastest: float) -> tuple[int, tuple[bool, bool, in
 
 
 def _usual_batch(seq: int, devices: int) -> int:
-    """Sequences in a step: about four million tokens, a power of two, and at least one a device."""
-    batch = 1
+    """Sequences in a step: about four million tokens, at least one a device, and as many on each: a power of
+    two, times what is odd in the number of devices.
+    """
+    batch = devices // (devices & -devices)
     while batch * seq < STEP_TOKENS or batch < devices:
         batch *= 2
     return batch
