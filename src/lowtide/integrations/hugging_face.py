@@ -46,8 +46,8 @@ class LimitMemory(TrainerCallback):
         if handle_of(model) not in (None, self.handle):
             warn(
                 "LimitMemory replaces the limit that is on this model already, and takes its own off when "
-                "training ends: if that was yours, leave out one of them (a run that ended in an error leaves "
-                "its own, too)"
+                "training ends: if that was yours, leave out one of them (a run that ended in an error "
+                "leaves its own, too)"
             )
         self.handle = limit_memory(model, self.budget, optimizer=optimizer, **self.options)
         self._peaks = Peaks(self.handle)
