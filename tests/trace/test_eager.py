@@ -413,16 +413,28 @@ def test_a_window_that_a_function_looks_into_is_real() -> None:
     ]
 
 
-def test_buffers_that_go_beside_a_collective_are_not_its_scratch() -> None:
+def test_buffers_that_come_and_go_beside_a_collective_are_not_its_scratch() -> None:
+    """Its threads hold a copy of the input a while longer, and let go of that of an earlier one."""
     pytest.importorskip("torch.distributed")
     import torch.distributed._functional_collectives
 
-    tracer = StepTracer(None, torch.device("cpu"))
-    gather = (torch.ops._c10d_functional.all_gather_into_tensor.default, (), ())
-    product = (torch.ops.aten.mm.default, (), ())
-    tracer._scratch = {gather: [128, 192, 128], product: [128, 192, 128]}
-    assert tracer._scratch_of(gather) == 128
-    assert tracer._scratch_of(product) == 192
+    held: list[torch.Tensor] = []
+
+    def call(last: bool) -> torch.Tensor:
+        if last:
+            held.clear()
+        held.append(torch.empty(64))
+        return torch.empty(8)
+
+    for func, expected in (
+        (torch.ops._c10d_functional.reduce_scatter_tensor.default, 256),
+        (torch.ops.aten.mm.default, 0),  # what is left of another operation is counted elsewhere
+    ):
+        tracer = StepTracer(None, torch.device("cpu"))
+        for last in (False, True):
+            tracer.measured((func, (), ()), lambda last=last: call(last))
+        assert max(tracer._scratch[func, (), ()]) == expected
+        held.clear()
 
 
 class Masked(nn.Module):

@@ -8,6 +8,7 @@ warm, is what an operation's seconds and scratch are taken from.
 from __future__ import annotations
 
 import statistics
+import time
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -17,7 +18,7 @@ import torch
 from lowtide import private
 from lowtide.graph import StepGraph
 from lowtide.interception import Interceptor, proceed, unseen
-from lowtide.meter import measurable, peak
+from lowtide.meter import Peak, measurable, peak
 from lowtide.meter.resident import plain_parts
 from lowtide.ops import has_plain_storage, is_sparse, op_info, tensors_of, written_tensors
 from lowtide.trace.clock import Clock
@@ -30,6 +31,8 @@ HIDDEN = "it was made by code that the dispatcher does not see"
 _ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
 _REENTRANT = "CheckpointFunctionBackward"
 """Name of the autograd node of a reentrant ``torch.utils.checkpoint``."""
+_TIDY_SECONDS = 0.01
+"""At most so long a look waits for the threads of one collective to let go of its buffers."""
 _ASKS = ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default")
 
 
@@ -188,8 +191,11 @@ class StepTracer(Tracer, Interceptor):
         else:
             with peak(self.device) as seen:
                 result, seconds = self.clock.time(call)
-                live = max(0, seen.live_bytes)
-            self._scratch.setdefault(cost, []).append(seen.peak_bytes - live)
+                left = max(0, seen.live_bytes)
+                if _is_collective(cost):
+                    left = sum(tensor.nbytes for tensor in tensors_inside(result))
+                    _await_threads(seen, left)
+            self._scratch.setdefault(cost, []).append(max(0, seen.peak_bytes - left))
         self._seconds.setdefault(cost, []).append(seconds)
         return result
 
@@ -208,19 +214,11 @@ class StepTracer(Tracer, Interceptor):
 
         def cost_of(kind: Any) -> tuple[float, int]:
             runs = self._seconds.get(kind) or self._seconds.get((kind, "cold")) or ()
-            return statistics.median(read() for read in runs) if runs else 0.0, self._scratch_of(kind)
+            scratch = (*self._scratch.get(kind, ()), *self._scratch.get((kind, "cold"), ()))
+            return statistics.median(read() for read in runs) if runs else 0.0, max(scratch, default=0)
 
         found = {kind: cost_of(kind) for kind in set(self._costs)}
         return [found[kind] for kind in self._costs]
-
-    def _scratch_of(self, kind: Any) -> int:
-        """What one of equal calls takes at most. The threads of a collective may let go of an earlier one's
-        buffers while it runs, which looks like scratch: there the least counts.
-        """
-        found = [*self._scratch.get(kind, ()), *self._scratch.get((kind, "cold"), ())]
-        if found and getattr(kind[0], "namespace", "") == "_c10d_functional":
-            return min(found)
-        return max(found, default=0)
 
     def graph(self) -> StepGraph:
         """As the base's, with gradients added in place where autograd's engine would."""
@@ -269,6 +267,21 @@ def _cost_key(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     arguments.
     """
     return (func, tuple(map(_form, args)), tuple((name, _form(item)) for name, item in kwargs.items()))
+
+
+def _is_collective(cost: Any) -> bool:
+    """Whether a kind of operation returns what a collective made."""
+    func = cost[0][0] if cost[1] == "cold" else cost[0]
+    return getattr(func, "namespace", "") == "_c10d_functional" and not op_info(func).written
+
+
+def _await_threads(seen: Peak, left: int) -> None:
+    """Wait until the threads that carried out a collective hold nothing but the ``left`` bytes that it
+    returns: what they let go of later would look like scratch of another operation.
+    """
+    deadline = time.perf_counter() + _TIDY_SECONDS
+    while seen.live_bytes > left and time.perf_counter() < deadline:
+        time.sleep(0)
 
 
 def _form(item: Any) -> Any:
