@@ -408,6 +408,9 @@ def test_a_silent_rank_is_waited_for_in_a_debugger(
     store.set("lowtide/alive/0/1", json.dumps({**about, "debugged": debugged}))
     here = alive.Alive(store, 0, 2, end=lambda message: ended.set(), silent_seconds=seconds)
     try:
+        late = time.monotonic() + MINUTE
+        while debugged and not here._waited_for and time.monotonic() < late:
+            time.sleep(0.01)
         assert ended.wait(MINUTE if ends else 0.6) is ends
     finally:
         here.close()
