@@ -1,5 +1,6 @@
-"""The marker of what takes minutes, one thread for each of the processes that share the machine, silence
-around transformers, and garbage that is collected without going through what was imported."""
+"""The marker of what takes minutes, one thread for each of the processes that share the machine, a text to
+train on, silence around transformers, and garbage that is collected without going through what was imported.
+"""
 
 from __future__ import annotations
 
@@ -61,6 +62,14 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if item.get_closest_marker("slow"):
             item.add_marker(pytest.mark.skip(reason="takes minutes: run with -m slow"))
+
+
+@pytest.fixture(scope="session")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A text to train on, of about 60 kB."""
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
+    return file
 
 
 @pytest.fixture(scope="module")

@@ -77,21 +77,21 @@ def test_both_hold_every_file_of_the_package(built: Path) -> None:
 
 def test_the_wheel_runs_on_its_own(built: Path, tmp_path: Path) -> None:
     (wheel,) = built.glob("*.whl")
-    venv.create(tmp_path / "venv", with_pip=True)
+    venv.create(tmp_path / "venv")
     python = tmp_path / "venv" / "bin" / "python"
-    run(python, "-m", "pip", "install", "--no-deps", "--no-index", wheel, folder=tmp_path)
+    pip = [sys.executable, "-m", "pip", "--python", python]
+    run(*pip, "install", "--no-deps", "--no-index", wheel, folder=tmp_path)
     # what the wheel depends on is there already: seen through a path file, behind the environment's own
     (own,) = (tmp_path / "venv" / "lib").glob("python*/site-packages")
     (own / "dependencies.pth").write_text(sysconfig.get_paths()["purelib"] + "\n")
-    told = run(python, "-c", "import lowtide; print(lowtide.__file__)", folder=tmp_path)
-    assert str(own) in told
     assert run(tmp_path / "venv" / "bin" / "lowtide", "--version", folder=tmp_path).split() == [
         "lowtide",
         lowtide.__version__,
     ]
     first = re.search(r"```python\n(.*?)```", (ROOT / "README.md").read_text(), re.DOTALL)
     assert first is not None
-    assert "peak" in run(python, "-c", BEFORE + first[1], folder=tmp_path)
+    told = run(python, "-c", BEFORE + first[1] + "print(lowtide.__file__)", folder=tmp_path)
+    assert "peak" in told and str(own) in told
     small = ["--model", "gpt-nano", "--batch", "4", "--seq", "64", "--data", own / "lowtide"]
     lines = run(tmp_path / "venv" / "bin" / "lowtide", "train", "--steps", "3", *small, folder=tmp_path)
     assert "plain" in lines and "planned" in lines

@@ -12,7 +12,12 @@ sys.path[:0] = [str(Path(__file__).parent.parent / room) for room in ("families"
 
 
 @pytest.fixture(autouse=True)
-def cold_caches() -> Iterator[None]:
-    """Nothing comes from the disk: on a warm cache nobody plans, and the handle has no plan."""
+def own_code() -> Iterator[None]:
+    """Nothing was compiled before, here or on the disk: on a warm cache nobody plans, and the handle has no
+    plan. The same random numbers each time.
+    """
+    torch._dynamo.reset()
+    torch.manual_seed(0)
     with torch._inductor.config.patch(force_disable_caches=True):
         yield
+    torch._dynamo.reset()

@@ -18,12 +18,6 @@ from lowtide.meter import available, peak
 from lowtide.private import inductor, partitioning
 
 
-@pytest.fixture(autouse=True)
-def _own_code() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
 def close(model: torch.nn.Module, twin: torch.nn.Module, share: float) -> bool:
     pairs = zip(gradients(model), gradients(twin), strict=True)
     return all((a - b).norm() <= share * b.norm() for a, b in pairs)

@@ -51,12 +51,6 @@ def real_peak(compiled: nn.Module, model: nn.Module, x: torch.Tensor) -> int:
     return seen.peak_bytes + standing
 
 
-@pytest.fixture(autouse=True)
-def _own_code() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
 @pytest.mark.parametrize("budget", ["100%", "70%", "50%", "min"])
 def test_aot_eager_holds_the_budget_and_its_gradients_are_bitwise_those_of_eager(budget: str) -> None:
     model, x = Model(), torch.randn(1024, 32)
@@ -126,7 +120,7 @@ def test_the_smallest_budget_under_inductor_is_that_of_single_calls() -> None:
 
 
 def test_settings_of_the_user_come_first() -> None:
-    model, x = Model(layers=4, width=64), torch.randn(1024, 64)
+    model, x = Model(layers=3, width=64), torch.randn(1024, 64)
     compiled = lowtide.compile(model, "min", options={"allow_buffer_reuse": True})
     compiled(x).backward()
     handle = lowtide.handle_of(compiled)
@@ -134,9 +128,9 @@ def test_settings_of_the_user_come_first() -> None:
 
 
 def test_settings_given_beside_compile_options_are_predicted_with() -> None:
-    """Buffers that wait for the next of their size take 5.5 MB at least."""
-    options = {**lowtide.compile_options(5_300_000), "allow_buffer_reuse": True}
-    compiled = torch.compile(Model(layers=4, width=64), options=options)
+    """Buffers that wait for the next of their size take 5.1 MB at least, and 4.7 would do without."""
+    options = {**lowtide.compile_options(4_900_000), "allow_buffer_reuse": True}
+    compiled = torch.compile(Model(layers=3, width=64), options=options)
     with pytest.raises(Exception, match="BudgetError"):
         compiled(torch.randn(1024, 64))
 

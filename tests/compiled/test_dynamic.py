@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -27,14 +27,6 @@ class Model(nn.Module):
         for layer in self.layers:
             x = x + layer(x)
         return x.square().mean()
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-    yield
-    torch._dynamo.reset()
 
 
 def stepped(compiled: nn.Module, model: nn.Module, x: torch.Tensor) -> tuple[int, list[torch.Tensor]]:

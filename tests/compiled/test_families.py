@@ -35,11 +35,9 @@ def families(quick: tuple[str, ...]) -> list[Any]:
 
 
 @pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    torch._dynamo.reset()
+def many_variants() -> Iterator[None]:
     with torch._dynamo.config.patch(recompile_limit=100):
         yield
-    torch._dynamo.reset()
 
 
 class Stepped:

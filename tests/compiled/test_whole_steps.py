@@ -64,12 +64,6 @@ def squared(y: torch.Tensor) -> torch.Tensor:
     return y if y.dim() == 0 else y.square().mean()
 
 
-@pytest.fixture(autouse=True)
-def _own_code() -> None:
-    torch._dynamo.reset()
-    torch.manual_seed(0)
-
-
 def peak_of(model: nn.Module, x: torch.Tensor, step: Callable[[], None]) -> int:
     model.zero_grad(set_to_none=True)
     standing = resident_bytes(model) + x.nbytes

@@ -1,5 +1,6 @@
-"""Makes the helpers of this folder and the benchmarks importable, a text to train on, and what processes that
-are made here need not do each."""
+"""Makes the helpers of this folder and the benchmarks importable, and does once what processes that are made
+here need not do each.
+"""
 
 import sys
 from pathlib import Path
@@ -10,14 +11,6 @@ import lowtide.limits
 from lowtide.run.record.overhead import executor_overhead
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
-
-
-@pytest.fixture(scope="session")
-def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A text to train on."""
-    file = tmp_path_factory.mktemp("text") / "text.txt"
-    file.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
-    return file
 
 
 @pytest.fixture(scope="session", autouse=True)

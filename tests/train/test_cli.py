@@ -14,6 +14,7 @@ import termios
 from pathlib import Path
 
 import pytest
+import torch
 
 from lowtide import cli
 from lowtide.plan.data import Plan
@@ -45,43 +46,53 @@ def words(text: str) -> str:
 
 
 def on_terminal(columns: int, *arguments: str) -> str:
-    """What the command shows on a terminal that wide, without what moves the cursor and colours."""
-    terminal, end = pty.openpty()
-    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    own = {
-        name: value for name, value in os.environ.items() if name not in ("COLUMNS", "PYTEST_CURRENT_TEST")
-    }
-    line = [sys.executable, "-m", "lowtide", *arguments]
-    with subprocess.Popen(line, stdin=end, stdout=end, stderr=end, env={**own, "TERM": "xterm"}) as process:
-        os.close(end)
-        shown = b""
+    """What the command shows on a terminal that wide, without what moves the cursor and colours. It runs in a
+    copy of this process, where torch is loaded already.
+    """
+    child, terminal = pty.fork()
+    if not child:
+        fcntl.ioctl(1, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
+        for name in ("COLUMNS", "PYTEST_CURRENT_TEST"):
+            os.environ.pop(name, None)
+        os.environ["TERM"] = "xterm"
+        torch.set_num_threads(1)  # the others have not come along
+        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")  # noqa: SIM115
+        sys.argv = ["lowtide", *arguments]
+        code = 1
         try:
-            while part := os.read(terminal, 65536):
-                shown += part
-        except OSError:  # what Linux says when the other end was closed
-            pass
-        os.close(terminal)
-    assert process.returncode == 0, shown
+            cli.main()
+        except SystemExit as exit_:
+            code = int(exit_.code or 0)
+        finally:
+            sys.stdout.flush()
+            os._exit(code)
+    shown = b""
+    try:
+        while part := os.read(terminal, 65536):
+            shown += part
+    except OSError:  # what Linux says when the other end was closed
+        pass
+    os.close(terminal)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0, shown
     return re.sub(r"\x1b\[[0-9;?]*[a-zA-Z]", "", shown.decode())
 
 
 def test_a_run_fits_a_narrow_terminal_and_leaves_lines_whole_in_a_log(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    text: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
     training = ["train", *SMALL, "--steps", "2", "--data", str(text)]
+    monkeypatch.delenv("COLUMNS", raising=False)
+    folder = tmp_path / ("a-long-name-" * 8)
+    code, out, errors = main(monkeypatch, capsys, *training, "--checkpoint-dir", str(folder))
+    log = out + errors
+    assert code == 0
+    assert not [letter for letter in log if letter != "\n" and not letter.isprintable()]
+    assert f"checkpoints in {folder}" in log.splitlines()
+    assert [line for line in log.splitlines() if line.startswith("2 steps in ") and line.endswith(" step")]
     shown = on_terminal(60, *training, "--report", str(tmp_path / "report.html"))
     lines = re.split(r"[\r\n]+", shown)
     assert max(map(len, lines)) <= 60, "\n".join(line for line in lines if len(line) > 60)
     assert "held in every step" in words(shown) and "bitwise equal" in shown and "2/2" in shown
-    monkeypatch.delenv("COLUMNS", raising=False)
-    folder = tmp_path / ("a-long-name-" * 8)
-    done = run(*training, "--checkpoint-dir", str(folder))
-    log = done.stdout + done.stderr
-    assert not [letter for letter in log if letter != "\n" and not letter.isprintable()]
-    assert f"checkpoints in {folder}" in log.splitlines()
-    assert [line for line in log.splitlines() if line.startswith("2 steps in ") and line.endswith(" step")]
 
 
 def test_version_and_help_come_without_torch() -> None:
@@ -127,23 +138,15 @@ def test_a_compiled_step_is_planned_without_running_it(
     assert "leave one out" in errors
 
 
-def test_a_small_run_shows_the_whole_story(tmp_path: Path) -> None:
+def test_a_small_run_shows_the_whole_story(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     pytest.importorskip("matplotlib")
-    done = run(
-        "train",
-        *SMALL,
-        "--steps",
-        "4",
-        "--budget",
-        "70%",
-        "--json",
-        "r.json",
-        "--plot",
-        "memory.png",
-        folder=tmp_path,
-    )
-    assert done.returncode == 0, done.stderr
-    output = words(done.stdout)
+    monkeypatch.chdir(tmp_path)
+    shorter = ["--steps", "4", "--budget", "70%", "--json", "r.json", "--plot", "memory.png"]
+    code, out, errors = main(monkeypatch, capsys, "train", *SMALL, *shorter)
+    assert code == 0, errors
+    output = words(out)
     for expected in (
         "tokens/s",
         "peak",
@@ -156,7 +159,7 @@ def test_a_small_run_shows_the_whole_story(tmp_path: Path) -> None:
         "yes",
     ):
         assert expected in output
-    assert any(0x2800 < ord(character) <= 0x28FF for character in done.stdout)
+    assert any(0x2800 < ord(character) <= 0x28FF for character in out)
     results = json.loads((tmp_path / "r.json").read_text())
     assert len(results["losses"]) == 4
     assert results["comparison"]["within_budget"] is True
@@ -165,10 +168,10 @@ def test_a_small_run_shows_the_whole_story(tmp_path: Path) -> None:
 
 
 def test_quiet_says_nothing(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    quietly = ["--steps", "1", "--policy", "keep_all", "--no-compare", "--quiet"]
+    quietly = ["--steps", "1", "--policy", "keep_all", "--no-compare", "--quiet", "--data", str(text)]
     code, out, _ = main(monkeypatch, capsys, "train", *SMALL, *quietly)
     assert (code, out) == (0, "")
 
@@ -227,13 +230,11 @@ def test_a_mistake_is_one_message_and_exit_code_2(
 
 
 def test_the_default_budget_is_never_below_the_smallest_that_works(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: Path
 ) -> None:
     """With one short sequence nearly all of the step are parameters and gradients, so 60 % of it is not
     enough.
     """
-    text = tmp_path / "text.txt"
-    text.write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
     little = ["--model", "gpt-nano", "--batch", "1", "--seq", "16"]
     monkeypatch.setenv("COLUMNS", "60")
     code, shown, _ = main(monkeypatch, capsys, "plan", *little)
@@ -249,10 +250,9 @@ def test_the_default_budget_is_never_below_the_smallest_that_works(
 
 
 def test_a_bare_resume_goes_on_with_the_newest_run_as_it_was_started(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], text: Path, tmp_path: Path
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    Path("text.txt").write_text("".join(f"{i} squared is {i * i}.\n" for i in range(3000)))
     for name, seed in (("b-older", "1"), ("a-newer", "2"), ("c-empty", "")):
         Path("runs", name).mkdir(parents=True)
         if seed:
@@ -268,7 +268,7 @@ def test_a_bare_resume_goes_on_with_the_newest_run_as_it_was_started(
                 "--seed",
                 seed,
                 "--data",
-                "text.txt",
+                str(text),
             ]
             folder = ["--checkpoint-dir", f"runs/{name}", "--json", f"runs/{name}/results.json"]
             code, _, _ = main(monkeypatch, capsys, "train", *own, *folder, "--steps", "2", "--no-compare")
