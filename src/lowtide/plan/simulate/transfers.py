@@ -172,12 +172,12 @@ class Outgoing:
             if kind == "op":
                 clock += graph.operations[index].seconds
                 plain += graph.operations[index].seconds
-            for value in outs[at]:
+            for value in outs.get(at, ()):
                 clock += sim.moved[value].encode_seconds
                 start(value, "out")
-            for value in waits[at]:
+            for value in waits.get(at, ()):
                 clock = max(clock, ready[value])
-            for operations, asked in work[at]:
+            for operations, asked in work.get(at, ()):
                 for op in operations:
                     if op >= len(graph.operations):
                         value = sim.operations[op].writes[0]
