@@ -23,6 +23,18 @@ class Link:
     latency_seconds: float = 0.0
     busy: float = 0.0
 
+    def seconds_out(self, bytes_: int) -> float:
+        """What writing so many bytes takes."""
+        return self.latency_seconds + bytes_ / self.write_bytes_per_second
+
+    def seconds_in(self, bytes_: int) -> float:
+        """What reading so many bytes takes."""
+        return self.latency_seconds + bytes_ / self.read_bytes_per_second
+
+    def there_and_back(self, bytes_: int) -> float:
+        """The same for both ways, the latencies aside."""
+        return bytes_ * (1 / self.write_bytes_per_second + 1 / self.read_bytes_per_second)
+
 
 Links = Mapping[str, Link]
 """tier, codec or group name -> its speed"""

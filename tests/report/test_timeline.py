@@ -14,7 +14,7 @@ from synthetic import residual_network, transformer
 from lowtide import policies
 from lowtide.graph import StepGraph
 from lowtide.plan import Chain, Compress, Offload, Plan, make
-from lowtide.plan.data import Moved, Moving
+from lowtide.plan.data import Moving
 from lowtide.plan.simulate import Simulation, Simulator, plain
 from lowtide.report.timeline import KINDS, Timeline, timeline
 
@@ -35,10 +35,7 @@ def agrees(graph: StepGraph, plan: Plan | None) -> Timeline:
 
 def simulate_plan(graph: StepGraph, plan: Plan) -> Simulation:
     sim = Simulator(graph)
-    if not plan.moves:
-        return sim.simulate(plan.stored)
-    moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
-    simulation = sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0).simulate(plan.stored)
+    simulation = sim.moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0).simulate(plan.stored)
     return simulation.with_slab(plan.slab_bytes)
 
 

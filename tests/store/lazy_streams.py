@@ -8,11 +8,15 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Any
+from typing import Any, TypeVar
+from unittest.mock import patch
 
 import torch
 
 from lowtide.store.lanes import Streams
+from lowtide.store.tier import Tier
+
+T = TypeVar("T", bound=Tier)
 
 
 class Stream:
@@ -105,3 +109,9 @@ def _unowned(tensor: torch.Tensor) -> torch.Tensor:
 
     kind = ctypes.c_uint8 * tensor.nbytes
     return torch.frombuffer(kind.from_address(tensor.data_ptr()), dtype=torch.uint8).view(tensor.dtype)
+
+
+def on_streams(kind: type[T], streams: Streams, *arguments: Any) -> T:
+    """A tier on these streams."""
+    with patch("lowtide.store.tier.streams_of", lambda _: streams):
+        return kind(*arguments)

@@ -30,12 +30,11 @@ def quarters(graph: StepGraph, budget: int | None = None) -> Plan:
     """
     sim = Simulator(graph)
     moves: dict[int, Moving] = {}
-    dtypes = {s.value: s.dtype.removeprefix("torch.") for s in graph.saved}
     may = set(movable(sim))
     stored = {v for k, v in enumerate(sorted(sim.droppable)) if k % 4}
     for k, value in enumerate(sorted(sim.droppable)):
         if value in may and k % 4 > 1:
-            codec = lossless_codec(sim, value, dtypes[value])
+            codec = lossless_codec(sim, value)
             moves[value] = Compress(codec) if codec else Offload("disk" if k % 4 == 2 else "host")
     return policies.make_plan(graph, stored=stored, policy="quarters", moves=moves, window_bytes=1 << 16)
 

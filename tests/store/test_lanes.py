@@ -11,7 +11,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from lazy_streams import LazyStreams
+from lazy_streams import LazyStreams, on_streams
 from moving_net import net, same, step
 
 import lowtide
@@ -120,7 +120,7 @@ def test_the_host_tier_on_streams(locked: list[int]) -> None:
     waits.
     """
     streams = LazyStreams()
-    host = Host(streams=streams)
+    host = on_streams(Host, streams)
     host.expect([0, 512], [400, 600])
     assert len(streams.made) == 2, "a stream for each direction"
     memory, back = noise(600), torch.zeros(600, dtype=torch.uint8)
@@ -147,7 +147,7 @@ def test_the_host_tier_on_streams(locked: list[int]) -> None:
 
 def test_a_slot_is_not_written_to_while_a_lost_read_is_under_way(locked: list[int]) -> None:
     streams = LazyStreams()
-    host = Host(streams=streams)
+    host = on_streams(Host, streams)
     first, out = host.take(100), torch.zeros(100, dtype=torch.uint8)
     one, two = noise(100, 1), noise(100, 2)
     host.write(one, first)
@@ -163,7 +163,7 @@ def test_a_slot_is_not_written_to_while_a_lost_read_is_under_way(locked: list[in
 
 
 def test_a_read_comes_after_the_write_that_nobody_has_waited_for(locked: list[int]) -> None:
-    host = Host(streams=LazyStreams())
+    host = on_streams(Host, LazyStreams())
     slot, out = host.take(100), torch.zeros(100, dtype=torch.uint8)
     writing = host.write(noise(100, 1), slot)
     host.read(slot, out).wait()
@@ -172,7 +172,7 @@ def test_a_read_comes_after_the_write_that_nobody_has_waited_for(locked: list[in
 
 def test_the_disk_tier_goes_through_streams_of_its_own(tmp_path: Path, locked: list[int]) -> None:
     streams = LazyStreams()
-    disk = Disk(tmp_path, streams=streams)
+    disk = on_streams(Disk, streams, tmp_path)
     count = BUFFER_BYTES + 5000
     data, out = torch.zeros(count, dtype=torch.uint8), torch.zeros(count, dtype=torch.uint8)
     streams.compute(lambda: data.copy_(noise(count)))

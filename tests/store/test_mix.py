@@ -71,12 +71,12 @@ def test_no_mix_is_below_the_bound_and_the_planner_comes_close(speed: float, cod
     mixer = mixer_of(graph, [Offload("disk"), Compress("auto")], links)
     sim = mixer.sim
     values = sorted(sim.droppable)
-    choices: list[list[Any]] = [["keep", "again", *mixer.ways.get(v, ())] for v in values]
+    choices: list[list[Any]] = [["keep", "again", *mixer.placements.get(v, ())] for v in values]
     best: dict[int, float] = {}
     peaks = []
     for chosen in itertools.product(*choices):
         stored = frozenset(v for v, c in zip(values, chosen, strict=True) if c == "keep")
-        moves = {v: c for v, c in zip(values, chosen, strict=True) if not isinstance(c, str)}
+        moves = [c for c in chosen if not isinstance(c, str)]
         mix = mixer.candidate(stored, moves, 6144)
         peak, extra = mix.simulation.peak_bytes, mix.simulation.extra_seconds
         peaks.append(peak)

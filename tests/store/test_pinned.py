@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from lazy_streams import LazyStreams
+from lazy_streams import LazyStreams, on_streams
 
 from lowtide.store.host import Host
 from lowtide.store.pool import MemoryPool, host_bytes
@@ -71,7 +71,7 @@ def test_the_optimizers_pool_and_the_stores_lock_the_same_way() -> None:
         assert sorted(runtime.registered.values()) == [14, 4000] and [t.numel() for t in made] == [1000, 0, 7]
         assert pinned.used_bytes == 4014
         del made
-        host = Host(streams=LazyStreams())
+        host = on_streams(Host, LazyStreams())
         slot = host.take(8192)
         assert sorted(runtime.registered.values()) == [8192]
         slot.release()
@@ -82,7 +82,7 @@ def test_the_optimizers_pool_and_the_stores_lock_the_same_way() -> None:
 
 def test_a_refusal_says_what_to_do() -> None:
     with patch.object(torch.cuda, "cudart", lambda: Runtime(code=2)):
-        host = Host(streams=LazyStreams())
+        host = on_streams(Host, LazyStreams())
         with pytest.raises(StoreError, match=r"no room for 8,192 bytes.*error 2.*ulimit -l.*disk tier"):
             host.take(8192)
 

@@ -15,7 +15,7 @@ import lowtide
 from lowtide import meter, policies
 from lowtide.plan.data import Chain, Compress, Offload, Plan
 from lowtide.plan.layout import check
-from lowtide.plan.layout.slab import place_bytes, without_slab
+from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import Simulator
 from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.store.lanes import Transfer
@@ -76,12 +76,9 @@ def test_places_that_are_taken_at_once_do_not_overlap() -> None:
     for window in (1, 100_000, 1 << 30):
         plan = policy_of(FORMS["encoded on disk"], "full", window)(graph, None)
         sim = Simulator(graph)
-        from lowtide.plan.moves.movable import moved_of
-
-        moved = moved_of(sim, {m.value: m.decision for m in plan.moves})
-        spans = sim.moving(moved, plan.window_bytes, slab=True).simulate(plan.stored).spans
+        spans = sim.moving(plan.moves, plan.window_bytes, slab=True).simulate(plan.stored).spans
         rows = {m.value: m for m in plan.moves}
-        sizes = [rows[v].encoded_bytes if arriving else place_bytes(rows[v]) for v, arriving in spans]
+        sizes = [rows[v].encoded_bytes if arriving else rows[v].place_bytes for v, arriving in spans]
         places = [rows[v].arrival if arriving else rows[v].place for v, arriving in spans]
         assert min(places) >= 0 and len(places) == 2 * len(plan.moves)
         top = check([a for a, _ in spans.values()], [b for _, b in spans.values()], sizes, places)

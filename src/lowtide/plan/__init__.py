@@ -101,14 +101,7 @@ def make(
 class _Room(ModuleType):
     """Lets ``lowtide.plan`` be the room and the verb: ``lowtide.plan(graph, budget=...)``."""
 
-    def __call__(
-        self,
-        graph: StepGraph,
-        budget: str | int | None = None,
-        policy: str | Policy = "optimal",
-        progress: bool | None = None,
-    ) -> Plan:
-        return make(graph, budget, policy, progress)
+    __call__ = staticmethod(make)
 
 
 sys.modules[__name__].__class__ = _Room

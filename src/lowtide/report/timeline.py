@@ -19,11 +19,9 @@ from typing import Literal, NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from lowtide.errors import PlanError
 from lowtide.graph import Saved, StepGraph, Storage
-from lowtide.plan.data import Moved, Plan, stages
+from lowtide.plan.data import Plan, stages
 from lowtide.plan.data.decisions import Compress, Decision, Keep, Recompute
-from lowtide.plan.moves.movable import moved_of
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.simulate.replay import Held
 
@@ -150,16 +148,12 @@ def in_words(decision: Decision) -> str:
 
 def _simulator(graph: StepGraph, plan: Plan | None) -> Simulator:
     """A simulator that knows what the plan moves: its simulation is the step under the plan, without the
-    slab. What a codec of the user's own allocates on the way is not known to it.
+    slab.
     """
     sim = Simulator(graph)
     if plan is None or not plan.moves:
         return sim
-    try:
-        moved = moved_of(sim, {move.value: move.decision for move in plan.moves})
-    except PlanError:  # no codec of that name
-        moved = [Moved(m.value, m.decision, m.bytes, m.encoded_bytes) for m in plan.moves]
-    return sim.moving(moved, plan.window_bytes, slab=plan.slab_bytes > 0)
+    return sim.moving(plan.moves, plan.window_bytes, slab=plan.slab_bytes > 0)
 
 
 def form_of(tensor: Saved, bytes_: int) -> str:

@@ -1,5 +1,5 @@
-"""Offsets within one slab, so that no step allocates: a static layout for what is expected, exact-size reuse
-for what is not.
+"""Offsets within one slab, so that no step allocates: a static layout for what is expected, first fit above
+it for what is not.
 
 ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: what a step stores is the same
 in every step, so where it lies is worked out once, by whoever knows the lifetimes. A second forward before
@@ -46,9 +46,7 @@ class Arena:
         self.taken_bytes = 0
         self._static: list[Region] = []
         self._taken: list[Region] = []
-        self._top = 0
-        self._spare: dict[int, list[Region]] = {}
-        self._extra: set[Region] = set()
+        """in order"""
 
     def expect(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         """Keep these places for what every step takes from now on."""
@@ -57,39 +55,27 @@ class Arena:
         ]
         ends = (region.end for region, bytes_ in zip(self._static, sizes, strict=True) if bytes_)
         self.static_bytes = max(self.static_bytes, max(ends, default=0))
-        self._top = max(self._top, self.static_bytes)
 
     def take(self, bytes_: int, number: int = -1) -> Region:
-        """A region of at least ``bytes_``: the ``number``-th of the layout when it is free, else a spare one,
-        else one above all others.
+        """A region of at least ``bytes_``: the ``number``-th of the layout when it is free, else the lowest
+        that is free above the layout.
         """
         whole = self._whole(bytes_)
         if 0 <= number < len(self._static):
             region = self._static[number]
             if region.end - region.start >= whole and not self._meets(region):
                 return self._took(region)
-        spare = self._spare.get(whole, [])
-        for region in reversed(spare):
-            if not self._meets(region):  # a layout that came later may reach over it
-                spare.remove(region)
-                return self._took(region)
-        region = Region(self._top, self._top + whole)
-        self._top = region.end
-        self._extra.add(region)
-        return self._took(region)
+        start = self.static_bytes
+        for other in self._taken:
+            if other.start - start >= whole:
+                break
+            start = max(start, other.end)
+        return self._took(Region(start, start + whole))
 
     def free(self, region: Region) -> None:
         """Give a region back."""
         self._taken.remove(region)
         self.taken_bytes -= region.end - region.start
-        if region in self._extra:
-            spare = self._spare.setdefault(region.end - region.start, [])
-            if region not in spare:
-                spare.append(region)
-        if not self._taken:  # nothing is left of any step: what lay above the layout is one piece again
-            self._spare.clear()
-            self._extra.clear()
-            self._top = self.static_bytes
 
     def _took(self, region: Region) -> Region:
         insort(self._taken, region)

@@ -34,7 +34,6 @@ class Disk(Tier):
     Args:
         path: a folder on the disk to use; the system's folder for temporary files by default.
         device: whose bytes are kept.
-        streams: the device's, for tests.
 
     Attributes:
         direct: whether reads and writes go past the page cache.
@@ -46,10 +45,7 @@ class Disk(Tier):
     name = "disk"
 
     def __init__(
-        self,
-        path: str | os.PathLike[str] | None = None,
-        device: torch.device | str = "cpu",
-        streams: Streams | None = None,
+        self, path: str | os.PathLike[str] | None = None, device: torch.device | str = "cpu"
     ) -> None:
         self.path = Path(path if path is not None else tempfile.gettempdir())
         kind = file_system(self.path)
@@ -65,7 +61,7 @@ class Disk(Tier):
                 "written"
             ) from None
         self.direct = _past_the_cache(self._file.fileno())
-        super().__init__(PAGE, device, streams)
+        super().__init__(PAGE, device)
         self._out, self._in = _Staging(self.streams), _Staging(self.streams)
 
     def _grow(self, end: int) -> None:

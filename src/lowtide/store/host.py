@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import Event, Tensor
 
-from lowtide.store.lanes import Queued, StreamLane, Streams, Transfer
+from lowtide.store.lanes import Queued, StreamLane, Transfer
 from lowtide.store.pool import MemoryPool
 from lowtide.store.tier import Slot, StoreError, Tier
 
@@ -21,17 +21,12 @@ class Host(Tier):
 
     Args:
         device: whose bytes are kept.
-        streams: the device's, for tests.
     """
 
     name = "host"
 
-    def __init__(
-        self,
-        device: torch.device | str = "cpu",
-        streams: Streams | None = None,
-    ) -> None:
-        super().__init__(512, device, streams)
+    def __init__(self, device: torch.device | str = "cpu") -> None:
+        super().__init__(512, device)
         found = self.streams
         self._ways = (StreamLane(found), StreamLane(found)) if found is not None else None
         self._pool = MemoryPool(

@@ -89,49 +89,23 @@ class Slab:
     def __init__(self, device: torch.device, bytes_: int) -> None:
         self.memory = torch.empty(bytes_, dtype=torch.uint8, device=device)
         self.placed = 0
-        self._taken: dict[tuple[int, int], Place] = {}
-        self._beside: dict[tuple[int, int], list[tuple[int, int]]] = {}
-        """bytes that were asked for -> those of the same kind that overlap with them, themselves included"""
+        self._taken: list[Place] = []
         self._lock = threading.Lock()
 
     def take(self, start: int, bytes_: int) -> tuple[Place, torch.Tensor] | None:
         """The bytes from ``start`` on as a flat tensor of bytes with a storage of its own, or ``None`` where
         some of them are in use.
         """
-        with self._lock:
-            if not self._free(start, start + bytes_):
-                return None
-            tensor = _own_storage(self.memory[start : start + bytes_])
-            return self._enter(start, bytes_, tensor), tensor
-
-    def _free(self, start: int, end: int) -> bool:
-        """Whether nobody uses any of these bytes. A plan asks for the same ones in every step, so it is known
-        which of them overlap.
-        """
+        end = start + bytes_
         if end > self.memory.numel():
-            return False
-        beside = self._beside.get((start, end))
-        if beside is None:
-            beside = self._beside[start, end] = [(a, b) for a, b in self._beside if a < end and start < b]
-            for other in beside:
-                self._beside[other].append((start, end))
-            beside.append((start, end))
-        for key in beside:
-            place = self._taken.get(key)
-            if place is not None:
-                if not place.free:
-                    return False
-                del self._taken[key]
-        return True
-
-    def _enter(self, start: int, bytes_: int, tensor: torch.Tensor) -> Place:
-        place = self._taken[start, start + bytes_] = Place(self.memory, start, bytes_, tensor)
-        self.placed += 1
-        return place
-
-
-def _own_storage(tensor: torch.Tensor) -> torch.Tensor:
-    """The same bytes on a storage that begins there: DLPack is the one public way to one that lies within
-    another and keeps it alive.
-    """
-    return from_dlpack(to_dlpack(tensor))
+            return None
+        with self._lock:
+            beside = [place for place in self._taken if place.start < end and start < place.end]
+            if not all(place.free for place in beside):
+                return None
+            # DLPack is the one public way to a storage that lies within another and keeps it alive
+            tensor = from_dlpack(to_dlpack(self.memory[start:end]))
+            place = Place(self.memory, start, bytes_, tensor)
+            self._taken = [other for other in self._taken if other not in beside] + [place]
+            self.placed += 1
+        return place, tensor

@@ -31,6 +31,7 @@ class Stores:
         codecs: codecs of the user's own.
 
     Attributes:
+        groups, codecs: as given.
         prepared: the plan that the tiers are laid out for.
         slab: where values come back to, for the plan that is prepared; ``None`` where each has memory of its
             own.
@@ -45,19 +46,14 @@ class Stores:
         'host'
     """
 
-    def __init__(
-        self,
-        *,
-        groups: Mapping[str, Any] | None = None,
-        codecs: Sequence[Codec] = (),
-    ) -> None:
+    def __init__(self, *, groups: Mapping[str, Any] | None = None, codecs: Sequence[Codec] = ()) -> None:
         if groups is not None and not isinstance(groups, Mapping):
             raise PlanError(
                 f"groups={groups!r} is not a mapping: give the process groups by the names that plans use, "
                 f"groups={{'model': group}}"
             )
-        self._given = dict(groups or {})
-        self._groups: dict[str, Replicas] = {}
+        self.groups = dict(groups or {})
+        self._replicas: dict[str, Replicas] = {}
         self.codecs = tuple(codecs)
         self._used: dict[str, Codec] = {}
         self.tiers: dict[tuple[str, str, str], Tier] = {}
@@ -76,14 +72,9 @@ class Stores:
             self.slab = Slab(device, bytes_)
             self.slab_allocations += 1
 
-    @property
-    def groups(self) -> Mapping[str, Any]:
-        """The process groups that were given, by name."""
-        return self._given
-
     def fresh(self) -> Stores:
         """Others with the same groups and codecs, and nothing open."""
-        return Stores(groups=self._given, codecs=self.codecs)
+        return Stores(groups=self.groups, codecs=self.codecs)
 
     def tier(self, name: str, path: str, device: torch.device) -> Tier:
         """The tier of that name.
@@ -110,14 +101,14 @@ class Stores:
         Raises:
             PlanError: none was given, or one of another size.
         """
-        if name not in self._given:
+        if name not in self.groups:
             raise PlanError(
                 f"the plan shards over a group {name!r} that nobody gave: pass "
                 f"stores=lowtide.Stores(groups={{{name!r}: group}})"
             )
-        if name not in self._groups:
-            self._groups[name] = Replicas(self._given[name])
-        found = self._groups[name]
+        if name not in self._replicas:
+            self._replicas[name] = Replicas(self.groups[name])
+        found = self._replicas[name]
         if found.size != size:
             raise PlanError(
                 f"the plan shards over {size} ranks of {name!r}, the group has {found.size}: make the plan "

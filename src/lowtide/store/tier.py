@@ -17,7 +17,7 @@ from torch import Event
 
 from lowtide.errors import LowtideError
 from lowtide.store.arena import Arena, Region
-from lowtide.store.lanes import Streams, ThreadLane, Transfer, streams_of
+from lowtide.store.lanes import ThreadLane, Transfer, streams_of
 
 
 class StoreError(LowtideError, RuntimeError):
@@ -91,7 +91,6 @@ class Tier(ABC):
     Args:
         align: slots begin at multiples of this.
         device: whose bytes are kept.
-        streams: the device's; found without it.
 
     Attributes:
         name: ``host`` or ``disk``.
@@ -101,16 +100,11 @@ class Tier(ABC):
 
     name = ""
 
-    def __init__(
-        self,
-        align: int,
-        device: torch.device | str,
-        streams: Streams | None = None,
-    ) -> None:
+    def __init__(self, align: int, device: torch.device | str) -> None:
         self.counts = Counts()
         self.device = torch.device(device)
         self.align = align
-        self.streams = streams if streams is not None else streams_of(self.device)
+        self.streams = streams_of(self.device)
         self.arena = Arena(align)
         self._lock = threading.Lock()
         self._closed = self._retiring = False

@@ -16,8 +16,7 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.native import load
 from lowtide.plan.layout import Layout, check, find, packing
 from lowtide.plan.layout.offsets import _first_fit
-from lowtide.plan.layout.packing import pack
-from lowtide.plan.layout.sweep import sweep
+from lowtide.plan.layout.packing import pack, sweep
 
 Buffers = tuple[list[int], list[int], list[int]]
 
@@ -201,7 +200,7 @@ def test_what_repeats_is_laid_out_in_the_order_of_time() -> None:
     lower, upper, size = (np.array([b[k] for b in small + large]) for k in range(3))
     by_size = _first_fit(lower, upper, size, np.argsort(-size, kind="stable"))
     assert check(lower, upper, size, by_size) == 10
-    offsets = sweep(lower, upper, size, 9, 10.0)
+    offsets = sweep(lower, upper, size, 9, 10.0).offsets
     assert offsets is not None and check(lower, upper, size, offsets) == 9
     assert find(lower, upper, size, seconds=10.0).height == 9
 
@@ -212,7 +211,7 @@ def test_a_swept_layout_is_one() -> None:
     found = 0
     for buffers in [GAP, *(saturated(source, 9, 8) for _ in range(60))]:
         lower, upper, size = (np.array([b[k] for b in buffers]) for k in range(3))
-        offsets = sweep(lower, upper, size, 9, 5.0)
+        offsets = sweep(lower, upper, size, 9, 5.0).offsets
         assert offsets is None or (buffers is not GAP and check(lower, upper, size, offsets) <= 9)
         found += offsets is not None
     assert found > 50

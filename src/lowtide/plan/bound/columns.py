@@ -1,26 +1,42 @@
-"""The columns of the bound's linear program: which values may stay, which operations may run again, and what
-is in memory when. `lowtide.plan.bound.relaxation` says the program.
+"""The columns of the bound's linear program: which values may stay, which operations may run again, which
+values may move and how, and what is in memory when. `lowtide.plan.bound.relaxation` says the program.
 """
 
 from __future__ import annotations
 
-from functools import cached_property
+from collections.abc import Collection, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from lowtide.plan.bound.program import Floats, Program
+from lowtide.plan.data import Links, Move
 from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.simulator import Simulator
-from lowtide.plan.split.stages import Stages, find_stages
+from lowtide.plan.split.stages import Stages
+
+Spans = list[tuple[int, int]]
+"""half-open, in events"""
 
 
-class Decisions:
-    """The decisions of one step graph, relaxed to shares between 0 and 1."""
+class Columns:
+    """The decisions of one step graph, relaxed to shares between 0 and 1: values, operations, values that are
+    held longer (`extras`) and moves, in this order.
 
-    def __init__(self, sim: Simulator, stages: Stages | None = None) -> None:
-        self.sim = sim
-        self.stages = stages or find_stages(sim)
+    Args:
+        sim: the step.
+        stages: of its forward.
+        placements: value -> the ways in which it may move.
+        links: speeds of tiers and groups.
+    """
+
+    def __init__(
+        self,
+        sim: Simulator,
+        stages: Stages,
+        placements: Mapping[int, Sequence[Move]],
+        links: Links,
+    ) -> None:
+        self.sim, self.stages, self.links = sim, stages, links
         self.demanded = [v for v in sim.droppable if v in sim.last_unpack]
 
         def final(value: int) -> bool:
@@ -32,12 +48,29 @@ class Decisions:
         self.operations = sorted(operations)
         self.column = {v: k for k, v in enumerate(self.values)}
         self.op_column = {i: len(self.values) + k for k, i in enumerate(self.operations)}
-        self._moments()
-        self._rests()
+        self.held_until = self._surely_held()
+        self._hand_out()
+        self._find_spans()
+        self.moves = [m for v in self.demanded for m in placements.get(v, ())]
+        self.first_move = len(self.values) + len(self.operations) + len(self.extras)
+        self.count = self.first_move + len(self.moves)
+        """how many columns decide"""
+        self._moving: dict[int, list[tuple[int, Move]]] = {}
+        for column, m in enumerate(self.moves, self.first_move):
+            self._moving.setdefault(m.value, []).append((column, m))
+        self._tabulate()
+
+    # ---- what a decision costs and allows --------------------------------------------------------
 
     def seconds_of(self, index: int) -> float:
         """What one more run of an operation costs."""
         return self.sim.graph.operations[index].seconds + self.sim.graph.replay_overhead_seconds
+
+    def seconds_to_move(self, m: Move) -> float:
+        """What moving takes from the device, whatever it hides behind."""
+        link = self.links.get(m.tier)
+        busy = link.busy * link.there_and_back(m.encoded_bytes) if link else 0.0
+        return m.encode_seconds + m.decode_seconds + self.sim.graph.replay_overhead_seconds + busy
 
     def replay_column(self, value: int) -> int | None:
         """The column of the operation that brings ``value`` back, if any may."""
@@ -45,82 +78,68 @@ class Decisions:
             return None
         return self.op_column.get(self.sim.producer[value])
 
+    def moves_of(self, value: int, replayed_from: bool = False) -> list[tuple[int, float]]:
+        """Entries that are -1 when ``value`` waits elsewhere (so that a replay may read it)."""
+        rows = self._moving.get(value, ())
+        return [(column, -1.0) for column, m in rows if m.replayable_from or not replayed_from]
+
     def available(self, value: int) -> list[tuple[int, float]]:
         """Entries that are -1 when an operation can read ``value``: it is stored, replayed, or waits
         elsewhere.
         """
         entries = [(self.column[value], -1.0)] if self.sim.graph.values[value].storable else []
-        replay = self.replay_column(value)
-        return [
-            *entries,
-            *([] if replay is None else [(replay, -1.0)]),
-            *self.moves_of(value, replayed_from=True),
+        return [*entries, *self.replayed(value), *self.moves_of(value, replayed_from=True)]
+
+    def replayed(self, value: int) -> list[tuple[int, float]]:
+        """The entry that is -1 when ``value`` is replayed, if it may be."""
+        column = self.replay_column(value)
+        return [] if column is None else [(column, -1.0)]
+
+    def base_program(self) -> Program:
+        """Columns and rows without memory and transfers."""
+        program = Program()
+        for _ in self.values:
+            program.column()
+        for i in self.operations:
+            program.column(self.seconds_of(i))
+        for _ in self.extras:
+            program.column()
+        for m in self.moves:
+            program.column(self.seconds_to_move(m))
+        for v in self.demanded:
+            program.row([(self.column[v], -1.0), *self.replayed(v), *self.moves_of(v)], -1.0)
+        for i in self.operations:
+            for u in self.sim.reads[i]:
+                program.row([(self.op_column[i], 1.0), *self.available(u)], 0.0)
+        for k, (value, _, readers) in enumerate(self.extras):
+            held = (len(self.values) + len(self.operations) + k, -1.0)
+            for i in readers:
+                program.row([(self.column[value], 1.0), (self.op_column[i], 1.0), held], 1.0)
+        return program
+
+    def point_of(self, stored: Collection[int], replayed: Collection[int]) -> Floats:
+        """Whole decisions as a point of the program; nothing moves."""
+        again = set(replayed)
+        point = [
+            *(v in stored for v in self.values),
+            *(i in again for i in self.operations),
+            *(v in stored and not again.isdisjoint(readers) for v, _, readers in self.extras),
         ]
+        return np.array([*point, *([False] * len(self.moves))], dtype=np.float64)
 
-    def moves_of(self, value: int, replayed_from: bool = False) -> list[tuple[int, float]]:
-        """Entries that are -1 when ``value`` waits elsewhere (so that a replay may read it): none, nothing
-        moves here.
+    def forced(self) -> Floats:
+        """As a point, the least share of every value's bytes that each schedule holds: all of what is
+        demanded and may neither be replayed nor move.
         """
-        return []
+        least = np.zeros(self.count)
+        for v in self.demanded:
+            rows = self._moving.get(v, ())
+            if self.replay_column(v) is None:
+                shares = [0.0 if m.tier else m.encoded_bytes / max(1, m.bytes) for _, m in rows]
+                least[self.column[v]] = min([1.0, *shares])
+        return least
 
-    def _moments(self) -> None:
-        """Per value, the events between which a stored copy is surely extra; per event, what is there in any
-        case.
-        """
-        sim = self.sim
-        end = sim.end
-        self.rests_until = self._surely_held()
-        self.span: dict[int, tuple[int, int]] = {}
-        fixed = np.zeros(end + 1, dtype=np.int64)
-        self.handed: dict[int, list[tuple[int, int]]] = {}
-        self.pieces: dict[int, list[tuple[int, int]]] = {}
-        by_storage: dict[int, list[tuple[int, int]]] = {}
-        for value in self.demanded:
-            sid = sim.storage_of[value]
-            for tensor in sim.saved_of[value]:
-                spans = [(max(start, sim.natural_end[sid]), until) for start, until in sim.unpacks[tensor]]
-                by_storage.setdefault(sid, []).extend(s for s in spans if s[0] < s[1])
-        for sid, spans in by_storage.items():
-            # Several versions of one storage may be handed out at once, and all of them be one block: it
-            # counts once.
-            by_storage[sid] = _merged(spans)
-            for start, stop in by_storage[sid]:
-                fixed[start] += sim.graph.storages[sid].bytes
-                fixed[stop] -= sim.graph.storages[sid].bytes
-        for value in self.values:
-            sid = sim.storage_of[value]
-            dead = sim.natural_end[sid]
-            rests = (self.rests_until[i] for i in self._readers(value))
-            until = sim.last_unpack[value] if value in sim.last_unpack else min(rests, default=-1)
-            self.handed[value] = by_storage.get(sid, [])
-            if sim.graph.values[value].storable and dead < until:
-                self.span[value] = (dead, until)
-                self.pieces[value] = _outside(self.handed[value], dead, until)
-        self.fixed = sim.natural_live + np.cumsum(fixed[:end]) + sim.scratch
-        self.standing = self.fixed
-        """the same with what else a program is to leave room for"""
-        self.moments: list[tuple[int, int]] = []
-        """(row, event) of the program's rows of memory"""
-
-    def _readers(self, value: int) -> list[int]:
-        return [i for i in self.sim.readers[value] if i in self.op_column]
-
-    def _rests(self) -> None:
-        """Where a stored value is held longer when a certain operation is to run again: (value, pieces, such
-        operations), a column each.
-        """
-        self.extras: list[tuple[int, list[tuple[int, int]], list[int]]] = []
-        least = (self.sim.plain_peak - self.sim.graph.resident_bytes) / 4000
-        for value, (dead, until) in self.span.items():
-            if self.sim.value_bytes[value] < least:
-                continue
-            readers = self._readers(value)
-            start = until
-            for level in sorted({self.rests_until[i] for i in readers if self.rests_until[i] > until}):
-                pieces = _outside(self.handed[value], max(dead, start), level)
-                if pieces:
-                    self.extras.append((value, pieces, [i for i in readers if self.rests_until[i] >= level]))
-                start = level
+    # ---- memory ----------------------------------------------------------------------------------
 
     def _surely_held(self) -> dict[int, int]:
         """Operation -> the event until which what it reads is held at least, if it runs again.
@@ -142,80 +161,89 @@ class Decisions:
                 by_reader[u] = min(by_reader.get(u, here), here)
         return until
 
-    def base_program(self) -> Program:
-        """Columns and rows without memory."""
-        program = Program()
-        for _ in self.values:
-            program.column()
-        for i in self.operations:
-            program.column(self.seconds_of(i))
-        for v in self.demanded:
-            replay = self.replay_column(v)
-            program.row(
-                [(self.column[v], -1.0), *([] if replay is None else [(replay, -1.0)]), *self.moves_of(v)],
-                -1.0,
-            )
-        for i in self.operations:
-            for u in self.sim.reads[i]:
-                program.row([(self.op_column[i], 1.0), *self.available(u)], 0.0)
-        for value, _, readers in self.extras:
-            held = program.column()
-            for i in readers:
-                program.row([(self.column[value], 1.0), (self.op_column[i], 1.0), (held, -1.0)], 1.0)
-        return program
+    def _hand_out(self) -> None:
+        """What is there in any case at every event: what the program holds, and what backward has unpacked.
+        Several versions of one storage may be handed out at once, and all of them be one block: it counts
+        once.
+        """
+        sim = self.sim
+        handed: dict[int, Spans] = {}
+        for value in self.demanded:
+            sid = sim.storage_of[value]
+            for tensor in sim.saved_of[value]:
+                spans = [(max(start, sim.natural_end[sid]), until) for start, until in sim.unpacks[tensor]]
+                handed.setdefault(sid, []).extend(s for s in spans if s[0] < s[1])
+        change = np.zeros(sim.end + 1, dtype=np.int64)
+        for sid in handed:
+            handed[sid] = _merged(handed[sid])
+            for start, stop in handed[sid]:
+                change[start] += sim.graph.storages[sid].bytes
+                change[stop] -= sim.graph.storages[sid].bytes
+        self.handed = {value: handed.get(sim.storage_of[value], []) for value in self.values}
+        self.fixed = sim.natural_live + np.cumsum(change[: sim.end]) + sim.scratch
 
-    def add_moment(
-        self, program: Program, event: int, entries: list[tuple[int, float]], budget: int, scale: float
-    ) -> None:
-        """The row of what takes memory at an event."""
-        self.moments.append((program.row(entries, (budget - float(self.standing[event])) / scale), event))
+    def _find_spans(self) -> None:
+        """Per value, the events between which a stored copy is surely extra (`span`); and where it is held
+        longer when certain operations are to run again (`extras`: value, spans, such operations).
+        """
+        sim = self.sim
+        self.span: dict[int, tuple[int, int]] = {}
+        self.extras: list[tuple[int, Spans, list[int]]] = []
+        least = (sim.plain_peak - sim.graph.resident_bytes) / 4000
+        for value in self.values:
+            dead = sim.natural_end[sim.storage_of[value]]
+            readers = [i for i in sim.readers[value] if i in self.op_column]
+            holds = [self.held_until[i] for i in readers]
+            until = sim.last_unpack[value] if value in sim.last_unpack else min(holds, default=-1)
+            if not sim.graph.values[value].storable or dead >= until:
+                continue
+            self.span[value] = (dead, until)
+            if sim.value_bytes[value] < least:
+                continue
+            start = until
+            for level in sorted({hold for hold in holds if hold > until}):
+                pieces = _outside(self.handed[value], max(dead, start), level)
+                if pieces:
+                    self.extras.append((value, pieces, [i for i in readers if self.held_until[i] >= level]))
+                start = level
+
+    def _tabulate(self) -> None:
+        """One row for each stretch of time in which a column takes memory: column, begin, end, bytes, and the
+        value that a window counts in its own way, or -1.
+        """
+        sim, rows = self.sim, list[tuple[int, int, int, int, int]]()
+        for value, span in self.span.items():
+            size = sim.value_bytes[value]
+            rows += [(self.column[value], a, b, size, value) for a, b in _outside(self.handed[value], *span)]
+        for k, (value, pieces, _) in enumerate(self.extras, len(self.values) + len(self.operations)):
+            own = -1 if value in sim.saved_of else value
+            rows += [(k, a, b, sim.value_bytes[value], own) for a, b in pieces]
+        for k, m in enumerate(self.moves, self.first_move):
+            if not m.tier:
+                born = sim.op_event[sim.producer[m.value]]
+                rows.append((k, born, sim.last_unpack[m.value], m.encoded_bytes, -1))
+        self._rows = np.array(rows, dtype=np.int64).reshape(-1, 5)
 
     def occupancy(self, point: Floats) -> Floats:
-        """Bytes of stored values at every event, those handed out left aside (they are in ``fixed``)."""
-        change = np.zeros(self.sim.end + 1)
-        first = len(self.values) + len(self.operations)
-        held = [(value, pieces, point[self.column[value]]) for value, pieces in self.pieces.items()]
-        held += [
-            (value, pieces, point[first + k])
-            for k, (value, pieces, _) in enumerate(self.extras)
-            if first + k < len(point)
-        ]
-        for value, pieces, amount in held:
-            if amount > 1e-9:
-                size = self.sim.value_bytes[value] * amount
-                for a, b in pieces:
-                    change[a] += size
-                    change[b] -= size
+        """Bytes of stored and encoded values at every event, those handed out left aside (they are in
+        ``fixed``).
+        """
+        column, start, stop, size, _ = self._rows.T
+        amount, change = size * point[column], np.zeros(self.sim.end + 1)
+        np.add.at(change, start, amount)
+        np.subtract.at(change, stop, amount)
         return np.cumsum(change[:-1])
 
-    @cached_property
-    def _spread(self) -> tuple[NDArray[np.int64], NDArray[np.int64], NDArray[np.int64]]:
-        """All pieces: whose they are, and the events between which they last."""
-        table = np.array(
-            [(value, a, b) for value, pieces in self.pieces.items() for a, b in pieces], dtype=np.int64
-        ).reshape(-1, 3)
-        return table[:, 0], table[:, 1], table[:, 2]
-
-    def held_at(self, event: int, without: set[int] | None = None) -> list[tuple[int, float]]:
-        """Entries of the stored values that take memory at ``event``."""
-        whose, start, stop = self._spread
-        there = dict.fromkeys(whose[(start <= event) & (event < stop)].tolist())
-        entries = [
-            (self.column[v], float(self.sim.value_bytes[v]))
-            for v in there
-            if without is None or v not in without
-        ]
-        first = len(self.values) + len(self.operations)
-        for k, (value, pieces, _) in enumerate(self.extras):
-            own = without is not None and value in without and value not in self.sim.saved_of
-            if not own and any(a <= event < b for a, b in pieces):
-                entries.append((first + k, float(self.sim.value_bytes[value])))
-        return entries
+    def held_at(self, event: int, without: Collection[int] = ()) -> list[tuple[int, float]]:
+        """Entries of the stored and encoded values that take memory at ``event``."""
+        _, start, stop, _, _ = self._rows.T
+        there = self._rows[(start <= event) & (event < stop)].tolist()
+        return [(column, float(size)) for column, _, _, size, value in there if value not in without]
 
 
-def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
+def _merged(spans: Spans) -> Spans:
     """The union of spans."""
-    merged: list[tuple[int, int]] = []
+    merged: Spans = []
     for start, stop in sorted(spans):
         if merged and start <= merged[-1][1]:
             merged[-1] = (merged[-1][0], max(stop, merged[-1][1]))
@@ -224,9 +252,9 @@ def _merged(spans: list[tuple[int, int]]) -> list[tuple[int, int]]:
     return merged
 
 
-def _outside(handed: list[tuple[int, int]], start: int, until: int) -> list[tuple[int, int]]:
+def _outside(handed: Spans, start: int, until: int) -> Spans:
     """The parts of ``start`` to ``until`` that lie outside ``handed``."""
-    pieces: list[tuple[int, int]] = []
+    pieces: Spans = []
     for a, b in handed:
         if a > start:
             pieces.append((start, min(a, until)))

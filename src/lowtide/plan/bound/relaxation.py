@@ -19,6 +19,13 @@ and not yet dropped: they are there, stored or not. A stored value is surely hel
 or, when autograd does not save it, until the last unpack of the first of the saved values that replays can
 make from it; for each operation i that reads it and rests on it longer, s_v + r_i - 1 of it is there longer.
 
+Where values may also move (`lowtide.plan.moves.placements`), every value v and way k has m_vk in [0, 1]. A
+value that moves may be unpacked and, where its codec allows, replayed from, so the sum of m_vk over k joins
+s_v in the first two rows. Moving costs encoding, decoding, the executor's own time, and what a transfer takes
+from the operations beside it; waiting has rows of its own (`lowtide.plan.bound.waiting`). What waits encoded
+or cut on the device takes its bytes from the operation that made it to its last unpack; copies under way are
+left out.
+
 Where memory is tight, `lowtide.plan.bound.windows` adds a stage's backward, one backward node at a time:
 there it also counts the replayed values that wait for later nodes. All other bytes that replays hold are left
 out, so the bound is below the true optimum (FIELD, "Planning"; with integers it is Checkmate's program, arXiv
@@ -27,15 +34,18 @@ out, so the bound is below the true optimum (FIELD, "Planning"; with integers it
 
 from __future__ import annotations
 
-from collections.abc import Collection, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 
-from lowtide.plan.bound.columns import Decisions
-from lowtide.plan.bound.program import Floats, Program
+from lowtide.plan.bound.columns import Columns
+from lowtide.plan.bound.program import Floats
+from lowtide.plan.bound.waiting import add_waiting
 from lowtide.plan.bound.windows import Window
+from lowtide.plan.data import Links, Move
 from lowtide.plan.simulate.simulator import Bytes, Simulator
+from lowtide.plan.split.stages import Stages, find_stages
 
 _ROUNDS = 30
 """Times that rows are added and the program is solved; stopping early leaves a lower bound."""
@@ -71,20 +81,22 @@ class Bound:
     peak_bytes: int
 
 
-class Relaxation(Decisions):
-    """The linear program of one step graph; `solve` answers for a budget."""
+class Relaxation(Columns):
+    """The linear program of one step graph; `solve` answers for a budget.
 
-    def whole_columns(self) -> Sequence[int]:
-        """The columns that are decisions."""
-        return range(len(self.values) + len(self.operations))
+    Attributes:
+        floors: budget -> seconds that no schedule undercuts, the most that is known by now.
+    """
 
-    def forced(self) -> Floats:
-        """1 for every value that each schedule stores: demanded, and not to be brought back."""
-        stored = np.zeros(len(self.values))
-        for v in self.demanded:
-            if self.replay_column(v) is None:
-                stored[self.column[v]] = 1
-        return stored
+    def __init__(
+        self,
+        sim: Simulator,
+        stages: Stages | None = None,
+        placements: Mapping[int, Sequence[Move]] | None = None,
+        links: Links | None = None,
+    ) -> None:
+        super().__init__(sim, stages or find_stages(sim), placements or {}, links or {})
+        self.floors: dict[int, float] = {}
 
     def least_peak(self) -> int:
         """No schedule has a smaller peak."""
@@ -93,21 +105,24 @@ class Relaxation(Decisions):
         return int(np.ceil((self.fixed + self.occupancy(self.forced())).max() - 0.5))
 
     def solve(self, budget: int, windows: bool = True) -> tuple[float, Floats]:
-        """The least extra seconds of replays within ``budget`` (infinite when nothing fits), and the relaxed
-        decisions.
+        """The least extra seconds within ``budget`` (infinite when nothing fits), and the relaxed decisions.
 
         Memory rows are added as they are found violated, and ``windows`` where memory is tight. Stopping
         early leaves rows out, so the answer stays a lower bound.
         """
-        count = len(self.values)
-        self.point = np.zeros(count + len(self.operations))
-        self.point[:count] = 1.0
+        self.point = np.zeros(self.count)
+        self.point[: len(self.values)] = 1.0
         self.standing = self.fixed
+        """what is there in any case, with what else the program is to leave room for"""
         self.program = self.base_program()
-        self.moments.clear()
+        add_waiting(self.program, self)
+        self.moments: list[tuple[int, int]] = []
+        """(row, event) of the program's rows of memory"""
         self.chosen: set[int] = set()
         self.windows: dict[int, Window] = {}
-        return self._answer(budget, windows, changed=False)
+        seconds, point = self._answer(budget, windows, changed=False)
+        self.floors[budget] = max(seconds, self.floors.get(budget, 0.0))
+        return seconds, point
 
     def solve_beside(self, budget: int, beside: Bytes) -> tuple[float, Floats]:
         """After `solve` for ``budget``, the same where ``beside`` stands at every event, too; that is no
@@ -132,59 +147,48 @@ class Relaxation(Decisions):
                 break
             best = max(best, objective)
             self.point = answer
-        return best, self.keep_answer(self.point)
-
-    def keep_answer(self, point: Floats) -> Floats:
-        """Of an answer, the decisions to store and to run again."""
-        return point[: len(self.values) + len(self.operations)]
+        return best, self.point
 
     def solve_whole(self, budget: int, gap: float) -> tuple[float, Floats | None]:
         """After `solve` for ``budget``: a sharper bound from decisions that are whole, within a relative
         ``gap`` of the best of them, and such decisions (they may exceed the budget a little).
         """
-        _, bound, answer = self.program.solve(self.whole_columns(), _NODES, gap)
-        return bound, None if answer is None else self.keep_answer(answer)
+        extras = range(len(self.values) + len(self.operations), self.first_move)
+        _, bound, answer = self.program.solve(sorted({*range(self.count)}.difference(extras)), _NODES, gap)
+        if bound < float("inf"):
+            self.floors[budget] = max(bound, self.floors[budget])
+        return bound, answer
 
-    def load_of(self, stored: Collection[int], replayed: Collection[int]) -> Floats:
-        """The bytes that the program counts at every event for whole decisions."""
-        again = set(replayed)
-        point = [
-            *(float(v in stored) for v in self.values),
-            *(float(i in again) for i in self.operations),
-            *(float(v in stored and not again.isdisjoint(readers)) for v, _, readers in self.extras),
-        ]
-        return self.fixed + self.occupancy(np.array(point))
+    def add_moment(self, event: int, entries: list[tuple[int, float]], budget: int) -> None:
+        """The row of what takes memory at an event, in shares of the budget."""
+        scale = max(1, budget)
+        right = (budget - float(self.standing[event])) / scale
+        row = self.program.row([(column, size / scale) for column, size in entries], right)
+        self.moments.append((row, event))
 
     def _tighten(self, point: Floats, budget: int, windows: bool) -> bool:
         """Add the memory rows that ``point`` violates, or else ``windows`` where it is tight; whether there
         was anything to add.
         """
-        scale = float(max(1, budget))
-        load = (self.standing + self.occupancy(point)) / scale
+        load = (self.standing + self.occupancy(point)) / max(1, budget)
         fresh = [e for e in self._violated(load) if e not in self.chosen]
         for event in fresh:
             self.chosen.add(event)
-            entries = [(c, b / scale) for c, b in self.held_at(event)]
-            self.add_moment(self.program, event, entries, budget, scale)
-        return bool(fresh) or (windows and self._add_windows(self.program, self.windows, load, budget, scale))
+            self.add_moment(event, self.held_at(event), budget)
+        return bool(fresh) or (windows and self._add_windows(load, budget))
 
-    def _add_windows(
-        self, program: Program, windows: dict[int, Window], load: Floats, budget: int, scale: float
-    ) -> bool:
+    def _add_windows(self, load: Floats, budget: int) -> bool:
         """Add the stages whose backward is tightest; whether there was one."""
-        tight: list[tuple[float, int]] = []
-        for k, (a, b) in enumerate(self.stages.window_events):
-            if a < b and k not in windows:
-                tight.append((-float(load[a:b].max()), k))
-        tight = [(x, k) for x, k in sorted(tight) if -x > 0.9][
-            : min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))
-        ]
+        windows = self.windows
+        spans = [(k, a, b) for k, (a, b) in enumerate(self.stages.window_events) if a < b]
+        tight = sorted((-float(load[a:b].max()), k) for k, a, b in spans if k not in windows)
+        most = min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))
         added = False
-        for _, k in tight:
+        for _, k in [(level, k) for level, k in tight if level < -0.9][:most]:
             window = Window(self, k)
             if window.columns + sum(other.columns for other in windows.values()) > _WINDOW_COLUMNS:
                 continue
-            window.add(program, budget, scale, windows.values())
+            window.add(budget, windows.values())
             windows[k] = window
             added = True
         return added
@@ -192,16 +196,10 @@ class Relaxation(Decisions):
     def _violated(self, load: Floats) -> list[int]:
         """The worst events above the budget, at most one in each stretch of the step."""
         over = np.flatnonzero(load > 1 + 1e-7)
-        if not len(over):
-            return []
+        worst = over[np.argsort(-load[over], kind="stable")]
         stretch = max(1, self.sim.end // (2 * _ROWS_PER_ROUND))
-        worst: dict[int, int] = {}
-        for event in over.tolist():
-            key = event // stretch
-            if key not in worst or load[event] > load[worst[key]]:
-                worst[key] = event
-        ordered = sorted(worst.values(), key=lambda e: (-load[e], e))
-        return ordered[:_ROWS_PER_ROUND]
+        _, first = np.unique(worst // stretch, return_index=True)
+        return worst[np.sort(first)][:_ROWS_PER_ROUND].tolist()
 
 
 def lower_bound(sim: Simulator, budget: int) -> Bound:

@@ -18,9 +18,10 @@ plain relaxation does not see.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import TYPE_CHECKING
 
-from lowtide.plan.bound.columns import Decisions
-from lowtide.plan.bound.program import Program
+if TYPE_CHECKING:
+    from lowtide.plan.bound.relaxation import Relaxation
 
 _DEPTH = 1
 """Stages before a window's own whose operations it follows, too."""
@@ -29,7 +30,7 @@ _DEPTH = 1
 class Window:
     """The backward of stage ``stage``."""
 
-    def __init__(self, relaxation: Decisions, stage: int) -> None:
+    def __init__(self, relaxation: Relaxation, stage: int) -> None:
         self.relaxation = relaxation
         self.stage = stage
         self.again: dict[int, list[int]] = {}
@@ -85,9 +86,9 @@ class Window:
         close(end)
         return granules
 
-    def add(self, program: Program, budget: int, scale: float, others: Iterable[Window] = ()) -> None:
-        """Put this window's columns and rows into ``program``; ``others`` are the windows that are there."""
-        rel = self.relaxation
+    def add(self, budget: int, others: Iterable[Window]) -> None:
+        """Put this window's columns and rows into the program; ``others`` are the windows that are there."""
+        rel, program = self.relaxation, self.relaxation.program
         sim = rel.sim
         count = len(self.granules)
         again = {i: [program.column() for _ in range(count + 1)] for i in self.operations}
@@ -110,13 +111,11 @@ class Window:
                         program.row([(again[i][g], 1.0), *there, (again[sim.producer[u]][g], -1.0)], 0.0)
                 else:
                     program.row([(again[i][count], 1.0), *rel.available(u)], 0.0)
-        memory: list[list[tuple[int, float]]] = [
-            [(c, b / scale) for c, b in rel.held_at(moment, mine)] for moment, _ in self.granules
-        ]
+        memory: list[list[tuple[int, float]]] = [rel.held_at(moment, mine) for moment, _ in self.granules]
         for v in self.values:
-            self._add_value(program, v, again, memory, scale)
+            self._add_value(v, memory)
         for (moment, _), entries in zip(self.granules, memory, strict=True):
-            rel.add_moment(program, moment, entries, budget, scale)
+            rel.add_moment(moment, entries, budget)
 
     def _stored(self, value: int, factor: float) -> list[tuple[int, float]]:
         """Entry of s_v where ``value`` can be stored for replays."""
@@ -126,22 +125,15 @@ class Window:
             else []
         )
 
-    def _add_value(
-        self,
-        program: Program,
-        v: int,
-        again: dict[int, list[int]],
-        memory: list[list[tuple[int, float]]],
-        scale: float,
-    ) -> None:
+    def _add_value(self, v: int, memory: list[list[tuple[int, float]]]) -> None:
         """Where ``v`` is demanded and where it waits."""
-        rel = self.relaxation
+        rel, program, again = self.relaxation, self.relaxation.program, self.again
         graph, sim = rel.sim.graph, rel.sim
         p = sim.producer[v]
         own = [(rel.column[v], 1.0)] if graph.values[v].storable or v in sim.saved_of else []
         alone = sum(1 for w in graph.operations[p].writes if w in rel.column) == 1
         last = sim.last_unpack.get(v, -1)
-        size = sim.value_bytes[v] / scale
+        size = float(sim.value_bytes[v])
         readers = [i for i in sim.readers[v] if i in again]
         for g, (moment, demanded) in enumerate(self.granules, start=1):
             if v in demanded:

@@ -1,7 +1,7 @@
 """What a plan is: plain data, saved as JSON, that needs neither torch nor a solver.
 
 In: nothing. Out: decisions (what may happen to a saved value), `Plan` (a decision for every saved value of a
-step, and what that is predicted to cost), `Moved` and `Link` (values that leave their place, and how fast).
+step, and what that is predicted to cost), `Move` and `Link` (values that leave their place, and how fast).
 """
 
 from lowtide.links import Link, Links
@@ -17,14 +17,11 @@ from lowtide.plan.data.decisions import (
     decision_of,
     stages,
 )
-from lowtide.plan.data.moved import Codec, Moved, ahead_bytes, gather_bytes
-from lowtide.plan.data.plan import PLAN_FORMAT, Move, Plan, ProgramStep, in_one_line
+from lowtide.plan.data.move import Codec, Move
+from lowtide.plan.data.plan import PLAN_FORMAT, Plan, ProgramStep, in_one_line
 from lowtide.plan.data.table import ModuleRow
 
 __all__ = [
-    "PLAN_FORMAT", "Chain", "Codec", "Compress", "Decision", "Keep", "Link",
-    "Links", "ModuleRow", "Move",
-    "Moved", "Moving", "Offload", "Plan", "ProgramStep", "Recompute", "Shard", "ahead_bytes", "decision_of",
-    "gather_bytes",
-    "in_one_line", "stages",
+    "PLAN_FORMAT", "Chain", "Codec", "Compress", "Decision", "Keep", "Link", "Links", "ModuleRow", "Move",
+    "Moving", "Offload", "Plan", "ProgramStep", "Recompute", "Shard", "decision_of", "in_one_line", "stages",
 ]  # fmt: skip

@@ -14,41 +14,14 @@ from lowtide.errors import PlanError
 from lowtide.plan.data.decisions import (
     Compress,
     Decision,
-    Moving,
     decision_from_json,
     decision_to_json,
     stages,
 )
+from lowtide.plan.data.move import Move
 from lowtide.plan.data.table import ModuleRow, format_seconds, table
 
 PLAN_FORMAT = 3
-
-
-@dataclass(frozen=True, slots=True)
-class Move:
-    """A value that leaves its place between forward and backward.
-
-    Attributes:
-        value: its id.
-        decision: where it goes.
-        bytes: of its storage.
-        encoded_bytes: the most bytes that it takes after compressing or sharding; `bytes` without either.
-        fetched: its place in the order in which backward is predicted to ask for the moved values, from 0; -1
-            when nobody asks.
-        born, gone: half-open lifetime of what is stored, in events of the step.
-        place: where in the plan's slab the value comes back to, -1 for memory of its own.
-        arrival: where in the slab its encoded form arrives from a tier, likewise.
-    """
-
-    value: int
-    decision: Moving
-    bytes: int
-    encoded_bytes: int
-    fetched: int = -1
-    born: int = 0
-    gone: int = 0
-    place: int = -1
-    arrival: int = -1
 
 
 class ProgramStep(NamedTuple):

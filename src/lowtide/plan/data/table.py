@@ -51,16 +51,18 @@ def fold(rows: Sequence[ModuleRow]) -> list[ModuleRow]:
         name = (
             pattern if members[0][0] < 0 else pattern.replace("#", _ranges(sorted(n for n, _ in members)), 1)
         )
-        folded.append(
-            ModuleRow(
-                name,
-                sum(r.saved_bytes for _, r in members),
-                sum(r.kept_bytes for _, r in members),
-                sum(r.replayed_operations for _, r in members),
-                sum(r.extra_seconds for _, r in members),
-            )
-        )
+        folded.append(_total(name, [row for _, row in members]))
     return folded
+
+
+def _total(name: str, rows: Sequence[ModuleRow]) -> ModuleRow:
+    return ModuleRow(
+        name,
+        sum(row.saved_bytes for row in rows),
+        sum(row.kept_bytes for row in rows),
+        sum(row.replayed_operations for row in rows),
+        sum(row.extra_seconds for row in rows),
+    )
 
 
 def _ranges(numbers: list[int]) -> str:
@@ -78,13 +80,6 @@ def table(modules: Sequence[ModuleRow], width: int | None = None) -> list[str]:
     stand in lines of their own above their numbers.
     """
     rows = fold(modules)
-    total = ModuleRow(
-        "total",
-        sum(r.saved_bytes for r in rows),
-        sum(r.kept_bytes for r in rows),
-        sum(r.replayed_operations for r in rows),
-        sum(r.extra_seconds for r in rows),
-    )
     cells = [("module", "saved by autograd", "kept", "replayed", "extra")]
     cells += [
         (
@@ -94,7 +89,7 @@ def table(modules: Sequence[ModuleRow], width: int | None = None) -> list[str]:
             str(r.replayed_operations),
             format_seconds(r.extra_seconds),
         )
-        for r in [*rows, total]
+        for r in [*rows, _total("total", rows)]
     ]
     widths = [max(len(row[k]) for row in cells) for k in range(5)]
     lines = [

@@ -3,9 +3,8 @@
 In: when each buffer is born and dies, its size, perhaps a capacity. Out: an offset for each, such that no two
 that live at once overlap. No layout is smaller than the most bytes alive at one moment (the *bound*). A
 portfolio of greedy orders meets it on most training steps; where it does not, an exact search
-(`packing`) has a short try, the orders are repaired, a beam search in the order of time (`sweep`) and the
-exact search again, now with the time that is left, look for offsets at the bound, and then between it and the
-best known.
+(`packing`) has a short try; then a beam search in the order of time and the exact search again, now with the
+time that is left, look for offsets at the bound, and then between it and the best known.
 """
 
 from __future__ import annotations
@@ -18,8 +17,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from lowtide.errors import BudgetError, PlanError
-from lowtide.plan.layout.packing import pack
-from lowtide.plan.layout.sweep import sweep
+from lowtide.plan.layout.packing import pack, sweep
 from lowtide.progress import current
 
 Numbers = NDArray[np.int64]
@@ -127,41 +125,29 @@ def find(
     enough = bound if capacity is None else max(bound, capacity // align)
     best, height, source = _greedy(first, last, count, enough)
     open_ = bound * align <= (capacity if capacity is not None else bound * align)
-    targets = [enough, *((enough + int(share * enough) for share in _NEAR) if capacity is None else ())]
-
-    def left() -> float:
-        return seconds - (time.monotonic() - begin)
-
-    if enough < height and open_ and len(alive) <= _EXACT_BUFFERS:
+    small = len(alive) <= _EXACT_BUFFERS
+    if enough < height and open_ and small:
         tried = pack(first, last, count, enough, _TRY * seconds)
         if tried.offsets is not None:
             best, height, source = tried.offsets, int((tried.offsets + count).max()), "exact search"
         elif tried.outcome == "impossible":
-            targets = [target for target in targets if target > enough]
             bound = enough = enough + 1
-    if enough < height:
-        repaired, lower_height = _repair(first, last, count, best, enough, begin + 0.2 * seconds)
-        if lower_height < height:
-            best, height, source = repaired, lower_height, "repaired greedy"
-    for k, target in enumerate(targets if open_ else ()):
+            capacity = None  # what is refused is told the least that is found
+    targets = [enough, *(enough + int(share * enough) for share in _NEAR if capacity is None)]
+    swept = [("beam search", sweep, t, 0.03 if k else 0.1) for k, t in enumerate(targets)]
+    exact = [("exact search", pack, t, 0.1 if k else 0.5) for k, t in enumerate(targets)] if small else []
+    if capacity is not None and small:
+        exact = [("exact search", pack, enough, 1.0)]
+    for name, search, target, share in [*swept, *exact] if open_ else ():
         if target >= height:
-            break
-        swept = sweep(first, last, count, target, min(left(), (0.1 if k == 0 else 0.03) * seconds))
-        if swept is not None:
-            # down to where each rests on something
-            swept = _first_fit(first, last, count, np.argsort(swept, kind="stable"))
-            best, height, source = swept, int((swept + count).max()), "beam search"
-            break
-    proved = height == bound
-    for k, target in enumerate(targets if open_ and len(alive) <= _EXACT_BUFFERS else ()):
-        if target >= height or left() <= 0:
-            break
-        share = 1.0 if capacity is not None else 0.5 if k == 0 else 0.1
-        found = pack(first, last, count, target, min(left(), share * seconds)).offsets
+            continue
+        left = seconds - (time.monotonic() - begin)
+        found = search(first, last, count, target, min(left, share * seconds)).offsets
         if found is not None:
-            best, height, source = found, int((found + count).max()), "exact search"
-            proved = height == bound
-            break
+            # down to where each rests on something
+            found = _first_fit(first, last, count, np.argsort(found, kind="stable"))
+            best, height, source = found, int((found + count).max()), name
+    proved = height == bound
     offsets[alive] = best * align
     return Layout(offsets, height * align, bound * align, source, proved, time.monotonic() - begin)
 
@@ -174,20 +160,15 @@ def check(lower: ArrayLike, upper: ArrayLike, size: ArrayLike, offsets: ArrayLik
     """
     low, high, sizes = _checked(lower, upper, size, 1)
     at = np.asarray(offsets, np.int64)
-    order = np.argsort(low, kind="stable")
-    live: list[int] = []
-    for k in order:
-        if not sizes[k] or high[k] <= low[k]:
-            continue
-        live = [j for j in live if high[j] > low[k]]
-        for j in live:
-            if at[j] < at[k] + sizes[k] and at[k] < at[j] + sizes[j]:
-                raise PlanError(
-                    f"buffers {j} and {k} overlap: [{at[j]}, {at[j] + sizes[j]}) and [{at[k]}, "
-                    f"{at[k] + sizes[k]})"
-                )
-        live.append(int(k))
-    return int((at + sizes).max(initial=0))
+    tops = at + sizes
+    real = np.flatnonzero((sizes > 0) & (high > low))
+    for place, k in enumerate(real):
+        rest = real[place + 1 :]
+        meets = (low[rest] < high[k]) & (low[k] < high[rest]) & (at[rest] < tops[k]) & (at[k] < tops[rest])
+        if meets.any():
+            j = rest[np.argmax(meets)]
+            raise PlanError(f"buffers {k} and {j} overlap: [{at[k]}, {tops[k]}) and [{at[j]}, {tops[j]})")
+    return int(tops.max(initial=0))
 
 
 def _checked(
@@ -249,26 +230,6 @@ def _greedy(first: Numbers, last: Numbers, size: Numbers, enough: int) -> tuple[
             break
     assert best is not None
     return best
-
-
-def _repair(
-    first: Numbers, last: Numbers, size: Numbers, start: Numbers, enough: int, deadline: float
-) -> tuple[Numbers, int]:
-    """First fit again and again: what stood highest is placed earlier the next time (squeaky-wheel
-    optimization, Joslin and Clements 1999).
-    """
-    source = np.random.default_rng(0)
-    best, height = start, int((start + size).max())
-    weight = size.astype(float) * (last - first) ** 0.25
-    turns = 0
-    while height > enough and time.monotonic() < deadline and turns < 400:
-        offsets = _first_fit(first, last, size, np.argsort(-weight, kind="stable"))
-        top = int((offsets + size).max())
-        if top < height:
-            best, height, turns = offsets, top, 0
-        turns += 1
-        weight = np.where(offsets + size > enough, weight * (1.2 + 0.6 * source.random(len(weight))), weight)
-    return best, height
 
 
 def _first_fit(first: Numbers, last: Numbers, size: Numbers, order: Numbers) -> Numbers:

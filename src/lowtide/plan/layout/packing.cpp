@@ -1,4 +1,4 @@
-// Exact search for offsets below a capacity: the compiled twin of packing.py, line by line the same search.
+// Two searches for offsets below a capacity, exact and in the order of time. See packing.py.
 // Plain C interface, no PyTorch: compiled once per machine by lowtide.native.
 
 #include <algorithm>
@@ -6,6 +6,8 @@
 #include <cstdint>
 #include <cstdlib>
 #include <memory>
+#include <numeric>
+#include <unordered_set>
 #include <vector>
 
 namespace {
@@ -15,6 +17,16 @@ constexpr int PLACES_LOG2 = 24;
 constexpr double NOISE = 4.0;
 constexpr int64_t FIRST_NODES = 400;
 enum Outcome { FAILED = 0, SOLVED = 1, STOPPED = 2 };
+
+uint64_t mix(uint64_t z) {
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
+  return z ^ (z >> 31);
+}
+
+double now() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
 
 struct Valley {
   int begin, end;
@@ -85,17 +97,8 @@ class Search {
   }
 
   const std::vector<int64_t>& offsets() const { return offset_; }
-  static double now() {
-    return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
-  }
 
  private:
-  static uint64_t mix(uint64_t z) {
-    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9ull;
-    z = (z ^ (z >> 27)) * 0x94D049BB133111EBull;
-    return z ^ (z >> 31);
-  }
-
   int64_t height(int s) const { return remaining_[s] ? floor_[s] : WALL; }
 
   void place(int b, int64_t at) {
@@ -279,6 +282,141 @@ class Search {
   bool by_fit_ = true;
 };
 
+struct Live {
+  int64_t at, top;
+  int end;
+};
+
+struct State {
+  std::vector<Live> live;  // by offset
+  int step;                // number of the last placement in `history`, or -1
+};
+
+struct Placement {
+  int before;
+  int64_t at;
+};
+
+struct Option {
+  int state;
+  int place;  // index in live before which the buffer goes
+  int64_t at;
+  double cost;
+  uint64_t key;
+};
+
+class Sweep {
+ public:
+  Sweep(int count, const int32_t* lower, const int32_t* upper, const int64_t* size, int sections,
+        int64_t capacity)
+      : count_(count),
+        lower_(lower),
+        upper_(upper),
+        size_(size),
+        capacity_(capacity),
+        weight_(sections + 1, 0.0),
+        order_(count) {
+    std::vector<int64_t> load(sections + 1, 0);
+    for (int b = 0; b < count; ++b) load[lower[b]] += size[b], load[upper[b]] -= size[b];
+    int64_t alive = 0;
+    for (int s = 0; s < sections; ++s) {
+      alive += load[s];
+      double share = static_cast<double>(alive) / static_cast<double>(capacity);
+      share *= share, share *= share, share *= share;
+      weight_[s + 1] = weight_[s] + share + 1e-6;
+    }
+    std::iota(order_.begin(), order_.end(), 0);
+    std::sort(order_.begin(), order_.end(), [&](int a, int b) {
+      if (lower[a] != lower[b]) return lower[a] < lower[b];
+      return size[a] != size[b] ? size[a] > size[b] : upper[a] > upper[b];
+    });
+  }
+
+  bool run(size_t width, double deadline, int64_t* offsets) {
+    std::vector<State> beam{{{}, -1}}, next;
+    std::vector<Option> choices;
+    std::vector<Placement> history;
+    std::unordered_set<uint64_t> seen;
+    for (int b : order_) {
+      choices.clear();
+      seen.clear();
+      for (int k = 0; k < static_cast<int>(beam.size()); ++k) {
+        if (k % 64 == 0 && now() > deadline) return false;
+        expand(beam[k], k, b, choices, seen);
+      }
+      if (choices.empty()) return false;
+      if (choices.size() > width) {
+        std::nth_element(choices.begin(), choices.begin() + width, choices.end(),
+                         [](const Option& x, const Option& y) {
+                           return x.cost != y.cost ? x.cost < y.cost : x.key < y.key;
+                         });
+        choices.resize(width);
+      }
+      next.clear();
+      for (const Option& c : choices) {
+        next.push_back({beam[c.state].live, static_cast<int>(history.size())});
+        auto& live = next.back().live;
+        live.insert(live.begin() + c.place, {c.at, c.at + size_[b], upper_[b]});
+        history.push_back({beam[c.state].step, c.at});
+      }
+      beam.swap(next);
+    }
+    int step = beam.front().step;
+    for (int k = count_ - 1; k >= 0; --k) {
+      offsets[order_[k]] = history[step].at;
+      step = history[step].before;
+    }
+    return true;
+  }
+
+ private:
+  // Both ends of every gap that is large enough; of two states that will never differ again only one.
+  void expand(State& state, int number, int b, std::vector<Option>& choices,
+              std::unordered_set<uint64_t>& seen) {
+    auto& live = state.live;
+    live.erase(std::remove_if(live.begin(), live.end(), [&](const Live& l) { return l.end <= lower_[b]; }),
+               live.end());
+    int64_t floor = 0;
+    for (int place = 0; place <= static_cast<int>(live.size()); ++place) {
+      const int64_t ceiling = place < static_cast<int>(live.size()) ? live[place].at : capacity_;
+      if (ceiling - floor >= size_[b]) {
+        add(state, number, b, place, floor, choices, seen);
+        if (ceiling - floor > size_[b]) add(state, number, b, place, ceiling - size_[b], choices, seen);
+      }
+      if (place < static_cast<int>(live.size())) floor = live[place].top;
+    }
+  }
+
+  void add(const State& state, int number, int b, int place, int64_t at, std::vector<Option>& choices,
+           std::unordered_set<uint64_t>& seen) {
+    const Live mine{at, at + size_[b], upper_[b]};
+    const int count = static_cast<int>(state.live.size()) + 1;
+    auto get = [&](int k) -> const Live& {
+      return k < place ? state.live[k] : k == place ? mine : state.live[k - 1];
+    };
+    const double here = weight_[lower_[b]];
+    uint64_t key = 0x9E3779B97F4A7C15ull;
+    // How long holes will lie above each buffer and above the floor, if nothing more came: time counts the
+    // more the fuller it is.
+    double cost = get(0).at > 0 ? weight_.back() - here : weight_.back() - weight_[get(0).end];
+    for (int k = 0; k < count; ++k) {
+      const Live& l = get(k);
+      key = mix(key ^ mix(static_cast<uint64_t>(l.at) * 31 + l.end));
+      if (l.top == capacity_) continue;
+      const bool touched = k + 1 < count && get(k + 1).at == l.top;
+      cost += std::max(0.0, weight_[l.end] - (touched ? weight_[get(k + 1).end] : here));
+    }
+    if (seen.insert(key).second) choices.push_back({number, place, at, cost, key});
+  }
+
+  const int count_;
+  const int32_t *lower_, *upper_;
+  const int64_t* size_;
+  const int64_t capacity_;
+  std::vector<double> weight_;
+  std::vector<int> order_;
+};
+
 // 1 1 2 1 1 2 4 1 1 2 ...: how long each round searches (Luby, Sinclair and Zuckerman 1993).
 // Most packings fall at once to some order, or to none soon.
 int64_t luby(uint64_t number) {
@@ -295,13 +433,30 @@ extern "C" int lowtide_pack(int count, const int32_t* lower, const int32_t* uppe
   Search search(count, lower, upper, size, sections, capacity);
   if (!search.ready()) return 2;
   if (!search.fits()) return 0;
-  const double deadline = Search::now() + seconds;
+  const double deadline = now() + seconds;
   for (uint64_t round = 0;; ++round) {
     for (int order = 0; order < 4; ++order) {
       const int outcome = search.run(order, round, FIRST_NODES * luby(round + 1), deadline);
       if (outcome == SOLVED) std::copy(search.offsets().begin(), search.offsets().end(), offsets);
       if (outcome != STOPPED) return outcome;
-      if (Search::now() > deadline) return STOPPED;
+      if (now() > deadline) return STOPPED;
     }
   }
+}
+
+// 1: offsets found, 2: none found.
+extern "C" int lowtide_sweep(int count, const int32_t* lower, const int32_t* upper, const int64_t* size,
+                             int sections, int64_t capacity, double seconds, int64_t* offsets) {
+  const double deadline = now() + seconds;
+  std::vector<int32_t> from(count), to(count);
+  for (int b = 0; b < count; ++b) from[b] = sections - upper[b], to[b] = sections - lower[b];
+  Sweep forward(count, lower, upper, size, sections, capacity),
+      backward(count, from.data(), to.data(), size, sections, capacity);
+  for (size_t width = 16; width <= 4096; width *= 4) {
+    for (Sweep* sweep : {&forward, &backward}) {
+      if (now() > deadline) return STOPPED;
+      if (sweep->run(width, deadline, offsets)) return SOLVED;
+    }
+  }
+  return STOPPED;
 }

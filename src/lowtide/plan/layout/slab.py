@@ -8,11 +8,11 @@ the plan goes without.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import NamedTuple
 
-from lowtide.plan.data import Move, Moved, Plan, Shard, stages
+from lowtide.plan.data import Move, Plan
 from lowtide.plan.layout import find
 from lowtide.plan.simulate.simulator import Simulation
 
@@ -23,12 +23,6 @@ it.
 
 _SECONDS = 0.5
 """The most time that a layout is looked for where greedy orders do not meet the bound."""
-
-
-def place_bytes(move: Moved | Move) -> int:
-    """Bytes of a value that has come back; a gathered one has its padding behind it."""
-    first, _ = stages(move.decision)
-    return move.encoded_bytes * first.size if isinstance(first, Shard) else move.bytes
 
 
 class SlabLayout(NamedTuple):
@@ -43,17 +37,16 @@ class SlabLayout(NamedTuple):
     bytes: int
 
 
-def lay_out(moved: Iterable[Moved], simulation: Simulation) -> SlabLayout:
+def lay_out(moved: Mapping[int, Move], simulation: Simulation) -> SlabLayout:
     """Offsets of everything that a simulation saw in the slab.
 
     Args:
         moved: the values that come back.
         simulation: says when each place is taken.
     """
-    by_value = {m.value: m for m in moved}
     keys = list(simulation.spans)
     sizes = [
-        by_value[value].encoded_bytes + ALIGN if arriving else place_bytes(by_value[value])
+        moved[value].encoded_bytes + ALIGN if arriving else moved[value].place_bytes
         for value, arriving in keys
     ]
     spans = [simulation.spans[key] for key in keys]

@@ -14,6 +14,9 @@ meets a gradient has to be known; and what is not known counts as not linear.
 
 from __future__ import annotations
 
+from functools import reduce
+from operator import or_
+
 from lowtide.graph import Operation, StepGraph
 
 _ADDS = frozenset(
@@ -69,8 +72,8 @@ def linear_values(graph: StepGraph) -> frozenset[int]:
         read |= direct
         if name in _MULTIPLIES:
             refused |= _twice([a | b for a, b in zip(given, among, strict=True)])
-            if len(op.reads) == 1 and not _has_scalar_form(name):
-                refused |= direct | _any(among)  # a tensor times itself
+            if len(op.reads) == 1 and name not in ("mul", "mul_"):
+                refused |= direct | _any(among)  # a tensor times itself, not by a number
         elif name not in _ADDS:
             refused |= direct
         is_gradient = any(u in gradients for u in op.reads)
@@ -96,10 +99,7 @@ def _bare(op: Operation) -> str:
 
 
 def _any(masks: list[int]) -> int:
-    found = 0
-    for mask in masks:
-        found |= mask
-    return found
+    return reduce(or_, masks, 0)
 
 
 def _twice(masks: list[int]) -> int:
@@ -109,7 +109,3 @@ def _twice(masks: list[int]) -> int:
         again |= seen & mask
         seen |= mask
     return again
-
-
-def _has_scalar_form(name: str) -> bool:
-    return name in ("mul", "mul_")

@@ -1,7 +1,7 @@
 """The ways in which each saved value of a step may move, and what each of them costs.
 
 In: the decisions that a user offers (`Offload`, `Compress`, `Shard`, `Chain`), and speeds. Out: for each
-value that may move, one `Moved` for each decision that fits it.
+value that may move, one `Move` for each decision that fits it.
 """
 
 from __future__ import annotations
@@ -9,24 +9,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowtide.errors import PlanError
-from lowtide.plan.data import (
-    Chain,
-    Codec,
-    Compress,
-    Link,
-    Links,
-    Moved,
-    Moving,
-    Offload,
-    Shard,
-    stages,
-)
-from lowtide.plan.moves.movable import dtypes_of, fitting_codec, lossless_codec, movable, moved_of
-from lowtide.plan.moves.supply import codecs_behind, link_speeds
+from lowtide.plan.data import Chain, Codec, Compress, Link, Links, Move, Moving, Offload, Shard, stages
+from lowtide.plan.moves.linear import linear_values
+from lowtide.plan.moves.movable import lossless_codec, movable, move_of
+from lowtide.plan.moves.supply import codec_named, codecs_behind, link_speeds
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.blocks import entering_blocks
 
-Placements = dict[int, list[Moved]]
+Placements = dict[int, list[Move]]
 """value -> the ways in which it may move"""
 
 _WORTH = 0.95
@@ -53,32 +43,31 @@ def placements_of(
     ``everywhere``). Only what enters a block is offered to a `Shard`: what lies within one differs between
     the ranks of a tensor-parallel group.
     """
-    dtypes = dtypes_of(sim)
-    sharded = any(isinstance(stages(d)[0], Shard) for d in decisions)
-    entering = entering_blocks(sim) if sharded else frozenset[int]()
-    named = {first.codec for d in decisions if isinstance(first := stages(d)[0], Compress)}
-    fitting = {name: fitting_codec(sim, name, codecs, everywhere) for name in named - {"auto"}}
+    firsts = [stages(decision)[0] for decision in decisions]
+    entering = entering_blocks(sim) if any(isinstance(f, Shard) for f in firsts) else frozenset[int]()
+    names = {first.codec for first in firsts if isinstance(first, Compress)} - {"auto"}
+    gentler = {name: "" if everywhere else codec_named(name, codecs).gentler for name in names}
+    linear = linear_values(sim.graph) if any(gentler.values()) else frozenset[int]()
     found: Placements = {}
     for value in movable(sim, min_bytes):
+        rows: dict[Moving, Move] = {}
         for decision in decisions:
             first, then = stages(decision)
             if isinstance(first, Shard) and value not in entering:
                 continue
             if isinstance(first, Compress):
-                name = (
-                    lossless_codec(sim, value, dtypes[value])
-                    if first.codec == "auto"
-                    else fitting[first.codec](value)
-                )
+                if first.codec == "auto":
+                    name = lossless_codec(sim, value)
+                else:
+                    name = first.codec if value in linear else gentler[first.codec] or first.codec
                 if not name:
                     continue
-                first = Compress(name)
-                decision = Chain(first, then) if then is not None else first
-                if any(m.decision == decision for m in found.get(value, ())):  # another codec's gentler form
-                    continue
-            (row,) = moved_of(sim, {value: decision}, links, codecs)
+                decision = Chain(Compress(name), then) if then is not None else Compress(name)
+            row = move_of(sim, value, decision, links, codecs)
             if not isinstance(first, Compress) or row.encoded_bytes <= _WORTH * row.bytes:
-                found.setdefault(value, []).append(row)
+                rows.setdefault(decision, row)  # two codecs may have the same gentler form
+        if rows:
+            found[value] = list(rows.values())
     return found
 
 

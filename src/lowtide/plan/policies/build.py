@@ -5,29 +5,19 @@ Every policy ends here, a user's own included: decide which values stay, call `m
 
 from __future__ import annotations
 
+from collections import Counter, defaultdict
 from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound.relaxation import Bound, lower_bound
-from lowtide.plan.data import (
-    Codec,
-    Keep,
-    Links,
-    ModuleRow,
-    Move,
-    Moved,
-    Moving,
-    Plan,
-    ProgramStep,
-    Recompute,
-)
+from lowtide.plan.data import Codec, Keep, Links, ModuleRow, Move, Moving, Plan, ProgramStep, Recompute
 from lowtide.plan.layout.slab import SlabLayout, lay_out
-from lowtide.plan.moves.movable import move_rows, moved_of, not_replayable_from, refuse_moves
+from lowtide.plan.moves.movable import as_simulated, closed_with, move_of, refuse_moves
 from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.refusal import refusal
-from lowtide.plan.simulate.simulator import Simulation, Simulator, close
+from lowtide.plan.simulate.simulator import Simulation, Simulator
 
 
 class Policy(Protocol):
@@ -83,23 +73,16 @@ def make_plan(
     sim = simulator or Simulator(graph)
     wanted = dict(moves or {})
     refuse_moves(sim, wanted)
-    closed = close(graph, {*stored, *wanted}, sim)
-    moved = [m for m in moved_of(sim, wanted, links, codecs) if m.value in closed]
-    closed -= {m.value for m in moved}
-    if moved:
-        whole = not_replayable_from(graph, program_of(graph, closed, tuple(moved)), wanted, codecs)
-        if whole:
-            return make_plan(
-                graph, stored={*stored, *whole}, policy=policy, budget=budget, bound=bound, notes=notes,
-                simulator=sim, links=links,
-                moves={v: d for v, d in wanted.items() if v not in whole}, window_bytes=window_bytes,
-                codecs=codecs, slab=slab,
-            )  # fmt: skip
-    window = window_bytes or max((m.encoded_bytes for m in moved), default=0)
-    loose = simulation = (sim.moving(moved, window) if moved else sim).simulate(closed, links)
+    closed, moved = closed_with(
+        sim, stored, [move_of(sim, value, decision, links, codecs) for value, decision in wanted.items()]
+    )
+    window = window_bytes or max((m.encoded_bytes for m in moved.values()), default=0)
+    loose = simulation = sim.moving(moved.values(), window).simulate(closed, links)
     laid = SlabLayout({}, 0)
     if moved and slab is not False:
-        held, layout = _in_a_slab(sim, moved, window, closed, links)
+        held = sim.moving(moved.values(), window, slab=True).simulate(closed, links)
+        layout = lay_out(moved, held)
+        held = held.with_slab(layout.bytes)
         if slab or held.peak_bytes <= (loose.peak_bytes if budget is None else budget):
             simulation, laid = held, layout
     if budget is not None and simulation.peak_bytes > budget:
@@ -113,15 +96,14 @@ def make_plan(
             "recomputing",
         )
     floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None
-    given = set(simulation.evicted)
-    going = {m.value for m in moved}
-    rows = move_rows(moved, simulation, laid.moved)
+    evicted = set(simulation.evicted)
+    rows = as_simulated(moved, simulation, laid.moved)
     return Plan(
         graph=graph.fingerprint(),
         policy=policy,
         budget_bytes=budget,
         decisions={
-            v: wanted[v] if v in going else Recompute() if v in given else Keep() for v in sim.droppable
+            v: wanted[v] if v in moved else Recompute() if v in evicted else Keep() for v in sim.droppable
         },
         stored=closed,
         replayed=simulation.replayed,
@@ -146,51 +128,35 @@ def make_plan(
     )
 
 
-def _in_a_slab(
-    sim: Simulator, moved: Sequence[Moved], window: int, stored: frozenset[int], links: Links | None
-) -> tuple[Simulation, SlabLayout]:
-    """The step with a slab for what comes back and the slab's layout."""
-    held = sim.moving(moved, window, slab=True).simulate(stored, links)
-    laid = lay_out(moved, held)
-    return held.with_slab(laid.bytes), laid
-
-
 def module_rows(sim: Simulator, simulation: Simulation) -> tuple[ModuleRow, ...]:
     """The plan's table: one row a module, in the order of the forward."""
     graph = sim.graph
-    saved: dict[str, int] = {}
-    kept: dict[str, int] = {}
-    replayed: dict[str, int] = {}
-    seconds: dict[str, float] = {}
-    order: dict[str, None] = {}
+    saved, kept, replayed = Counter[str](), Counter[str](), Counter[str]()
+    seconds = defaultdict[str, float](float)
     of_storage: dict[int, str] = {}
     for tensor in graph.saved:
         of_storage.setdefault(sim.storage_of[tensor.value], tensor.module)
     for op in graph.operations:
-        order.setdefault(op.module)
         for w in op.writes:
             of_storage.setdefault(sim.storage_of[w], op.module)
     for sid, until in sim.storage_hold.items():
         if until > sim.natural_end[sid]:
-            saved[of_storage[sid]] = saved.get(of_storage[sid], 0) + graph.storages[sid].bytes
+            saved[of_storage[sid]] += graph.storages[sid].bytes
     for sid in simulation.held_until:
-        name = of_storage.get(sid, "")
-        kept[name] = kept.get(name, 0) + graph.storages[sid].bytes
+        kept[of_storage.get(sid, "")] += graph.storages[sid].bytes
     for index in simulation.replayed:
         op = graph.operations[index]
-        replayed[op.module] = replayed.get(op.module, 0) + 1
-        seconds[op.module] = seconds.get(op.module, 0.0) + op.seconds + graph.replay_overhead_seconds
-    for name in [*saved, *kept]:
-        order.setdefault(name)
+        replayed[op.module] += 1
+        seconds[op.module] += op.seconds + graph.replay_overhead_seconds
     return tuple(
-        ModuleRow(name, saved.get(name, 0), kept.get(name, 0), replayed.get(name, 0), seconds.get(name, 0.0))
-        for name in order
+        ModuleRow(name, saved[name], kept[name], replayed[name], seconds[name])
+        for name in dict.fromkeys([*(op.module for op in graph.operations), *saved, *kept])
         if name in saved or name in kept or name in replayed
     )
 
 
 def program_of(
-    graph: StepGraph, stored: frozenset[int], moves: Sequence[Move | Moved] = ()
+    graph: StepGraph, stored: frozenset[int], moves: Sequence[Move] = ()
 ) -> tuple[ProgramStep, ...]:
     """The forward as an executor follows it: one step for each operation, in order.
 

@@ -80,7 +80,6 @@ def mixed(
                 placements_of(planner.sim, offered, speeds, min_bytes, codecs, everywhere),
                 speeds,
                 window_bytes,
-                codecs,
             )
             limit = budget if budget is not None else mixer.least().simulation.peak_bytes
             best, alone = mixer.solve(limit)
@@ -92,7 +91,7 @@ def mixed(
         )
         return make_plan(
             graph, stored=best.stored, policy="mixed", budget=budget, simulator=planner.sim,
-            moves=best.decisions, window_bytes=best.window,
+            moves={v: m.decision for v, m in best.moves.items()}, window_bytes=best.window,
             links=speeds, notes=notes, codecs=codecs, bound=floor, slab=slab,
         )  # fmt: skip
 

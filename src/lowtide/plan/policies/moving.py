@@ -4,13 +4,8 @@ from __future__ import annotations
 
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Chain, Codec, Compress, Links, Moving, Offload, Plan, Shard, ahead_bytes
-from lowtide.plan.moves.movable import (
-    default_window,
-    least_count,
-    movable,
-    moved_of,
-)
+from lowtide.plan.data import Chain, Codec, Compress, Links, Moving, Offload, Plan, Shard
+from lowtide.plan.moves.movable import default_window, least_count, movable, move_of
 from lowtide.plan.moves.placements import placements_of
 from lowtide.plan.moves.supply import codec_named
 from lowtide.plan.policies.build import Policy, make_plan
@@ -60,9 +55,8 @@ def offload(
         else:
 
             def fits(count: int) -> bool:
-                chosen = dict.fromkeys(order[:count], decision)
-                moving = sim.moving(moved_of(sim, chosen), window) if chosen else sim
-                return moving.simulate(everything - chosen.keys()).peak_bytes <= budget
+                moving = sim.moving([move_of(sim, v, decision) for v in order[:count]], window)
+                return moving.simulate(everything.difference(order[:count])).peak_bytes <= budget
 
             found = least_count(len(order), fits)
             count = len(order) if found is None else found
@@ -168,7 +162,7 @@ def partition(
                 "the policy 'full'"
             )
         # the next while one is in use
-        window = max(2 * ahead_bytes(m.decision, m.bytes, m.encoded_bytes) for m in moved_of(sim, moves))
+        window = max(2 * move_of(sim, v, decision).ahead_bytes for v, decision in moves.items())
         wanted = True if slab is None and budget is None else slab
         return make_plan(
             graph,

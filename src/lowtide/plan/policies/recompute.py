@@ -75,7 +75,10 @@ def selective(*, recompute_ops: Sequence[str] | None = None, save_ops: Sequence[
     if recompute_ops is not None and save_ops is not None:
         raise PlanError("selective takes recompute_ops= or save_ops=, not both")
     if recompute_ops is not None:
-        return _policy("selective", lambda graph, sim: recompute_stored(graph, sim, recompute_ops))
+        return _policy(
+            "selective",
+            lambda graph, sim: evict_outputs(sim, _matching(graph, recompute_ops, "recompute_ops")),
+        )
     if save_ops is not None:
         return _policy("selective", lambda graph, sim: save_stored(graph, sim, save_ops))
     return _policy("selective", attention_stored)
@@ -123,11 +126,6 @@ def evict_outputs(sim: Simulator, operations: set[int]) -> frozenset[int]:
     )
 
 
-def recompute_stored(graph: StepGraph, sim: Simulator, names: Sequence[str]) -> frozenset[int]:
-    """The values that ``selective(recompute_ops=...)`` stores."""
-    return evict_outputs(sim, _matching(graph, names, "recompute_ops"))
-
-
 def save_stored(graph: StepGraph, sim: Simulator, names: Sequence[str]) -> frozenset[int]:
     """The values that ``selective(save_ops=...)`` stores."""
     chosen = _matching(graph, names, "save_ops")
@@ -142,26 +140,26 @@ def attention_stored(graph: StepGraph, sim: Simulator) -> frozenset[int]:
     Raises:
         PlanError: the step has no attention that this policy knows.
     """
-    given: set[int] = set()
+    evicted: set[int] = set()
     for op in graph.operations:
         if op.phase != "forward":
             continue
         if _FUSED.search(op.name):
             below, readers = _around(sim, op, _readers(sim, op.writes), _PRODUCT)
-            given |= {op.index} | (below if readers else set())
+            evicted |= {op.index} | (below if readers else set())
         elif _SOFTMAX.search(op.name):
             above, products = _around(sim, op, _makers(sim, op.reads), _BATCHED, up=True)
             below, readers = _around(sim, op, _readers(sim, op.writes), _BATCHED)
             if products and readers:
                 masks = _makers(sim, [u for i in below for u in graph.operations[i].reads])
                 late = {i for i in _around(sim, op, masks, _PRODUCT, up=True)[0] if i > op.index}
-                given |= {op.index} | above | products | below | late
-    if not given:
+                evicted |= {op.index} | above | products | below | late
+    if not evicted:
         raise PlanError(
             "selective found no attention (a softmax between two batched products, or a fused attention "
             "operation): name the operations with recompute_ops= or save_ops="
         )
-    return evict_outputs(sim, given)
+    return evict_outputs(sim, evicted)
 
 
 def _makers(sim: Simulator, values: Iterable[int]) -> list[int]:

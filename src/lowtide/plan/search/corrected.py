@@ -40,7 +40,8 @@ def corrected(
         found = rounded(relaxation, search, point)
         low = search.lower(min(found, key=lambda c: c.height), budget)
         yield [*found, low]
-        counted = relaxation.load_of(low.stored, low.simulation.replayed)
+        point = relaxation.point_of(low.stored, low.simulation.replayed)
+        counted = relaxation.fixed + relaxation.occupancy(point)
         missed = np.maximum(0, low.simulation.top_bytes - counted).astype(np.int64)
         # halfway: the replays of one answer are not those of the next
         beside = (beside + missed) // 2 if number else missed

@@ -4,11 +4,12 @@ plans of a small step."""
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 
 from lowtide.errors import PlanError
+from lowtide.plan.data import Move
 from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator, close
 
@@ -21,10 +22,19 @@ _MOST_CHOICES = 10
 
 @dataclass(frozen=True)
 class Candidate:
-    """A set of stored values with its exact simulation."""
+    """What is stored and what moves, simulated exactly.
+
+    Attributes:
+        stored: values that stay on the device.
+        simulation: what that does.
+        moves: values that move, and how.
+        window: bytes that may be under way in each direction.
+    """
 
     stored: frozenset[int]
     simulation: Simulation
+    moves: dict[int, Move] = field(default_factory=dict, repr=False)
+    window: int = 0
 
     @property
     def key(self) -> tuple[float, int]:
@@ -84,22 +94,16 @@ class LocalSearch:
         """Store more where the budget has room, the most seconds a byte first; the exact simulation decides
         each step.
         """
-        graph, sim = self.sim.graph, self.sim
+        graph = self.sim.graph
         best = start
         failures = 0
         for _ in range(4):
-            moves: list[tuple[float, int, list[int]]] = []
-            for index in best.simulation.replayed:
-                op = graph.operations[index]
-                outputs = [w for w in op.writes if graph.values[w].storable and w not in best.stored]
-                outputs += [earlier for w in outputs for earlier in sim.companions.get(w, ())]
-                size = sum(sim.value_bytes[w] for w in outputs if graph.values[w].storable)
-                if outputs:
-                    moves.append(
-                        (-(op.seconds + graph.replay_overhead_seconds) / max(size, 1), index, outputs)
-                    )
+            found: list[tuple[float, int, list[int]]] = []
+            for index, size, outputs in self._to_store(best):
+                seconds = graph.operations[index].seconds + graph.replay_overhead_seconds
+                found.append((-seconds / max(size, 1), index, outputs))
             improved = False
-            for _, index, outputs in sorted(moves):
+            for _, index, outputs in sorted(found):
                 if tries <= 0 or failures >= 80:
                     return best
                 if index not in best.simulation.replayed:
@@ -148,26 +152,29 @@ class LocalSearch:
         sim, graph = self.sim, self.sim.graph
         at = best.simulation.peak_event
         over = best.simulation.peak_bytes - budget
-        given: list[tuple[bool, float, int]] = []
+        evictable: list[tuple[bool, float, int]] = []
         for v in best.stored:
             sid = sim.storage_of[v]
             until = best.simulation.held_until.get(sid)
             if until is not None and sim.natural_end[sid] <= at < until:
                 size = sim.value_bytes[v]
-                given.append(
+                evictable.append(
                     (size < over, graph.operations[sim.producer[v]].seconds if size >= over else -size, v)
                 )
-        for _, _, v in sorted(given):
+        for _, _, v in sorted(evictable):
             yield best.stored - {v}
-        kept: list[tuple[int, int, list[int]]] = []
-        for index in best.simulation.replayed:
-            outputs = [
-                w for w in graph.operations[index].writes if graph.values[w].storable and w not in best.stored
-            ]
-            outputs += [earlier for w in outputs for earlier in sim.companions.get(w, ())]
-            if outputs:
-                kept.append(
-                    (sum(sim.value_bytes[w] for w in outputs), graph.operations[index].writes[0], outputs)
-                )
+        kept = [(size, graph.operations[i].writes[0], outputs) for i, size, outputs in self._to_store(best)]
         for _, _, outputs in sorted(kept):
             yield best.stored.union(outputs)
+
+    def _to_store(self, best: Candidate) -> Iterator[tuple[int, int, list[int]]]:
+        """Operations that run again, bytes of what they write that could stay and does not, and those values;
+        with them go earlier versions, which cost nothing then.
+        """
+        sim, graph = self.sim, self.sim.graph
+        for index in best.simulation.replayed:
+            written = graph.operations[index].writes
+            outputs = [w for w in written if sim.storable[w] and w not in best.stored]
+            if outputs:
+                earlier = [v for w in outputs for v in sim.companions.get(w, ())]
+                yield index, sum(sim.value_bytes[w] for w in outputs), outputs + earlier

@@ -1,34 +1,31 @@
 """Recompute and move together: the least extra time within a budget when values may also be offloaded,
 compressed or sharded.
 
-The linear program of `lowtide.plan.bound.moving` says which values to keep, recompute or move at best, and
-how little extra time any such schedule can have. Its decisions are made whole and simulated exactly,
-transfers with a clock; what exceeds the budget is asked of the program once more. Beside these stand, for
-a range of
-larger budgets, what the recomputing planner keeps with as few values of it moved as will do; recomputing
-alone and moving alone are among them, so the mix is never worse than either. In the best of all, single
-decisions are exchanged at the end.
+The linear program of `lowtide.plan.bound` says which values to keep, recompute or move at best, and how
+little extra time any such schedule can have. Its decisions are made whole and simulated exactly, transfers
+with a clock; where they exceed the budget the program is asked once more, for less. Beside these stand, for a
+range of larger budgets, what the recomputing planner keeps with as few values of it moved as will do;
+recomputing alone and moving alone are among them, so the mix is never worse than either. In the best of all,
+single decisions are exchanged at the end.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import numpy as np
 
 from lowtide.errors import BudgetError
-from lowtide.graph import StepGraph
-from lowtide.plan.bound.moving import MovingRelaxation
 from lowtide.plan.bound.program import Floats
-from lowtide.plan.bound.relaxation import Bound
-from lowtide.plan.data import Codec, Compress, Links, Moved, Moving, Shard, stages
-from lowtide.plan.moves.movable import default_window, least_count
+from lowtide.plan.bound.relaxation import Bound, Relaxation
+from lowtide.plan.data import Links, Move
+from lowtide.plan.moves.movable import closed_with, default_window, least_count
 from lowtide.plan.moves.placements import Placements
-from lowtide.plan.moves.supply import codec_named
+from lowtide.plan.search.local import Candidate
 from lowtide.plan.search.planner import Planner
 from lowtide.plan.simulate.refusal import refusal
-from lowtide.plan.simulate.simulator import Simulation, Simulator, close
+from lowtide.plan.simulate.simulator import close
 
 _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
@@ -56,42 +53,14 @@ _ROUNDINGS = (0.0, 0.9)
 _GOOD_GAP = 0.003
 
 
-@dataclass(frozen=True)
-class Mix:
-    """What is stored and what moves, simulated exactly.
-
-    Attributes:
-        stored: values that stay on the device.
-        moves: values that move, and how.
-        window: bytes that may be under way in each direction.
-        simulation: what that does.
-    """
-
-    stored: frozenset[int]
-    moves: dict[int, Moved] = field(repr=False)
-    window: int
-    simulation: Simulation
-
-    @property
-    def key(self) -> tuple[float, int]:
-        """What makes a mix better: seconds first, then bytes."""
-        return (self.simulation.extra_seconds, self.simulation.peak_bytes)
-
-    @property
-    def decisions(self) -> dict[int, Moving]:
-        """Value -> where it goes."""
-        return {v: m.decision for v, m in self.moves.items()}
-
-
-@dataclass(frozen=True)
-class Exchange:
+class Exchange(NamedTuple):
     """One decision made otherwise: values to store, values that come back from where they moved, values to
     move.
     """
 
-    stored: tuple[int, ...]
-    back: tuple[int, ...]
-    moves: dict[int, Moved]
+    stored: tuple[int, ...] = ()
+    back: tuple[int, ...] = ()
+    moves: tuple[Move, ...] = ()
 
 
 class Mixer:
@@ -99,85 +68,50 @@ class Mixer:
 
     Args:
         planner: the step, with the planner that recomputes.
-        ways: see `lowtide.plan.moves.placements.placements_of`.
+        placements: see `lowtide.plan.moves.placements.placements_of`.
         links: speeds of the tiers and groups.
         window_bytes: the most that is under way at one time in each direction; ``None`` to choose.
-        codecs: codecs of the user's own.
     """
 
     def __init__(
-        self,
-        planner: Planner,
-        ways: Placements,
-        links: Links,
-        window_bytes: int | None,
-        codecs: Sequence[Codec] = (),
+        self, planner: Planner, placements: Placements, links: Links, window_bytes: int | None
     ) -> None:
-        self.planner = planner
-        self.graph: StepGraph = planner.graph
-        self.sim: Simulator = planner.sim
-        self.ways = ways
-        self.links = links
-        self.codecs = tuple(codecs)
-        travelling = [v for v, rows in ways.items() if any(m.tier for m in rows)]
+        self.planner, self.placements, self.links = planner, placements, links
+        self.graph, self.sim = planner.graph, planner.sim
+        travelling = [v for v, rows in placements.items() if any(m.tier for m in rows)]
         largest = max((self.sim.value_bytes[v] for v in travelling), default=1)
         some = default_window(self.sim, travelling)
-        sharded = any(isinstance(stages(m.decision)[0], Shard) for rows in ways.values() for m in rows)
-        # is gathered ahead: a gather takes the whole value, where the peak may stand
-        nothing = {1} if sharded else set[int]()
+        # 1: nothing is gathered ahead; a gather takes the whole value, where the peak may stand
+        nothing = {1} if any(m.shard for rows in placements.values() for m in rows) else set[int]()
         self.windows = [window_bytes] if window_bytes else sorted({largest, some} | nothing)
-        self.relaxation = MovingRelaxation(self.sim, ways, links, planner.stages, self._whole)
-        self.best_placement = {v: min(rows, key=self._costs) for v, rows in ways.items()}
+        self.relaxation = Relaxation(self.sim, planner.stages, placements, links)
+        self.best_placement = {v: min(rows, key=self._costs) for v, rows in placements.items()}
         """the way that is taken where one value is moved by itself"""
-        self.bounds: dict[int, float] = {}
-        """budget -> seconds that no schedule can undercut, the recording overhead aside"""
 
-    def _costs(self, m: Moved) -> float:
+    def _costs(self, m: Move) -> float:
         """Seconds that moving takes, as if nothing hid the transfer."""
-        link = self.links.get(m.tier) if m.tier else None
-        both = (
-            m.encoded_bytes * (1 / link.write_bytes_per_second + 1 / link.read_bytes_per_second)
-            if link
-            else 0.0
-        )
-        return self.relaxation.seconds_to_move(m) + both
+        link = self.links.get(m.tier)
+        transfer = link.there_and_back(m.encoded_bytes) if link else 0.0
+        return self.relaxation.seconds_to_move(m) + transfer
 
-    def _whole(self, codec: str) -> bool:
-        return codec_named(codec, self.codecs).replayable_from
-
-    def _saves(self, m: Moved) -> int:
+    def _saves(self, m: Move) -> int:
         """Bytes that moving a value frees on the device."""
         return max(1, m.bytes - (0 if m.tier else m.encoded_bytes))
 
-    def candidate(self, stored: frozenset[int], moves: Mapping[int, Moved], window: int) -> Mix:
-        """``stored`` and ``moves``, closed and simulated; what a replay reads stays where its codec does not
-        bring all of it back.
-        """
-        kept = close(self.graph, stored | moves.keys(), self.sim)
-        going = {v: m for v, m in moves.items() if v in kept}
-        kept -= going.keys()
-        sim = self.sim.moving(list(going.values()), window) if going else self.sim
-        simulation = sim.simulate(kept, self.links)
-        partial = {
-            v
-            for v, m in going.items()
-            if isinstance(first := stages(m.decision)[0], Compress) and not self._whole(first.codec)
-        }
-        read = {u for i in simulation.replayed for u in self.graph.operations[i].reads} if partial else set()
-        if partial & read:
-            return self.candidate(
-                stored | (partial & read), {v: m for v, m in going.items() if v not in read & partial}, window
-            )
-        return Mix(kept, going, window, simulation)
+    def candidate(self, stored: frozenset[int], moves: Iterable[Move], window: int) -> Candidate:
+        """``stored`` and ``moves``, closed and simulated."""
+        kept, going = closed_with(self.sim, stored, moves)
+        simulation = self.sim.moving(going.values(), window).simulate(kept, self.links)
+        return Candidate(kept, simulation, going, window)
 
-    def solve(self, budget: int) -> tuple[Mix, dict[str, float]]:
+    def solve(self, budget: int) -> tuple[Candidate, dict[str, float]]:
         """The best mix found within ``budget``, and the extra seconds of recomputing alone and of moving
         alone where they fit.
 
         Raises:
             BudgetError: none fits; the error carries the smallest budget that a mix can meet.
         """
-        found: list[Mix] = []
+        found: list[Candidate] = []
         alone: dict[str, float] = {}
         for stored, top in self._recomputing(budget):
             mix = self._fewest(stored, budget)
@@ -212,11 +146,11 @@ class Mixer:
 
     def _floor(self, budget: int) -> float:
         """Seconds that no schedule can undercut."""
-        if budget not in self.bounds:
-            self.bounds[budget] = self.relaxation.solve(budget)[0]
-        return self.bounds[budget] + self.graph.overhead_seconds
+        if budget not in self.relaxation.floors:
+            self.relaxation.solve(budget)
+        return self.relaxation.floors[budget] + self.graph.overhead_seconds
 
-    def least(self) -> Mix:
+    def least(self) -> Candidate:
         """The mix with the smallest peak that is found: all that may move does, and the rest is what the
         recomputing planner finds least with.
         """
@@ -224,13 +158,13 @@ class Mixer:
         sets = {c.stored for c in [*family, self.planner.smallest]}
         smallest = {
             v: min(rows, key=lambda m: (0 if m.tier else m.encoded_bytes, self._costs(m)))
-            for v, rows in self.ways.items()
+            for v, rows in self.placements.items()
         }
         found = []
         for stored in sets:
-            going = {v: m for v, m in smallest.items() if v in stored}
+            going = [m for v, m in smallest.items() if v in stored]
             found += [
-                self.candidate(stored, moves, window) for moves in ({}, going) for window in self.windows
+                self.candidate(stored, moves, window) for moves in ([], going) for window in self.windows
             ]
         return min(found, key=lambda mix: (mix.simulation.peak_bytes, mix.simulation.extra_seconds))
 
@@ -248,16 +182,16 @@ class Mixer:
                 continue
         yield close(self.graph, self.sim.droppable, self.sim), True
 
-    def _fewest(self, stored: frozenset[int], budget: int) -> Mix | None:
+    def _fewest(self, stored: frozenset[int], budget: int) -> Candidate | None:
         """As few of ``stored`` as will do, the earliest of the forward first, moved; ``None`` where all of
         them do not do.
         """
-        mine = [v for v in self.ways if v in stored]
-        found: list[Mix] = []
+        mine = [v for v in self.placements if v in stored]
+        found: list[Candidate] = []
         for window in self.windows:
 
-            def moved(count: int, window: int = window) -> Mix:
-                return self.candidate(stored, {v: self.best_placement[v] for v in mine[:count]}, window)
+            def moved(count: int, window: int = window) -> Candidate:
+                return self.candidate(stored, [self.best_placement[v] for v in mine[:count]], window)
 
             count = least_count(
                 len(mine), lambda count, moved=moved: moved(count).simulation.peak_bytes <= budget
@@ -268,26 +202,24 @@ class Mixer:
                 break
         return min(found, key=lambda mix: mix.key, default=None)
 
-    def _from_program(self, budget: int) -> list[Mix]:
+    def _from_program(self, budget: int) -> list[Candidate]:
         """Mixes from the program's decisions, made whole."""
         relaxation = self.relaxation
-        found: list[Mix] = []
+        found: list[Candidate] = []
         for window in self.windows:
             target, fits, exceeds = budget, 0, 0
             for attempt in range(_ROUNDS):
                 bound, point = relaxation.solve(target)
-                if target == budget:
-                    self.bounds[budget] = bound
                 if bound == float("inf"):
                     break
-                points = [(point, relaxation.moved)]
+                points = [point]
                 if not attempt and len(relaxation.program.cost) <= _WHOLE_COLUMNS:
                     good = _GOOD_GAP * self.graph.plain_seconds
                     _, whole = relaxation.solve_whole(target, 0.2 * good / max(bound, good))
                     if whole is not None:
-                        points.append((whole, relaxation.moved))
+                        points.append(whole)
                 trials = [
-                    self.candidate(*self._rounded(*decisions, least), window)
+                    self.candidate(*self._rounded(decisions, least), window)
                     for decisions in points
                     for least in _ROUNDINGS
                 ]
@@ -303,68 +235,63 @@ class Mixer:
                 target = (fits + exceeds) // 2 if fits else target - over
         return found
 
-    def _rounded(self, point: Floats, moved: Floats, least: float) -> tuple[frozenset[int], dict[int, Moved]]:
+    def _rounded(self, point: Floats, least: float) -> tuple[frozenset[int], list[Move]]:
         """What is stored and what moves when each value does what most of it does, and moves if that is at
         least ``least`` of it.
         """
         relaxation = self.relaxation
-        stored = set[int]()
-        moves: dict[int, Moved] = {}
-        share = dict[int, tuple[float, Moved]]()
-        for k, m in enumerate(relaxation.rows):
-            if moved[k] > share.get(m.value, (0.0, m))[0]:
-                share[m.value] = (float(moved[k]), m)
+        stored, moves = set[int](), list[Move]()
+        share: dict[int, tuple[float, Move]] = {}
+        for k, m in enumerate(relaxation.moves, relaxation.first_move):
+            if point[k] > share.get(m.value, (0.0, m))[0]:
+                share[m.value] = (float(point[k]), m)
         for v in relaxation.values:
             keep = float(point[relaxation.column[v]])
-            replay = relaxation.replay_column(v)
-            again = float(point[replay]) if replay is not None else 0.0
+            again = sum(float(point[column]) for column, _ in relaxation.replayed(v))
             move, m = share.get(v, (0.0, None))
             if m is not None and move >= least and move > keep and move >= again:
-                moves[v] = m
+                moves.append(m)
             elif keep > 0.5 or (v in self.sim.saved_of and keep >= again):
                 stored.add(v)
         return frozenset(stored), moves
 
-    def _exchanges(self, mix: Mix) -> list[Exchange]:
+    def _exchanges(self, mix: Candidate) -> list[Exchange]:
         """Single decisions that would save time, what promises most seconds a byte first."""
         graph, sim = self.graph, self.sim
         found: list[tuple[float, Exchange]] = []
         cheapest = sorted(
-            (self.best_placement[v] for v in self.ways if v in mix.stored),
+            (self.best_placement[v] for v in self.placements if v in mix.stored),
             key=lambda m: self._costs(m) / self._saves(m),
         )
         for v, m in mix.moves.items():
             rate = self._costs(m) / sim.value_bytes[v]
-            found += [(rate, Exchange((v,), (v,), {})), (rate, Exchange((), (v,), {}))]
+            found += [(rate, Exchange(stored=(v,), back=(v,))), (rate, Exchange(back=(v,)))]
         for index in mix.simulation.replayed:
             op = graph.operations[index]
             outputs = tuple(
-                w
-                for w in op.writes
-                if graph.values[w].storable and w not in mix.stored and w not in mix.moves
+                w for w in op.writes if sim.storable[w] and w not in mix.stored and w not in mix.moves
             )
             if not outputs:
                 continue
             gain = op.seconds + graph.replay_overhead_seconds
-            rate = gain / max(1, sum(sim.value_bytes[w] for w in outputs))
-            found.append((rate, Exchange(outputs, (), {})))
-            room, made = sum(sim.value_bytes[w] for w in outputs), dict[int, Moved]()
+            size = sum(sim.value_bytes[w] for w in outputs)
+            rate = gain / max(1, size)
+            found.append((rate, Exchange(outputs)))
+            room, made = size, list[Move]()
             for m in cheapest:  # what moves instead makes room
                 if room <= 0:
                     break
                 if m.value not in outputs:
-                    made[m.value] = m
+                    made.append(m)
                     room -= self._saves(m)
-            if room <= 0 and gain > sum(map(self.relaxation.seconds_to_move, made.values())):
-                found.append((rate, Exchange(outputs, (), made)))
-            going = {w: self.best_placement[w] for w in outputs if w in self.best_placement}
-            if len(going) == len(outputs) and gain > sum(
-                map(self.relaxation.seconds_to_move, going.values())
-            ):
-                found.append((rate, Exchange((), (), going)))
+            going = [self.best_placement[w] for w in outputs if w in self.best_placement]
+            if room <= 0 and gain > sum(map(self.relaxation.seconds_to_move, made)):
+                found.append((rate, Exchange(outputs, moves=tuple(made))))
+            if len(going) == len(outputs) and gain > sum(map(self.relaxation.seconds_to_move, going)):
+                found.append((rate, Exchange(moves=tuple(going))))
         return [exchange for _, exchange in sorted(found, key=lambda row: -row[0])]
 
-    def _polish(self, best: Mix, budget: int) -> Mix:
+    def _polish(self, best: Candidate, budget: int) -> Candidate:
         """Exchange single decisions; the exact simulation decides each."""
         tries, improved = _TRIES, True
         while improved:
@@ -373,7 +300,7 @@ class Mixer:
                 if tries <= 0:
                     return best
                 tries -= 1
-                moves = {v: m for v, m in best.moves.items() if v not in exchange.back} | exchange.moves
+                moves = [m for v, m in best.moves.items() if v not in exchange.back] + [*exchange.moves]
                 other = self.candidate(best.stored.union(exchange.stored), moves, best.window)
                 if other.simulation.peak_bytes <= budget and other.key < best.key:
                     best, improved = other, True

@@ -67,7 +67,6 @@ class Planner:
         self.stages = find_stages(self.sim)
         self.relaxation = Relaxation(self.sim, self.stages)
         self._relaxed: dict[tuple[int, bool], tuple[float, Floats]] = {}
-        self._whole_seconds: dict[int, float] = {}
         self._found_before: list[Candidate] = []
         self._exchanged: dict[tuple[frozenset[int], int], Candidate] = {}
 
@@ -186,10 +185,8 @@ class Planner:
 
     def _floor(self, budget: int) -> float:
         """The same seconds, the most that is known of them by now."""
-        known = [self._whole_seconds.get(budget, 0.0)]
-        if (budget, True) in self._relaxed:
-            known.append(self._relaxed[budget, True][0])
-        return max(self._solved(budget, windows=False)[0], *known)
+        self._solved(budget, windows=False)
+        return self.relaxation.floors[budget]
 
     def _far(self, best: Candidate | None, budget: int, share: float) -> bool:
         """Whether more than ``share`` of the step's time lies between a plan and the bound for ``budget``."""
@@ -252,9 +249,7 @@ class Planner:
         if bound == float("inf") or len(self.relaxation.program.cost) > _WHOLE_COLUMNS:
             return []
         good = _GOOD_GAP * self.graph.plain_seconds
-        sharper, whole = self.relaxation.solve_whole(budget, 0.2 * good / max(bound, good))
-        if sharper < float("inf"):
-            self._whole_seconds[budget] = sharper
+        _, whole = self.relaxation.solve_whole(budget, 0.2 * good / max(bound, good))
         if whole is None:
             return []
         wish = frozenset(v for v, k in self.relaxation.column.items() if whole[k] > 0.5)

@@ -44,16 +44,16 @@ def replay_set(
     return found
 
 
-def refuse(sim: StepIndex, given: Iterable[int], flags: bytearray) -> NoReturn:
+def refuse(sim: StepIndex, evicted: Iterable[int], flags: bytearray) -> NoReturn:
     """Say why what is evicted cannot be brought back.
 
     Raises:
         PlanError: always.
     """
-    given = list(given)
-    needed = replay_set(given, sim.producer, [op.reads for op in sim.operations], flags.__getitem__)
+    evicted = list(evicted)
+    needed = replay_set(evicted, sim.producer, [op.reads for op in sim.operations], flags.__getitem__)
     read = [u for index in sorted(needed - {-1}, reverse=True) for u in sim.operations[index].reads]
-    for value in (*given, *(u for u in read if not flags[u])):
+    for value in (*evicted, *(u for u in read if not flags[u])):
         index = sim.producer[value]
         if index >= 0 and not sim.operations[index].replayable:
             reason = sim.operations[index].reason or "unknown reason"
@@ -66,7 +66,7 @@ def refuse(sim: StepIndex, given: Iterable[int], flags: bytearray) -> NoReturn:
                 f"value {value} must be stored: {sim.describe(value)} is read by a replay that may not reach "
                 "further back"
             )
-    lost = next(u for u in (*read, *given) if flags[u] == 2 or (sim.producer[u] < 0 and not flags[u]))
+    lost = next(u for u in (*read, *evicted) if flags[u] == 2 or (sim.producer[u] < 0 and not flags[u]))
     raise PlanError(
         f"a replay rests on value {lost} ({sim.describe(lost)}), which the step overwrites: store what is "
         "made from it"

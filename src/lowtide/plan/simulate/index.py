@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.data import Moved
+from lowtide.plan.data import Move
 
 if TYPE_CHECKING:
     from lowtide.plan.simulate.replay import Held
@@ -25,7 +25,7 @@ class StepIndex:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self.operations: Sequence[Operation] = graph.operations
-        self.moved: dict[int, Moved] = {}
+        self.moved: dict[int, Move] = {}
         self.window_bytes = 0
         self.slab = False
         self.seen: list[Held] | None = None
@@ -79,15 +79,19 @@ class StepIndex:
         self.op_event = [end] * len(graph.operations)
         self.free_event = [end] * len(graph.storages)
         self.pack_event = [0] * len(graph.saved)
+        self.packed_after = [-1] * len(graph.saved)
+        """saved tensor -> the forward operation after which it is packed"""
         self.release_event = [end] * len(graph.saved)
+        forward = -1
         self.unpacks: list[list[tuple[int, int]]] = [[] for _ in graph.saved]
         for at, (kind, index) in enumerate(graph.events):
             if kind == "op":
                 self.op_event[index] = at
+                forward = index if graph.operations[index].phase == "forward" else forward
             elif kind == "free":
                 self.free_event[index] = at
             elif kind == "pack":
-                self.pack_event[index] = at
+                self.pack_event[index], self.packed_after[index] = at, forward
             elif kind == "release":
                 self.release_event[index] = at
             elif kind == "unpack":
@@ -109,47 +113,42 @@ class StepIndex:
         """value -> its droppable saved tensors that are released while backward runs, or later, and that
         nobody unpacks.
         """
-        for saved in graph.saved:
-            if (
-                saved.droppable
-                and not self.unpacks[saved.id]
-                and self.release_event[saved.id] > self.first_unpack
-            ):
-                self.unasked.setdefault(saved.value, []).append(saved.id)
+        for value, tensors in self.saved_of.items():
+            late = [t for t in tensors if self.release_event[t] > self.first_unpack and not self.unpacks[t]]
+            if late:
+                self.unasked[value] = late
         self.own_hold = [
             max([self.release_event[t], *(until for _, until in self.unpacks[t])])
             for t in range(len(graph.saved))
         ]
-        self.saved_release: dict[int, int] = {}
+        of = self.saved_of.items()
+        self.saved_release = {v: max(self.release_event[t] for t in tensors) for v, tensors in of}
         """value -> the last release of its droppable saved tensors."""
-        self.saved_hold: dict[int, int] = {}
+        self.saved_hold = {v: max(self.own_hold[t] for t in tensors) for v, tensors in of}
         """value -> the last release or done of its droppable saved tensors."""
         self.storage_hold: dict[int, int] = {}
         """storage -> the last release or done of the droppable saved tensors in it."""
-        self.last_unpack: dict[int, int] = {}
-        """value -> the event at which one of its droppable saved tensors is unpacked last, if any is."""
+        for value, until in self.saved_hold.items():
+            storage = self.storage_of[value]
+            self.storage_hold[storage] = max(self.storage_hold.get(storage, 0), until)
         self.value_of_saved = [saved.value for saved in graph.saved]
-        self.asking: dict[int, int] = {}
+        self.asking = {v: sum(1 for t in tensors if self.unpacks[t]) for v, tensors in of}
         """value -> how many of its droppable saved tensors somebody unpacks."""
+        self.last_unpack = {
+            v: max(start for t in tensors for start, _ in self.unpacks[t])
+            for v, tensors in of
+            if self.asking[v]
+        }
+        """value -> the event at which one of its droppable saved tensors is unpacked last, if any is."""
         self.value_events: dict[int, list[tuple[int, int, int]]] = {}
         """value -> (event, kind, saved tensor): kind 0 for done, 1 for the first unpack, 2 for a later
         one.
         """
-        for value, tensors in self.saved_of.items():
-            self.saved_release[value] = max(self.release_event[t] for t in tensors)
-            until = self.saved_hold[value] = max(self.own_hold[t] for t in tensors)
-            storage = self.storage_of[value]
-            self.storage_hold[storage] = max(self.storage_hold.get(storage, 0), until)
-            self.asking[value] = sum(1 for t in tensors if self.unpacks[t])
-            if self.asking[value]:
-                self.last_unpack[value] = max(start for t in tensors for start, _ in self.unpacks[t])
-            events: list[tuple[int, int, int]] = []
-            for t in tensors:
-                for k, (start, until) in enumerate(self.unpacks[t]):
-                    events.append((start, 2 if k else 1, t))
-                    if until < end and not k:
-                        events.append((until, 0, t))
-            self.value_events[value] = events
+        for value, tensors in of:
+            firsts = [(t, *self.unpacks[t][0]) for t in tensors if self.unpacks[t]]
+            later = [(start, 2, t) for t in tensors for start, _ in self.unpacks[t][1:]]
+            done = [(until, 0, t) for t, _, until in firsts if until < end]
+            self.value_events[value] = [*((start, 1, t) for t, start, _ in firsts), *later, *done]
 
     def _natural_timeline(self) -> None:
         """Live bytes when every droppable saved tensor is evicted and nothing is replayed; saved tensors
@@ -201,6 +200,11 @@ class StepIndex:
         self.storable = bytearray(v.storable for v in graph.values)
         self.forced = frozenset(tensor.value for tensor in graph.saved if tensor.forced)
         """values that a checkpointing scope asked to be evicted"""
+
+    @cached_property
+    def dtypes(self) -> dict[int, str]:
+        """Saved value -> name of the type that autograd first saves it as."""
+        return {s.value: s.dtype.removeprefix("torch.") for s in reversed(self.graph.saved)}
 
     @cached_property
     def feasible(self) -> list[bool]:

@@ -65,15 +65,12 @@ def _loss_storages(sim: Simulator, simulation: Simulation) -> set[int]:
     for op in graph.operations:
         if _OF_THE_LOSS.search(op.name):
             found.update(sim.storage_of[value] for value in (*op.reads, *op.writes))
-    made = {
-        storage
-        for storage in found
-        if (producer := graph.storages[storage].producer) is not None and sim.op_event[producer] <= peak
-    }
     return {
         storage
-        for storage in made
-        if max(sim.natural_end[storage], simulation.held_until.get(storage, -1)) >= peak
+        for storage in found
+        if (producer := graph.storages[storage].producer) is not None
+        and sim.op_event[producer] <= peak
+        and max(sim.natural_end[storage], simulation.held_until.get(storage, -1)) >= peak
     }
 
 

@@ -74,7 +74,7 @@ class Walk:
         """value -> what its copy takes: nothing where that lies in the slab"""
         self.born: dict[tuple[int, bool], int] = {}
         self.died: dict[tuple[int, bool], int] = {}
-        self.lies: dict[int, int] = {}
+        self.place_of: dict[int, int] = {}
         """value -> the moved value in whose place in the slab its copy lies"""
         self.turn = 0
         """rises with all that happens"""
@@ -114,23 +114,23 @@ class Walk:
         if not (arriving and ahead):
             self.born.setdefault((value, False), self.turn)
         if not ahead:
-            self.lies[value] = value
+            self.place_of[value] = value
             if arriving:
                 self.died[value, True] = self.turn + 1
 
     def _ends(self, value: int) -> None:
         """Nobody has the copy of a value any more."""
-        lies = self.lies.pop(value, None)
-        if lies is not None:
-            self.died[lies, False] = self.turn + 1
+        place = self.place_of.pop(value, None)
+        if place is not None:
+            self.died[place, False] = self.turn + 1
 
-    def run(self, given: list[int], unasked: list[int]) -> None:
-        """Walk the unpack and done events of ``given``, and the releases of the saved tensors ``unasked``,
+    def run(self, evicted: list[int], unasked: list[int]) -> None:
+        """Walk the unpack and done events of ``evicted``, and the releases of the saved tensors ``unasked``,
         which wait for nothing.
         """
         sim = self.sim
         events: list[tuple[int, int, int]] = []
-        for value in given:
+        for value in evicted:
             events += sim.value_events[value]
             self.left[value] = self.left.get(value, 0) + sim.asking[value]
         if sim.moved and sim.first_unpack < sim.end:
@@ -182,7 +182,9 @@ class Walk:
     def _early_bytes(self, value: int) -> int:
         """What fetching a value ahead allocates."""
         moved = self.sim.moved[value]
-        return moved.beside_slab_bytes if self.sim.slab else moved.ahead_bytes
+        if self.sim.slab:
+            return 0 if moved.tier else moved.gather_bytes
+        return moved.ahead_bytes
 
     def _fetch_ahead(self, event: int) -> None:
         """Start fetching what comes next while there is room in the window."""
@@ -245,8 +247,8 @@ class Walk:
                     and not self.handed.get(old, 0)
                 ):
                     moved.add(old)
-                    if slab and old in self.lies:
-                        self.lies[w], self.sizes[w] = self.lies.pop(old), 0
+                    if slab and old in self.place_of:
+                        self.place_of[w], self.sizes[w] = self.place_of.pop(old), 0
                 else:
                     live += sizes[w]
             if live + scratch > most:

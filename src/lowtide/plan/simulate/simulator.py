@@ -16,7 +16,7 @@ import numpy as np
 
 from lowtide.errors import PlanError
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.data import Links, Moved
+from lowtide.plan.data import Links, Move
 from lowtide.plan.simulate.closure import refuse, replay_set
 from lowtide.plan.simulate.index import Bytes, StepIndex
 from lowtide.plan.simulate.replay import Walk
@@ -85,12 +85,15 @@ class Simulator(StepIndex):
         super().__init__(graph)
         self.plain_peak = self._plain()
 
-    def moving(self, moved: Sequence[Moved], window_bytes: int, slab: bool = False) -> Simulator:
+    def moving(self, moves: Iterable[Move], window_bytes: int, slab: bool = False) -> Simulator:
         """This simulator when some values move: to everything that rests on such a value, an operation that
         reads nothing brings it back.
 
         With ``slab`` what comes back takes no memory of its own, and `Simulation.spans` says when it would.
         """
+        moved = list(moves)
+        if not moved:
+            return self
         twin = copy.copy(self)
         twin.slab = slab
         fetches = fetch_operations(self.graph, moved, slab)
@@ -145,20 +148,20 @@ class Simulator(StepIndex):
                 )
         return flags
 
-    def closure(self, given: list[int], flags: bytearray) -> list[int]:
-        """The operations that bring ``given`` back from what ``flags`` says is stored, in their order.
+    def closure(self, evicted: list[int], flags: bytearray) -> list[int]:
+        """The operations that bring ``evicted`` back from what ``flags`` says is stored, in their order.
 
         Raises:
             PlanError: one of them is not replayable, or rests on a value that is not there.
         """
-        needed = replay_set(given, self.producer, self.reads, flags.__getitem__)
+        needed = replay_set(evicted, self.producer, self.reads, flags.__getitem__)
         lost = -1 in needed or any(self.refused[index] for index in needed)
         if lost or any(
             flags[u] == 2 or (not flags[u] and self.must_store[u])
             for index in needed
             for u in self.reads[index]
         ):
-            refuse(self, given, flags)
+            refuse(self, evicted, flags)
         return sorted(needed, key=self.place) if self.moved else sorted(needed)
 
     def simulate(self, stored: Collection[int], links: Links | None = None) -> Simulation:
@@ -170,15 +173,11 @@ class Simulator(StepIndex):
         """
         graph = self.graph
         flags = self.flags(stored)
-        given = [v for v in self.droppable if not flags[v]]
-        replay = self.replay(given, flags)
+        evicted = [v for v in self.droppable if not flags[v]]
+        replay = self.replay(evicted, flags)
         hold: dict[int, int] = {}
-        for value, until in self.saved_hold.items():
-            if flags[value]:
-                sid = self.storage_of[value]
-                if until > hold.get(sid, -1):
-                    hold[sid] = until
-        for value, until in replay.hold.items():
+        saved = [(value, until) for value, until in self.saved_hold.items() if flags[value]]
+        for value, until in [*saved, *replay.hold.items()]:
             sid = self.storage_of[value]
             if until > hold.get(sid, -1):
                 hold[sid] = until
@@ -214,12 +213,12 @@ class Simulator(StepIndex):
         traffic = outgoing.traffic(replay, links) if outgoing is not None else None
         if traffic is not None:
             extra += traffic.seconds
-        if given:
+        if evicted:
             extra += graph.overhead_seconds
         return Simulation(
             stored=frozenset(stored),
             replayed=tuple(i for i in replay.running if i < len(graph.operations)),
-            evicted=tuple(v for v in given if v not in self.moved),
+            evicted=tuple(v for v in evicted if v not in self.moved),
             peak_bytes=peak,
             peak_event=event,
             peak_operation=operation,
@@ -237,13 +236,15 @@ class Simulator(StepIndex):
         there is nothing to walk through.
         """
         flags = self.flags(stored)
-        given = [v for v in self.droppable if not flags[v]]
+        evicted = [v for v in self.droppable if not flags[v]]
         hold: dict[int, int] = {}
         for value, until in self.saved_hold.items():
             if flags[value] and until > event:
                 hold[self.storage_of[value]] = until
-        rests, _ = self._rests(self.closure(given, flags), given, flags) if given else ({}, {})
-        for value, until in rests.items():
+        for_replays, _ = (
+            self._held_for_replays(self.closure(evicted, flags), evicted, flags) if evicted else ({}, {})
+        )
+        for value, until in for_replays.items():
             if until > event:
                 hold[self.storage_of[value]] = until
         held = sum(self.graph.storages[sid].bytes for sid in hold if self.natural_end[sid] <= event)
@@ -252,28 +253,24 @@ class Simulator(StepIndex):
     def _standing(self, event: int, above: int, replay: Walk) -> tuple[Operation | None, bool]:
         """The operation that runs at ``event``, and whether it is a replay."""
         graph = self.graph
-        if event < 0:
-            return (graph.operations[0] if graph.operations else None), False
         here = [(bytes_, op) for e, bytes_, op in replay.tops if e == event]
         if here and above > 0:
             return self.operations[max(here)[1]], True
-        while event >= 0:
-            kind, index = graph.events[event]
+        for kind, index in reversed(graph.events[: event + 1]):
             if kind == "op":
                 return graph.operations[index], False
-            event -= 1
         return (graph.operations[0] if graph.operations else None), False
 
-    def replay(self, given: list[int], flags: bytearray) -> Walk:
-        """What evicting ``given`` does, when ``flags`` says what is stored."""
-        if not given:
+    def replay(self, evicted: list[int], flags: bytearray) -> Walk:
+        """What evicting ``evicted`` does, when ``flags`` says what is stored."""
+        if not evicted:
             return Walk(self, flags, [], {})
-        every = self.closure(given, flags)
-        unpacked = [v for v in given if v in self.last_unpack]
-        running = every if len(unpacked) == len(given) else self.closure(unpacked, flags)
-        hold, until = self._rests(every, given, flags)
+        every = self.closure(evicted, flags)
+        unpacked = [v for v in evicted if v in self.last_unpack]
+        running = every if len(unpacked) == len(evicted) else self.closure(unpacked, flags)
+        hold, until = self._held_for_replays(every, evicted, flags)
         idle = {i: until[i] for i in set(every).difference(running) if until[i] > self.first_unpack}
-        unasked = [t for v in given for t in self.unasked.get(v, ())] if self.unasked else []
+        unasked = [t for v in evicted for t in self.unasked.get(v, ())] if self.unasked else []
         walk = Walk(self, flags, running, idle)
         walk.run(unpacked, unasked)
         if walk.fetched and self.window_bytes:  # who comes first is known now: once more, with fetching ahead
@@ -282,15 +279,15 @@ class Simulator(StepIndex):
         walk.hold, walk.until = hold, until
         return walk
 
-    def _rests(
-        self, order: list[int], given: list[int], flags: bytearray
+    def _held_for_replays(
+        self, order: list[int], evicted: list[int], flags: bytearray
     ) -> tuple[dict[int, int], dict[int, int]]:
         """Rule 3: stored value -> the last release of an evicted saved tensor whose replay reads it; the same
         for replayed operations.
         """
         producer, release = self.producer, self.saved_release
         until: dict[int, int] = {}
-        for value in given:
+        for value in evicted:
             index = producer[value]
             if release[value] > until.get(index, -1):
                 until[index] = release[value]

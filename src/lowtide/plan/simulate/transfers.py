@@ -16,19 +16,19 @@ The rules, which the executor (`lowtide.run.move.engine`) follows to the letter:
 
 from __future__ import annotations
 
-from collections import deque
+from collections import defaultdict, deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
 
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.data import Links, Moved, Shard, stages
+from lowtide.plan.data import Links, Move
 from lowtide.plan.simulate.index import Bytes, StepIndex
 from lowtide.plan.simulate.replay import Walk
 
 
-def fetch_operations(graph: StepGraph, moved: Sequence[Moved], slab: bool = False) -> list[Operation]:
+def fetch_operations(graph: StepGraph, moved: Sequence[Move], slab: bool = False) -> list[Operation]:
     """One operation for each moved value that writes it and reads nothing; they stand behind the graph's own.
     With a slab encoded forms arrive there."""
     return [
@@ -142,10 +142,9 @@ class Outgoing:
 
         def start(value: int, way: str) -> None:
             moved = sim.moved[value]
-            first, _ = stages(moved.decision)
             name, bytes_ = moved.tier, moved.encoded_bytes
-            if not name and isinstance(first, Shard) and way == "in":
-                name, bytes_ = first.group, moved.bytes
+            if way == "in":
+                name, bytes_ = moved.link_in, moved.bytes_in
             if not name:
                 ready[value] = clock
                 return
@@ -153,23 +152,20 @@ class Outgoing:
             if moved.tier:
                 counted = written if way == "out" else read
                 counted[name] = counted.get(name, 0) + bytes_
-            begin = max(free.get((name, way), 0.0), clock)
-            speed = (
-                (link.write_bytes_per_second if way == "out" else link.read_bytes_per_second)
-                if link
-                else float("inf")
-            )
-            ready[value] = free[name, way] = begin + (link.latency_seconds if link else 0.0) + bytes_ / speed
+            seconds = 0.0
+            if link is not None:
+                seconds = link.seconds_out(bytes_) if way == "out" else link.seconds_in(bytes_)
+            ready[value] = free[name, way] = max(free.get((name, way), 0.0), clock) + seconds
 
-        outs: dict[int, list[int]] = {}
+        outs: defaultdict[int, list[int]] = defaultdict(list)
         for value, event in self.born.items():
-            outs.setdefault(event, []).append(value)
-        waits: dict[int, list[int]] = {}
+            outs[event].append(value)
+        waits: defaultdict[int, list[int]] = defaultdict(list)
         for event, value in self.waits:
-            waits.setdefault(event, []).append(value)
-        work: dict[int, list[tuple[list[int], list[int]]]] = {}
+            waits[event].append(value)
+        work: defaultdict[int, list[tuple[list[int], list[int]]]] = defaultdict(list)
         for event, operations, asked in replay.work:
-            work.setdefault(event, []).append((operations, asked))
+            work[event].append((operations, asked))
         early: set[int] = set()
         plain = busy = 0.0
         for at, (kind, index) in enumerate(graph.events):

@@ -48,24 +48,12 @@ def regions_of(graph: StepGraph, modules: Iterable[str]) -> dict[int, int]:
     names = list(modules)
     outermost = [n for n in names if not any(n != m and n.startswith(m + ".") for m in names)]
     region: dict[int, int] = {}
-    found: set[int] = set()
-    cache: dict[str, int] = {}
     for op in graph.operations:
-        if op.phase != "forward":
-            continue
-        if op.module not in cache:
-            cache[op.module] = next(
-                (
-                    k
-                    for k, n in enumerate(outermost)
-                    if n == "" or op.module == n or op.module.startswith(n + ".")
-                ),
-                -1,
-            )
-        if cache[op.module] >= 0:
-            region[op.index] = cache[op.module]
-            found.add(cache[op.module])
-    missing = [n for k, n in enumerate(outermost) if k not in found]
+        for number, name in enumerate(outermost if op.phase == "forward" else ()):
+            if name in ("", op.module) or op.module.startswith(name + "."):
+                region[op.index] = number
+                break
+    missing = [n for number, n in enumerate(outermost) if number not in region.values()]
     if missing:
         known = sorted({op.module for op in graph.operations if op.phase == "forward" and op.module})
         raise PlanError(
@@ -82,13 +70,6 @@ def region_stored(sim: Simulator, region: dict[int, int]) -> frozenset[int]:
     Values that leave their region stay because they enter another, or what follows.
     """
     graph = sim.graph
-    pack_region: dict[int, int] = {}
-    here = -1
-    for kind, index in graph.events:
-        if kind == "op" and graph.operations[index].phase == "forward":
-            here = region.get(index, -1)
-        elif kind == "pack":
-            pack_region[index] = here
     kept: set[int] = set()
     for value in graph.values:
         if value.producer is None or not value.storable:
@@ -96,7 +77,9 @@ def region_stored(sim: Simulator, region: dict[int, int]) -> frozenset[int]:
         home = region.get(value.producer, -1)
         if home >= 0:
             readers = all(region.get(i, -1) == home for i in sim.readers[value.id])
-            if readers and all(pack_region[t] == home for t in sim.saved_of.get(value.id, ())):
+            if readers and all(
+                region.get(sim.packed_after[t], -1) == home for t in sim.saved_of.get(value.id, ())
+            ):
                 continue
         kept.add(value.id)
     return frozenset(kept)

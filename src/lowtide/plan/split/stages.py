@@ -9,6 +9,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from itertools import pairwise
 
+import numpy as np
+
 from lowtide.plan.simulate.simulator import Simulator
 
 LONGEST_STAGE = 40
@@ -48,20 +50,17 @@ def find_stages(sim: Simulator) -> Stages:
     forward = [op.index for op in graph.operations if op.phase == "forward"]
     position = {index: k for k, index in enumerate(forward)}
     count = len(forward)
+    packs = [position.get(index, 0) for index in sim.packed_after]
     born: dict[int, int] = {}
     last: dict[int, int] = {}
-    packs = _pack_positions(sim, position)
-    for index in forward:
+    for at, index in enumerate(forward):
         op = graph.operations[index]
-        for u in op.reads:
-            if u in born:
-                last[u] = position[index]
+        last.update((u, at) for u in op.reads if u in born)
         for w in op.writes:
-            born[w] = last[w] = position[index]
-    for tensor, at in packs.items():
-        value = graph.saved[tensor].value
-        if value in born:
-            last[value] = max(last[value], at)
+            born[w] = last[w] = at
+    for tensor in graph.saved:
+        if tensor.value in born:
+            last[tensor.value] = max(last[tensor.value], packs[tensor.id])
     everywhere = frozenset(
         v for v in born if graph.values[v].storable and last[v] - born[v] > max(2 * LONGEST_STAGE, count // 5)
     )
@@ -80,41 +79,19 @@ def find_stages(sim: Simulator) -> Stages:
     )
 
 
-def _pack_positions(sim: Simulator, position: dict[int, int]) -> dict[int, int]:
-    """Saved tensor -> position of the forward operation after which it is packed."""
-    packs: dict[int, int] = {}
-    at = 0
-    for kind, index in sim.graph.events:
-        if kind == "op" and index in position:
-            at = position[index]
-        elif kind == "pack":
-            packs[index] = at
-    return packs
-
-
 def _crossings(
     sim: Simulator, born: dict[int, int], last: dict[int, int], everywhere: frozenset[int], count: int
 ) -> tuple[list[int], list[int], list[bool]]:
     """Per gap after a position: how many values cross, their bytes, and whether one of them cannot be
     stored.
     """
-    crossing = [0] * (count + 1)
-    heavy = [0] * (count + 1)
-    bad = [0] * (count + 1)
+    change = np.zeros((count + 1, 3), dtype=np.int64)
     for v, start in born.items():
-        stop = last[v]
-        if stop <= start or v in everywhere:
-            continue
-        for table, amount in (
-            (crossing, 1),
-            (heavy, sim.value_bytes[v]),
-            (bad, 0 if sim.graph.values[v].storable else 1),
-        ):
-            table[start] += amount
-            table[stop] -= amount
-    for table in (crossing, heavy, bad):
-        for k in range(1, count + 1):
-            table[k] += table[k - 1]
+        if last[v] > start and v not in everywhere:
+            what = (1, sim.value_bytes[v], not sim.storable[v])
+            change[start] += what
+            change[last[v]] -= what
+    crossing, heavy, bad = np.cumsum(change, axis=0).T.tolist()
     return crossing, heavy, [b > 0 for b in bad]
 
 
@@ -149,11 +126,11 @@ def _split(a: int, b: int, heavy: list[int], blocked: list[bool]) -> list[int]:
 
 
 def _windows(
-    sim: Simulator, stages: int, packs: dict[int, int], of_position: list[int]
+    sim: Simulator, stages: int, packs: list[int], of_position: list[int]
 ) -> tuple[tuple[int, int], ...]:
     """The event range of each stage's backward: from its first unpack to that of the stage before it."""
     first = [sim.end] * stages
-    for tensor, at in packs.items():
+    for tensor, at in enumerate(packs):
         if sim.unpacks[tensor]:
             k = of_position[at]
             first[k] = min(first[k], sim.unpacks[tensor][0][0])

@@ -16,7 +16,7 @@ import torch
 
 from lowtide import private
 from lowtide.interception import unseen
-from lowtide.plan.data import Compress, Move, Plan, Shard, ahead_bytes, stages
+from lowtide.plan.data import Compress, Move, Plan, Shard, stages
 from lowtide.plan.layout import find
 from lowtide.run.record.digest import digest, words_of
 from lowtide.run.record.tape import LiveValue
@@ -338,7 +338,7 @@ class TransferEngine:
             reference = self._order[self._next]
             stored = reference() if reference is not None else None
             if stored is not None and stored.can_begin:
-                size = ahead_bytes(stored.move.decision, stored.move.bytes, stored.move.encoded_bytes)
+                size = stored.move.ahead_bytes
                 if size > room:
                     return
                 room -= size
