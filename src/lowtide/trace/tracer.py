@@ -252,6 +252,10 @@ class Tracer:
 
     # ---- operations ------------------------------------------------------------------------------
 
+    def ran_backward(self) -> bool:
+        """Whether a backward has run."""
+        return any(operation["phase"] == "backward" for operation in self.operations)
+
     def run(self, call: Call) -> Any:
         """What the operation returns."""
         raise NotImplementedError

@@ -21,11 +21,14 @@ from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.run.limit.hidden_costs import checkpoint_bytes, overlapped_bytes, with_overhead
+from lowtide.run.limit.hidden_costs import (
+    checkpoint_bytes,
+    overlapped_bytes,
+    with_overhead,
+    with_standing_gradients,
+)
 from lowtide.run.limit.kinds import Kind
-from lowtide.run.limit.margins import beyond, within
 from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
-from lowtide.run.limit.standing_gradients import with_standing_gradients
 from lowtide.run.ranks.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
 from lowtide.run.ranks.claims import beside, replayed_gathers, same_forward, with_seconds_of
 from lowtide.trace.settle import with_collectives
@@ -234,7 +237,7 @@ class Planner:
         """A plan for the limit, less what was seen to come on top."""
         target, enough = limit, plain(graph).peak_bytes + margin_bytes  # for nothing to be evicted
         if limit is not None:
-            target = (limit if enough <= limit else within(limit)) - margin_bytes
+            target = (limit if enough <= limit else limit - budgets.slack_bytes(limit)) - margin_bytes
         if limit is None or enough <= limit or self.policy != "optimal":
             return self._searched(graph, limit, target, margin_bytes, enough)
         room = limit - margin_bytes
@@ -256,9 +259,25 @@ class Planner:
             if least is None or limit is None:
                 raise
             if least + margin_bytes > limit:
-                whole = self._plain_peak(graph) if str(self.budget).rstrip().endswith("%") else None
-                raise beyond(error, limit, margin_bytes, enough, whole, self.optimizer_bytes) from None
+                smallest = min(enough, budgets.with_slack(least + margin_bytes) + 1)
+                raise self._refusal(error, graph, limit, smallest) from None
         return make(graph, budget=least, policy=self.policy)
+
+    def _refusal(self, error: BudgetError, graph: StepGraph, limit: int, smallest: int) -> BudgetError:
+        """The planner's refusal with the budget as it was given, the smallest one that will be accepted, and
+        the optimizer's state apart from what else stands.
+        """
+        standing = error.parts.pop(budgets.STANDING, 0)
+        state = min(self.optimizer_bytes, standing)
+        rest = {budgets.STATE: state, budgets.STANDING: standing - state}
+        return budgets.too_small(
+            limit,
+            smallest,
+            {name: count for name, count in (*rest.items(), *error.parts.items()) if count},
+            policy=error.policy,
+            plain_peak_bytes=self._plain_peak(graph) if str(self.budget).rstrip().endswith("%") else None,
+            detail=error.detail,
+        )
 
     def _balance(self, kind: Kind, graph: StepGraph, limit: int | None) -> None:
         """Where the optimizer leaves its share of the host open: move as much of its state as takes less time

@@ -24,7 +24,7 @@ from lowtide.interception import interceptors, unseen
 from lowtide.native import builds_paused
 from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.run.limit.compiled_submodules import left_alone
-from lowtide.run.limit.watch import open_peak
+from lowtide.run.limit.watch import StepWatch
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped
 from lowtide.run.record.recorder import Recorder
@@ -33,6 +33,7 @@ from lowtide.run.record.verify import on_a_copy
 from lowtide.run.scope.scope import blocks_of
 from lowtide.trace.eager import StepTracer, apart
 from lowtide.trace.results import tensors_inside
+from lowtide.trace.untouched import untouched, without_history
 
 
 class Look:
@@ -50,7 +51,7 @@ class Look:
         kept: operations that did not reproduce, with the reason; what they wrote stayed.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
             measured, or the step is not over.
-        backwards: how many backwards through the step have ended.
+        watch: follows its backward.
         blind: backward ran on a thread whose operations are not seen.
         over: whether nothing more is taken down.
         began: when, by `time.perf_counter`.
@@ -73,10 +74,8 @@ class Look:
         self._model = model
         self._on_end = on_end
         self._stack = ExitStack()
-        self._in_backward = False
-        self._peak = open_peak(device)
+        self.watch = StepWatch(self._backward_ends, device, self.left)
         self.peak_bytes: int | None = None
-        self.backwards = 0
         self.blind = False
         self.over = False
 
@@ -91,7 +90,7 @@ class Look:
         try:
             with self.forward(tensors_inside((args, kwargs))):
                 result = forward(*args, **kwargs)
-            self.awaits(result)
+            self.watch.forward_ends(tensors_inside(result))
         except BaseException as error:
             self.close()
             if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
@@ -133,21 +132,13 @@ class Look:
             yield
         tracer.in_region = False
 
-    def awaits(self, result: Any) -> None:
-        """The forward returned ``result``: backward is expected to come from there."""
-        graph = _Graph(self)
-        for tensor in tensors_inside(result):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._backward_begins)
-                tensor.grad_fn.metadata["lowtide", id(self)] = graph  # pyright: ignore
-
     def beside(self, result: Any, alone: Callable[[], None]) -> None:
         """Another forward ran beside the step and returned ``result``: a backward through that one alone
         means that nobody waits for this step, and ``alone`` is called.
         """
 
         def ends() -> None:
-            if not (self.backwards or self._in_backward):
+            if not (self.watch.backwards or self.watch.began):
                 self.close()
                 alone()
 
@@ -155,26 +146,14 @@ class Look:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda *_: private.at_backward_end(ends))
 
-    def _backward_begins(self, *_: object) -> None:
-        if not self.over and not self._in_backward and private.in_backward():
-            self._in_backward = True
-            self.blind |= self.tracer not in interceptors()
-            private.at_backward_end(self._backward_ends)
-
     def _backward_ends(self) -> None:
-        self._in_backward = False
-        self.backwards += 1
-        if self.tracer.unreleased == 0 and not self.over:
+        if self.over:
+            return
+        self.blind |= self.tracer not in interceptors()
+        if self.tracer.unreleased == 0:
             self.close()
             if self._on_end is not None:
                 self._on_end(self)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a backward has begun and, to go by who asks, ended with an error: nobody calls back
-        then.
-        """
-        return self._in_backward and not private.in_backward()
 
     def released(self, number: int) -> None:
         """Autograd has let go of a saved tensor."""
@@ -187,13 +166,12 @@ class Look:
             self.close()
 
     def close(self) -> None:
-        """The step is over, or given up."""
-        self.over = self.tracer.closed = True
-        if self._peak is not None:
-            self.peak_bytes = self._peak.peak_bytes
-            self._peak.__exit__(None, None, None)
-            self._peak = None
-        self._stack.close()
+        """The step is over, or its caller lets go of it."""
+        if not self.over:
+            self.over = self.tracer.closed = True
+            self.peak_bytes = self.watch.peak_bytes
+            self.watch.close()
+            self._stack.close()
 
     def graph(self, model: torch.nn.Module | None) -> StepGraph:
         """What was seen; gradients that ``model`` has from the step have their parameters' names."""
@@ -220,16 +198,6 @@ class Look:
         return packed.unpack()
 
 
-class _Graph:
-    """Lives as long as the nodes of autograd's graph that the forward's results came from."""
-
-    def __init__(self, look: Look) -> None:
-        self._look = look
-
-    def __del__(self) -> None:
-        self._look.left()
-
-
 class _Looked:
     """What autograd holds in place of a saved tensor; its end is the saved tensor's release."""
 
@@ -240,7 +208,7 @@ class _Looked:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, on a storage of its own as far as anybody can tell."""
-        self.look._backward_begins()
+        self.look.watch.backward_begins()
         try:
             with unseen():
                 return self._unpack()
@@ -262,6 +230,43 @@ class _Looked:
 
     def __del__(self) -> None:
         self.look.released(self.number)
+
+
+def look_aside(
+    model: torch.nn.Module | None,
+    modules: list[torch.nn.Module],
+    device: torch.device,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_of: Callable[[Any], torch.Tensor],
+    *,
+    may_run_backward: bool = False,
+    verify: bool = True,
+    claims: frozenset[int] = frozenset(),
+) -> tuple[Look, StepGraph]:
+    """Look at a step that is nobody's training step: afterwards gradients, buffers, module attributes and
+    random states are what they were.
+
+    Args:
+        model, device, verify, claims: as of `Look`.
+        modules: what the step may change.
+        step, args, kwargs: the forward.
+        loss_of: from what it returned to what backward begins at.
+        may_run_backward: it may be a whole step, which runs its own backward.
+    """
+    with untouched(modules), torch.enable_grad():
+        look = Look(model, device, verify=verify, claims=claims)
+        given, named = without_history((args, kwargs))
+        result = look.run(step, given, named)
+        try:
+            if not (may_run_backward and look.tracer.ran_backward()):
+                loss = loss_of(result)
+                del result
+                loss.backward()
+            return look, look.graph(model)
+        finally:
+            look.close()
 
 
 def _open_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:

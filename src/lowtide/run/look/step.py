@@ -15,10 +15,9 @@ import torch
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.run.limit.hidden_costs import with_overhead
-from lowtide.run.look.look import Look
+from lowtide.run.look.look import look_aside
 from lowtide.trace.fake.step import trace_fake
-from lowtide.trace.results import loss_in, tensors_inside
-from lowtide.trace.untouched import untouched, without_history
+from lowtide.trace.results import loss_in
 
 
 def trace(
@@ -62,31 +61,15 @@ def trace(
             "*args)"
         )
     modules = [model] if model is not None else find_modules(step, args, kwargs)
+    device = device_of(modules, args)
     if fake:
-        graph = trace_fake(step, args, kwargs, modules, device_of(modules, args), costs=costs)
+        graph = trace_fake(step, args, kwargs, modules, device, costs=costs)
     else:
-        graph = _trace_real(step, args, kwargs, modules)
+        root = modules[0] if modules else None
+        _, graph = look_aside(
+            root, modules, torch.device(device), step, args, kwargs, loss_in, may_run_backward=True
+        )
     return with_overhead(graph) if costs else without_costs(graph)
-
-
-def _trace_real(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], modules: list[torch.nn.Module]
-) -> StepGraph:
-    root = modules[0] if modules else None
-    look = Look(root, torch.device(device_of(modules, args)))
-    with untouched(modules), torch.enable_grad():
-        try:
-            given, named = without_history((args, kwargs))
-            with look.forward(tensors_inside((given, named))):
-                result = step(*given, **named)
-            ran = any(operation["phase"] == "backward" for operation in look.tracer.operations)
-            if not ran:
-                loss = loss_in(result)
-                del result
-                loss.backward()
-            return look.graph(root)
-        finally:
-            look.close()
 
 
 def without_costs(graph: StepGraph) -> StepGraph:
