@@ -34,12 +34,6 @@ class RegionDirector:
         """
         return self._evicted
 
-    def passes(self, info: OpInfo) -> bool:
-        """Whether the next operation, if it is ``info``, certainly is not recorded, so that it may pass with
-        the least ado.
-        """
-        return not self._evicted
-
     def skip(self, count: int) -> None:
         """So many operations have passed."""
 
@@ -93,16 +87,6 @@ class PlanDirector:
             if program[ahead].name == info.name:
                 return ahead
         return None
-
-    def passes(self, info: OpInfo) -> bool:
-        """Whether the operation is the one that the program has next, does not run again, and moves
-        nothing.
-        """
-        program, at = self._program, self.at
-        if at < len(program):
-            step = program[at]
-            return not step.replayed and not step.moves and step.name == info.name
-        return False
 
     def skip(self, count: int) -> None:
         """On by so many operations of the program."""

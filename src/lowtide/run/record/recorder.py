@@ -147,8 +147,6 @@ class Recorder(Interceptor):
             return self._call(func, args, kwargs)
         if self.director.asks:
             self.director.evicts(func, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if not info.written and not info.uninitialized and self.director.passes(info):
-            return self._passing(func, info, args, kwargs)
         return self._operation(func, info, args, kwargs)
 
     def skip(self, count: int) -> None:
@@ -163,25 +161,6 @@ class Recorder(Interceptor):
     ) -> Callable[[Callable[[], Any]], Any]:
         """What makes the call that runs an operation a second time."""
         return lambda call: call()
-
-    def _passing(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation that is not recorded and overwrites nothing that a replay may rest on."""
-        statistics = [args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor)]
-        if statistics:
-            self._copy_on_write(statistics)
-            self._forget(statistics, info)
-        result = self._call(func, args, kwargs)
-        if isinstance(result, torch.Tensor):
-            fresh = has_plain_storage(result) and private.storage_key(result) not in _plain_keys(args, kwargs)
-        else:
-            keys = _plain_keys(args, kwargs)
-            fresh = any(
-                isinstance(t, torch.Tensor) and has_plain_storage(t) and private.storage_key(t) not in keys
-                for t in flat_results(result)
-            )
-        if fresh:
-            self.skip(1)
-        return result
 
     def _forget(self, touched: list[torch.Tensor], info: OpInfo) -> None:
         """Tensors are being overwritten: what was known of their values is of older ones."""
@@ -483,10 +462,6 @@ class Recorder(Interceptor):
             checked = value.digest = digest(tensor, value.extent)
         self.findings.given_up_bytes += value.nbytes
         return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
-
-
-def _plain_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    return {private.storage_key(t) for t in (*tensors_of(args), *tensors_of(kwargs)) if has_plain_storage(t)}
 
 
 class Unrecordable(Exception):
