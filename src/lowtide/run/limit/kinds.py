@@ -179,7 +179,7 @@ def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
 
 
 def keeps_all(program: Sequence[ProgramStep]) -> tuple[ProgramStep, ...]:
-    """The program with nothing given up; a recorder still gives up what a step runs besides."""
+    """The program with nothing evicted; a recorder still evicts what a step runs besides."""
     kept = ((step, (True,) * len(step.stored)) for step in program)
     return tuple(step._replace(replayed=False, stored=stored, claimed=False) for step, stored in kept)
 
@@ -224,8 +224,8 @@ class Ran:
         return self.director.departed if self.director is not None else 0
 
     @property
-    def given_up_bytes(self) -> int:
-        """The most that it would have held besides, had nothing been given up."""
+    def evicted_bytes(self) -> int:
+        """The most that it would have held besides, had nothing been evicted."""
         here = self.findings.given_up_bytes if self.findings is not None else 0
         return here + (self.watch.replays.given_up_bytes if self.watch.replays is not None else 0)
 
@@ -251,7 +251,7 @@ def learn(kind: Kind, ran: Ran, measured_bytes: int, may_be_light: bool) -> str:
     if measured_bytes <= limit + budgets.slack_bytes(limit):
         if not (ran.light or plan.changes_nothing):
             sure = may_be_light and ran.watch.backwards == 1 and not (ran.departed or plan.moves)
-            kind.notes_size(ran.key, sure and measured_bytes + ran.given_up_bytes <= limit)
+            kind.notes_size(ran.key, sure and measured_bytes + ran.evicted_bytes <= limit)
         return ""
     if measured_bytes <= kind.stays_bytes:
         return ""

@@ -74,7 +74,9 @@ class Known:
                     kind = Kind(key)
                     if without is not None:
                         self._plan_standing(kind, without)
-                    self._remember(kind)
+                    self.kinds[key] = kind
+                    if len(self.kinds) > MOST_KINDS:
+                        self.kinds.pop(next(iter(self.kinds)))
             self.planner.confer(kind)
             if kind.solve_again and not kind.wants_look:
                 self._solve_again(kind)
@@ -105,11 +107,6 @@ class Known:
             kind.stays_bytes = kind.margin_bytes + max(plan.predicted_peak_bytes, plan.budget_bytes or 0)
             kind.margin_bytes, kind.solve_again = 0, ""
             self.tell("stays", f"lowtide goes on with the plan that it has, since no other fits: {error}")
-
-    def _remember(self, kind: Kind) -> None:
-        self.kinds[kind.key] = kind
-        while len(self.kinds) > MOST_KINDS:
-            self.kinds.pop(next(iter(self.kinds)))
 
     def set_budget(self, budget: str | int) -> None:
         """Plan for another budget before the next step."""

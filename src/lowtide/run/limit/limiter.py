@@ -258,7 +258,7 @@ class Limiter:
             if look.watch.backwards:
                 self._tell_together()
                 self._looked(look, kind)
-            elif look.over or look.watch.failed():
+            elif look.tracer.closed or look.watch.failed():
                 self.local.look = None
                 look.close()
         watch, self.local.watch = self.local.watch, None

@@ -206,7 +206,12 @@ class Planner:
         if refusal is not None:
             raise refusal if self.agreement is not None else self._larger(refusal, kind, graph, limit)
         moved = replace(graph, resident_bytes=graph.resident_bytes - self.moved_bytes)
-        plan = self._make(moved, lambda budget: self._plan_within(moved, budget, kind.margin_bytes), limit)
+
+        def solve(budget: int | None) -> Plan:
+            return self._plan_within(moved, budget, kind.margin_bytes)
+
+        # of this rank's own, or one for all ranks that share the model
+        plan = solve(limit) if self.agreement is None else self.agreement.solve(solve, moved, limit)
         if (
             plan.slab_bytes
             and limit is not None
@@ -228,10 +233,6 @@ class Planner:
                 error.add("Nor does the budget hold optimizer.step().")
                 return error
         return refusal
-
-    def _make(self, graph: StepGraph, solve: Callable[[int | None], Plan], limit: int | None) -> Plan:
-        """A plan of this rank's own, or one for all ranks that share the model."""
-        return solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
 
     def _plan_within(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> Plan:
         """A plan for the limit, less what was seen to come on top."""

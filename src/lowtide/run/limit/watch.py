@@ -43,7 +43,7 @@ class StepWatch:
         self.recording_seconds = 0.0
         self.replays: Any = None
         self._replay_seconds = 0.0
-        self._on_end, self._on_gone = on_end, on_gone or self.close
+        self._on_end, self._on_gone = on_end, on_gone
         self._awaited: weakref.ref[_Mark] | None = None
         self._peak = open_peak(device)
         self._marks = [_now(device)]
@@ -110,7 +110,7 @@ class StepWatch:
     def _let_go(self, *_: object) -> None:
         under_way = self.began and not self.failed()
         if not under_way and self._awaited is not None and self._awaited() is None:
-            self._on_gone()
+            (self._on_gone or self.close)()
 
     def over(self) -> bool:
         """Whether the time is known without waiting; of a step whose backward never ended it never will be,

@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -53,7 +53,6 @@ class Look:
             measured, or the step is not over.
         watch: follows its backward.
         blind: backward ran on a thread whose operations are not seen.
-        over: whether nothing more is taken down.
         began: when, by `time.perf_counter`.
     """
 
@@ -77,19 +76,35 @@ class Look:
         self.watch = StepWatch(self._backward_ends, device, self.left)
         self.peak_bytes: int | None = None
         self.blind = False
-        self.over = False
 
     @property
     def kept(self) -> dict[str, str]:
         return self.recorder.findings.kept
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward, looked at. What its caller does from here on, until backward has ended, belongs to the
-        step, too.
+        """The forward, looked at: it is the region that can be planned. What its caller does from here on,
+        until backward has ended, belongs to the step, too.
         """
+        tracer, recorder = self.tracer, self.recorder
+        self._stack.enter_context(builds_paused())
         try:
-            with self.forward(tensors_inside((args, kwargs))):
+            with ExitStack() as stack:
+                stack.callback(recorder.close)
+                for tensor in tensors_inside((args, kwargs)):
+                    tracer.given(tensor)
+                named = _open_modules(self._model) if self._model is not None else None
+                stack.enter_context(tracer.following_modules(named))
+                if self._model is not None:
+                    for block in blocks_of(self._model):
+                        stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
+                        stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
+                    stack.enter_context(left_alone(self._model.modules(), tracer))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+                stack.enter_context(recorder)
+                tracer.start()
+                self._stack.callback(tracer.stop)
                 result = forward(*args, **kwargs)
+            tracer.in_region = False
             self.watch.forward_ends(tensors_inside(result))
         except BaseException as error:
             self.close()
@@ -109,29 +124,6 @@ class Look:
             raise
         return result
 
-    @contextmanager
-    def forward(self, inputs: Iterator[torch.Tensor]) -> Iterator[None]:
-        """The block is the region that can be planned."""
-        tracer, recorder = self.tracer, self.recorder
-        self._stack.enter_context(builds_paused())
-        with ExitStack() as stack:
-            stack.callback(recorder.close)
-            for tensor in inputs:
-                tracer.given(tensor)
-            named = _open_modules(self._model) if self._model is not None else None
-            stack.enter_context(tracer.following_modules(named))
-            if self._model is not None:
-                for block in blocks_of(self._model):
-                    stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
-                    stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
-                stack.enter_context(left_alone(self._model.modules(), tracer))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
-            stack.enter_context(recorder)
-            tracer.start()
-            self._stack.callback(tracer.stop)
-            yield
-        tracer.in_region = False
-
     def beside(self, result: Any, alone: Callable[[], None]) -> None:
         """Another forward ran beside the step and returned ``result``: a backward through that one alone
         means that nobody waits for this step, and ``alone`` is called.
@@ -147,7 +139,7 @@ class Look:
                 tensor.grad_fn.register_prehook(lambda *_: private.at_backward_end(ends))
 
     def _backward_ends(self) -> None:
-        if self.over:
+        if self.tracer.closed:
             return
         self.blind |= self.tracer not in interceptors()
         if self.tracer.unreleased == 0:
@@ -162,13 +154,13 @@ class Look:
 
     def left(self) -> None:
         """Something of the step's graph is gone: outside of backward with the last of it the step is over."""
-        if self.tracer.unreleased == 0 and not (self.tracer.in_region or self.over or private.in_backward()):
+        if self.tracer.unreleased == 0 and not (self.tracer.in_region or private.in_backward()):
             self.close()
 
     def close(self) -> None:
         """The step is over, or its caller lets go of it."""
-        if not self.over:
-            self.over = self.tracer.closed = True
+        if not self.tracer.closed:
+            self.tracer.closed = True
             self.peak_bytes = self.watch.peak_bytes
             self.watch.close()
             self._stack.close()
@@ -313,16 +305,14 @@ class _LittleMemory(Recorder):
         if key in self._blank:
             return Kept(tensor)
         value = entry[0] if entry is not None else self._value_of(tensor)
-        return self._give_up(value, tensor)
+        return self._evict(value, tensor)
 
     def gives_up(self, tensor: torch.Tensor) -> bool:
         """Layers save what they would in a plain step; which claims there are the tracer says."""
         return False
 
-    def _second_run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[Callable[[], Any]], Any]:
-        return self._tracer.second_run
+    def _second_run(self, call: Callable[[], Any]) -> Any:
+        return self._tracer.second_run(call)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return apart(func, args, kwargs, self._tracer.first_run)

@@ -57,7 +57,7 @@ class PlanDirector:
         program, moves: the plan's.
 
     Where the running step departs from the program (data-dependent routing), it looks ahead for where the two
-    meet again; an operation that the plan does not know is recorded and given up, which is always safe; but
+    meet again; an operation that the plan does not know is recorded and evicted, which is always safe; but
     not a collective, which other ranks may know.
 
     Attributes:

@@ -46,7 +46,7 @@ class Recorder(Interceptor):
 
     Args:
         director: decides what is recorded and what stays.
-        verify: run every recorded operation a second time at once and compare, and check what is given up for
+        verify: run every recorded operation a second time at once and compare, and check what is evicted for
             writes that the dispatcher did not see.
         check: compare every replayed tensor with the digest of the original.
         watch: is told when backward asks for the first saved tensor.
@@ -90,7 +90,7 @@ class Recorder(Interceptor):
             pack = core.pack if core is not None else self.pack
             back = compiled().unpack if self.core is not None else unpack
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, back))
-            if core is not None:  # it takes them out while nothing is given up
+            if core is not None:  # it takes them out while nothing is evicted
                 core.hooks_found()
                 stack.callback(core.hooks_end)
             stack.enter_context(self)
@@ -156,11 +156,9 @@ class Recorder(Interceptor):
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return proceed(func, args, kwargs)
 
-    def _second_run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[Callable[[], Any]], Any]:
-        """What makes the call that runs an operation a second time."""
-        return lambda call: call()
+    def _second_run(self, call: Callable[[], Any]) -> Any:
+        """Make the call that runs an operation a second time."""
+        return call()
 
     def _forget(self, touched: list[torch.Tensor], info: OpInfo) -> None:
         """Tensors are being overwritten: what was known of their values is of older ones."""
@@ -224,8 +222,7 @@ class Recorder(Interceptor):
         if not record or node is None:
             return result
         if self.verify and not info.collective:
-            again = self._second_run(func, args, kwargs)
-            reason = why_not_reproduced(node, info, args, kwargs, flat, before, again)
+            reason = why_not_reproduced(node, info, args, kwargs, flat, before, self._second_run)
             if reason:
                 self._not_reproduced(info.name, reason)
                 return result
@@ -431,7 +428,7 @@ class Recorder(Interceptor):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``: keep it, or hold what brings it back."""
-        if type(tensor) is torch.nn.Parameter:  # the commonest, and no plan gives it up
+        if type(tensor) is torch.nn.Parameter:  # the commonest, and no plan evicts it
             packed = Kept(tensor, self.mover)
         elif is_wrapper(tensor):
             return Kept(tensor) if private.transformed() else Wrapped(tensor, self.pack)
@@ -446,11 +443,11 @@ class Recorder(Interceptor):
         if entry is None:
             return Kept(tensor, self.mover)
         if not self.check:
-            return self._give_up(entry[0], tensor)
+            return self._evict(entry[0], tensor)
         with unseen():  # digests are operations
-            return self._give_up(entry[0], tensor)
+            return self._evict(entry[0], tensor)
 
-    def _give_up(self, value: LiveValue, tensor: torch.Tensor) -> Kept | Evicted:
+    def _evict(self, value: LiveValue, tensor: torch.Tensor) -> Kept | Evicted:
         if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
             self._written_behind(value, tensor)
             return Kept(tensor)

@@ -22,7 +22,7 @@ class Findings:
 
     Attributes:
         kept: operation names that did not reproduce, with the reason; their results were kept.
-        given_up_bytes: the most bytes that what was given up would hold.
+        given_up_bytes: the most bytes that what was evicted would hold.
     """
 
     kept: dict[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def why_not_reproduced(
     kwargs: dict[str, Any],
     flat: list[Any],
     before: list[tuple[torch.Tensor, torch.Tensor]],
-    around: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+    around: Callable[[Callable[[], Any]], Any],
 ) -> str:
     """Why a second run of an operation gives something else than the first did, or nothing.
 
