@@ -84,40 +84,27 @@ def find_modules(
     """The modules that a callable can reach: itself, its arguments, what it is bound to, and the variables
     that its code names.
     """
-    found: list[torch.nn.Module] = []
-
-    def add(item: Any) -> None:
-        if isinstance(item, torch.nn.Module) and not any(item is known for known in found):
-            found.append(item)
-
-    add(step)
-    for item in [*args, *kwargs.values()]:
-        add(item)
+    reached = [step, *args, *kwargs.values()]
     function: Any = step
     while isinstance(function, functools.partial):
-        for item in [*function.args, *function.keywords.values()]:
-            add(item)
+        reached += [*function.args, *function.keywords.values(), function.func]
         function = function.func
-        add(function)
-    add(getattr(function, "__self__", None))
-    function = getattr(function, "__func__", function)
-    if inspect.isfunction(function):
-        variables = inspect.getclosurevars(function)
-        for item in [*variables.nonlocals.values(), *variables.globals.values()]:
-            add(item)
-            if inspect.isfunction(item):
-                inner = inspect.getclosurevars(item)
-                for deeper in [*inner.nonlocals.values(), *inner.globals.values()]:
-                    add(deeper)
-    return found
+    reached.append(getattr(function, "__self__", None))
+    for item in _variables(getattr(function, "__func__", function)):
+        reached += [item, *_variables(item)]
+    return list(dict.fromkeys(item for item in reached if isinstance(item, torch.nn.Module)))
+
+
+def _variables(function: Any) -> list[Any]:
+    """What the names in a function's code stand for that are not its own."""
+    if not inspect.isfunction(function):
+        return []
+    variables = inspect.getclosurevars(function)
+    return [*variables.nonlocals.values(), *variables.globals.values()]
 
 
 def device_of(modules: list[torch.nn.Module], args: tuple[Any, ...]) -> str:
     """The kind of device of the first tensor that the modules have, or that is given."""
-    for module in modules:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            return tensor.device.type
-    for item in args:
-        if isinstance(item, torch.Tensor):
-            return item.device.type
-    return "cpu"
+    own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    tensors = (item for item in (*own, *args) if isinstance(item, torch.Tensor))
+    return next((tensor.device.type for tensor in tensors), "cpu")
