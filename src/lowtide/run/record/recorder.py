@@ -76,6 +76,7 @@ class Recorder(Interceptor):
         self._held: dict[int, weakref.ref[LiveValue]] = {}
         self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._order = 0
+        self._wanted = False  # whether the latest operation is recorded, if it can be
         if program is not None and not self.check:
             self.core = compiled().Core(self, program)
 
@@ -145,8 +146,7 @@ class Recorder(Interceptor):
         info = op_info(func)
         if info.is_view or info.waits or private.in_backward():
             return self._call(func, args, kwargs)
-        if self.director.asks:
-            self.director.evicts(func, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
+        self._wanted = self.director.evicts(func, args, kwargs)
         return self._operation(func, info, args, kwargs)
 
     def skip(self, count: int) -> None:
@@ -202,7 +202,7 @@ class Recorder(Interceptor):
                     fresh[key] = position
         if not fresh and not written:
             return result
-        record, stays = self.director.decide(info, len(fresh) + len(written))
+        stays = self.director.stays(info, len(fresh) + len(written))
         if info.uninitialized:
             for position in fresh.values():
                 self._mark_blank(flat[position])
@@ -219,7 +219,7 @@ class Recorder(Interceptor):
                 if info.collective and any(number >= 0 for number in moves):  # what is copied has to be there
                     wrote = [private.wait_for_collective(tensor) for tensor in wrote]
                 self._move(moves, wrote, info, fresh)
-        if not record or node is None:
+        if node is None:
             return result
         if self.verify and not info.collective:
             reason = why_not_reproduced(node, info, args, kwargs, flat, before, self._second_run)
@@ -241,7 +241,7 @@ class Recorder(Interceptor):
         before: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[Node, list[Ref]] | None:
         """The node of a call about to be made, or ``None`` when it cannot be replayed."""
-        if (info.reason and not info.collective) or info.uninitialized or not self.director.wants(info):
+        if (info.reason and not info.collective) or info.uninitialized or not self._wanted:
             return None
         fills = {id(t) for t in written if info.fills and covers_storage(t)}
         statistics = hidden_statistics(info, args)
