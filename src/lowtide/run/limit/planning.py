@@ -125,8 +125,7 @@ class Planner:
         assert without.graph is not None
         kind.looks, kind.margin_bytes = without.looks, without.margin_bytes
         with working("planning", "planned for steps that add to gradients", self.progress) as work:
-            self._solve(kind, with_standing_gradients(without.graph))
-            work.done(in_one_line(_known(kind)))
+            work.done(in_one_line(self._solve(kind, with_standing_gradients(without.graph))))
 
     def solve_again(self, kind: Kind) -> None:
         """Make the plan again from all that is known by now.
@@ -136,8 +135,7 @@ class Planner:
         """
         assert kind.graph is not None
         with working("planning", "planned again", self.progress) as work:
-            self._solve(kind, kind.graph)
-            work.done(in_one_line(_known(kind)))
+            work.done(in_one_line(self._solve(kind, kind.graph)))
 
     def confer(self, kind: Kind) -> None:
         """Hear what the other ranks learned from the latest step; what one of them wants again, all do
@@ -196,7 +194,7 @@ class Planner:
 
     # ---- one plan --------------------------------------------------------------------------------
 
-    def _solve(self, kind: Kind, graph: StepGraph) -> None:
+    def _solve(self, kind: Kind, graph: StepGraph) -> Plan:
         graph = self._without_kept(graph)
         limit = self.limit(graph, kind.margin_bytes)
         self._balance(kind, graph, limit)
@@ -220,7 +218,9 @@ class Planner:
             plan = without_slab(plan)  # it would stand beside optimizer.step(), too
         self._greatest_plain = self._plain_peak(graph)
         self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
-        kind.takes(graph, replace(plan, budget_bytes=limit))
+        plan = replace(plan, budget_bytes=limit)
+        kind.takes(graph, plan)
+        return plan
 
     def _larger(self, refusal: BudgetError, kind: Kind, graph: StepGraph, limit: int | None) -> BudgetError:
         """The optimizer's refusal, or the plan's where that needs more still: the smallest budget that is
@@ -402,8 +402,3 @@ class Planner:
         }
         detail = "An optimizer with fused=True takes less for its update." if need.step_bytes else ""
         return budgets.too_small(limit, least, parts, subject="optimizer.step()", detail=detail)
-
-
-def _known(kind: Kind) -> Plan:
-    assert kind.plan is not None
-    return kind.plan

@@ -147,39 +147,12 @@ class Recorder(Interceptor):
         if info.is_view or info.waits or private.in_backward():
             return self._call(func, args, kwargs)
         self._wanted = self.director.evicts(func, args, kwargs)
-        return self._operation(func, info, args, kwargs)
-
-    def skip(self, count: int) -> None:
-        """So many operations of the program have run without being recorded."""
-        self.director.skip(count)
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return proceed(func, args, kwargs)
-
-    def _second_run(self, call: Callable[[], Any]) -> Any:
-        """Make the call that runs an operation a second time."""
-        return call()
-
-    def _forget(self, touched: list[torch.Tensor], info: OpInfo) -> None:
-        """Tensors are being overwritten: what was known of their values is of older ones."""
-        for tensor in touched:
-            key = private.storage_key(tensor) if has_plain_storage(tensor) else None
-            if key is not None and not (key in self._blank and info.fills and not covers_storage(tensor)):
-                self._blank.pop(key, None)
-            if key is not None:
-                self._given.pop(key, None)
-                self._held.pop(key, None)
-
-    def _operation(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = list(tensors_of(args)) + list(tensors_of(kwargs)) if kwargs else list(tensors_of(args))
+        inputs = [*tensors_of(args), *tensors_of(kwargs)]
         plain = all(has_plain_storage(t) or self.stands(t) for t in inputs)
         written = written_tensors(info, args, kwargs) if info.written else []
-        node: Node | None = None
-        writes: list[Ref] = []
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
         prepared = self._prepare(func, info, args, kwargs, inputs, written, before) if plain else None
-        if prepared is not None:
-            node, writes = prepared
+        node, writes = prepared if prepared is not None else (None, [])
         touched = [
             *written,
             *(args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor)),
@@ -207,18 +180,11 @@ class Recorder(Interceptor):
             for position in fresh.values():
                 self._mark_blank(flat[position])
         self._forget(touched, info)
-        planned = (
-            self.director if self.mover is not None and isinstance(self.director, PlanDirector) else None
-        )
-        if planned is not None and planned.moves:
+        if self.mover is not None and isinstance(self.director, PlanDirector) and self.director.moves:
             with unseen():
-                wrote = [*(flat[at] for at in fresh.values()), *written]
-                moves = planned.moves_of(
-                    [t.untyped_storage().nbytes() if has_plain_storage(t) else -1 for t in wrote]
+                self._move(
+                    self.mover, self.director, info, fresh, [flat[at] for at in fresh.values()] + written
                 )
-                if info.collective and any(number >= 0 for number in moves):  # what is copied has to be there
-                    wrote = [private.wait_for_collective(tensor) for tensor in wrote]
-                self._move(moves, wrote, info, fresh)
         if node is None:
             return result
         if self.verify and not info.collective:
@@ -229,6 +195,27 @@ class Recorder(Interceptor):
         node.claimed = isinstance(self.director, PlanDirector) and self.director.claimed
         self._link(node, fresh, flat, writes, written, stays)
         return result
+
+    def skip(self, count: int) -> None:
+        """So many operations of the program have run without being recorded."""
+        self.director.skip(count)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return proceed(func, args, kwargs)
+
+    def _second_run(self, call: Callable[[], Any]) -> Any:
+        """Make the call that runs an operation a second time."""
+        return call()
+
+    def _forget(self, touched: list[torch.Tensor], info: OpInfo) -> None:
+        """Tensors are being overwritten: what was known of their values is of older ones."""
+        for tensor in touched:
+            key = private.storage_key(tensor) if has_plain_storage(tensor) else None
+            if key is not None and not (key in self._blank and info.fills and not covers_storage(tensor)):
+                self._blank.pop(key, None)
+            if key is not None:
+                self._given.pop(key, None)
+                self._held.pop(key, None)
 
     def _prepare(
         self,
@@ -324,15 +311,23 @@ class Recorder(Interceptor):
         node.reads(node.inputs())
 
     def _move(
-        self, moves: tuple[int, ...], wrote: list[torch.Tensor], info: OpInfo, fresh: dict[int, int]
+        self,
+        mover: TransferEngine,
+        director: PlanDirector,
+        info: OpInfo,
+        fresh: dict[int, int],
+        wrote: list[torch.Tensor],
     ) -> None:
         """What was just written and moves: store it, and let readers find its way back."""
-        assert self.mover is not None
+        sizes = [t.untyped_storage().nbytes() if has_plain_storage(t) else -1 for t in wrote]
+        moves = director.moves_of(sizes)
+        if info.collective and any(number >= 0 for number in moves):  # what is copied has to be there
+            wrote = [private.wait_for_collective(tensor) for tensor in wrote]
         loose = [position in info.loose for position in fresh.values()] + [False] * (len(wrote) - len(fresh))
         for number, tensor, is_loose in zip(moves, wrote, loose, strict=True):
             if number < 0 or not has_plain_storage(tensor):
                 continue
-            fetch = self.mover.out(number, tensor, self._order - 0.5)
+            fetch = mover.out(number, tensor, self._order - 0.5)
             value = self._give(fetch, tensor, 0 if is_loose else reach(tensor))
             if not fetch.exact:
                 value.digest = None
