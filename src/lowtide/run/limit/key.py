@@ -96,13 +96,27 @@ class Members:
 
     def _walk(self, model: torch.nn.Module) -> None:
         self.modules = modules = [model]
-        seen = {model}
+        seen: set[torch.nn.Module | None] = {model, None}
+        parameters: list[torch.nn.Parameter | None] = []
+        buffers: list[torch.Tensor | None] = []
         for module in modules:
-            children = [child for child in module.children() if child not in seen]
-            seen.update(children)
-            modules += children
-        self.parameters = [one for module in modules for one in module.parameters(recurse=False)]
-        self.buffers = [one for module in modules for one in module.buffers(recurse=False)]
+            own = module.__dict__
+            if "_parameters" in own:  # most have one of the three
+                if there := own["_parameters"]:
+                    parameters += there.values()
+                if there := own["_buffers"]:
+                    buffers += there.values()
+                children = there.values() if (there := own["_modules"]) else ()
+            else:  # TorchScript's modules keep them elsewhere
+                parameters += module.parameters(recurse=False)
+                buffers += module.buffers(recurse=False)
+                children = module.children()
+            for child in children:
+                if child not in seen:
+                    seen.add(child)
+                    modules.append(child)
+        self.parameters = [one for one in parameters if one is not None]
+        self.buffers = [one for one in buffers if one is not None]
 
     def standing(self) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[Any, ...]]:
         """Of each parameter whether it is trainable and whether it has a gradient; then the types of them all
