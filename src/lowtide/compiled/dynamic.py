@@ -23,7 +23,6 @@ from lowtide.compiled.stored import ANY, Sizes
 from lowtide.errors import BudgetError
 from lowtide.private import partitioning
 from lowtide.private.partitioning import FreeSize, SizesAt
-from lowtide.run.limit.margins import within
 from lowtide.run.limit.messages import warn
 
 RESERVE = 1.25
@@ -113,7 +112,7 @@ def plan_range(
         limit = planned.limit_bytes
         if isinstance(budget, str) and budget.strip().endswith("%"):
             limit = budgets.parse(budget, planned.plain_at(size_of) + standing)
-        return within(limit) - planned.made_at(size_of) - standing
+        return limit - budgets.slack_bytes(limit) - planned.made_at(size_of) - standing
 
     if budgets.asks_for(budget) == "min":
         region = Region((UNBOUNDED,) * len(free))

@@ -29,7 +29,6 @@ from lowtide.plan import make, policies
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.plan.moves.placements import missing_links
 from lowtide.private import inductor, partitioning
-from lowtide.run.limit.margins import within
 from lowtide.trace.costs.roofline import outside_modes
 
 ABOVE_LEAST = (1.01, 1.03)
@@ -213,7 +212,7 @@ def plan_graph(
         plan = make(step.graph, policy="keep_all", progress=False)
         told = _told(plan, limit, plain_peak, plain_peak)
         return Planned(told, plain_peak, plain_peak, limit, *plain, made[plain[0]], made[plain[0]])
-    room = within(limit)  # the loss and other scalars outside the graph
+    room = limit - budgets.slack_bytes(limit)  # the loss and other scalars outside the graph
 
     def best_that_fits() -> tuple[Plan, Halves, int] | None:
         fitting = [one for one in tried.values() if one[2] <= room]

@@ -26,7 +26,6 @@ from lowtide.compiled.variants import Menu, Variant
 from lowtide.plan import make, make_plan
 from lowtide.plan.bound.relaxation import Bound
 from lowtide.plan.data import Plan
-from lowtide.run.limit.margins import within
 
 SPREAD = 4
 """Ways to cut a graph that is called several times, between the least memory and the plain cut, that are
@@ -155,7 +154,7 @@ class _Planning:
         if plain_peak <= limit:
             plan = make(self.step.graph, policy="keep_all", progress=False)
             return self._told(plain, plan, limit, plain_peak, plain_peak)
-        room = within(limit)
+        room = limit - budgets.slack_bytes(limit)
         correction, target, best, bound = Correction(room), room, None, None
         for _ in range(ROUNDS):
             if target is None or (best is not None and self.time.peak(best) >= NEAR * limit):

@@ -6,11 +6,9 @@ from contextlib import ExitStack
 from types import TracebackType
 from typing import Self
 
-import torch
-
 from lowtide.errors import PlanError
 from lowtide.plan.data import Plan
-from lowtide.run.move.engine import TransferEngine, prepare
+from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled_program
 from lowtide.run.record.recorder import Recorder
@@ -71,8 +69,6 @@ class apply:
         if self._stack is not None:
             raise PlanError("this apply(plan) is already active: nest another one")
         verify = self.verify != "never" and not self._verified
-        if self.plan.moves:
-            prepare(self.plan, self.stores, torch.device(self.plan.device))
         self._director = PlanDirector(self.plan.program, self.plan.moves)
         recorder = Recorder(
             self._director,

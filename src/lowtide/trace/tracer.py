@@ -135,16 +135,6 @@ class Tracer:
                 if number is not None and self.storages[number]["producer"] is not None:
                     self.storages[number]["name"] = name
 
-    def enter_module(self, module: torch.nn.Module) -> None:
-        """A module's forward begins."""
-        here = self._modules[-1] if self._modules else ""
-        self._modules.append(self._module_names.get(id(module), here))
-
-    def exit_module(self) -> None:
-        """A module's forward ends."""
-        if self._modules:
-            self._modules.pop()
-
     @contextmanager
     def following_modules(self, modules: Iterable[torch.nn.Module] | None = None) -> Iterator[None]:
         """What runs in the block belongs to the one of ``modules`` whose forward it runs in; of all modules,
@@ -152,10 +142,12 @@ class Tracer:
         """
 
         def begins(module: torch.nn.Module, _: Any) -> None:
-            self.enter_module(module)
+            here = self._modules[-1] if self._modules else ""
+            self._modules.append(self._module_names.get(id(module), here))
 
         def ends(*_: object) -> None:
-            self.exit_module()
+            if self._modules:
+                self._modules.pop()
 
         hooks = torch.nn.modules.module
         with ExitStack() as stack:
@@ -251,6 +243,10 @@ class Tracer:
         return number is not None and self.storages[number]["producer"] is not None
 
     # ---- operations ------------------------------------------------------------------------------
+
+    def ran_backward(self) -> bool:
+        """Whether a backward has run."""
+        return any(operation["phase"] == "backward" for operation in self.operations)
 
     def run(self, call: Call) -> Any:
         """What the operation returns."""

@@ -100,27 +100,11 @@ def same_random(devices: Sequence[int] = ()) -> Iterator[None]:
     """
     state, numbers = random.getstate(), np.random.get_state(legacy=False)
     try:
-        with same_torch_random(devices):
+        with torch.random.fork_rng(devices):
             yield
     finally:
         random.setstate(state)
         np.random.set_state(numbers)
-
-
-@contextmanager
-def same_torch_random(devices: Sequence[int] = ()) -> Iterator[None]:
-    """`torch.random.fork_rng` that holds no tensor meanwhile: the budget of a small step has no room for the
-    five kilobytes of a state.
-    """
-    states = {
-        place: generator_state(place)
-        for place in (torch.device("cpu"), *(torch.device("cuda", at) for at in devices))
-    }
-    try:
-        yield
-    finally:
-        for place, state in states.items():
-            set_generator_state(place, None, state)
 
 
 def generator_state(device: torch.device, generator: torch.Generator | None = None) -> bytes:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from lowtide import meter
 from lowtide.plan.data import Plan
 from lowtide.report.picture import Curve
-from lowtide.trace.untouched import gpus_of, same_torch_random
+from lowtide.trace.untouched import gpus_of
 from lowtide.train.memory import free_bytes
 
 PAIRS = 5
@@ -132,7 +132,7 @@ def compare(
             loss.backward()
             return loss.detach()
 
-        with nullcontext() if planned else handle.paused(), same_torch_random(gpus_of([model])):
+        with nullcontext() if planned else handle.paused(), torch.random.fork_rng(gpus_of([model])):
             measured = meter.measure(step, device=device)
         return measured, standing, measured.seconds
 

@@ -1,5 +1,5 @@
 """What a step takes that its graph does not show: collectives under way, the random states of checkpoints,
-and the executor's own time.
+the executor's own time, and the gradients that stand before a later step.
 """
 
 from __future__ import annotations
@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from lowtide.graph import StepGraph
+from lowtide.graph import Event, StepGraph
 from lowtide.ops import FUNCTIONAL_COLLECTIVES
 from lowtide.run.record.overhead import executor_overhead
 
@@ -50,3 +50,30 @@ def with_overhead(graph: StepGraph) -> StepGraph:
         replay_overhead_seconds=sum(max(0.0, overhead.replayed_seconds - seconds) for seconds in hidden)
         / max(1, len(hidden)),
     )
+
+
+def with_standing_gradients(graph: StepGraph) -> StepGraph:
+    """The step that ``graph`` shows, when the gradients that it made stood before it, as they do from the
+    second micro-step of an accumulation on: what it makes now is added to them and ends at once.
+
+    Gradients are the storages of the step's own that have a parameter's name.
+    """
+    made = {
+        storage.id: storage.bytes
+        for storage in graph.storages
+        if storage.name and storage.producer is not None
+    }
+    ended = {event.index for event in graph.events if event.kind == "free"}
+    last: dict[int, int] = {}
+    for place, event in enumerate(graph.events):
+        if event.kind == "op":
+            operation = graph.operations[event.index]
+            for value in (*operation.reads, *operation.writes):
+                storage = graph.values[value].storage
+                if storage in made and storage not in ended:
+                    last[storage] = place
+    after: dict[int, list[Event]] = {}
+    for storage, place in last.items():
+        after.setdefault(place, []).append(Event("free", storage))
+    events = tuple(new for place, event in enumerate(graph.events) for new in (event, *after.get(place, ())))
+    return replace(graph, events=events, resident_bytes=graph.resident_bytes + sum(made.values()))

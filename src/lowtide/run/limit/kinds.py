@@ -1,4 +1,6 @@
-"""Kinds of steps: which steps may share a plan, and what is known of each kind."""
+"""Kinds of steps: which steps may share a plan, what is known of each kind, and what a step under a plan
+teaches about its own when its backward ends.
+"""
 
 from __future__ import annotations
 
@@ -8,10 +10,13 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from lowtide import budget as budgets
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.watch import StepWatch
+from lowtide.run.record.directors import PlanDirector
+from lowtide.run.record.verify import Findings
 
 _PACE_STEPS = 9  # are timed under a plan before it settles, and make up its pace from then on, too
 _PACE_EVERY = 4  # a settled plan times every so many steps: a machine does not stay as fast as it was
@@ -43,8 +48,7 @@ class Kind:
         without_claims: the graph and plan of a step without claims, to compare with.
         verified: digest of the program whose operations were seen to reproduce, at this or another size.
         strange: its program is another than the one that was verified at another size.
-        light: sizes of smaller steps that were seen to need no plan.
-        heavy: sizes of far smaller steps that were seen to need one, and deserve their own.
+        sizes: of smaller steps that were seen, the latest last: whether one keeps the budget without a plan.
         steps: how many steps have run under the plan.
         programs: the plan's, as the compiled recorder knows it; under ``True`` one that keeps all.
         timed: watches the time of the latest step.
@@ -66,8 +70,7 @@ class Kind:
     without_claims: tuple[StepGraph, Plan] | None = None
     verified: str = ""
     strange: bool = False
-    light: list[StepKey] = field(default_factory=list)
-    heavy: list[StepKey] = field(default_factory=list)
+    sizes: dict[StepKey, bool] = field(default_factory=dict)
     steps: int = 0
     programs: dict[bool, Any] = field(default_factory=dict)
     timed: StepWatch | None = None
@@ -97,7 +100,7 @@ class Kind:
         self.stays_bytes = 0
         self.timed = None
         self.programs = {}
-        self.light, self.heavy = [], []
+        self.sizes = {}
         self.seconds.clear()
 
     def stands_on(self, more: int) -> None:
@@ -118,22 +121,21 @@ class Kind:
         """
         assert self.plan is not None
         near = key.elements() >= _WORTH_ITS_PLAN * self.key.elements()
-        return self.plan.changes_nothing or near or not any(known.fits_in(key) for known in self.heavy)
+        heavy = any(known.fits_in(key) for known, light in self.sizes.items() if not light)
+        return self.plan.changes_nothing or near or not heavy
 
     def is_light(self, key: StepKey) -> bool:
         """Whether a step with ``key`` is known to keep the budget without a plan."""
-        return any(key.fits_in(known) for known in self.light)
+        return any(key.fits_in(known) for known, light in self.sizes.items() if light)
 
     def notes_size(self, key: StepKey, light: bool) -> None:
         """A step with ``key`` was seen to need no plan, or to need one."""
         if key == self.key:
             return
-        if light:
-            smaller = [known for known in self.light if not known.fits_in(key)]
-            self.light = [key, *smaller][:_MOST_SIZES]
-        else:
-            self.light = [known for known in self.light if not key.fits_in(known)]
-            self.heavy = [key, *(known for known in self.heavy if not key.fits_in(known))][:_MOST_SIZES]
+        # what it shows of smaller steps, or of larger ones
+        covered = [known for known in self.sizes if (known.fits_in(key) if light else key.fits_in(known))]
+        rest = [(known, was) for known, was in self.sizes.items() if known not in covered]
+        self.sizes = dict([*rest, (key, light)][-_MOST_SIZES:])
 
     # ---- pace ------------------------------------------------------------------------------------
 
@@ -177,7 +179,7 @@ def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
 
 
 def keeps_all(program: Sequence[ProgramStep]) -> tuple[ProgramStep, ...]:
-    """The program with nothing given up; a recorder still gives up what a step runs besides."""
+    """The program with nothing evicted; a recorder still evicts what a step runs besides."""
     kept = ((step, (True,) * len(step.stored)) for step in program)
     return tuple(step._replace(replayed=False, stored=stored, claimed=False) for step, stored in kept)
 
@@ -192,3 +194,98 @@ def same_but_gradients(kinds: dict[Any, Kind], key: StepKey) -> Kind | None:
         ),
         None,
     )
+
+
+@dataclass
+class Ran:
+    """A step under a plan.
+
+    Attributes:
+        key: the step's own; its plan may be for larger ones.
+        plan: what it ran under.
+        watch: saw what it took.
+        director: saw which operations ran, or ``None`` where it ran as it is.
+        findings: of its forward.
+        light: it ran as it is, since steps of its size were seen to need no plan.
+        taught_bytes: by how much plans are to take less, since it took more than its own said.
+    """
+
+    key: StepKey
+    plan: Plan
+    watch: StepWatch
+    director: PlanDirector | None = None
+    findings: Findings | None = None
+    light: bool = False
+    taught_bytes: int = 0
+
+    @property
+    def departed(self) -> int:
+        """How many operations the plan did not know."""
+        return self.director.departed if self.director is not None else 0
+
+    @property
+    def evicted_bytes(self) -> int:
+        """The most that it would have held besides, had nothing been evicted."""
+        here = self.findings.given_up_bytes if self.findings is not None else 0
+        return here + (self.watch.replays.given_up_bytes if self.watch.replays is not None else 0)
+
+
+def learn(kind: Kind, ran: Ran, measured_bytes: int, may_be_light: bool) -> str:
+    """Note with ``kind`` what a step of it took.
+
+    Args:
+        kind: the step's kind.
+        ran: the step.
+        measured_bytes: its peak, with what stood before it.
+        may_be_light: whether smaller steps may run as they are where that keeps the budget.
+
+    Returns:
+        What to tell of it, or nothing.
+    """
+    plan, limit = ran.plan, ran.plan.budget_bytes
+    if limit is None:
+        return ""
+    if ran.watch.backwards > 1 and ran.taught_bytes:  # it took more since its graph was kept, and only so
+        kind.margin_bytes -= ran.taught_bytes
+        ran.taught_bytes, kind.solve_again = 0, ""
+    if measured_bytes <= limit + budgets.slack_bytes(limit):
+        if not (ran.light or plan.changes_nothing):
+            sure = may_be_light and ran.watch.backwards == 1 and not (ran.departed or plan.moves)
+            kind.notes_size(ran.key, sure and measured_bytes + ran.evicted_bytes <= limit)
+        return ""
+    if measured_bytes <= kind.stays_bytes:
+        return ""
+    return (
+        f"a planned step took {budgets.format_bytes(measured_bytes)} where "
+        f"{budgets.format_bytes(plan.predicted_peak_bytes)} was predicted, {measured_bytes - limit:,} bytes "
+        f"above the budget of {budgets.format_bytes(limit)}: {_remedy(kind, ran, measured_bytes, limit)}"
+    )
+
+
+def _remedy(kind: Kind, ran: Ran, measured_bytes: int, limit: int) -> str:
+    """Note with ``kind`` what is to be done about a step that took more than its budget; in words."""
+    plan = ran.plan
+    if ran.light:
+        kind.notes_size(ran.key, False)
+        return "it ran as it is, like others of its size that fitted, and the next ones run under the plan"
+    unseen = plan.changes_nothing and ran.director is None
+    if (ran.departed or unseen) and kind.may_look_again:
+        kind.look_again, kind.varies = "a step took more than the one that was looked at", True
+        what = (
+            "nothing had to be recomputed in the step that was planned for, so its operations went unseen"
+            if unseen
+            else "it ran other operations than the step that was planned for"
+        )
+        return f"{what}, and lowtide looks at the next one"
+    if ran.watch.backwards > 1:
+        return (
+            "backward runs more than once through what one forward saved (retain_graph=True), where a plan "
+            "is for one backward. Of several losses, add them up and run one backward; else give a smaller "
+            "budget"
+        )
+    ran.taught_bytes = max(
+        0, measured_bytes - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit))
+    )
+    kind.margin_bytes += ran.taught_bytes
+    kind.solve_again = "a step took more than predicted"
+    return "lowtide plans again with that much less"

@@ -7,18 +7,18 @@ can be made. What a user has to hear is said here, once.
 from __future__ import annotations
 
 import threading
-from contextlib import nullcontext
 
 import torch
 
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
+from lowtide.plan.cache import program_digest
 from lowtide.progress import log
 from lowtide.run.limit.arguments import refuse_sharded
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
-from lowtide.run.limit.later_steps import later_steps_told
 from lowtide.run.limit.messages import OWN_OFF, own_checkpointing, warn
+from lowtide.run.limit.optimizer_need import own_share
 from lowtide.run.limit.planning import Planner
 from lowtide.run.look.look import Look
 from lowtide.run.record.verify import Verify
@@ -74,7 +74,9 @@ class Known:
                     kind = Kind(key)
                     if without is not None:
                         self._plan_standing(kind, without)
-                    self._remember(kind)
+                    self.kinds[key] = kind
+                    if len(self.kinds) > MOST_KINDS:
+                        self.kinds.pop(next(iter(self.kinds)))
             self.planner.confer(kind)
             if kind.solve_again and not kind.wants_look:
                 self._solve_again(kind)
@@ -106,11 +108,6 @@ class Known:
             kind.margin_bytes, kind.solve_again = 0, ""
             self.tell("stays", f"lowtide goes on with the plan that it has, since no other fits: {error}")
 
-    def _remember(self, kind: Kind) -> None:
-        self.kinds[kind.key] = kind
-        while len(self.kinds) > MOST_KINDS:
-            self.kinds.pop(next(iter(self.kinds)))
-
     def set_budget(self, budget: str | int) -> None:
         """Plan for another budget before the next step."""
         with self.lock:
@@ -136,11 +133,33 @@ class Known:
             other.verified and other.key.differs_in_size(kind.key) for other in self.kinds.values()
         )
 
-    def has_verified(self, program: str) -> bool:
-        """Whether the operations of a program, at some size, were seen to reproduce."""
-        return any(kind.verified == program for kind in self.kinds.values())
+    def looked(self, kind: Kind, look: Look, graph: StepGraph) -> bool:
+        """A step of a kind was looked at: plan for the longest one seen.
 
-    def plan(self, kind: Kind, graph: StepGraph, checkpoints: int) -> None:
+        Returns:
+            Whether anything could be made of it. A look that trusted another size's verification and met
+            another program is to be repeated.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        self._tell_of(look)
+        program = program_digest(graph)
+        if not look.verified and self.verify != "never":
+            kind.strange = all(other.verified != program for other in self.kinds.values())
+            if kind.strange:
+                return False
+        kind.verified = program
+        kind.looks += 1
+        kind.varies = kind.varies or look.tracer.asks
+        if kind.graph is None or kind.claims or len(graph.operations) > len(kind.graph.operations):
+            self._plan(kind, graph, look.tracer.checkpoints)
+        else:
+            kind.look_again = ""
+        self.latest = kind
+        return True
+
+    def _plan(self, kind: Kind, graph: StepGraph, checkpoints: int) -> None:
         """Plan for a kind from a step of it that was looked at, ``checkpoints`` parts of which checkpoint by
         themselves.
 
@@ -148,14 +167,19 @@ class Known:
             BudgetError: no plan fits.
         """
         try:
-            with nullcontext() if kind.key.gradients else later_steps_told(self.model):
-                self.planner.plan(kind, graph, checkpoints)
+            self.planner.plan(kind, graph, checkpoints)
         except BudgetError as error:
+            made = [p for p in self.model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")]
+            if made and not kind.key.gradients:
+                error.add(
+                    "Where gradients add up over several steps, those after the first take up to "
+                    f"{sum(own_share(p).nbytes for p in made):,} bytes more."
+                )
             if checkpoints:
                 error.remedies = (OWN_OFF, *error.remedies)
             raise
 
-    def tell_of(self, look: Look) -> None:
+    def _tell_of(self, look: Look) -> None:
         """Operations were found that do not reproduce: say so once, and keep what they write in every plan
         from now on. Say once, too, that the model checkpoints by itself.
         """

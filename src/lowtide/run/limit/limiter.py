@@ -23,20 +23,17 @@ from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.interception import alone, interceptors
-from lowtide.plan.cache import program_digest
 from lowtide.progress import took
 from lowtide.run.limit.compiled_submodules import left_alone
-from lowtide.run.limit.engagement import Engagement
 from lowtide.run.limit.key import Members, StepKey, step_key
-from lowtide.run.limit.kinds import Kind, keeps_all
+from lowtide.run.limit.kinds import Kind, Ran, keeps_all, learn
 from lowtide.run.limit.known import Known
-from lowtide.run.limit.learn import Ran, learn
 from lowtide.run.limit.messages import ABANDONED, UNMEASURED, warn
 from lowtide.run.limit.planning import Planner, Policy
-from lowtide.run.limit.unlimited import AROUND_COMPILED, CROWDED, keeps_nothing, why_unlimited
+from lowtide.run.limit.unlimited import AROUND_COMPILED, CROWDED, Engagement, keeps_nothing, why_unlimited
 from lowtide.run.limit.watch import StepWatch
-from lowtide.run.look.look import Look
-from lowtide.run.move.engine import TransferEngine, prepare
+from lowtide.run.look.look import Look, look_aside
+from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled_program
 from lowtide.run.record.overhead import executor_overhead
@@ -45,7 +42,6 @@ from lowtide.run.record.verify import Verify
 from lowtide.store.stores import Stores
 from lowtide.trace.eager import StepTracer
 from lowtide.trace.results import loss_to_plan_for, tensors_inside
-from lowtide.trace.untouched import untouched, without_history
 
 
 class _Local(threading.local):
@@ -259,10 +255,10 @@ class Limiter:
         """
         if self.local.look is not None:
             look, kind = self.local.look
-            if look.backwards:
+            if look.watch.backwards:
                 self._tell_together()
                 self._looked(look, kind)
-            elif look.over or look.failed:
+            elif look.tracer.closed or look.watch.failed():
                 self.local.look = None
                 look.close()
         watch, self.local.watch = self.local.watch, None
@@ -322,26 +318,13 @@ class Limiter:
         twice = "every operation ran twice" if look.verified else "no operation ran twice"
         took("looked at a first step", time.perf_counter() - look.began, twice, self.progress)
         with self.known.lock:
-            self.known.tell_of(look)
             peak = look.peak_bytes
-            graph, before = look.graph(self.model), kind.graph
-            program = program_digest(graph)
-            if not look.verified and self.verify != "never" and not self.known.has_verified(program):
-                kind.strange = True
+            graph = look.graph(self.model)
+            if not self.known.looked(kind, look, graph) or peak is None or kind.graph is None:
                 return
-            kind.verified = program
-            longest = before is None or len(graph.operations) > len(before.operations)
-            kind.looks += 1
-            kind.varies = kind.varies or look.tracer.asks
-            if longest or kind.claims:
-                self.known.plan(kind, graph, look.tracer.checkpoints)
-            else:
-                kind.look_again = ""
-            self.known.latest = kind
-            if peak is not None and kind.graph is not None:
-                self.measured_bytes = kind.graph.resident_bytes + peak
+            self.measured_bytes = kind.graph.resident_bytes + peak
             plan = kind.plan
-            if plan is not None and plan.budget_bytes is not None and peak is not None:
+            if plan is not None and plan.budget_bytes is not None:
                 taken = graph.resident_bytes + peak
                 if taken > plan.budget_bytes and not plan.changes_nothing:
                     which = "the first step" if len(self.known.kinds) == kind.looks == 1 else "this step"
@@ -357,38 +340,23 @@ class Limiter:
             BudgetError: no plan fits.
             TraceError: no loss can be found or stood in for.
         """
-        with self.not_waiting():
-            return self._prepare(args, kwargs)
-
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
         kind = self.known.kind_for(step_key(Members(self.model), args, kwargs))
         if not kind.wants_look:
             return kind
-        graphs: list[Look] = []
-        with untouched([self.model]), torch.enable_grad(), self._inside():
-            look = Look(
+        with self.not_waiting(), self._inside():
+            look, graph = look_aside(
                 self.model,
+                [self.model],
                 self.device,
+                self.forward,
+                args,
+                kwargs,
+                lambda result: loss_to_plan_for(result, self.loss_fn, self.model),
                 verify=self.verify != "never",
-                on_end=graphs.append,
                 claims=kind.claims,
             )
-            given, named = without_history((args, kwargs))
-            result = look.run(self.forward, given, named)
-            try:
-                loss = loss_to_plan_for(result, self.loss_fn, self.model)
-                del result
-                loss.backward()
-                graph = look.graph(self.model)
-            finally:
-                look.close()
         with self.known.lock:
-            kind.looks += 1
-            kind.verified = program_digest(graph)
-            kind.varies = kind.varies or look.tracer.asks
-            self.known.tell_of(look)
-            self.known.plan(kind, graph, look.tracer.checkpoints)
-            self.known.latest = kind
+            self.known.looked(kind, look, graph)
         return kind
 
     # ---- under a plan ----------------------------------------------------------------------------
@@ -416,8 +384,6 @@ class Limiter:
             result = self._plainly(args, kwargs)
             watch.forward_ends(tensors_inside(result))
             return result
-        if plan.moves:
-            prepare(plan, self.stores, torch.device(plan.device))
         timing = kind.steps > 0 and kind.wants_pace()
         kind.timed = watch if timing else kind.timed
         mover = (

@@ -115,29 +115,22 @@ class KnownNeed:
 
 
 def _rests_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """What an optimizer's state and its step's memory follow from, to be compared."""
+    """What an optimizer's state and its step's memory follow from, to be compared: its options, its
+    parameters and the forms of its state.
+    """
 
-    def plain(item: Any) -> Any:
-        if not isinstance(item, torch.Tensor):
-            return repr(item)
+    def form(item: Any) -> Any:
         own = own_share(item)
-        return *form(own), id(own), own.untyped_storage().nbytes(), private.version(own)
+        if not isinstance(own, torch.Tensor):
+            return repr(own)
+        return id(item), own.shape, own.dtype, own.device, own.requires_grad
 
-    def form(own: torch.Tensor) -> tuple[Any, ...]:
-        return tuple(own.shape), own.stride(), own.dtype, own.device
-
-    def described(parameter: torch.Tensor) -> tuple[Any, ...]:
-        state = tuple((key, plain(item)) for key, item in optimizer.state.get(parameter, {}).items())
-        return *form(own_share(parameter)), id(parameter), parameter.requires_grad, state
-
-    groups = tuple(
-        (
-            tuple((name, plain(item)) for name, item in group.items() if name != "params"),
-            tuple(map(described, group["params"])),
-        )
-        for group in optimizer.param_groups
-    )
-    return optimizer, type(optimizer), groups
+    state = [
+        (name, form(item))
+        for p in _parameters(optimizer)
+        for name, item in optimizer.state.get(p, {}).items()
+    ]
+    return optimizer, repr(optimizer), [form(p) for p in _parameters(optimizer)], state
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:

@@ -21,11 +21,14 @@ from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.run.limit.hidden_costs import checkpoint_bytes, overlapped_bytes, with_overhead
+from lowtide.run.limit.hidden_costs import (
+    checkpoint_bytes,
+    overlapped_bytes,
+    with_overhead,
+    with_standing_gradients,
+)
 from lowtide.run.limit.kinds import Kind
-from lowtide.run.limit.margins import beyond, within
 from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
-from lowtide.run.limit.standing_gradients import with_standing_gradients
 from lowtide.run.ranks.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
 from lowtide.run.ranks.claims import beside, replayed_gathers, same_forward, with_seconds_of
 from lowtide.trace.settle import with_collectives
@@ -122,8 +125,7 @@ class Planner:
         assert without.graph is not None
         kind.looks, kind.margin_bytes = without.looks, without.margin_bytes
         with working("planning", "planned for steps that add to gradients", self.progress) as work:
-            self._solve(kind, with_standing_gradients(without.graph))
-            work.done(in_one_line(_known(kind)))
+            work.done(in_one_line(self._solve(kind, with_standing_gradients(without.graph))))
 
     def solve_again(self, kind: Kind) -> None:
         """Make the plan again from all that is known by now.
@@ -133,8 +135,7 @@ class Planner:
         """
         assert kind.graph is not None
         with working("planning", "planned again", self.progress) as work:
-            self._solve(kind, kind.graph)
-            work.done(in_one_line(_known(kind)))
+            work.done(in_one_line(self._solve(kind, kind.graph)))
 
     def confer(self, kind: Kind) -> None:
         """Hear what the other ranks learned from the latest step; what one of them wants again, all do
@@ -193,7 +194,7 @@ class Planner:
 
     # ---- one plan --------------------------------------------------------------------------------
 
-    def _solve(self, kind: Kind, graph: StepGraph) -> None:
+    def _solve(self, kind: Kind, graph: StepGraph) -> Plan:
         graph = self._without_kept(graph)
         limit = self.limit(graph, kind.margin_bytes)
         self._balance(kind, graph, limit)
@@ -203,7 +204,12 @@ class Planner:
         if refusal is not None:
             raise refusal if self.agreement is not None else self._larger(refusal, kind, graph, limit)
         moved = replace(graph, resident_bytes=graph.resident_bytes - self.moved_bytes)
-        plan = self._make(moved, lambda budget: self._plan_within(moved, budget, kind.margin_bytes), limit)
+
+        def solve(budget: int | None) -> Plan:
+            return self._plan_within(moved, budget, kind.margin_bytes)
+
+        # of this rank's own, or one for all ranks that share the model
+        plan = solve(limit) if self.agreement is None else self.agreement.solve(solve, moved, limit)
         if (
             plan.slab_bytes
             and limit is not None
@@ -212,7 +218,9 @@ class Planner:
             plan = without_slab(plan)  # it would stand beside optimizer.step(), too
         self._greatest_plain = self._plain_peak(graph)
         self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
-        kind.takes(graph, replace(plan, budget_bytes=limit))
+        plan = replace(plan, budget_bytes=limit)
+        kind.takes(graph, plan)
+        return plan
 
     def _larger(self, refusal: BudgetError, kind: Kind, graph: StepGraph, limit: int | None) -> BudgetError:
         """The optimizer's refusal, or the plan's where that needs more still: the smallest budget that is
@@ -226,15 +234,11 @@ class Planner:
                 return error
         return refusal
 
-    def _make(self, graph: StepGraph, solve: Callable[[int | None], Plan], limit: int | None) -> Plan:
-        """A plan of this rank's own, or one for all ranks that share the model."""
-        return solve(limit) if self.agreement is None else self.agreement.solve(solve, graph, limit)
-
     def _plan_within(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> Plan:
         """A plan for the limit, less what was seen to come on top."""
         target, enough = limit, plain(graph).peak_bytes + margin_bytes  # for nothing to be evicted
         if limit is not None:
-            target = (limit if enough <= limit else within(limit)) - margin_bytes
+            target = (limit if enough <= limit else limit - budgets.slack_bytes(limit)) - margin_bytes
         if limit is None or enough <= limit or self.policy != "optimal":
             return self._searched(graph, limit, target, margin_bytes, enough)
         room = limit - margin_bytes
@@ -256,9 +260,25 @@ class Planner:
             if least is None or limit is None:
                 raise
             if least + margin_bytes > limit:
-                whole = self._plain_peak(graph) if str(self.budget).rstrip().endswith("%") else None
-                raise beyond(error, limit, margin_bytes, enough, whole, self.optimizer_bytes) from None
+                smallest = min(enough, budgets.with_slack(least + margin_bytes) + 1)
+                raise self._refusal(error, graph, limit, smallest) from None
         return make(graph, budget=least, policy=self.policy)
+
+    def _refusal(self, error: BudgetError, graph: StepGraph, limit: int, smallest: int) -> BudgetError:
+        """The planner's refusal with the budget as it was given, the smallest one that will be accepted, and
+        the optimizer's state apart from what else stands.
+        """
+        standing = error.parts.pop(budgets.STANDING, 0)
+        state = min(self.optimizer_bytes, standing)
+        rest = {budgets.STATE: state, budgets.STANDING: standing - state}
+        return budgets.too_small(
+            limit,
+            smallest,
+            {name: count for name, count in (*rest.items(), *error.parts.items()) if count},
+            policy=error.policy,
+            plain_peak_bytes=self._plain_peak(graph) if str(self.budget).rstrip().endswith("%") else None,
+            detail=error.detail,
+        )
 
     def _balance(self, kind: Kind, graph: StepGraph, limit: int | None) -> None:
         """Where the optimizer leaves its share of the host open: move as much of its state as takes less time
@@ -382,8 +402,3 @@ class Planner:
         }
         detail = "An optimizer with fused=True takes less for its update." if need.step_bytes else ""
         return budgets.too_small(limit, least, parts, subject="optimizer.step()", detail=detail)
-
-
-def _known(kind: Kind) -> Plan:
-    assert kind.plan is not None
-    return kind.plan

@@ -1,4 +1,4 @@
-"""Watch one step under a plan from outside: what it really took, and how long."""
+"""Watch one step from outside: when its backward begins and ends, what it really took, and how long."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.meter import MeterError, Peak, available, peak
 
 
 class _Mark:
-    """Lives as long as the node of autograd's graph that it was left in."""
+    """Lives as long as one of the nodes of autograd's graph that it was left in."""
 
 
 class StepWatch:
@@ -24,22 +24,27 @@ class StepWatch:
     Args:
         on_end: called each time that a backward through the step has ended.
         device: whose memory and time are watched.
+        on_gone: called when nobody can run backward through the step any more; ``None`` ends the watch then,
+            or the meter would stand after the last step.
 
     Attributes:
+        began: whether a backward through the step is under way, or has failed.
         backwards: how many backwards through the step have ended.
         recording_seconds: time around the forward; it says nothing on a GPU, where the host runs ahead.
         replays: knows how long the compiled recorder's replays took, or ``None``.
     """
 
-    def __init__(self, on_end: Callable[[], None], device: torch.device) -> None:
+    def __init__(
+        self, on_end: Callable[[], None], device: torch.device, on_gone: Callable[[], None] | None = None
+    ) -> None:
         self.device = device
+        self.began = False
         self.backwards = 0
         self.recording_seconds = 0.0
         self.replays: Any = None
         self._replay_seconds = 0.0
-        self._on_end = on_end
-        self._began = False
-        self._awaited: list[weakref.ref[_Mark]] = []
+        self._on_end, self._on_gone = on_end, on_gone
+        self._awaited: weakref.ref[_Mark] | None = None
         self._peak = open_peak(device)
         self._marks = [_now(device)]
 
@@ -59,23 +64,29 @@ class StepWatch:
         """The forward returned ``outputs``: backward is expected to come from there."""
         if len(self._marks) == 1:
             self._marks.append(_now(self.device))
+        mark = _Mark()
+        self._awaited = weakref.ref(mark, self._let_go)
         for output in outputs:
-            node = output.grad_fn
-            if node is not None:
-                node.register_prehook(self.backward_begins)
-                mark = _Mark()
-                node.metadata["lowtide", id(self)] = mark  # pyright: ignore
-                self._awaited.append(weakref.ref(mark, self._let_go))
+            if output.grad_fn is not None:
+                output.grad_fn.register_prehook(self.backward_begins)
+                output.grad_fn.metadata["lowtide", id(self)] = mark  # pyright: ignore
 
     def pending(self) -> bool:
         """Whether the step's backward is still to come: it has not begun, and someone can still begin it."""
-        return not self.backwards and not self._began and any(mark() is not None for mark in self._awaited)
+        alive = self._awaited is not None and self._awaited() is not None
+        return alive and not (self.backwards or self.began)
+
+    def failed(self) -> bool:
+        """Whether a backward has begun and, to go by who asks, ended with an error: nobody calls back
+        then.
+        """
+        return self.began and not private.in_backward()
 
     def backward_begins(self, *_: object) -> None:
         """Backward reaches the step."""
-        if self._began or not private.in_backward():  # a debugger may look at a saved tensor, too
+        if self.began or not private.in_backward():  # a debugger may look at a saved tensor, too
             return
-        self._began = True
+        self.began = True
         if len(self._marks) == 2:
             self._marks.append(_now(self.device))
         private.at_backward_end(self._backward_ends)
@@ -89,7 +100,7 @@ class StepWatch:
         return found
 
     def _backward_ends(self) -> None:
-        self._began = False
+        self.began = False
         self.backwards += 1
         if len(self._marks) == 3:
             self._marks.append(_now(self.device))
@@ -97,11 +108,9 @@ class StepWatch:
         self._let_go()
 
     def _let_go(self, *_: object) -> None:
-        """Nobody can run backward through the step any more: stop measuring, or the meter would stand after
-        the last step.
-        """
-        if not self._began and self._awaited and all(mark() is None for mark in self._awaited):
-            self.close()
+        under_way = self.began and not self.failed()
+        if not under_way and self._awaited is not None and self._awaited() is None:
+            (self._on_gone or self.close)()
 
     def over(self) -> bool:
         """Whether the time is known without waiting; of a step whose backward never ended it never will be,

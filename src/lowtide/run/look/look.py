@@ -12,7 +12,7 @@ from __future__ import annotations
 import time
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack
 from typing import Any
 
 import torch
@@ -24,7 +24,7 @@ from lowtide.interception import interceptors, unseen
 from lowtide.native import builds_paused
 from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.run.limit.compiled_submodules import left_alone
-from lowtide.run.limit.watch import open_peak
+from lowtide.run.limit.watch import StepWatch
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped
 from lowtide.run.record.recorder import Recorder
@@ -33,6 +33,7 @@ from lowtide.run.record.verify import on_a_copy
 from lowtide.run.scope.scope import blocks_of
 from lowtide.trace.eager import StepTracer, apart
 from lowtide.trace.results import tensors_inside
+from lowtide.trace.untouched import untouched, without_history
 
 
 class Look:
@@ -50,9 +51,8 @@ class Look:
         kept: operations that did not reproduce, with the reason; what they wrote stayed.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
             measured, or the step is not over.
-        backwards: how many backwards through the step have ended.
+        watch: follows its backward.
         blind: backward ran on a thread whose operations are not seen.
-        over: whether nothing more is taken down.
         began: when, by `time.perf_counter`.
     """
 
@@ -73,25 +73,39 @@ class Look:
         self._model = model
         self._on_end = on_end
         self._stack = ExitStack()
-        self._in_backward = False
-        self._peak = open_peak(device)
+        self.watch = StepWatch(self._backward_ends, device, self.left)
         self.peak_bytes: int | None = None
-        self.backwards = 0
         self.blind = False
-        self.over = False
 
     @property
     def kept(self) -> dict[str, str]:
         return self.recorder.findings.kept
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward, looked at. What its caller does from here on, until backward has ended, belongs to the
-        step, too.
+        """The forward, looked at: it is the region that can be planned. What its caller does from here on,
+        until backward has ended, belongs to the step, too.
         """
+        tracer, recorder = self.tracer, self.recorder
+        self._stack.enter_context(builds_paused())
         try:
-            with self.forward(tensors_inside((args, kwargs))):
+            with ExitStack() as stack:
+                stack.callback(recorder.close)
+                for tensor in tensors_inside((args, kwargs)):
+                    tracer.given(tensor)
+                named = _open_modules(self._model) if self._model is not None else None
+                stack.enter_context(tracer.following_modules(named))
+                if self._model is not None:
+                    for block in blocks_of(self._model):
+                        stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
+                        stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
+                    stack.enter_context(left_alone(self._model.modules(), tracer))
+                stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
+                stack.enter_context(recorder)
+                tracer.start()
+                self._stack.callback(tracer.stop)
                 result = forward(*args, **kwargs)
-            self.awaits(result)
+            tracer.in_region = False
+            self.watch.forward_ends(tensors_inside(result))
         except BaseException as error:
             self.close()
             if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
@@ -110,44 +124,13 @@ class Look:
             raise
         return result
 
-    @contextmanager
-    def forward(self, inputs: Iterator[torch.Tensor]) -> Iterator[None]:
-        """The block is the region that can be planned."""
-        tracer, recorder = self.tracer, self.recorder
-        self._stack.enter_context(builds_paused())
-        with ExitStack() as stack:
-            stack.callback(recorder.close)
-            for tensor in inputs:
-                tracer.given(tensor)
-            named = _open_modules(self._model) if self._model is not None else None
-            stack.enter_context(tracer.following_modules(named))
-            if self._model is not None:
-                for block in blocks_of(self._model):
-                    stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
-                    stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
-                stack.enter_context(left_alone(self._model.modules(), tracer))
-            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
-            stack.enter_context(recorder)
-            tracer.start()
-            self._stack.callback(tracer.stop)
-            yield
-        tracer.in_region = False
-
-    def awaits(self, result: Any) -> None:
-        """The forward returned ``result``: backward is expected to come from there."""
-        graph = _Graph(self)
-        for tensor in tensors_inside(result):
-            if tensor.grad_fn is not None:
-                tensor.grad_fn.register_prehook(self._backward_begins)
-                tensor.grad_fn.metadata["lowtide", id(self)] = graph  # pyright: ignore
-
     def beside(self, result: Any, alone: Callable[[], None]) -> None:
         """Another forward ran beside the step and returned ``result``: a backward through that one alone
         means that nobody waits for this step, and ``alone`` is called.
         """
 
         def ends() -> None:
-            if not (self.backwards or self._in_backward):
+            if not (self.watch.backwards or self.watch.began):
                 self.close()
                 alone()
 
@@ -155,26 +138,14 @@ class Look:
             if tensor.grad_fn is not None:
                 tensor.grad_fn.register_prehook(lambda *_: private.at_backward_end(ends))
 
-    def _backward_begins(self, *_: object) -> None:
-        if not self.over and not self._in_backward and private.in_backward():
-            self._in_backward = True
-            self.blind |= self.tracer not in interceptors()
-            private.at_backward_end(self._backward_ends)
-
     def _backward_ends(self) -> None:
-        self._in_backward = False
-        self.backwards += 1
-        if self.tracer.unreleased == 0 and not self.over:
+        if self.tracer.closed:
+            return
+        self.blind |= self.tracer not in interceptors()
+        if self.tracer.unreleased == 0:
             self.close()
             if self._on_end is not None:
                 self._on_end(self)
-
-    @property
-    def failed(self) -> bool:
-        """Whether a backward has begun and, to go by who asks, ended with an error: nobody calls back
-        then.
-        """
-        return self._in_backward and not private.in_backward()
 
     def released(self, number: int) -> None:
         """Autograd has let go of a saved tensor."""
@@ -183,17 +154,16 @@ class Look:
 
     def left(self) -> None:
         """Something of the step's graph is gone: outside of backward with the last of it the step is over."""
-        if self.tracer.unreleased == 0 and not (self.tracer.in_region or self.over or private.in_backward()):
+        if self.tracer.unreleased == 0 and not (self.tracer.in_region or private.in_backward()):
             self.close()
 
     def close(self) -> None:
-        """The step is over, or given up."""
-        self.over = self.tracer.closed = True
-        if self._peak is not None:
-            self.peak_bytes = self._peak.peak_bytes
-            self._peak.__exit__(None, None, None)
-            self._peak = None
-        self._stack.close()
+        """The step is over, or its caller lets go of it."""
+        if not self.tracer.closed:
+            self.tracer.closed = True
+            self.peak_bytes = self.watch.peak_bytes
+            self.watch.close()
+            self._stack.close()
 
     def graph(self, model: torch.nn.Module | None) -> StepGraph:
         """What was seen; gradients that ``model`` has from the step have their parameters' names."""
@@ -220,16 +190,6 @@ class Look:
         return packed.unpack()
 
 
-class _Graph:
-    """Lives as long as the nodes of autograd's graph that the forward's results came from."""
-
-    def __init__(self, look: Look) -> None:
-        self._look = look
-
-    def __del__(self) -> None:
-        self._look.left()
-
-
 class _Looked:
     """What autograd holds in place of a saved tensor; its end is the saved tensor's release."""
 
@@ -240,7 +200,7 @@ class _Looked:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, on a storage of its own as far as anybody can tell."""
-        self.look._backward_begins()
+        self.look.watch.backward_begins()
         try:
             with unseen():
                 return self._unpack()
@@ -262,6 +222,43 @@ class _Looked:
 
     def __del__(self) -> None:
         self.look.released(self.number)
+
+
+def look_aside(
+    model: torch.nn.Module | None,
+    modules: list[torch.nn.Module],
+    device: torch.device,
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    loss_of: Callable[[Any], torch.Tensor],
+    *,
+    may_run_backward: bool = False,
+    verify: bool = True,
+    claims: frozenset[int] = frozenset(),
+) -> tuple[Look, StepGraph]:
+    """Look at a step that is nobody's training step: afterwards gradients, buffers, module attributes and
+    random states are what they were.
+
+    Args:
+        model, device, verify, claims: as of `Look`.
+        modules: what the step may change.
+        step, args, kwargs: the forward.
+        loss_of: from what it returned to what backward begins at.
+        may_run_backward: it may be a whole step, which runs its own backward.
+    """
+    with untouched(modules), torch.enable_grad():
+        look = Look(model, device, verify=verify, claims=claims)
+        given, named = without_history((args, kwargs))
+        result = look.run(step, given, named)
+        try:
+            if not (may_run_backward and look.tracer.ran_backward()):
+                loss = loss_of(result)
+                del result
+                loss.backward()
+            return look, look.graph(model)
+        finally:
+            look.close()
 
 
 def _open_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
@@ -308,16 +305,14 @@ class _LittleMemory(Recorder):
         if key in self._blank:
             return Kept(tensor)
         value = entry[0] if entry is not None else self._value_of(tensor)
-        return self._give_up(value, tensor)
+        return self._evict(value, tensor)
 
     def gives_up(self, tensor: torch.Tensor) -> bool:
         """Layers save what they would in a plain step; which claims there are the tracer says."""
         return False
 
-    def _second_run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[Callable[[], Any]], Any]:
-        return self._tracer.second_run
+    def _second_run(self, call: Callable[[], Any]) -> Any:
+        return self._tracer.second_run(call)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return apart(func, args, kwargs, self._tracer.first_run)

@@ -15,10 +15,9 @@ import torch
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.run.limit.hidden_costs import with_overhead
-from lowtide.run.look.look import Look
+from lowtide.run.look.look import look_aside
 from lowtide.trace.fake.step import trace_fake
-from lowtide.trace.results import loss_in, tensors_inside
-from lowtide.trace.untouched import untouched, without_history
+from lowtide.trace.results import loss_in
 
 
 def trace(
@@ -62,31 +61,15 @@ def trace(
             "*args)"
         )
     modules = [model] if model is not None else find_modules(step, args, kwargs)
+    device = device_of(modules, args)
     if fake:
-        graph = trace_fake(step, args, kwargs, modules, device_of(modules, args), costs=costs)
+        graph = trace_fake(step, args, kwargs, modules, device, costs=costs)
     else:
-        graph = _trace_real(step, args, kwargs, modules)
+        root = modules[0] if modules else None
+        _, graph = look_aside(
+            root, modules, torch.device(device), step, args, kwargs, loss_in, may_run_backward=True
+        )
     return with_overhead(graph) if costs else without_costs(graph)
-
-
-def _trace_real(
-    step: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], modules: list[torch.nn.Module]
-) -> StepGraph:
-    root = modules[0] if modules else None
-    look = Look(root, torch.device(device_of(modules, args)))
-    with untouched(modules), torch.enable_grad():
-        try:
-            given, named = without_history((args, kwargs))
-            with look.forward(tensors_inside((given, named))):
-                result = step(*given, **named)
-            ran = any(operation["phase"] == "backward" for operation in look.tracer.operations)
-            if not ran:
-                loss = loss_in(result)
-                del result
-                loss.backward()
-            return look.graph(root)
-        finally:
-            look.close()
 
 
 def without_costs(graph: StepGraph) -> StepGraph:
@@ -101,40 +84,27 @@ def find_modules(
     """The modules that a callable can reach: itself, its arguments, what it is bound to, and the variables
     that its code names.
     """
-    found: list[torch.nn.Module] = []
-
-    def add(item: Any) -> None:
-        if isinstance(item, torch.nn.Module) and not any(item is known for known in found):
-            found.append(item)
-
-    add(step)
-    for item in [*args, *kwargs.values()]:
-        add(item)
+    reached = [step, *args, *kwargs.values()]
     function: Any = step
     while isinstance(function, functools.partial):
-        for item in [*function.args, *function.keywords.values()]:
-            add(item)
+        reached += [*function.args, *function.keywords.values(), function.func]
         function = function.func
-        add(function)
-    add(getattr(function, "__self__", None))
-    function = getattr(function, "__func__", function)
-    if inspect.isfunction(function):
-        variables = inspect.getclosurevars(function)
-        for item in [*variables.nonlocals.values(), *variables.globals.values()]:
-            add(item)
-            if inspect.isfunction(item):
-                inner = inspect.getclosurevars(item)
-                for deeper in [*inner.nonlocals.values(), *inner.globals.values()]:
-                    add(deeper)
-    return found
+    reached.append(getattr(function, "__self__", None))
+    for item in _variables(getattr(function, "__func__", function)):
+        reached += [item, *_variables(item)]
+    return list(dict.fromkeys(item for item in reached if isinstance(item, torch.nn.Module)))
+
+
+def _variables(function: Any) -> list[Any]:
+    """What the names in a function's code stand for that are not its own."""
+    if not inspect.isfunction(function):
+        return []
+    variables = inspect.getclosurevars(function)
+    return [*variables.nonlocals.values(), *variables.globals.values()]
 
 
 def device_of(modules: list[torch.nn.Module], args: tuple[Any, ...]) -> str:
     """The kind of device of the first tensor that the modules have, or that is given."""
-    for module in modules:
-        for tensor in [*module.parameters(), *module.buffers()]:
-            return tensor.device.type
-    for item in args:
-        if isinstance(item, torch.Tensor):
-            return item.device.type
-    return "cpu"
+    own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
+    tensors = (item for item in (*own, *args) if isinstance(item, torch.Tensor))
+    return next((tensor.device.type for tensor in tensors), "cpu")

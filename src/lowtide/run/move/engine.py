@@ -279,14 +279,19 @@ class TransferEngine:
 
     Args:
         plan: has moves.
-        stores: where to.
+        stores: where to; what every step under the plan stores there is laid out and reserved, if it is not.
         verify: check that what is sharded is replicated.
+
+    Raises:
+        StoreError: there is no room for it.
+        PlanError: a tier cannot be opened, a codec or a group is not known.
 
     Attributes:
         notes: values that did not fit their codec, with the reason.
     """
 
     def __init__(self, plan: Plan, stores: Stores, verify: bool) -> None:
+        _prepare(plan, stores, torch.device(plan.device))
         self.plan = plan
         self.stores = stores
         self.verify = verify
@@ -354,13 +359,8 @@ class TransferEngine:
             self._order[stored.move.fetched] = None
 
 
-def prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
-    """Lay out what every step under ``plan`` stores or places, and reserve it, if that has not been done.
-
-    Raises:
-        StoreError: there is no room for it.
-        PlanError: a tier cannot be opened, a codec or a group is not known.
-    """
+def _prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
+    """Lay out what every step under ``plan`` stores or places, and reserve it, if that has not been done."""
     if stores.prepared is plan:
         return
     lives: dict[Tier, list[tuple[int, int, int]]] = {}

@@ -78,23 +78,18 @@ class Agreement:
         """
         rooms = self.share(None if limit is None else limit - graph.resident_bytes)
         tightest = None if None in rooms else min(rooms)
-        answer: tuple[str | None, str, int | None] = (None, "", None)
+        answer: str | BudgetError = ""
         if self.rank == 0:
             try:
-                answer = (
-                    solve(None if tightest is None else tightest + graph.resident_bytes).to_json(),
-                    "",
-                    None,
-                )
+                answer = solve(None if tightest is None else tightest + graph.resident_bytes).to_json()
             except BudgetError as error:
-                smallest = (
-                    None if error.smallest_bytes is None else error.smallest_bytes - graph.resident_bytes
-                )
-                answer = None, str(error), smallest
-        text, message, smallest = self.from_first(answer)
-        if text is None:
-            raise BudgetError(message, None if smallest is None else smallest + graph.resident_bytes)
-        return replace(Plan.from_json(text), budget_bytes=limit)
+                answer = error
+        answer, standing = self.from_first((answer, graph.resident_bytes))
+        if isinstance(answer, BudgetError):
+            if answer.smallest_bytes is not None:
+                answer.smallest_bytes += graph.resident_bytes - standing
+            raise answer
+        return replace(Plan.from_json(answer), budget_bytes=limit)
 
 
 def agreement_of(model: torch.nn.Module) -> Agreement | None:

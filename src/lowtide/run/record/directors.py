@@ -5,9 +5,9 @@ checkpointing scope, which knows no graph, the other by a plan.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 
-from lowtide.ops import OpInfo
+from lowtide.ops import OpInfo, op_info
 from lowtide.plan.data import Compress, Move, ProgramStep, Shard, stages
 
 _LOOK_AHEAD = 400
@@ -18,42 +18,23 @@ class RegionDirector:
 
     Args:
         evicted: whether everything is.
-
-    Attributes:
-        asks: whether it has to be told of every operation before it runs, by `evicts`.
     """
-
-    asks: ClassVar[bool] = False
 
     def __init__(self, evicted: bool = True) -> None:
         self._evicted = evicted
 
     def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """The next operation, which is about to run: whether its results are evicted. To be called once for
-        each.
+        """The next operation, which is about to run: whether it is recorded and its results evicted. To be
+        called once for each that is no view.
         """
         return self._evicted
-
-    def passes(self, info: OpInfo) -> bool:
-        """Whether the next operation, if it is ``info``, certainly is not recorded, so that it may pass with
-        the least ado.
-        """
-        return not self._evicted
 
     def skip(self, count: int) -> None:
         """So many operations have passed."""
 
-    def wants(self, info: OpInfo) -> bool:
-        """Whether the next operation, if it is ``info``, is to be recorded: asked before it runs, so that
-        nothing is prepared in vain.
-        """
-        return self._evicted
-
-    def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
-        """The operation has run: whether to record it, and which of the ``writes`` values that it wrote stay
-        (missing ones do not).
-        """
-        return self._evicted, ()
+    def stays(self, info: OpInfo, writes: int) -> tuple[bool, ...]:
+        """The operation has run: which of the ``writes`` values that it wrote stay (missing ones do not)."""
+        return ()
 
 
 class PlanDirector:
@@ -63,7 +44,7 @@ class PlanDirector:
         program, moves: the plan's.
 
     Where the running step departs from the program (data-dependent routing), it looks ahead for where the two
-    meet again; an operation that the plan does not know is recorded and given up, which is always safe; but
+    meet again; an operation that the plan does not know is recorded and evicted, which is always safe; but
     not a collective, which other ranks may know.
 
     Attributes:
@@ -71,8 +52,6 @@ class PlanDirector:
         departed: how many operations the plan did not know.
         missed: how many of the plan's operations the step did not have, or had otherwise.
     """
-
-    asks: ClassVar[bool] = False
 
     def __init__(self, program: Sequence[ProgramStep], moves: Sequence[Move] = ()) -> None:
         self._program = program
@@ -94,22 +73,13 @@ class PlanDirector:
                 return ahead
         return None
 
-    def passes(self, info: OpInfo) -> bool:
-        """Whether the operation is the one that the program has next, does not run again, and moves
-        nothing.
-        """
-        program, at = self._program, self.at
-        if at < len(program):
-            step = program[at]
-            return not step.replayed and not step.moves and step.name == info.name
-        return False
-
     def skip(self, count: int) -> None:
         """On by so many operations of the program."""
         self.at += count
 
-    def wants(self, info: OpInfo) -> bool:
+    def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Whether the plan runs this operation again."""
+        info = op_info(func)
         at = self._find(info)
         return not info.collective if at is None else self._program[at].replayed
 
@@ -133,13 +103,13 @@ class PlanDirector:
             for number, size in zip(self.moves, sizes, strict=True)
         )
 
-    def decide(self, info: OpInfo, writes: int) -> tuple[bool, tuple[bool, ...]]:
-        """What the plan says of it."""
+    def stays(self, info: OpInfo, writes: int) -> tuple[bool, ...]:
+        """What the plan says of it; on to the next."""
         self.moves, self.claimed = (), False
         at = self._find(info)
         if at is None:
             self.departed += 1
-            return not info.collective, ()
+            return ()
         self.departed += at - self.at
         self.missed += at - self.at
         self.at = at + 1
@@ -147,9 +117,9 @@ class PlanDirector:
         if len(step.stored) != writes:
             self.departed += 1
             self.missed += 1
-            return step.replayed, ()
+            return ()
         self.moves, self.claimed = step.moves, step.claimed
-        return step.replayed, step.stored
+        return step.stored
 
 
 Director = RegionDirector | PlanDirector

@@ -130,18 +130,20 @@ class Attributed:
 class Wrapped:
     """A saved tensor subclass that holds other tensors; each is packed for itself."""
 
-    __slots__ = ("context", "kind", "names", "packed", "shape", "strides")
+    __slots__ = ("context", "kind", "packed", "rest", "shape", "strides")
 
     def __init__(self, tensor: Any, pack: Callable[[torch.Tensor], Any]) -> None:
         self.kind = type(tensor)
-        self.names, self.context = tensor.__tensor_flatten__()
+        names, self.context = tensor.__tensor_flatten__()
         self.shape, self.strides = tensor.shape, tensor.stride()
-        parts = [getattr(tensor, name) for name in self.names]
-        self.packed = [pack(part) if _is_content(part) else _Part(part) for part in parts]
+        parts = {name: getattr(tensor, name) for name in names}
+        self.packed = {name: pack(part) for name, part in parts.items() if _is_content(part)}
+        # a DTensor's mesh, a nested tensor's offsets
+        self.rest = {name: part for name, part in parts.items() if name not in self.packed}
 
     def unpack(self) -> torch.Tensor:
         """The subclass put together again."""
-        inner = {name: unpack(packed) for name, packed in zip(self.names, self.packed, strict=True)}
+        inner = {**{name: unpack(packed) for name, packed in self.packed.items()}, **self.rest}
         return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.strides)
 
 
@@ -152,21 +154,6 @@ def _is_content(part: Any) -> bool:
     return isinstance(part, torch.Tensor) and (
         part.is_floating_point() or part.is_complex() or is_wrapper(part)
     )
-
-
-class _Part:
-    """What a subclass names that is not its content, such as a DTensor's mesh or a nested tensor's
-    offsets.
-    """
-
-    __slots__ = ("part",)
-
-    def __init__(self, part: Any) -> None:
-        self.part = part
-
-    def unpack(self) -> Any:
-        """It."""
-        return self.part
 
 
 def unpack(packed: Any) -> torch.Tensor:

@@ -103,7 +103,7 @@ def drawn(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any],
     return result
 
 
-def drawn_again(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def drawn_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Run a random operation from the state that was taken down; where that takes the shared generator, it is
     left as it was.
     """
@@ -111,10 +111,11 @@ def drawn_again(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str,
     func, position = taking_generator(node.func)
     if func is not None and node.device.type == "cpu":
         set_generator_state(node.device, _OWN.generator, node.random_state)
-        return call(func, *_with(_OWN.generator, position, args, kwargs))
+        args, kwargs = _with(_OWN.generator, position, args, kwargs)
+        return func(*args, **kwargs)
     before = generator_state(node.device, node.generator)
     set_generator_state(node.device, node.generator, node.random_state)
     try:
-        return call(node.func, args, kwargs)
+        return node.func(*args, **kwargs)
     finally:
         set_generator_state(node.device, node.generator, before)

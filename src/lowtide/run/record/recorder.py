@@ -46,7 +46,7 @@ class Recorder(Interceptor):
 
     Args:
         director: decides what is recorded and what stays.
-        verify: run every recorded operation a second time at once and compare, and check what is given up for
+        verify: run every recorded operation a second time at once and compare, and check what is evicted for
             writes that the dispatcher did not see.
         check: compare every replayed tensor with the digest of the original.
         watch: is told when backward asks for the first saved tensor.
@@ -76,6 +76,7 @@ class Recorder(Interceptor):
         self._held: dict[int, weakref.ref[LiveValue]] = {}
         self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._order = 0
+        self._wanted = False  # whether the latest operation is recorded, if it can be
         if program is not None and not self.check:
             self.core = compiled().Core(self, program)
 
@@ -90,7 +91,7 @@ class Recorder(Interceptor):
             pack = core.pack if core is not None else self.pack
             back = compiled().unpack if self.core is not None else unpack
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(pack, back))
-            if core is not None:  # it takes them out while nothing is given up
+            if core is not None:  # it takes them out while nothing is evicted
                 core.hooks_found()
                 stack.callback(core.hooks_end)
             stack.enter_context(self)
@@ -145,64 +146,13 @@ class Recorder(Interceptor):
         info = op_info(func)
         if info.is_view or info.waits or private.in_backward():
             return self._call(func, args, kwargs)
-        if self.director.asks:
-            self.director.evicts(func, args, kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        if not info.written and not info.uninitialized and self.director.passes(info):
-            return self._passing(func, info, args, kwargs)
-        return self._operation(func, info, args, kwargs)
-
-    def skip(self, count: int) -> None:
-        """So many operations of the program have run without being recorded."""
-        self.director.skip(count)
-
-    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        return proceed(func, args, kwargs)
-
-    def _second_run(
-        self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> Callable[[Callable[[], Any]], Any]:
-        """What makes the call that runs an operation a second time."""
-        return lambda call: call()
-
-    def _passing(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """An operation that is not recorded and overwrites nothing that a replay may rest on."""
-        statistics = [args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor)]
-        if statistics:
-            self._copy_on_write(statistics)
-            self._forget(statistics, info)
-        result = self._call(func, args, kwargs)
-        if isinstance(result, torch.Tensor):
-            fresh = has_plain_storage(result) and private.storage_key(result) not in _plain_keys(args, kwargs)
-        else:
-            keys = _plain_keys(args, kwargs)
-            fresh = any(
-                isinstance(t, torch.Tensor) and has_plain_storage(t) and private.storage_key(t) not in keys
-                for t in flat_results(result)
-            )
-        if fresh:
-            self.skip(1)
-        return result
-
-    def _forget(self, touched: list[torch.Tensor], info: OpInfo) -> None:
-        """Tensors are being overwritten: what was known of their values is of older ones."""
-        for tensor in touched:
-            key = private.storage_key(tensor) if has_plain_storage(tensor) else None
-            if key is not None and not (key in self._blank and info.fills and not covers_storage(tensor)):
-                self._blank.pop(key, None)
-            if key is not None:
-                self._given.pop(key, None)
-                self._held.pop(key, None)
-
-    def _operation(self, func: Any, info: OpInfo, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        inputs = list(tensors_of(args)) + list(tensors_of(kwargs)) if kwargs else list(tensors_of(args))
+        self._wanted = self.director.evicts(func, args, kwargs)
+        inputs = [*tensors_of(args), *tensors_of(kwargs)]
         plain = all(has_plain_storage(t) or self.stands(t) for t in inputs)
         written = written_tensors(info, args, kwargs) if info.written else []
-        node: Node | None = None
-        writes: list[Ref] = []
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
         prepared = self._prepare(func, info, args, kwargs, inputs, written, before) if plain else None
-        if prepared is not None:
-            node, writes = prepared
+        node, writes = prepared if prepared is not None else (None, [])
         touched = [
             *written,
             *(args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor)),
@@ -225,34 +175,47 @@ class Recorder(Interceptor):
                     fresh[key] = position
         if not fresh and not written:
             return result
-        record, stays = self.director.decide(info, len(fresh) + len(written))
+        stays = self.director.stays(info, len(fresh) + len(written))
         if info.uninitialized:
             for position in fresh.values():
                 self._mark_blank(flat[position])
         self._forget(touched, info)
-        planned = (
-            self.director if self.mover is not None and isinstance(self.director, PlanDirector) else None
-        )
-        if planned is not None and planned.moves:
+        if self.mover is not None and isinstance(self.director, PlanDirector) and self.director.moves:
             with unseen():
-                wrote = [*(flat[at] for at in fresh.values()), *written]
-                moves = planned.moves_of(
-                    [t.untyped_storage().nbytes() if has_plain_storage(t) else -1 for t in wrote]
+                self._move(
+                    self.mover, self.director, info, fresh, [flat[at] for at in fresh.values()] + written
                 )
-                if info.collective and any(number >= 0 for number in moves):  # what is copied has to be there
-                    wrote = [private.wait_for_collective(tensor) for tensor in wrote]
-                self._move(moves, wrote, info, fresh)
-        if not record or node is None:
+        if node is None:
             return result
         if self.verify and not info.collective:
-            again = self._second_run(func, args, kwargs)
-            reason = why_not_reproduced(node, info, args, kwargs, flat, before, again)
+            reason = why_not_reproduced(node, info, args, kwargs, flat, before, self._second_run)
             if reason:
                 self._not_reproduced(info.name, reason)
                 return result
         node.claimed = isinstance(self.director, PlanDirector) and self.director.claimed
         self._link(node, fresh, flat, writes, written, stays)
         return result
+
+    def skip(self, count: int) -> None:
+        """So many operations of the program have run without being recorded."""
+        self.director.skip(count)
+
+    def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        return proceed(func, args, kwargs)
+
+    def _second_run(self, call: Callable[[], Any]) -> Any:
+        """Make the call that runs an operation a second time."""
+        return call()
+
+    def _forget(self, touched: list[torch.Tensor], info: OpInfo) -> None:
+        """Tensors are being overwritten: what was known of their values is of older ones."""
+        for tensor in touched:
+            key = private.storage_key(tensor) if has_plain_storage(tensor) else None
+            if key is not None and not (key in self._blank and info.fills and not covers_storage(tensor)):
+                self._blank.pop(key, None)
+            if key is not None:
+                self._given.pop(key, None)
+                self._held.pop(key, None)
 
     def _prepare(
         self,
@@ -265,7 +228,7 @@ class Recorder(Interceptor):
         before: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[Node, list[Ref]] | None:
         """The node of a call about to be made, or ``None`` when it cannot be replayed."""
-        if (info.reason and not info.collective) or info.uninitialized or not self.director.wants(info):
+        if (info.reason and not info.collective) or info.uninitialized or not self._wanted:
             return None
         fills = {id(t) for t in written if info.fills and covers_storage(t)}
         statistics = hidden_statistics(info, args)
@@ -348,15 +311,23 @@ class Recorder(Interceptor):
         node.reads(node.inputs())
 
     def _move(
-        self, moves: tuple[int, ...], wrote: list[torch.Tensor], info: OpInfo, fresh: dict[int, int]
+        self,
+        mover: TransferEngine,
+        director: PlanDirector,
+        info: OpInfo,
+        fresh: dict[int, int],
+        wrote: list[torch.Tensor],
     ) -> None:
         """What was just written and moves: store it, and let readers find its way back."""
-        assert self.mover is not None
+        sizes = [t.untyped_storage().nbytes() if has_plain_storage(t) else -1 for t in wrote]
+        moves = director.moves_of(sizes)
+        if info.collective and any(number >= 0 for number in moves):  # what is copied has to be there
+            wrote = [private.wait_for_collective(tensor) for tensor in wrote]
         loose = [position in info.loose for position in fresh.values()] + [False] * (len(wrote) - len(fresh))
         for number, tensor, is_loose in zip(moves, wrote, loose, strict=True):
             if number < 0 or not has_plain_storage(tensor):
                 continue
-            fetch = self.mover.out(number, tensor, self._order - 0.5)
+            fetch = mover.out(number, tensor, self._order - 0.5)
             value = self._give(fetch, tensor, 0 if is_loose else reach(tensor))
             if not fetch.exact:
                 value.digest = None
@@ -452,7 +423,7 @@ class Recorder(Interceptor):
 
     def pack(self, tensor: torch.Tensor) -> Any:
         """Autograd saves ``tensor``: keep it, or hold what brings it back."""
-        if type(tensor) is torch.nn.Parameter:  # the commonest, and no plan gives it up
+        if type(tensor) is torch.nn.Parameter:  # the commonest, and no plan evicts it
             packed = Kept(tensor, self.mover)
         elif is_wrapper(tensor):
             return Kept(tensor) if private.transformed() else Wrapped(tensor, self.pack)
@@ -467,11 +438,11 @@ class Recorder(Interceptor):
         if entry is None:
             return Kept(tensor, self.mover)
         if not self.check:
-            return self._give_up(entry[0], tensor)
+            return self._evict(entry[0], tensor)
         with unseen():  # digests are operations
-            return self._give_up(entry[0], tensor)
+            return self._evict(entry[0], tensor)
 
-    def _give_up(self, value: LiveValue, tensor: torch.Tensor) -> Kept | Evicted:
+    def _evict(self, value: LiveValue, tensor: torch.Tensor) -> Kept | Evicted:
         if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
             self._written_behind(value, tensor)
             return Kept(tensor)
@@ -483,10 +454,6 @@ class Recorder(Interceptor):
             checked = value.digest = digest(tensor, value.extent)
         self.findings.given_up_bytes += value.nbytes
         return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
-
-
-def _plain_keys(args: tuple[Any, ...], kwargs: dict[str, Any]) -> set[int]:
-    return {private.storage_key(t) for t in (*tensors_of(args), *tensors_of(kwargs)) if has_plain_storage(t)}
 
 
 class Unrecordable(Exception):

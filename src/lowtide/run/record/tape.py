@@ -1,4 +1,4 @@
-"""The tape: recorded operations, the values they wrote, and how a value that was given up comes back.
+"""The tape: recorded operations, the values they wrote, and how a value that was evicted comes back.
 
 Everything is linked by references and nothing is registered anywhere: autograd's graph holds handles, a
 handle holds a value, a value holds the node that wrote it, a node holds the values that it read. When
@@ -375,8 +375,4 @@ def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
     if node.random_state is None:
         result = node.func(*args, **kwargs)
         return private.wait_for_collective(result) if op_info(node.func).collective else result
-    return drawn_again(node, _plainly, tuple(args), kwargs)
-
-
-def _plainly(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return func(*args, **kwargs)
+    return drawn_again(node, tuple(args), kwargs)

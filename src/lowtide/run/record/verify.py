@@ -22,7 +22,7 @@ class Findings:
 
     Attributes:
         kept: operation names that did not reproduce, with the reason; their results were kept.
-        given_up_bytes: the most bytes that what was given up would hold.
+        given_up_bytes: the most bytes that what was evicted would hold.
     """
 
     kept: dict[str, str] = field(default_factory=dict)
@@ -58,7 +58,7 @@ def why_not_reproduced(
     kwargs: dict[str, Any],
     flat: list[Any],
     before: list[tuple[torch.Tensor, torch.Tensor]],
-    around: Callable[[Callable[[], Any]], Any] = lambda call: call(),
+    around: Callable[[Callable[[], Any]], Any],
 ) -> str:
     """Why a second run of an operation gives something else than the first did, or nothing.
 
@@ -76,9 +76,9 @@ def why_not_reproduced(
             fresh[id(args[position])] = copied(args[position])
 
     try:
-        given, named = [_swap(item, fresh) for item in args], {k: _swap(v, fresh) for k, v in kwargs.items()}
+        fresh_ones = private.tree_map_only(torch.Tensor, lambda t: fresh.get(id(t), t), (list(args), kwargs))
         with private.replaying():
-            again = flat_results(around(lambda: run_again(node, given, named)))
+            again = flat_results(around(lambda: run_again(node, *fresh_ones)))
     except RuntimeError as error:
         return f"its second run raised {type(error).__name__}: {error}"
     both = enumerate(zip(flat, again, strict=True))
@@ -90,11 +90,3 @@ def why_not_reproduced(
         if has_plain_storage(first) and not same_bytes(first, second):
             return "a second run with equal inputs gave other bytes"
     return ""
-
-
-def _swap(item: Any, fresh: dict[int, torch.Tensor]) -> Any:
-    if isinstance(item, torch.Tensor):
-        return fresh.get(id(item), item)
-    if isinstance(item, (tuple, list)):
-        return [_swap(part, fresh) for part in item]
-    return item

@@ -79,7 +79,7 @@ class ScopeRecorder(Recorder):
         if self._verify == "first":
             self.verify = self.check = self._reproduces is None
         result = super().operation(func, args, kwargs)
-        if not self.director.wants(op_info(func)):
+        if not self._wanted:
             self._trail = ~self._trail  # what reads a kept value is verified without it
         return result
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import functools
 import inspect
 from collections.abc import Callable, Collection
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch.utils.checkpoint import (
@@ -45,28 +45,16 @@ class RuleDirector(RegionDirector):
             view, in the order in which they run.
     """
 
-    asks: ClassVar[bool] = True
-
     def __init__(self, rule: Callable[[Overload, tuple[Any, ...], dict[str, Any]], object]) -> None:
         super().__init__()
         self._rule = rule
-        self._answer = False
 
     def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         """Ask the rule about the next operation."""
         info = op_info(func)
         if info.is_view or info.waits or not _makes_tensors(func) or private.in_backward():
             return False
-        self._answer = bool(self._rule(func, args, kwargs))
-        return self._answer
-
-    def wants(self, info: Any) -> bool:
-        """As the rule said."""
-        return self._answer
-
-    def decide(self, info: Any, writes: int) -> tuple[bool, tuple[bool, ...]]:
-        """As the rule said."""
-        return self._answer, ()
+        return bool(self._rule(func, args, kwargs))
 
 
 @functools.cache

@@ -19,7 +19,6 @@ from lowtide.progress import current
 from lowtide.trace.clock import Clock
 from lowtide.trace.costs.roofline import Roofline, calibrate, outside_modes, present
 from lowtide.trace.costs.specs import OpCost, OpSpec, TensorSpec, flops, runnable, staging_bytes
-from lowtide.trace.untouched import same_torch_random
 
 K = TypeVar("K", bound=Hashable)
 
@@ -299,7 +298,7 @@ def _undisturbed(cuda: bool) -> Iterator[None]:
         counting_allocator().install()
     try:
         devices = list(range(torch.cuda.device_count())) if cuda else []
-        with outside_modes(), same_torch_random(devices), torch.no_grad(), private.below_autograd():
+        with outside_modes(), torch.random.fork_rng(devices), torch.no_grad(), private.below_autograd():
             yield
     finally:
         if counted:

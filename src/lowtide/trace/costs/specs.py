@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -64,10 +65,8 @@ class TensorSpec:
     @property
     def bytes(self) -> int:
         """Bytes that reading it touches: an expanded tensor has fewer than its elements would say."""
-        count = 1
-        for size, stride in zip(self.shape, self.stride, strict=True):
-            count *= size if stride != 0 or size == 0 else 1
-        return count * self.dtype.itemsize
+        own = [size for size, stride in zip(self.shape, self.stride, strict=True) if stride or not size]
+        return math.prod(own) * self.dtype.itemsize
 
     @property
     def extent_bytes(self) -> int:

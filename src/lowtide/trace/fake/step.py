@@ -55,7 +55,7 @@ def trace_fake(
         try:
             with tracer.recording(), torch.enable_grad():
                 result = step(*fake_args, **fake_kwargs)
-                if not any(operation["phase"] == "backward" for operation in tracer.operations):
+                if not tracer.ran_backward():
                     loss = loss_in(result)
                     del result
                     loss.backward()

@@ -63,13 +63,8 @@ class Faker:
 
     def attribute(self, item: Any) -> Any:
         """What a module has as an attribute, itself where there is no tensor in it."""
-        if isinstance(item, torch.Tensor):
-            return self.tensor(item)
-        if isinstance(item, (list, tuple)) and any(isinstance(part, torch.Tensor) for part in item):
-            return type(item)([self.attribute(part) for part in item])
-        if isinstance(item, dict) and any(isinstance(part, torch.Tensor) for part in item.values()):
-            return {key: self.attribute(part) for key, part in item.items()}
-        return item
+        holds = any(isinstance(leaf, torch.Tensor) for leaf in private.tree_leaves(item))
+        return self.tree(item) if holds else item
 
 
 @contextmanager
