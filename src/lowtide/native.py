@@ -158,7 +158,7 @@ def with_torch(source: Path, python: bool = False) -> Recipe:
     if sys.platform == "win32":
         raise BuildError(f"{source.name} is not built on Windows")
     root, headers = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
-    flags = ("-std=c++20", "-O2", "-shared", "-fPIC", f"-I{root / 'include'}")
+    flags = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", f"-I{root / 'include'}")
     flags += (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",)
     names = ("c10",)
     if python:
