@@ -40,7 +40,7 @@ class Recipe:
     """How a file is compiled.
 
     Attributes:
-        source: it.
+        source: it. Headers beside it are part of it.
         flags: the compiler's, before the file.
         libraries: after it.
         facts: versions that matter besides.
@@ -59,7 +59,9 @@ class Recipe:
             BuildError: there is no compiler, or no place.
         """
         line = " ".join([*compiler(), *self.flags, *self.libraries])
-        known = (self.source.read_text(), platform.machine(), line, *self.facts)
+        headers = sorted(self.source.parent.glob("*.h"))
+        texts = [path.read_text() for path in (self.source, *headers)]
+        known = (*texts, platform.machine(), line, *self.facts)
         key = hashlib.sha256("\0".join(known).encode()).hexdigest()[:20]
         return cache_dir() / f"{self.source.stem}-{key}.so"
 
@@ -156,7 +158,7 @@ def with_torch(source: Path, python: bool = False) -> Recipe:
     if sys.platform == "win32":
         raise BuildError(f"{source.name} is not built on Windows")
     root, headers = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
-    flags = ("-std=c++20", "-O2", "-shared", "-fPIC", f"-I{root / 'include'}")
+    flags = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", f"-I{root / 'include'}")
     flags += (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",)
     names = ("c10",)
     if python:

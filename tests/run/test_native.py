@@ -392,6 +392,7 @@ def test_the_compiled_walk_finds_the_members_that_python_finds(monkeypatch: pyte
     block.norm.register_buffer("none", None)
     block.down.weight = Odd(block.down.weight.detach().double(), requires_grad=False)  # type: ignore
     block.up.weight.grad = torch.zeros_like(block.up.weight)
+    block.act._compiled_call_impl = block.act._call_impl  # as `compile()` leaves it
     scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
     shared = nn.BatchNorm1d(4)
     for model in (nn.ModuleList([block, shared, nn.Sequential(shared, block.act)]), nn.Sequential(scripted)):
@@ -401,6 +402,8 @@ def test_the_compiled_walk_finds_the_members_that_python_finds(monkeypatch: pyte
             patch.setattr(key, "loaded", lambda: None)
             reference = key.Members(model)
             expected = key.step_key(reference, (batch(),), {})
+        assert set(map(type, found.kinds)) == set(map(type, reference.kinds))
+        assert found.compiled == reference.compiled and found.training == reference.training
         for name in ("modules", "parameters", "buffers"):
             assert list(map(id, getattr(found, name))) == list(map(id, getattr(reference, name)))
         assert key.step_key(found, (batch(),), {}) == expected

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any, NamedTuple
 
 import torch
@@ -78,21 +79,29 @@ def _leaf(item: Any) -> Any:
 
 
 class Members:
-    """What a model is made of now: its modules, parameters and buffers, in one walk without names.
+    """What a model is made of now, in one walk without names.
 
     Every step takes one, and names take ten times as long. Where the compiled recorder is there, it walks.
 
     Args:
         model: it.
+
+    Attributes:
+        modules, parameters, buffers: all of them, modules once.
+        kinds: a parameter or buffer of each type.
+        compiled: the modules whose calls `torch.compile` may have made.
+        training: a byte for each module.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
         native = loaded()
         found = native.members(model) if native is not None else None
-        if found is not None:
-            self.modules, self.parameters, self.buffers = found
-        else:
+        if found is None:
             self._walk(model)
+        else:
+            (
+                self.modules, self.parameters, self.buffers, self.kinds, self.compiled, self.training
+            ) = found  # fmt: skip
 
     def _walk(self, model: torch.nn.Module) -> None:
         self.modules = modules = [model]
@@ -117,31 +126,39 @@ class Members:
                     modules.append(child)
         self.parameters = [one for one in parameters if one is not None]
         self.buffers = [one for one in buffers if one is not None]
+        of_each_type = {type(one): one for one in (*self.parameters, *self.buffers)}
+        self.kinds = list(of_each_type.values())
+        self.compiled = [module for module in modules if private.is_compiled(module)]
+        self.training = bytes([bool(module.training) for module in modules])
 
-    def standing(self) -> tuple[tuple[bool, ...], tuple[bool, ...], tuple[Any, ...]]:
-        """Of each parameter whether it is trainable and whether it has a gradient; then the types of them all
-        and their bytes.
+    def standing(self) -> tuple[bytes, bytes, bytes]:
+        """Of each parameter, as bytes: whether it is trainable, whether it has a gradient, and its type and
+        size.
         """
         native = loaded()
         if native is not None:
             return native.standing(self.parameters)
+        types = [part for one in self.parameters for part in (id(one.dtype), hash(one.nbytes))]
         return (
-            tuple([one.requires_grad for one in self.parameters]),
-            tuple([one.grad is not None for one in self.parameters]),
-            (*[one.dtype for one in self.parameters], *[one.nbytes for one in self.parameters]),
+            bytes([one.requires_grad for one in self.parameters]),
+            bytes([one.grad is not None for one in self.parameters]),
+            array("q", types).tobytes(),
         )
 
     def are_lazy(self) -> bool:
         """Whether some of it is not initialized yet."""
-        of_each_kind = {type(one): one for one in (*self.parameters, *self.buffers)}
-        return any(map(torch.nn.parameter.is_lazy, of_each_kind.values()))
+        return any(map(torch.nn.parameter.is_lazy, self.kinds))
+
+    @property
+    def device(self) -> torch.device:
+        """Where the first parameter lies."""
+        return self.parameters[0].device if self.parameters else torch.device("cpu")
 
 
 def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) -> StepKey:
     """The key of a step of a model with these members and arguments, now."""
     leaves, structure = private.tree_flatten((args, kwargs))
-    parameters = members.parameters
-    device = parameters[0].device.type if parameters else "cpu"
+    device = members.device.type
     autocast = (
         (torch.is_autocast_enabled(device), torch.get_autocast_dtype(device))
         if torch.is_autocast_enabled(device)
@@ -157,7 +174,7 @@ def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             for leaf in leaves
         ),
         structure=str(structure),
-        training=hash(tuple([module.training for module in members.modules])),
+        training=hash(members.training),
         autocast=autocast,
         trainable=hash(trainable),
         # a model may be cast, or its embeddings resized, between two steps

@@ -373,7 +373,7 @@ class Limiter:
         plan = kind.plan
         assert plan is not None
         self.known.planner.note_pace(kind)
-        watch = StepWatch(lambda: self._learn(kind, ran), self.device)
+        watch = StepWatch(lambda: self._learn(kind, ran), members.device)
         if plan.budget_bytes is not None and watch.peak_bytes is None:
             self.known.tell("unmeasured", UNMEASURED)
         self.local.watch = watch
@@ -407,7 +407,7 @@ class Limiter:
         with ExitStack() as stack:
             stack.enter_context(self._inside())
             stack.enter_context(recorder.recording())
-            stack.enter_context(left_alone(members.modules))
+            stack.enter_context(left_alone(members.compiled))
             inside = time.perf_counter()
             result = self.forward(*args, **kwargs)
             outside = time.perf_counter()

@@ -1,4 +1,4 @@
-"""The compiled half of the recorder (`recorder.cpp`), and what it is told of a plan's program.
+"""The compiled half of the recorder (`cpp/`), and what it is told of a plan's program.
 
 It takes the operations that the program has next and that need no closer look: those that are not recorded
 and overwrite nothing that the recorder knows, and those that are recorded, overwrite nothing and draw no
@@ -22,9 +22,7 @@ from lowtide.ops import OpInfo, op_info
 from lowtide.plan.data import ProgramStep
 
 _PASS, _RECORD, _CLOSER = 0, 1, 2
-
-
-_SOURCE = Path(__file__).with_name("recorder.cpp")
+_SOURCE = Path(__file__).parent / "cpp" / "module.cpp"
 
 
 class _Loaded:

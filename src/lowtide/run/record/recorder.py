@@ -452,7 +452,9 @@ class Recorder(Interceptor):
             checked = None
         elif self.check and checked is None:
             checked = value.digest = digest(tensor, value.extent)
-        self.findings.given_up_bytes += value.nbytes
+        if not value.given_up:
+            value.given_up = True
+            self.findings.given_up_bytes += value.nbytes
         return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
 
 

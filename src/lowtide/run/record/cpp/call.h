@@ -1,0 +1,144 @@
+// One call of an operation, taken down to be made again: tensors as storages seen through a geometry, and all
+// else as it is.
+#pragma once
+
+#include <ATen/ATen.h>
+#include <ATen/core/dispatch/Dispatcher.h>
+#include <torch/csrc/utils/pybind.h>
+
+namespace lowtide {
+
+using at::Tensor;
+using c10::DispatchKey;
+using c10::DispatchKeySet;
+using c10::IValue;
+using c10::OperatorHandle;
+using torch::jit::Stack;
+using Tensors = c10::SmallVector<Tensor, 4>;
+
+constexpr auto OURS = DispatchKey::Fake;
+
+inline uintptr_t storage_key(const Tensor& t) {
+  return reinterpret_cast<uintptr_t>(t.unsafeGetTensorImpl()->unsafe_storage().unsafeGetStorageImpl());
+}
+
+inline bool plain(const Tensor& t) {
+  constexpr DispatchKeySet STRANGE(
+      {DispatchKey::Python, DispatchKey::Conjugate, DispatchKey::Negative, DispatchKey::ZeroTensor,
+       DispatchKey::FuncTorchBatched, DispatchKey::FuncTorchGradWrapper, DispatchKey::Functionalize});
+  return t.layout() == at::kStrided && !t.is_nested() && !t.is_quantized() && t.has_storage() &&
+      !t.is_inference() && (t.key_set() & STRANGE).empty();
+}
+
+inline Tensor alias_of(const Tensor& t) {  // shares the version counter, and knows no history
+  auto* impl = t.unsafeGetTensorImpl();
+  return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
+}
+
+inline int64_t version_of(const Tensor& t) { return t.is_inference() ? 0 : t._version(); }
+
+struct Geometry {
+  c10::DimVector sizes, strides;
+  int64_t offset;
+  at::ScalarType dtype;
+
+  explicit Geometry(const Tensor& t)
+      : sizes(t.sizes()), strides(t.strides()), offset(t.storage_offset()), dtype(t.scalar_type()) {}
+
+  Tensor over(const Tensor& base) const {
+    if (base.scalar_type() != dtype) {
+      Tensor empty = at::empty({0}, base.options().dtype(dtype));
+      empty.set_(base.storage(), offset, sizes, strides);
+      return empty;
+    }
+    if (base.sizes() == sizes && base.strides() == strides && base.storage_offset() == offset) return base;
+    auto made = base.unsafeGetTensorImpl()->shallow_copy_and_detach(c10::VariableVersion(0), true);
+    made->set_sizes_and_strides(sizes, strides, offset);
+    return Tensor(std::move(made));
+  }
+};
+
+struct Unseen {  // no kernel of ours is asked
+  bool before = c10::impl::tls_is_dispatch_key_included(OURS);
+  Unseen() { c10::impl::tls_set_dispatch_key_included(OURS, false); }
+  ~Unseen() { c10::impl::tls_set_dispatch_key_included(OURS, before); }
+};
+
+// Calls `with` for every tensor in an argument or result, until it says no; whether it never did.
+template <class With>
+bool each_tensor(const IValue& value, With with) {
+  if (value.isTensor()) return !value.toTensor().defined() || with(value.toTensor(), size_t(0));
+  if (!value.isTensorList() && !value.isOptionalTensorList()) return true;
+  at::ArrayRef<IValue> items = value.toListRef();
+  for (size_t item = 0; item < items.size(); ++item) {
+    if (!items[item].isTensor() || !items[item].toTensor().defined()) continue;
+    if (!with(items[item].toTensor(), item)) return false;
+  }
+  return true;
+}
+
+// A number in place of a tensor (`x * 0.5`), as PyTorch wraps it.
+inline bool is_number(const IValue& value) {
+  return value.isTensor() && value.toTensor().defined() &&
+      value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
+}
+
+inline Tensors flat_results(const Stack& stack, size_t from) {
+  Tensors found;
+  for (size_t at = from; at < stack.size(); ++at) {
+    if (stack[at].isTensorList()) {
+      for (const IValue& part : stack[at].toListRef()) found.push_back(part.toTensor());
+    } else {
+      found.push_back(stack[at].isTensor() ? stack[at].toTensor() : Tensor());
+    }
+  }
+  return found;
+}
+
+struct Call {
+  struct Place {  // of a tensor: which input it shows, and how
+    size_t argument, item, input;
+    Geometry geometry;
+  };
+  OperatorHandle op;
+  Stack arguments;  // empty where tensors belong
+  std::vector<Place> places;
+
+  // Takes down an argument without its tensors.
+  void add(const IValue& argument) {
+    if (argument.isTensorList()) {
+      arguments.emplace_back(c10::List<Tensor>(std::vector<Tensor>(argument.toListRef().size())));
+    } else if (argument.isOptionalTensorList()) {
+      std::vector<std::optional<Tensor>> blank(argument.toListRef().size());
+      arguments.emplace_back(c10::List<std::optional<Tensor>>(blank));
+    } else if (argument.isTensor() && argument.toTensor().defined() && !is_number(argument)) {
+      arguments.emplace_back();
+    } else {
+      arguments.push_back(argument);
+    }
+  }
+
+  Tensors again(at::ArrayRef<Tensor> inputs) const {
+    Stack stack = arguments;
+    for (IValue& argument : stack) {
+      if (argument.isTensorList()) argument = argument.toTensorList().copy();
+      else if (argument.isOptionalTensorList()) argument = argument.toOptionalTensorList().copy();
+    }
+    for (const Place& place : places) {
+      IValue& argument = stack[place.argument];
+      Tensor tensor = place.geometry.over(inputs[place.input]);
+      if (argument.isTensorList()) {
+        argument.toTensorList().set(place.item, std::move(tensor));
+      } else if (argument.isOptionalTensorList()) {
+        argument.toOptionalTensorList().set(place.item, std::move(tensor));
+      } else {
+        argument = std::move(tensor);
+      }
+    }
+    py::gil_scoped_release others;
+    op.callBoxed(stack);
+    return flat_results(stack, 0);
+  }
+};
+
+}  // namespace lowtide

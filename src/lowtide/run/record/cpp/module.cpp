@@ -1,0 +1,100 @@
+// The compiled half of the recorder: for the operations that a plan's program names and that need no closer
+// look, what lowtide.run.record does in Python. That stays the reference: whatever is not plain here (another
+// operation than the program has next, writes to what is known, random numbers, subclasses) goes there. Both
+// halves work on the same objects: the recorder's tables, and the slots of LiveValue and Node.
+//
+//   recorder.h   the operations of a forward, and what autograd saves
+//   saved.h      what autograd holds instead
+//   replay.h     how that comes back
+//   tape.h       values, and the nodes that wrote them; call.h and python.h: what they are made of
+//   hooks.h      when autograd calls the recorder at all
+//   members.h    what a model is made of: each step asks, and Python takes long
+
+#include <torch/csrc/autograd/graph_task.h>
+#include <torch/library.h>
+
+#include <unordered_map>
+
+#include "members.h"
+#include "recorder.h"
+
+namespace lowtide {
+namespace {
+
+using Packer = Boxed<std::shared_ptr<Core>>;
+
+constexpr auto PYTHON = DispatchKey::TESTING_ONLY_GenericWrapper;  // where Python's kernels stand
+
+thread_local std::weak_ptr<Core> current;
+
+void kernel(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+  std::shared_ptr<Core> core = current.lock();
+  if (core && core->on && torch::autograd::get_current_graph_task_id() == -1) {
+    if (core->takes(op, keys, stack)) return;
+    py::gil_scoped_acquire gil;
+    core->to_python();
+  }
+  op.callBoxedForDispatchKey(PYTHON, *stack);
+}
+
+void let_in(const std::vector<std::pair<std::string, std::string>>& overloads) {
+  static auto& libraries = *new std::unordered_map<std::string, torch::Library>;
+  for (const auto& [space, name] : overloads) {
+    auto library =
+        libraries.try_emplace(space, torch::Library::IMPL, space, std::nullopt, __FILE__, __LINE__).first;
+    library->second.impl(name.c_str(),
+                         torch::dispatch(OURS, torch::CppFunction::makeFromBoxedFunction<&kernel>()));
+  }
+}
+
+// Autograd calls these between two kernels.
+PyObject* packed(PyObject* packer, PyObject* tensor) {
+  HANDLE_TH_ERRORS
+  return (*Packer::in(packer))->pack(tensor).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+PyObject* unpacked(PyObject*, PyObject* packed) {
+  HANDLE_TH_ERRORS
+  return unpack(packed).release().ptr();
+  END_HANDLE_TH_ERRORS
+}
+
+std::vector<Tensor> again(const py::object& call, const std::vector<Tensor>& inputs) {
+  Tensors made = Boxed<Call>::in(call)->again(inputs);
+  return {made.begin(), made.end()};
+}
+
+}  // namespace
+}  // namespace lowtide
+
+PYBIND11_MODULE(lowtide_recorder, m) {
+  using namespace lowtide;
+  Boxed<Call>::make_type("lowtide_recorder.Call");
+  Boxed<Kept>::make_type("lowtide_recorder.Kept");
+  Boxed<Evicted>::make_type("lowtide_recorder.Evicted");
+  Packer::make_type("lowtide_recorder.Packer");
+  py::class_<Replays, std::shared_ptr<Replays>>(m, "Replays")
+      .def_readonly("seconds", &Replays::seconds)
+      .def_readonly("given_up_bytes", &Replays::given_up_bytes);
+  py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>()).def("add", &Program::add);
+  py::class_<Core, std::shared_ptr<Core>>(m, "Core")
+      .def(py::init<py::object, std::shared_ptr<Program>>())
+      .def_property("on", [](Core& core) { return core.on.load(); }, &Core::turn)
+      .def("hooks_found", &Core::hooks_found)
+      .def("hooks_end", &Core::hooks_end)
+      .def_property_readonly("replays", &Core::replays)
+      .def_property_readonly("pack", [](std::shared_ptr<Core> core) {
+        return function_of<&packed>("pack", Packer::of(std::move(core)));
+      });
+  m.def("activate", [](std::shared_ptr<Core> core) { current = core; });
+  m.def("know", [](py::object value_type, py::object node_type, py::object unpack, py::object bring_back,
+                   py::object overwritten) {
+    classes = new Classes{{value_type}, {node_type}, unpack, bring_back, overwritten};
+  });
+  m.def("let_in", torch::wrap_pybind_function(&let_in));
+  m.def("members", &members);
+  m.def("standing", &standing);
+  m.attr("unpack") = function_of<&unpacked>("unpack", py::none());
+  m.def("again", torch::wrap_pybind_function(&again));
+}

@@ -1,0 +1,284 @@
+// The recorder of one forward: lowtide.run.record.recorder, for the operations that a plan's program has next
+// and that need no closer look (`lowtide.run.record.native` says which).
+#pragma once
+
+#include <torch/csrc/Storage.h>
+
+#include <atomic>
+
+#include "hooks.h"
+#include "saved.h"
+
+namespace lowtide {
+
+enum class Does { Pass, Record, Closer };  // a closer look is Python's
+
+struct Operation {
+  std::optional<OperatorHandle> op;
+  Does does;
+  size_t arguments;                // how many it takes
+  std::vector<size_t> writes;      // arguments that it overwrites
+  std::vector<size_t> statistics;  // arguments that it overwrites in training
+  long training, dropout;          // which argument says so, or with which probability it draws; -1 for none
+  std::vector<bool> stored;
+  bool claimed;
+  py::object func;
+};
+
+struct Program {
+  std::vector<Operation> operations;
+
+  void add(const std::string& name, const std::string& overload, int does, std::vector<size_t> writes,
+           std::vector<size_t> statistics, long training, long dropout, std::vector<bool> stored,
+           bool claimed, py::object func) {
+    auto op = c10::Dispatcher::singleton().findSchema({name, overload});
+    size_t arguments = op ? op->schema().arguments().size() : 0;
+    operations.push_back({op, op ? Does(does) : Does::Closer, arguments, std::move(writes),
+                          std::move(statistics), training, dropout, std::move(stored), claimed,
+                          std::move(func)});
+  }
+};
+
+class Core {
+ public:
+  std::atomic<bool> on{false};
+
+  Core(py::object recorder, std::shared_ptr<Program> program) : program_(std::move(program)) {
+    given_ = recorder.attr("_given");
+    held_ = recorder.attr("_held");
+    blank_ = recorder.attr("_blank");
+    recorder_ = weak(recorder);
+  }
+
+  std::shared_ptr<Replays> replays() const { return replays_; }
+
+  // Runs an operation, unless Python has to look at it.
+  bool takes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    if (python_ran_) from_python();
+    if (at_ >= program_->operations.size()) return false;
+    const Operation& known = program_->operations[at_];
+    if (known.does == Does::Closer || !(*known.op == op)) return false;
+    first_ = stack->size() - known.arguments;
+    shown_.clear();
+    for (size_t at = first_; at < stack->size(); ++at) {
+      const IValue& argument = (*stack)[at];
+      if (argument.isGenerator() && known.does == Does::Record) return false;
+      bool fits = each_tensor(argument, [&](const Tensor& tensor, size_t item) {
+        if (!plain(tensor)) return false;
+        shown_.push_back({at - first_, item, &tensor, storage_key(tensor)});
+        return true;
+      });
+      if (!fits) return false;
+    }
+    return known.does == Does::Record ? record(known, op, keys, stack) : pass(known, op, keys, stack);
+  }
+
+  void to_python() {  // which runs what comes, and may give it up
+    py::object recorder = behind(recorder_);
+    if (passed_) recorder.attr("skip")(passed_);
+    passed_ = 0;
+    recorder.attr("_order") = order_;
+    hooks_.put_in();
+    python_ran_ = true;
+  }
+
+  void turn(bool on_now) {  // while this is off, all is Python's
+    if (on && !on_now) to_python();
+    on = on_now;
+  }
+
+  void hooks_found() { hooks_.found(); }
+  void hooks_end() { hooks_.end(); }
+
+  py::object pack(PyObject* object) {
+    const Tensor& tensor = THPVariable_Unpack(object);
+    auto* type = reinterpret_cast<PyObject*>(Py_TYPE(object));
+    PyObject** attributes = _PyObject_GetDictPtr(object);
+    bool ours = type == THPVariableClass || type == ParameterClass;
+    if (!ours || !plain(tensor) || (attributes && *attributes && PyDict_Size(*attributes))) {
+      return behind(recorder_).attr("pack")(py::handle(object));
+    }
+    if (type == THPVariableClass) {
+      if (PyObject* entry = entry_of(given_, py::int_(storage_key(tensor)))) {
+        auto value = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 0));
+        return Boxed<Evicted>::of(tensor, std::move(value), replays_);
+      }
+    }
+    return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
+  }
+
+ private:
+  struct Shown {  // a tensor among the arguments
+    size_t argument, item;
+    const Tensor* tensor;  // until the operation has run
+    uintptr_t key;
+  };
+
+  void from_python() {
+    py::gil_scoped_acquire gil;
+    py::object recorder = behind(recorder_);
+    at_ = recorder.attr("director").attr("at").cast<size_t>();
+    order_ = recorder.attr("_order").cast<long>();
+    python_ran_ = false;
+  }
+
+  bool gives_up() const { return PyDict_GET_SIZE(given_.ptr()) != 0; }
+
+  void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    static const DispatchKeySet below(DispatchKeySet::FULL_AFTER, OURS);
+    Unseen unseen;
+    op.redispatchBoxed(keys & below, stack);
+  }
+
+  bool is_new(const Tensor& result) const {
+    if (!result.defined() || !plain(result)) return false;
+    uintptr_t key = storage_key(result);
+    return std::none_of(shown_.begin(), shown_.end(), [key](auto& one) { return one.key == key; });
+  }
+
+  // ---- operations that are not recorded ----------------------------------------------------------
+
+  bool pass(const Operation& known, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    bool trains = !known.statistics.empty() &&
+        (known.training < 0 || (*stack)[first_ + known.training].toBool());
+    if (overwrites_known(known.writes) || (trains && overwrites_known(known.statistics))) return false;
+    run(op, keys, stack);
+    bool wrote = !known.writes.empty();
+    for (size_t at = first_; at < stack->size() && !wrote; ++at) {
+      each_tensor((*stack)[at], [&](const Tensor& result, size_t) { return !(wrote = is_new(result)); });
+    }
+    if (wrote) {
+      ++at_;
+      ++passed_;
+    }
+    if (hooks_.in() && !gives_up()) hooks_.take_out();
+    return true;
+  }
+
+  bool overwrites_known(const std::vector<size_t>& arguments) const {
+    if (arguments.empty()) return false;
+    py::gil_scoped_acquire gil;
+    for (auto& one : shown_) {
+      if (std::find(arguments.begin(), arguments.end(), one.argument) == arguments.end()) continue;
+      py::int_ key(one.key);
+      if (entry_of(given_, key) || entry_of(held_, key) || entry_of(blank_, key)) return true;
+    }
+    return false;
+  }
+
+  // ---- operations that are recorded --------------------------------------------------------------
+
+  bool record(const Operation& known, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
+    if (known.dropout >= 0) {
+      const IValue& chance = (*stack)[first_ + known.dropout];
+      if (!chance.isDouble() || chance.toDouble() != 0.0) return false;
+    }
+    py::gil_scoped_acquire gil;
+    if (blank_.size()) return false;
+    c10::SmallVector<py::object, 4> inputs;
+    py::object call = Boxed<Call>::of(op);
+    if (!take_down(*Boxed<Call>::in(call), *stack, inputs)) return false;
+    {
+      py::gil_scoped_release others;
+      run(op, keys, stack);
+    }
+    Tensors results = flat_results(*stack, first_);
+    c10::SmallVector<size_t, 4> places;
+    for (size_t at = 0; at < results.size(); ++at) {
+      auto same = [&](size_t place) { return results[place].is_alias_of(results[at]); };
+      if (is_new(results[at]) && std::none_of(places.begin(), places.end(), same)) places.push_back(at);
+    }
+    if (places.empty()) return true;
+    bool same = places.size() == known.stored.size();
+    if (!same) departs();
+    ++at_;
+    ++passed_;
+    py::object node = new_node(known.func, order_++, known.claimed, std::move(call));
+    reads(node, inputs);
+    c10::SmallVector<py::object, 4> outputs;
+    for (size_t at = 0; at < places.size(); ++at) {
+      if (same && known.stored[at]) continue;
+      outputs.push_back(py::make_tuple(places[at], weak(give(node, results[places[at]]))));
+    }
+    classes->node.outputs.set(node, tuple_of(outputs));
+    if (gives_up()) hooks_.put_in();
+    return true;
+  }
+
+  // The call that is about to be made and the values that it reads; false where Python has to look.
+  bool take_down(Call& call, const Stack& stack, c10::SmallVector<py::object, 4>& inputs) {
+    call.arguments.reserve(stack.size() - first_);
+    for (size_t at = first_; at < stack.size(); ++at) call.add(stack[at]);
+    call.places.reserve(shown_.size());
+    for (auto& one : shown_) {
+      if (is_number(stack[first_ + one.argument])) continue;
+      py::object value = value_of(*one.tensor, one.key);
+      if (!value) return false;
+      size_t input = 0;
+      while (input < inputs.size() && inputs[input].ptr() != value.ptr()) ++input;
+      if (input == inputs.size()) inputs.push_back(std::move(value));
+      call.places.push_back({one.argument, one.item, input, Geometry(*one.tensor)});
+    }
+    return true;
+  }
+
+  // The value that a tensor shows now, or null where Python has to look.
+  py::object value_of(const Tensor& tensor, uintptr_t storage) {
+    auto& v = classes->value;
+    py::int_ key(storage);
+    if (PyObject* entry = entry_of(given_, key)) {
+      PyObject* value = PyTuple_GET_ITEM(entry, 0);
+      bool ours = is_a(v.node(value), classes->node.type);
+      return ours ? py::reinterpret_borrow<py::object>(value) : py::object();
+    }
+    if (PyObject* reference = entry_of(held_, key)) {
+      py::object value = behind(reference);
+      if (!value.is_none() && v.held(value) != Py_None && is_version_recorded(value)) return value;
+    }
+    py::object value = held_value(tensor);
+    held_[key] = weak(value);
+    return value;
+  }
+
+  void departs() {  // it is another operation than the plan's
+    py::object director = behind(recorder_).attr("director");
+    for (const char* count : {"departed", "missed"})
+      director.attr(count) = director.attr(count).cast<long>() + 1;
+  }
+
+  void reads(const py::object& node, c10::SmallVector<py::object, 4>& inputs) {
+    auto& n = classes->node;
+    for (const py::object& input : inputs) {
+      add_reader(input);
+      PyObject* writer = classes->value.node(input);
+      if (writer != Py_None && n.exact(writer) != Py_True) n.exact.set(node, py::bool_(false));
+    }
+    n.inputs.set(node, tuple_of(inputs));
+  }
+
+  // A node wrote this value, which can come back for as long as its storage is there.
+  py::object give(const py::object& node, const Tensor& tensor) {
+    py::int_ key(storage_key(tensor));
+    auto callback = function_of<&forget>("forget", py::make_tuple(given_, key));
+    py::object value = new_value(node, tensor);
+    given_[key] = py::make_tuple(value, weak(owned(THPStorage_Wrap(tensor.storage())), callback));
+    return value;
+  }
+
+  static PyObject* forget(PyObject* self, PyObject*) {
+    if (PyDict_DelItem(PyTuple_GET_ITEM(self, 0), PyTuple_GET_ITEM(self, 1))) PyErr_Clear();
+    Py_RETURN_NONE;
+  }
+
+  std::shared_ptr<Program> program_;
+  std::shared_ptr<Replays> replays_ = std::make_shared<Replays>();
+  py::object recorder_;
+  py::dict given_, held_, blank_;
+  Hooks hooks_;
+  bool python_ran_ = false;
+  size_t at_ = 0, first_ = 0;  // in the program; of the operation's arguments on the stack
+  long passed_ = 0, order_ = 0;
+  c10::SmallVector<Shown, 8> shown_;
+};
+
+}  // namespace lowtide

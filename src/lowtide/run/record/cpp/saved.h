@@ -1,0 +1,88 @@
+// What autograd holds in place of a saved tensor: lowtide.run.record.handles.
+#pragma once
+
+#include <chrono>
+
+#include "replay.h"
+
+namespace lowtide {
+
+struct Replays {  // of one step
+  double seconds = 0;
+  size_t given_up_bytes = 0;
+};
+
+// Python raises what autograd would.
+inline void check_version(uint32_t now, uint32_t expected, const Tensor& like, at::IntArrayRef shape) {
+  if (now != expected) classes->overwritten(wrapped(like), now, expected, shape.vec());
+}
+
+struct Kept {
+  Tensor tensor;
+  uint32_t version;
+
+  explicit Kept(Tensor kept) : tensor(std::move(kept)), version(version_of(tensor)) {}
+
+  py::object back() const {
+    check_version(version_of(tensor), version, tensor, tensor.sizes());
+    return wrapped(tensor);
+  }
+};
+
+class Evicted {
+ public:
+  Evicted(const Tensor& shown, py::object value, std::shared_ptr<Replays> replays)
+      : counter_(shown.unsafeGetTensorImpl()->version_counter()),
+        version_(counter_.current_version()),
+        value_(std::move(value)),
+        geometry_(shown),
+        options_(shown.options()),
+        replays_(std::move(replays)) {
+    auto& v = classes->value;
+    add_reader(value_);
+    if (v.given_up(value_) == Py_True) return;
+    v.given_up.set(value_, py::bool_(true));
+    replays_->given_up_bytes += PyLong_AsSize_t(v.nbytes(value_));
+  }
+  Evicted(const Evicted&) = delete;
+  ~Evicted() {
+    if (!asked_) read(value_);
+  }
+
+  py::object back() {
+    if (uint32_t now = counter_.current_version(); now != version_)
+      check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
+    Tensor base = here(value_);
+    if (!base.defined()) base = replayed();
+    if (!asked_) {
+      asked_ = true;
+      read(value_);
+    }
+    return wrapped(geometry_.over(base));
+  }
+
+ private:
+  Tensor replayed() {
+    using Clock = std::chrono::steady_clock;
+    auto begin = Clock::now();
+    Tensor base = Replay(value_).run();
+    replays_->seconds += std::chrono::duration<double>(Clock::now() - begin).count();
+    return base;
+  }
+
+  c10::VariableVersion counter_;
+  uint32_t version_;
+  py::object value_;
+  Geometry geometry_;
+  at::TensorOptions options_;
+  std::shared_ptr<Replays> replays_;
+  bool asked_ = false;
+};
+
+inline py::object unpack(py::handle packed) {
+  if (Kept* kept = Boxed<Kept>::in(packed)) return kept->back();
+  if (Evicted* evicted = Boxed<Evicted>::in(packed)) return evicted->back();
+  return classes->unpack(packed);
+}
+
+}  // namespace lowtide
