@@ -30,8 +30,9 @@ from lowtide.ops import (
     tensors_of,
     written_tensors,
 )
-from lowtide.trace.results import plain_leaves
+from lowtide.trace.results import loss_of, plain_leaves
 from lowtide.trace.settle import settled_operations
+from lowtide.trace.untouched import Gradients
 
 OUTSIDE = "it runs outside the planned region"
 """Why an operation is not replayable that the model's forward did not run."""
@@ -244,9 +245,13 @@ class Tracer:
 
     # ---- operations ------------------------------------------------------------------------------
 
-    def ran_backward(self) -> bool:
-        """Whether a backward has run."""
-        return any(operation["phase"] == "backward" for operation in self.operations)
+    def ran_own_backward(self, result: Any, gradients: Gradients) -> bool:
+        """Whether a step that returned ``result`` has run its own backward, and not one inside its forward
+        alone (forces, a penalty): nothing waits for one, or a gradient has arrived.
+        """
+        if not any(operation["phase"] == "backward" for operation in self.operations):
+            return False
+        return not self.unreleased or gradients.have_arrived() or loss_of(result) is None
 
     def run(self, call: Call) -> Any:
         """What the operation returns."""

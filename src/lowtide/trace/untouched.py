@@ -35,6 +35,21 @@ def untouched(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
                     buffer.copy_(copy)
 
 
+class Gradients:
+    """The gradients that parameters of some modules have now, to see whether more arrive."""
+
+    def __init__(self, modules: Sequence[torch.nn.Module]) -> None:
+        self._before = [(p, p.grad, _version(p.grad)) for root in modules for p in root.parameters()]
+
+    def have_arrived(self) -> bool:
+        """Whether any parameter has another gradient than it had."""
+        return any(p.grad is not grad or _version(p.grad) != seen for p, grad, seen in self._before)
+
+
+def _version(tensor: torch.Tensor | None) -> int:
+    return 0 if tensor is None else tensor._version
+
+
 @contextmanager
 def same_attributes(modules: Iterable[torch.nn.Module]) -> Iterator[None]:
     """Afterwards every module has the attributes that it had, and its containers (tables of parameters, hooks

@@ -33,7 +33,7 @@ from lowtide.run.record.verify import on_a_copy
 from lowtide.run.scope.scope import blocks_of
 from lowtide.trace.eager import StepTracer, apart
 from lowtide.trace.results import tensors_inside
-from lowtide.trace.untouched import untouched, without_history
+from lowtide.trace.untouched import Gradients, untouched, without_history
 
 
 class Look:
@@ -250,9 +250,10 @@ def look_aside(
     with untouched(modules), torch.enable_grad():
         look = Look(model, device, verify=verify, claims=claims)
         given, named = without_history((args, kwargs))
+        gradients = Gradients(modules)
         result = look.run(step, given, named)
         try:
-            if not (may_run_backward and look.tracer.ran_backward()):
+            if not (may_run_backward and look.tracer.ran_own_backward(result, gradients)):
                 loss = loss_of(result)
                 del result
                 loss.backward()

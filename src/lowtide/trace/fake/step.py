@@ -16,7 +16,7 @@ from lowtide.trace.costs.specs import OpCost, OpSpec, Signature
 from lowtide.trace.fake.tensors import Faker, borrowed
 from lowtide.trace.fake.tracer import FakeTracer
 from lowtide.trace.results import loss_in
-from lowtide.trace.untouched import same_random
+from lowtide.trace.untouched import Gradients, same_random
 
 
 def trace_fake(
@@ -54,8 +54,9 @@ def trace_fake(
         tracer = FakeTracer(modules[0] if modules else None, device)
         try:
             with tracer.recording(), torch.enable_grad():
+                gradients = Gradients(modules)
                 result = step(*fake_args, **fake_kwargs)
-                if not tracer.ran_backward():
+                if not tracer.ran_own_backward(result, gradients):
                     loss = loss_in(result)
                     del result
                     loss.backward()
