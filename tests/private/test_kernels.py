@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Literal
 from unittest import mock
 
 import pytest
 import torch
 from torch import fx, nn
+from torch._inductor import config as inductor_config
 from torch._inductor.graph import GraphLowering
 
 from lowtide.models import build_model
@@ -40,7 +41,9 @@ class Catch(inductor.CustomPartitionerFn):
         return None
 
 
-def language(family: str, *, dropout: float = 0.0, fused: bool = True) -> tuple[nn.Module, tuple[Any, ...]]:
+def language(
+    family: Literal["gpt", "llama"], *, dropout: float = 0.0, fused: bool = True
+) -> tuple[nn.Module, tuple[Any, ...]]:
     config = ModelConfig(
         family=family, layers=2, width=64, heads=4, key_value_heads=2 if family == "llama" else 4,
         hidden_width=128, vocabulary=96, positions=32, dropout=dropout, fused_attention=fused,
@@ -142,7 +145,7 @@ def test_the_same_buffers_are_allocated_reused_and_freed(name: str, dynamic: boo
     torch._dynamo.reset()
     model, inputs = CASES[name]()
     compiled = torch.compile(model, dynamic=dynamic, options={"custom_partitioner_fn": Catch(seen)})
-    with torch._inductor.config.patch(force_disable_caches=True), pytest.raises(Exception) as caught:
+    with inductor_config.patch(force_disable_caches=True), pytest.raises(Exception) as caught:
         compiled(*inputs)
     assert "Caught" in str(caught.value), caught.value
     assert len(compared) == 2 and all(compared)

@@ -33,6 +33,8 @@ INDIRECT = sympy.Symbol("tmp0", integer=True)
 class Accesses(cpp.CppKernel):
     """A kernel that knows its buffers, and has no text."""
 
+    overrides: Any = cpp.CppOverrides
+
     def load(self, name: str, index: Any) -> Any:
         self.args.input(name)
         return self.cse.newvar(dtype=torch.float32)
