@@ -8,8 +8,10 @@ Importing it takes seconds, so only the compiled engine does.
 from __future__ import annotations
 
 import copy
+import gc
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -33,6 +35,8 @@ from torch._inductor.runtime.cache_dir_utils import cache_dir
 from torch._inductor.virtualized import V
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
+
+from lowtide.private import kernels
 
 
 def has_all() -> bool:
@@ -109,7 +113,8 @@ def generated(
     names = [getattr(node, "name", "") for node in tree_leaves(output.args[0])]
     output.meta.setdefault("user_visible_output_idxs", [])
     with (
-        inductor_config.patch(options or {}),
+        _without_garbage_collection(),
+        inductor_config.patch({**(options or {}), **kernels.UNWRITTEN}),
         preserve_rng_state(),
         torch.no_grad(),
         DebugContext(),
@@ -120,7 +125,7 @@ def generated(
         _compile_fx.fake_tensor_prop(twin, inputs)
         _compile_fx._recursive_record_original_output_strides(twin)
         _compile_fx._recursive_post_grad_passes(twin, is_inference=False)
-        lowering = GraphLowering(
+        lowering = kernels.Lowering(
             twin,
             example_inputs=inputs,
             shape_env=mode.shape_env,
@@ -135,6 +140,18 @@ def generated(
             found = dict(zip(names, map(_strides, lowering.graph_outputs or ()), strict=False))
             wrapper, _ = lowering.codegen()
     return wrapper.value, {name: one for name, one in found.items() if name and one is not None}
+
+
+@contextmanager
+def _without_garbage_collection() -> Iterator[None]:
+    """What a lowering makes, it keeps until it ends: looking for garbage in between finds none."""
+    was_on = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_on:
+            gc.enable()
 
 
 def donated_inputs(forward: fx.GraphModule, backward: fx.GraphModule, forward_outputs: int) -> list[int]:
