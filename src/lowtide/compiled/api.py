@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from lowtide.compiled.backend import call_by_call, generated
+from lowtide.compiled.backend import FREES_AT_ONCE, compile_step
 from lowtide.compiled.coding import check_codecs
 from lowtide.compiled.moving import check_tiers, stores
 from lowtide.compiled.partitioner import Partitioner, Report, refuse_old_torch
-from lowtide.compiled.planner import Known
 from lowtide.compiled.regional import blocks_of
-from lowtide.compiled.timeline import StepPlan
 from lowtide.compiled.whole import WholeStep
 from lowtide.errors import LowtideError, PlanError
 from lowtide.meter import resident_bytes
@@ -23,16 +21,10 @@ from lowtide.run.limit.arguments import sharded_units
 from lowtide.run.limit.handle import check_budget
 from lowtide.run.limit.messages import limit_line
 from lowtide.run.limit.optimizer_need import optimizer_need
-from lowtide.traced import honour_regions
+from lowtide.traced import honour_regions, wishes_of
 
 BACKENDS = ("inductor", "aot_eager")
 _HANDLE = "_lowtide_handle"
-
-FREES_AT_ONCE: dict[str, Any] = {"allow_buffer_reuse": False}
-"""Inductor's setting for all that a budget is held for: by itself it keeps a buffer that nobody reads any
-more for the next of its size, however late that one comes. On GPT and Llama (4 x 512) this took 9 and 13 MB
-of 85 and 93 at the smallest budget, and no step was measurably faster for it.
-"""
 
 
 class CompiledHandle:
@@ -75,15 +67,13 @@ class CompiledHandle:
     def __repr__(self) -> str:
         return limit_line(self.model, self.budget, len(self.plans), self.plan)
 
-    def _planned(self) -> list[Known | StepPlan]:
-        return [*self._report.planned, *self._whole.plans.values()]
-
     @property
     def plans(self) -> list[Plan]:
         """A plan for each kind of step, in the order in which they were seen; none before the first step has
         ended. A graph that holds the whole step, its loss included, has its plan when it is compiled.
         """
-        return [planned.plan for planned in self._planned()]
+        alone = [plan for plan, _ in self._report.planned]
+        return alone + [step.plan for step in self._whole.plans.values()]
 
     @property
     def plan(self) -> Plan | None:
@@ -103,7 +93,7 @@ class CompiledHandle:
     @property
     def plain_peak_bytes(self) -> int | None:
         """The same with nothing computed twice: `torch.compile` by itself, each buffer freed at once."""
-        return max((p.plain_peak_bytes for p in self._planned()), default=None)
+        return max((plan.plain_peak_bytes for plan in self.plans), default=None)
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -157,7 +147,6 @@ class CompiledHandle:
     def _backend_for(self) -> Callable[..., Any]:
         """A backend of its own for each budget: compiled code is shared by what has the same backend."""
         whole, report = self._whole, self._report
-        alone = self._alone()
 
         def backend(module: Any, inputs: Any) -> Any:
             recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
@@ -170,18 +159,12 @@ class CompiledHandle:
                     )
                 whole.mixed |= bool(report.planned)
                 return whole.backend(module, inputs)
+            ways = self._codecs, self._tiers, wishes_of(module)
+            partitioner = Partitioner(self.budget, self._standing, self._settings, report, *ways)
             with whole.unseen():
-                return alone(module, inputs)
+                return compile_step(module, inputs, partitioner, report)
 
         return backend
-
-    def _alone(self) -> Callable[..., Any]:
-        """Compiles a graph that is a whole step."""
-        ways = self._codecs, self._tiers
-        partitioner = Partitioner(self.budget, self._standing, self._settings, self._report, *ways)
-        if self._settings is None:
-            return call_by_call(partitioner)
-        return generated(partitioner, self._report, self._settings)
 
     def _install(self) -> None:
         backend = self._backend_for()

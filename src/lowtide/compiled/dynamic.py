@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -56,13 +56,6 @@ class Region:
         return math.prod(numbers) <= self.product and all(map(operator.le, numbers, self.upto))
 
 
-@dataclass
-class Ranges:
-    """The sizes that the largest plan of each program holds for."""
-
-    of: dict[str, Region] = field(default_factory=dict)
-
-
 def program_of(module: fx.GraphModule) -> str:
     """A digest of what a graph calls, whatever its sizes."""
     text = "\n".join(str(node.target) for node in module.graph.nodes if node.op == "call_function")
@@ -74,7 +67,7 @@ def plan_range(
     budget: str | int,
     plan_at: Callable[[Size], Planned],
     standing_at: Callable[[Size], int],
-    ranges: Ranges,
+    ranges: dict[str, Region],
 ) -> tuple[Planned, Sizes]:
     """Plan a graph for the sizes at hand, and guard it where the plan would break the budget.
 
@@ -83,7 +76,7 @@ def plan_range(
         budget: as of `lowtide.limit_memory`.
         plan_at: plans it for sizes as numbers.
         standing_at: bytes that stand beside what the graph allocates.
-        ranges: of earlier plans; this one's is noted.
+        ranges: program -> sizes that its largest plan holds for; this one's is noted.
 
     Returns:
         The plan, and the sizes that it serves.
@@ -102,7 +95,7 @@ def plan_range(
         return plan_at(partitioning.hint), ANY
     program = program_of(module)
     seen = tuple(one.seen for one in free)
-    before = ranges.of.get(program)
+    before = ranges.get(program)
     if before is not None and len(before.upto) != len(free):
         before = None
     planned, numbers = _first_that_fits(free, seen, before, plan_at)
@@ -122,7 +115,7 @@ def plan_range(
     sizes = _served(free, region, before)
     _guard(module, free, sizes)
     if before is None or math.prod(numbers) >= min(before.product, math.prod(before.upto)):
-        ranges.of[program] = region
+        ranges[program] = region
     return planned, sizes
 
 

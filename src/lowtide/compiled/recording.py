@@ -64,6 +64,11 @@ class Moment:
     alive: frozenset[int]
     lent: tuple[bool, bool] = (True, True)
 
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """Calls that take memory: those that wait, and the one that runs."""
+        return self.waiting if self.call is None else (*self.waiting, self.call)
+
     def held(self, call: Call, kept: Mapping[Key, int]) -> int:
         """What a call that waits holds here, beyond what stands anyway."""
         return sum(
