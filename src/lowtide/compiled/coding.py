@@ -84,14 +84,7 @@ def decode(
 
 
 @decode.register_fake
-def _(
-    codes: torch.Tensor,
-    ranges: torch.Tensor,
-    bits: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _(codes: torch.Tensor, ranges: Any, bits: Any, size: Any, stride: Any, dtype: Any) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=codes.device)
 
 

@@ -31,9 +31,7 @@ class Call:
         reads, writes: storages, each once.
         forward: whether it is part of the forward.
         inlined: nodes that are computed within it.
-        again: whether a second run gives the same.
-        reason: why not.
-        late: whether its results are worth storing though no forward kernel writes them to memory.
+        reason: why it may not run again, or nothing.
     """
 
     node: fx.Node
@@ -41,9 +39,7 @@ class Call:
     writes: tuple[Key, ...]
     forward: bool
     inlined: tuple[fx.Node, ...] = ()
-    again: bool = True
     reason: str = ""
-    late: bool = False
 
 
 @dataclass
@@ -73,8 +69,9 @@ class Joint:
         self.nodes = list(self.module.graph.nodes)
         self.names = {node.name: node for node in self.nodes}
         self._find_storages()
-        self.in_forward = partitioning.forward_names(self.module, self.static, self.forward_outputs)
-        self.after_tangents = partitioning.tangent_names(self.module, self.static, self.forward_outputs)
+        self.in_forward, self.after_tangents = partitioning.sides(
+            self.module, self.static, self.forward_outputs
+        )
         self.virtual = self._find_virtual()
         self.masks = self._find_masks()
         self._frontier: dict[tuple[fx.Node, bool], tuple[Key, ...]] = {}
@@ -137,7 +134,14 @@ class Joint:
         """
         if self.fusible is None:
             return set()
-        fusible = {node for node in self.nodes if node.op == "call_function" and self._may_fuse(node)}
+        fusible = {
+            node
+            for node in self.nodes
+            if node.op == "call_function"
+            and node in self.key_of
+            and not _writes_in_place(node)
+            and self.fusible(node)
+        }
         level: dict[fx.Node, int] = {}
         for node in self.nodes:
             before = max((level[source] for source in node.all_input_nodes), default=0)
@@ -162,12 +166,8 @@ class Joint:
             if (key := self.key_of.get(node)) is not None
             and key not in kept
             and self.root[key] is node
-            and not _reduces(node)
+            and _name(node) not in _REDUCTIONS
         }
-
-    def _may_fuse(self, node: fx.Node) -> bool:
-        assert self.fusible is not None
-        return node in self.key_of and not _writes_in_place(node) and self.fusible(node)
 
     def _computes(self, node: fx.Node) -> bool:
         """Whether a call is more than a view, a size or a part of several results."""
@@ -218,18 +218,18 @@ class Joint:
             writes = (own,) if own is not None and self.root[own] is node else tuple(parts.get(node, ()))
             self.calls.append(self._call(node, writes))
         for node in self.masks:
-            self.calls.append(self._call(node, (self.key_of[node],), late=True))
+            self.calls.append(self._call(node, (self.key_of[node],)))
         place = {node: at for at, node in enumerate(self.nodes)}
         self.calls.sort(key=lambda call: place[call.node])
 
-    def _call(self, node: fx.Node, writes: tuple[Key, ...], late: bool = False) -> Call:
+    def _call(self, node: fx.Node, writes: tuple[Key, ...]) -> Call:
         forward = self._side(node)
         inlined = self._inlined(node, forward)
         reads = tuple(
             dict.fromkeys(key for source in node.all_input_nodes for key in self.frontier(source, forward))
         )
         reason = next((why for one in (node, *inlined) if (why := self._fixed(one))), "")
-        return Call(node, reads, writes, forward, inlined, not reason, reason, late)
+        return Call(node, reads, writes, forward, inlined, reason)
 
     def _inlined(self, node: fx.Node, forward: bool) -> tuple[fx.Node, ...]:
         found: dict[fx.Node, None] = {}
@@ -259,7 +259,7 @@ class Joint:
                 return "it draws random numbers"
             if target.namespace in ("_c10d_functional", "c10d"):
                 return "it is a collective"
-        if _draws(node):
+        if _name(node) in ("inductor_seed", "inductor_seeds", "inductor_randint_seed"):  # without that tag
             return "it draws random numbers"
         return ""
 
@@ -287,21 +287,12 @@ def _name(node: fx.Node) -> str:
     return schema_of(node.target).name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
 
 
-def _draws(node: fx.Node) -> bool:
-    """Whether a call takes numbers from a generator; PyTorch's tags leave some out."""
-    return _name(node) in ("inductor_seed", "inductor_seeds", "inductor_randint_seed")
-
-
 _REDUCTIONS = frozenset({
     "sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all",
     "prod",
     "prepare_softmax_online", "cumsum", "_softmax", "_log_softmax",
 })  # fmt: skip
-
-
-def _reduces(node: fx.Node) -> bool:
-    """Whether a kernel ends with a call: what reduces is written."""
-    return _name(node) in _REDUCTIONS
+"""Kernels end with these, so their results are written."""
 
 
 def described(node: fx.Node) -> tuple[Any, dict[str, Any]]:

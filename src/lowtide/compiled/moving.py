@@ -188,26 +188,15 @@ def arrive(
 
 
 @send.register_fake
-def _(x: torch.Tensor, tier: str, path: str) -> torch.Tensor:
+@settle.register_fake
+@fetch.register_fake
+def _(*_: Any) -> torch.Tensor:
+    """The ticket that they return."""
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-@settle.register_fake
-def _(ticket: torch.Tensor, x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(ticket)
-
-
-@fetch.register_fake
-def _(
-    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, after: torch.Tensor
-) -> torch.Tensor:
-    return torch.empty_like(ticket)
-
-
 @arrive.register_fake
-def _(
-    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _(ticket: Any, size: Any, stride: Any, dtype: Any, device: Any) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 

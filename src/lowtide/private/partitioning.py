@@ -73,16 +73,12 @@ def clean_joint(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def forward_names(module: fx.GraphModule, static: Iterable[int], forward_outputs: int) -> set[str]:
-    """Names of the nodes that the forward's outputs need."""
+def sides(module: fx.GraphModule, static: Iterable[int], forward_outputs: int) -> tuple[set[str], set[str]]:
+    """Names of the nodes that the forward's outputs need, and of those that rest on what backward is given or
+    may run in backward only.
+    """
     info = partitioners.classify_nodes(module, list(static), forward_outputs)
-    return {node.name for node in info.required_fw_nodes}
-
-
-def tangent_names(module: fx.GraphModule, static: Iterable[int], forward_outputs: int) -> set[str]:
-    """Names of the nodes that rest on what backward is given, or may run in backward only."""
-    info = partitioners.classify_nodes(module, list(static), forward_outputs)
-    return {node.name for node in info.tangents_closure}
+    return {node.name for node in info.required_fw_nodes}, {node.name for node in info.tangents_closure}
 
 
 def extract(
