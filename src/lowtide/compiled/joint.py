@@ -3,7 +3,7 @@
 In: the FX graph in which AOTAutograd has traced forward and backward as one. Out: a `Joint`, plain lists of
 `Call`, keyed by storage; views are no calls. Under Inductor most element-wise calls never write memory: they
 are computed again inside each kernel that reads them. Such calls are left out, and who reads them reads what
-they rest on (`Joint.frontier`).
+they rest on.
 """
 
 from __future__ import annotations
@@ -74,7 +74,6 @@ class Joint:
         )
         self.virtual = self._find_virtual()
         self.masks = self._find_masks()
-        self._frontier: dict[tuple[fx.Node, bool], tuple[Key, ...]] = {}
         self._find_calls()
 
     # ---- storages --------------------------------------------------------------------------------
@@ -176,31 +175,6 @@ class Joint:
     def _side(self, node: fx.Node) -> bool:
         return node.name in self.in_forward
 
-    def frontier(self, node: fx.Node, forward: bool) -> tuple[Key, ...]:
-        """The storages in memory that a reader of a node reads: the node's own, or what it is computed from
-        inside the reader's kernel.
-
-        Args:
-            node: what is read.
-            forward: whether a call of the forward reads it.
-        """
-        known = self._frontier.get((node, forward))
-        if known is None:
-            key = self.key_of.get(node)
-            base = self.root[key] if key is not None else node
-            if key is not None and (base not in self.virtual or (base in self.masks and not forward)):
-                known = (key,)
-            elif key is None and not partitioning.is_symbol(node):
-                known = ()  # several results at once, each with a storage of its own; or an object
-            else:
-                known = tuple(
-                    dict.fromkeys(
-                        one for source in base.all_input_nodes for one in self.frontier(source, forward)
-                    )
-                )
-            self._frontier[node, forward] = known
-        return known
-
     # ---- calls -----------------------------------------------------------------------------------
 
     def _find_calls(self) -> None:
@@ -223,25 +197,25 @@ class Joint:
         self.calls.sort(key=lambda call: place[call.node])
 
     def _call(self, node: fx.Node, writes: tuple[Key, ...]) -> Call:
+        """A call that reads storages in memory; what no kernel writes there is computed within it, from what
+        that rests on.
+        """
         forward = self._side(node)
-        inlined = self._inlined(node, forward)
-        reads = tuple(
-            dict.fromkeys(key for source in node.all_input_nodes for key in self.frontier(source, forward))
-        )
-        reason = next((why for one in (node, *inlined) if (why := self._fixed(one))), "")
-        return Call(node, reads, writes, forward, inlined, reason)
-
-    def _inlined(self, node: fx.Node, forward: bool) -> tuple[fx.Node, ...]:
-        found: dict[fx.Node, None] = {}
-        stack = list(node.all_input_nodes)
+        reads: dict[Key, None] = {}
+        inlined: dict[fx.Node, None] = {}
+        stack = node.all_input_nodes[::-1]
         while stack:
-            one = stack.pop()
-            key = self.key_of.get(one)
-            base = self.root[key] if key is not None else one
-            if base in self.virtual and base not in found and (forward or base not in self.masks):
-                found[base] = None
-                stack += base.all_input_nodes
-        return tuple(found)
+            source = stack.pop()
+            key = self.key_of.get(source)
+            base = self.root[key] if key is not None else source
+            if key is not None and (base not in self.virtual or (base in self.masks and not forward)):
+                reads[key] = None
+            elif base not in inlined and (key is not None or partitioning.is_symbol(source)):
+                inlined[base] = None
+                stack += base.all_input_nodes[::-1]
+        within = tuple(one for one in inlined if one in self.virtual)
+        reason = next((why for one in (node, *within) if (why := self._fixed(one))), "")
+        return Call(node, tuple(reads), writes, forward, within, reason)
 
     def _fixed(self, node: fx.Node) -> str:
         """Why a call may not run again, or nothing."""

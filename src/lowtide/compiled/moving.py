@@ -30,6 +30,7 @@ from torch import fx
 
 from lowtide.compiled.coding import call
 from lowtide.errors import PlanError
+from lowtide.ops import covers_storage
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.store.lanes import Transfer
 from lowtide.store.stores import Stores
@@ -236,9 +237,15 @@ def moved(
     going = [
         node
         for node in saved
-        if getattr(node, "name", "") in tiers and node not in returned and _is_dense(node.meta["val"])
+        if getattr(node, "name", "") in tiers and node not in returned and covers_storage(node.meta["val"])
     ]
-    last = [node for node in returned if isinstance(node, fx.Node) and _is_made(node)]
+    last = [
+        node
+        for node in returned
+        if isinstance(node, fx.Node)
+        and node.op == "call_function"
+        and isinstance(node.meta["val"], torch.Tensor)
+    ]
     tickets = _sent(forward.graph, going, tiers, window_bytes, output, last)
     output.args = ([*returned, *(tickets.get(node, node) for node in saved)], *output.args[1:])
     inputs = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
@@ -247,15 +254,6 @@ def moved(
         module.graph.lint()
         module.recompile()
     return forward, backward
-
-
-def _is_dense(value: torch.Tensor) -> bool:
-    """Whether every element of the storage is one of the tensor's."""
-    return value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
-
-
-def _is_made(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor)
 
 
 def _sent(

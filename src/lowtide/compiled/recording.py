@@ -153,7 +153,7 @@ class Recording:
         call.kept = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
         call.saved = tuple(storage_key(tensor) for tensor in saved.values())
         self._waiting[call.number] = call
-        self._next()
+        self._go_on()
 
     def backward(self, graph: Any, given: Mapping[Key, torch.Tensor]) -> Call | None:
         """A backward begins with these inputs; says whose, or nothing where the step has no such forward."""
@@ -185,7 +185,7 @@ class Recording:
         """A backward has ended."""
         if self._waiting.pop(call.number, None) is not None:
             self.backwards += 1
-        self._next()
+        self._go_on()
 
         # what it was given and let go of is its own, no part of what stands beside it
         there = set(self._numbers.values())
@@ -215,7 +215,7 @@ class Recording:
         self._segment.__exit__(None, None, None)
         self._segment = None
 
-    def _next(self) -> None:
+    def _go_on(self) -> None:
         self._shut()
         self._open()
 
@@ -223,7 +223,7 @@ class Recording:
         """What ran up to here ran outside the graphs."""
         assert self._segment is not None
         self._add("gap", None, self._live + self._segment.peak_bytes)
-        self._next()
+        self._go_on()
 
     def _add(self, kind: Literal["forward", "backward", "gap"], call: Call | None, bytes_: int) -> None:
         alive = frozenset(self._numbers.values())
