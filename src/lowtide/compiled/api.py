@@ -50,6 +50,9 @@ class CompiledHandle:
         tiers: tuple[Offload, ...] = (),
     ) -> None:
         refuse_old_torch()
+        _refuse_cuda_graphs(options)
+        check_budget(budget)
+        honour_regions()
         self._codecs, self._tiers = codecs, tiers
         self._for_one_graph = _given(codecs=codecs, tiers=tiers)
         self.model, self.compiled, self.budget = model, compiled, budget
@@ -58,6 +61,7 @@ class CompiledHandle:
         self._blocks = blocks_of(model) if regional else []
         self._whole_alone = regional  # whether no graph is taken for a step by itself
         self._forget()
+        self._install()
 
     def _forget(self) -> None:
         self._report = Report()
@@ -261,21 +265,17 @@ def compile(
         raise PlanError(f"mode and options are Inductor's, and the backend is {backend!r}: drop them")
     if mode is not None and options:
         raise PlanError("mode and options cannot be given together: give options alone")
-    check_budget(budget)
     chosen = dict(options or {})
     if mode is not None and mode != "default":
         chosen = inductor.mode_options(mode)
-    _refuse_cuda_graphs(chosen)
     lossy, away = check_codecs(codecs), check_tiers(tiers)
     if regional and (what := _given(codecs=lossy, tiers=away)):
         raise PlanError(f"{what} are for a model that is one graph: leave out {what}, or regional")
-    honour_regions()
     how = torch_compile_options
     if away and how.setdefault("dynamic", False):
         raise PlanError("tiers are for sizes that do not vary: leave out dynamic=True, or tiers")
     compiled = model if regional else torch.compile(model, backend="aot_eager", **how)
-    handle = CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, regional, lossy, away)
-    handle._install()
+    CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, regional, lossy, away)
     return compiled
 
 
@@ -300,12 +300,7 @@ def limit_compiled(
             f"this model was compiled with the backend {backend!r}: a budget can be held for "
             f"{', '.join(BACKENDS)}"
         )
-    _refuse_cuda_graphs(options)
-    check_budget(budget)
-    honour_regions()
-    handle = CompiledHandle(model, compiled, budget, backend, optimizer, options, how)
-    handle._install()
-    return handle
+    return CompiledHandle(model, compiled, budget, backend, optimizer, options, how)
 
 
 def compile_options(budget: str | int) -> dict[str, Any]:

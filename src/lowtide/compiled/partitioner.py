@@ -14,7 +14,7 @@ import torch
 from lowtide import budget as budgets
 from lowtide.compiled.costs import Size
 from lowtide.compiled.cut import Cutter, Halves
-from lowtide.compiled.dynamic import Region, plan_range
+from lowtide.compiled.dynamic import Range, plan_range
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.planner import Planned, plan_graph
 from lowtide.compiled.stored import Sizes, own_facts
@@ -33,7 +33,7 @@ class Report:
     """
 
     planned: list[tuple[Plan, Sizes]] = field(default_factory=list)
-    ranges: dict[str, Region] = field(default_factory=dict)
+    ranges: dict[str, Range] = field(default_factory=dict)
 
 
 def refuse_old_torch() -> None:

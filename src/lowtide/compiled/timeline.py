@@ -88,10 +88,7 @@ class _Planning:
                 order.append((moment.kind, moment.call))
         count = range(len(self.recording.calls))
         outside = Outside(tuple(first[n] for n in count), tuple(second.get(n, first[n]) for n in count))
-        device = next(
-            (str(v.device) for n in joints[0].primals if hasattr(v := n.meta["val"], "device")), "cpu"
-        )
-        return StepBuilder(joints, costs, outside, device, order).build()
+        return StepBuilder(joints, costs, outside, self.recording.device, order).build()
 
     def _peak(self, chosen: Sequence[Variant]) -> int:
         """The most live bytes at any moment when each call is cut as chosen."""
