@@ -60,13 +60,7 @@ class CompiledHandle:
         self._settings = None if backend == "aot_eager" else {**FREES_AT_ONCE, **options}
         self._blocks = blocks_of(model) if regional else []
         self._whole_alone = regional  # whether no graph is taken for a step by itself
-        self._forget()
         self._install()
-
-    def _forget(self) -> None:
-        self._report = Report()
-        device = next((one.device for one in self.model.parameters()), torch.device("cpu"))
-        self._whole = WholeStep(self.budget, self._standing, self._settings, device)
 
     def __repr__(self) -> str:
         return limit_line(self.model, self.budget, len(self.plans), self.plan)
@@ -118,7 +112,6 @@ class CompiledHandle:
         """
         check_budget(budget)
         self.budget = budget
-        self._forget()
         self._close()
         self._install()
 
@@ -171,6 +164,10 @@ class CompiledHandle:
         return backend
 
     def _install(self) -> None:
+        """From the next step on the model compiles anew, and is planned for."""
+        self._report = Report()
+        device = next((one.device for one in self.model.parameters()), torch.device("cpu"))
+        self._whole = WholeStep(self.budget, self._standing, self._settings, device)
         backend = self._backend_for()
         if self._blocks:
             self.model.__dict__.pop("forward", None)
@@ -184,14 +181,13 @@ class CompiledHandle:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if whole.more_than_planned and not self._whole_alone:
                 self._whole_alone = True
-                self._forget()
                 self._install()
                 return self.compiled.__dict__["forward"](*args, **kwargs)
             whole.begin((args, kwargs))
             try:
                 result = run(*args, **kwargs)
             except BaseException as error:
-                whole.failed()
+                whole.stop()
                 inner = getattr(error, "inner_exception", None)
                 if isinstance(error, inductor.BackendCompilerFailed) and isinstance(inner, LowtideError):
                     raise inner from None

@@ -1,5 +1,5 @@
-"""All compiled graphs of a step as one `StepGraph`: the forwards in their order, the backwards the other way
-round, and what stands and happens between them.
+"""All compiled graphs of a step as one `StepGraph`: their forwards and backwards in the order in which they
+ran, and what stands and happens between them.
 """
 
 from __future__ import annotations
@@ -66,8 +66,7 @@ class StepBuilder:
         outside: what stands beside them.
         device: which the budget is about.
         order: what happens in which order: ``("forward", n)`` and ``("backward", n)`` of graph ``n``, and
-            ``("gap", bytes)`` for the most that stands between two of them. ``None`` for the forwards, and
-            the backwards the other way round.
+            ``("gap", bytes)`` for the most that stands between two of them. ``None`` for one graph alone.
     """
 
     def __init__(
@@ -79,11 +78,7 @@ class StepBuilder:
         order: Sequence[tuple[str, int]] | None = None,
     ) -> None:
         self.joints, self.costs, self.outside, self.device = joints, costs, outside, device
-        numbers = range(len(joints))
-        self.order = order or [
-            *(("forward", number) for number in numbers),
-            *(("backward", number) for number in reversed(numbers)),
-        ]
+        self.order = order or [("forward", 0), ("backward", 0)]
         self.operations: list[Operation] = []
         self.storages: list[Storage] = []
         self.values: list[Value] = []

@@ -139,11 +139,8 @@ class _Planning:
 
     def _meant(self, plan: Plan) -> list[Variant]:
         """What a plan of the whole step means for each call."""
-        stored: dict[int, set[str]] = {}
-        for (number, key), value in self.step.value_of.items():
-            if value in plan.stored:
-                stored.setdefault(number, set()).add(key)
-        return [menu.variant(frozenset(stored.get(n, ()))) for n, menu in enumerate(self.menus)]
+        step, stored = self.step, plan.stored
+        return [menu.variant(frozenset(step.stored(stored, n))) for n, menu in enumerate(self.menus)]
 
     def _smallest(self) -> int:
         """The smallest peak that is found."""
