@@ -37,7 +37,6 @@ class _Turn:
     region: Region
     sizes: Sizes
     stored: frozenset[Key] | None
-    run: Run | None = None
 
     def serves(self, region: Region, sizes: Sizes) -> bool:
         """Whether a call is the one that was planned for, or a smaller one."""
@@ -189,10 +188,7 @@ class WholeStep:
             self._missed.add(self._given[0])
             self._now = []  # not what was planned for: the rest of the step runs in the least memory
             return region.smallest
-        turn = self._now[at]
-        if turn.run is None:
-            turn.run = region.run_as(turn.stored)
-        return turn.run
+        return region.run_as(self._now[at].stored)
 
     # ---- recording -------------------------------------------------------------------------------
 
