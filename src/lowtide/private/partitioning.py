@@ -114,9 +114,8 @@ def finish(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[fx.GraphM
     )
 
 
-def is_symbol(node: fx.Node) -> bool:
-    """Whether a node is a size, not a tensor."""
-    return partitioners.is_sym_node(node)
+is_symbol: Callable[[fx.Node], bool] = partitioners.is_sym_node
+"""Whether a node is a size, not a tensor."""
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -129,9 +128,8 @@ def is_primal(node: fx.Node) -> bool:
     return node.op == "placeholder" and not is_tangent(node)
 
 
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder is a gradient that backward is given."""
-    return partitioners._is_tangent(node)
+is_tangent: Callable[[fx.Node], bool] = partitioners._is_tangent
+"""Whether a placeholder is a gradient that backward is given."""
 
 
 def is_effect(node: fx.Node) -> bool:
@@ -144,9 +142,8 @@ def must_save(node: fx.Node) -> bool:
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
-def should_recompute(node: fx.Node) -> bool:
-    """Whether a checkpointed region around the node asks for its result to be given up."""
-    return partitioners.must_recompute(node)
+should_recompute: Callable[[fx.Node], bool] = partitioners.must_recompute
+"""Whether a checkpointed region around the node asks for its result to be given up."""
 
 
 def is_item(node: fx.Node) -> bool:
