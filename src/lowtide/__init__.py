@@ -57,7 +57,7 @@ _HOMES = {
     "limit_memory": "lowtide.limits",
     "measure": "lowtide.meter",
     "measure_links": "lowtide.plan.moves.supply",
-    "policies": "lowtide.plan.policies",
+    "policies": "lowtide.plan",
 }
 
 __all__ = [
@@ -97,8 +97,6 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("estimate", "plan"):  # rooms; the last is a verb, too
         return import_module(f"lowtide.{name}")
-    if name == "policies":
-        return import_module("lowtide.plan.policies")
     home = _HOMES.get(name)
     if home is None:
         raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

@@ -125,17 +125,14 @@ def _compiler() -> list[Finding]:
 
 
 def _meter() -> list[Finding]:
-    from lowtide.meter import MeterError, available, counting_allocator
+    from lowtide.meter import MeterError, counting_allocator
 
-    if available():
-        return [Finding("meter on the CPU", "counting allocator", "peaks are exact to the byte")]
     try:
         counting_allocator()
-        why = "not there"
     except MeterError as error:
-        why = str(error)
-    means = "what lowtide.measure reads comes from the profiler, which is slow; limited steps are not watched"
-    return [Finding("meter on the CPU", "profiler", means, "note", why)]
+        means = "lowtide.measure reads the profiler, which is slow, and limited steps are not watched"
+        return [Finding("meter on the CPU", "profiler", means, "note", str(error))]
+    return [Finding("meter on the CPU", "counting allocator", "peaks are exact to the byte")]
 
 
 def _devices() -> list[Finding]:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import lowtide
-from lowtide.compiled.dynamic import UNBOUNDED, Region, largest, region_of
+from lowtide.compiled.dynamic import UNBOUNDED, Range, largest, range_of
 from lowtide.meter import peak, resident_bytes
 
 
@@ -131,10 +131,10 @@ def test_sizes_that_follow_from_data_are_told() -> None:
 
 def test_two_sizes_are_bounded_by_their_product_where_only_that_counts() -> None:
     top = (UNBOUNDED, UNBOUNDED)
-    assert region_of((8, 100), top, lambda s: 1600 - s[0] * s[1]) == Region((64, 800), 1600)
-    quadratic = region_of((8, 100), top, lambda s: 80_000 - s[0] * s[1] * s[1])
+    assert range_of((8, 100), top, lambda s: 1600 - s[0] * s[1]) == Range((64, 800), 1600)
+    quadratic = range_of((8, 100), top, lambda s: 80_000 - s[0] * s[1] * s[1])
     assert (8, 100) in quadratic and (8, 101) not in quadratic and (16, 50) in quadratic
-    assert region_of((8, 100), top, lambda s: 1) == Region(top)
+    assert range_of((8, 100), top, lambda s: 1) == Range(top)
 
 
 @pytest.mark.parametrize("most", [2, 333, 10**5])

@@ -12,7 +12,6 @@ import torch
 from torch import nn
 
 from lowtide.compiled.partitioner import Partitioner
-from lowtide.compiled.planner import Known
 from lowtide.compiled.stored import ANY, Shelf, Sizes, key_of
 from lowtide.plan.data import Plan
 
@@ -43,7 +42,7 @@ def plan(seconds: float) -> Plan:
 def test_plans_are_found_by_their_sizes(tmp_path: Path) -> None:
     shelf = Shelf(tmp_path / "new")
     assert shelf.find("k", {}) == []
-    one, other = Known(plan(1.0), 1, 2, 3), Known(plan(2.0), 4, 5, 6)
+    one, other = plan(1.0), plan(2.0)
     shelf.keep("k", Sizes({}, {"s": 10}), [one])
     shelf.keep("k", Sizes({"s": 10}, {"s": 20}, 20), [other, one])
     assert shelf.find("k", {"s": 10}) == [one]

@@ -43,8 +43,7 @@ def joint_of(decompositions=None) -> tuple[fx.GraphModule, int, tuple[int, ...]]
 def test_a_joint_graph_is_cleaned_told_apart_and_cut() -> None:
     module, outputs, static = joint_of()
     partitioning.clean_joint(module)
-    forward = partitioning.forward_names(module, static, outputs)
-    backward = partitioning.tangent_names(module, static, outputs)
+    forward, backward = partitioning.sides(module, static, outputs)
     assert forward and backward and not forward & backward
     tangents = [
         node for node in module.graph.nodes if node.op == "placeholder" and partitioning.is_tangent(node)

@@ -7,13 +7,11 @@ from typing import Any
 
 import torch
 
-from lowtide.compiled.backend import call_by_call, generated
+from lowtide.compiled.backend import FREES_AT_ONCE, compile_step
 from lowtide.compiled.coding import check_codecs
 from lowtide.compiled.moving import check_tiers, stores
 from lowtide.compiled.partitioner import Partitioner, Report, refuse_old_torch
-from lowtide.compiled.planner import Known
 from lowtide.compiled.regional import blocks_of
-from lowtide.compiled.timeline import StepPlan
 from lowtide.compiled.whole import WholeStep
 from lowtide.errors import LowtideError, PlanError
 from lowtide.meter import resident_bytes
@@ -23,16 +21,10 @@ from lowtide.run.limit.arguments import sharded_units
 from lowtide.run.limit.handle import check_budget
 from lowtide.run.limit.messages import limit_line
 from lowtide.run.limit.optimizer_need import optimizer_need
-from lowtide.traced import honour_regions
+from lowtide.traced import honour_regions, wishes_of
 
 BACKENDS = ("inductor", "aot_eager")
 _HANDLE = "_lowtide_handle"
-
-FREES_AT_ONCE: dict[str, Any] = {"allow_buffer_reuse": False}
-"""Inductor's setting for all that a budget is held for: by itself it keeps a buffer that nobody reads any
-more for the next of its size, however late that one comes. On GPT and Llama (4 x 512) this took 9 and 13 MB
-of 85 and 93 at the smallest budget, and no step was measurably faster for it.
-"""
 
 
 class CompiledHandle:
@@ -58,6 +50,9 @@ class CompiledHandle:
         tiers: tuple[Offload, ...] = (),
     ) -> None:
         refuse_old_torch()
+        _refuse_cuda_graphs(options)
+        check_budget(budget)
+        honour_regions()
         self._codecs, self._tiers = codecs, tiers
         self._for_one_graph = _given(codecs=codecs, tiers=tiers)
         self.model, self.compiled, self.budget = model, compiled, budget
@@ -65,25 +60,18 @@ class CompiledHandle:
         self._settings = None if backend == "aot_eager" else {**FREES_AT_ONCE, **options}
         self._blocks = blocks_of(model) if regional else []
         self._whole_alone = regional  # whether no graph is taken for a step by itself
-        self._forget()
-
-    def _forget(self) -> None:
-        self._report = Report()
-        device = next((one.device for one in self.model.parameters()), torch.device("cpu"))
-        self._whole = WholeStep(self.budget, self._standing, self._settings, device)
+        self._install()
 
     def __repr__(self) -> str:
         return limit_line(self.model, self.budget, len(self.plans), self.plan)
-
-    def _planned(self) -> list[Known | StepPlan]:
-        return [*self._report.planned, *self._whole.plans.values()]
 
     @property
     def plans(self) -> list[Plan]:
         """A plan for each kind of step, in the order in which they were seen; none before the first step has
         ended. A graph that holds the whole step, its loss included, has its plan when it is compiled.
         """
-        return [planned.plan for planned in self._planned()]
+        alone = [plan for plan, _ in self._report.planned]
+        return alone + [step.plan for step in self._whole.plans.values()]
 
     @property
     def plan(self) -> Plan | None:
@@ -103,7 +91,7 @@ class CompiledHandle:
     @property
     def plain_peak_bytes(self) -> int | None:
         """The same with nothing computed twice: `torch.compile` by itself, each buffer freed at once."""
-        return max((p.plain_peak_bytes for p in self._planned()), default=None)
+        return max((plan.plain_peak_bytes for plan in self.plans), default=None)
 
     @property
     def predicted_seconds(self) -> float | None:
@@ -124,7 +112,6 @@ class CompiledHandle:
         """
         check_budget(budget)
         self.budget = budget
-        self._forget()
         self._close()
         self._install()
 
@@ -157,7 +144,6 @@ class CompiledHandle:
     def _backend_for(self) -> Callable[..., Any]:
         """A backend of its own for each budget: compiled code is shared by what has the same backend."""
         whole, report = self._whole, self._report
-        alone = self._alone()
 
         def backend(module: Any, inputs: Any) -> Any:
             recorded = self._whole_alone or whole.regions or sharded_units(self.model)  # weights come and go
@@ -170,20 +156,18 @@ class CompiledHandle:
                     )
                 whole.mixed |= bool(report.planned)
                 return whole.backend(module, inputs)
+            ways = self._codecs, self._tiers, wishes_of(module)
+            partitioner = Partitioner(self.budget, self._standing, self._settings, report, *ways)
             with whole.unseen():
-                return alone(module, inputs)
+                return compile_step(module, inputs, partitioner, report)
 
         return backend
 
-    def _alone(self) -> Callable[..., Any]:
-        """Compiles a graph that is a whole step."""
-        ways = self._codecs, self._tiers
-        partitioner = Partitioner(self.budget, self._standing, self._settings, self._report, *ways)
-        if self._settings is None:
-            return call_by_call(partitioner)
-        return generated(partitioner, self._report, self._settings)
-
     def _install(self) -> None:
+        """From the next step on the model compiles anew, and is planned for."""
+        self._report = Report()
+        device = next((one.device for one in self.model.parameters()), torch.device("cpu"))
+        self._whole = WholeStep(self.budget, self._standing, self._settings, device)
         backend = self._backend_for()
         if self._blocks:
             self.model.__dict__.pop("forward", None)
@@ -197,14 +181,13 @@ class CompiledHandle:
         def forward(*args: Any, **kwargs: Any) -> Any:
             if whole.more_than_planned and not self._whole_alone:
                 self._whole_alone = True
-                self._forget()
                 self._install()
                 return self.compiled.__dict__["forward"](*args, **kwargs)
             whole.begin((args, kwargs))
             try:
                 result = run(*args, **kwargs)
             except BaseException as error:
-                whole.failed()
+                whole.stop()
                 inner = getattr(error, "inner_exception", None)
                 if isinstance(error, inductor.BackendCompilerFailed) and isinstance(inner, LowtideError):
                     raise inner from None
@@ -278,21 +261,17 @@ def compile(
         raise PlanError(f"mode and options are Inductor's, and the backend is {backend!r}: drop them")
     if mode is not None and options:
         raise PlanError("mode and options cannot be given together: give options alone")
-    check_budget(budget)
     chosen = dict(options or {})
     if mode is not None and mode != "default":
         chosen = inductor.mode_options(mode)
-    _refuse_cuda_graphs(chosen)
     lossy, away = check_codecs(codecs), check_tiers(tiers)
     if regional and (what := _given(codecs=lossy, tiers=away)):
         raise PlanError(f"{what} are for a model that is one graph: leave out {what}, or regional")
-    honour_regions()
     how = torch_compile_options
     if away and how.setdefault("dynamic", False):
         raise PlanError("tiers are for sizes that do not vary: leave out dynamic=True, or tiers")
     compiled = model if regional else torch.compile(model, backend="aot_eager", **how)
-    handle = CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, regional, lossy, away)
-    handle._install()
+    CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, regional, lossy, away)
     return compiled
 
 
@@ -317,12 +296,7 @@ def limit_compiled(
             f"this model was compiled with the backend {backend!r}: a budget can be held for "
             f"{', '.join(BACKENDS)}"
         )
-    _refuse_cuda_graphs(options)
-    check_budget(budget)
-    honour_regions()
-    handle = CompiledHandle(model, compiled, budget, backend, optimizer, options, how)
-    handle._install()
-    return handle
+    return CompiledHandle(model, compiled, budget, backend, optimizer, options, how)
 
 
 def compile_options(budget: str | int) -> dict[str, Any]:

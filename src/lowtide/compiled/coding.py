@@ -17,8 +17,9 @@ import torch
 from torch import fx
 
 from lowtide.errors import PlanError
+from lowtide.ops import covers_storage
 from lowtide.plan.data import Compress, Plan
-from lowtide.store.codec import Blockwise, Form
+from lowtide.store.codec import Blockwise
 from lowtide.store.coding import ceil_div
 
 CODECS = ("bfloat16", "int8", "int4")
@@ -84,14 +85,7 @@ def decode(
 
 
 @decode.register_fake
-def _(
-    codes: torch.Tensor,
-    ranges: torch.Tensor,
-    bits: int,
-    size: Sequence[int],
-    stride: Sequence[int],
-    dtype: torch.dtype,
-) -> torch.Tensor:
+def _(codes: torch.Tensor, ranges: Any, bits: Any, size: Any, stride: Any, dtype: Any) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=codes.device)
 
 
@@ -143,10 +137,7 @@ def _fits(value: torch.Tensor, name: str) -> bool:
     if name == "bfloat16":
         return value.dtype in (torch.float32, torch.float64)
     sizes = (*value.shape, *value.stride())
-    if not all(isinstance(size, int) for size in sizes):
-        return False
-    # as many bytes as numbers: every element of the storage is one of the tensor's
-    return value.untyped_storage().nbytes() == Form(value.numel(), value.dtype).bytes
+    return all(isinstance(size, int) for size in sizes) and covers_storage(value)
 
 
 def _encoded(graph: fx.Graph, node: fx.Node, name: str, output: fx.Node) -> list[fx.Node]:

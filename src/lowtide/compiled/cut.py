@@ -2,15 +2,55 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from abc import abstractmethod
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 from torch import fx
 
 from lowtide.compiled.joint import Joint, Key
-from lowtide.private import partitioning
+from lowtide.private import inductor, partitioning
+
+Halves = tuple[fx.GraphModule, fx.GraphModule]
+"""Forward and backward."""
 
 
-def cut(joint: Joint, stored: Iterable[Key]) -> tuple[fx.GraphModule, fx.GraphModule]:
+class Cutter(inductor.CustomPartitionerFn):
+    """What AOTAutograd calls with a joint graph; where that is cut is for each kind of it to say.
+
+    Args:
+        options: Inductor's settings; ``None`` where graphs run call by call.
+    """
+
+    def __init__(self, options: dict[str, Any] | None) -> None:
+        self.options = options
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Cutter:
+        return self
+
+    def __call__(
+        self,
+        gm: fx.GraphModule,
+        joint_inputs: Sequence[object],
+        *,
+        num_fwd_outputs: int,
+        static_lifetime_input_indices: Sequence[int] | None = None,
+        **_: Any,
+    ) -> Halves:
+        static = tuple(static_lifetime_input_indices or ())
+        partitioning.clean_joint(gm)
+        fusible = None if self.options is None else partitioning.default_fusible()
+        joint = Joint(partitioning.twin(gm), num_fwd_outputs, static, fusible)
+        if not any(call.forward for call in joint.calls) or not joint.tangents:  # nothing to decide
+            return partitioning.min_cut(gm, num_fwd_outputs, static)
+        return self.halves(joint)
+
+    @abstractmethod
+    def halves(self, joint: Joint) -> Halves:
+        """Forward and backward of a joint graph."""
+
+
+def cut(joint: Joint, stored: Iterable[Key]) -> Halves:
     """Forward and backward when ``stored`` and the forward's inputs are what backward may start from.
 
     Args:

@@ -12,7 +12,7 @@ import math
 import operator
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 from torch import fx
 
@@ -40,7 +40,7 @@ UNBOUNDED = sys.maxsize
 
 
 @dataclass(frozen=True)
-class Region:
+class Range:
     """Sizes that a plan holds for.
 
     Attributes:
@@ -55,13 +55,6 @@ class Region:
         return math.prod(numbers) <= self.product and all(map(operator.le, numbers, self.upto))
 
 
-@dataclass
-class Ranges:
-    """The sizes that the largest plan of each program holds for."""
-
-    of: dict[str, Region] = field(default_factory=dict)
-
-
 def program_of(module: fx.GraphModule) -> str:
     """A digest of what a graph calls, whatever its sizes."""
     text = "\n".join(str(node.target) for node in module.graph.nodes if node.op == "call_function")
@@ -73,7 +66,7 @@ def plan_range(
     budget: str | int,
     plan_at: Callable[[Size], Planned],
     standing_at: Callable[[Size], int],
-    ranges: Ranges,
+    ranges: dict[str, Range],
 ) -> tuple[Planned, Sizes]:
     """Plan a graph for the sizes at hand, and guard it where the plan would break the budget.
 
@@ -82,7 +75,7 @@ def plan_range(
         budget: as of `lowtide.limit_memory`.
         plan_at: plans it for sizes as numbers.
         standing_at: bytes that stand beside what the graph allocates.
-        ranges: of earlier plans; this one's is noted.
+        ranges: program -> sizes that its largest plan holds for; this one's is noted.
 
     Returns:
         The plan, and the sizes that it serves.
@@ -101,7 +94,7 @@ def plan_range(
         return plan_at(partitioning.hint), ANY
     program = program_of(module)
     seen = tuple(one.seen for one in free)
-    before = ranges.of.get(program)
+    before = ranges.get(program)
     if before is not None and len(before.upto) != len(free):
         before = None
     planned, numbers = _first_that_fits(free, seen, before, plan_at)
@@ -115,13 +108,13 @@ def plan_range(
         return limit - budgets.slack_bytes(limit) - planned.made_at(size_of) - standing
 
     if budgets.asks_for(budget) == "min":
-        region = Region((UNBOUNDED,) * len(free))
+        held = Range((UNBOUNDED,) * len(free))
     else:
-        region = region_of(numbers, tuple(one.most or UNBOUNDED for one in free), room)
-    sizes = _served(free, region, before)
+        held = range_of(numbers, tuple(one.most or UNBOUNDED for one in free), room)
+    sizes = _served(free, held, before)
     _guard(module, free, sizes)
     if before is None or math.prod(numbers) >= min(before.product, math.prod(before.upto)):
-        ranges.of[program] = region
+        ranges[program] = held
     return planned, sizes
 
 
@@ -129,7 +122,7 @@ def _sizes_at(free: list[FreeSize], numbers: Numbers) -> SizesAt:
     return SizesAt({one.symbol: number for one, number in zip(free, numbers, strict=True)})
 
 
-def _reserve(free: list[FreeSize], before: Region | None) -> Numbers:
+def _reserve(free: list[FreeSize], before: Range | None) -> Numbers:
     """The sizes to plan for at first: the largest where that is declared, and somewhat beyond what was held
     before.
     """
@@ -148,7 +141,7 @@ def _reserve(free: list[FreeSize], before: Region | None) -> Numbers:
 
 
 def _first_that_fits(
-    free: list[FreeSize], seen: Numbers, before: Region | None, plan_at: Callable[[Size], Planned]
+    free: list[FreeSize], seen: Numbers, before: Range | None, plan_at: Callable[[Size], Planned]
 ) -> tuple[Planned, Numbers]:
     wanted = _reserve(free, before)
     for numbers in dict.fromkeys((wanted, seen)):
@@ -164,18 +157,18 @@ def _first_that_fits(
     raise AssertionError("the sizes at hand come last")
 
 
-def _served(free: list[FreeSize], region: Region, before: Region | None) -> Sizes:
+def _served(free: list[FreeSize], held: Range, before: Range | None) -> Sizes:
     if any(one.declared for one in free):
         return ANY  # planned for the largest sizes there are
     upto = {
         str(one.symbol): most
-        for one, most in zip(free, region.upto, strict=True)
+        for one, most in zip(free, held.upto, strict=True)
         if most not in (UNBOUNDED, one.most)
     }
     above: dict[str, int] = {}
     if len(free) == 1 and before is not None and before.upto[0] < free[0].seen:
         above[str(free[0].symbol)] = before.upto[0]  # there the plan before costs less
-    return Sizes(above, upto, None if region.product == UNBOUNDED else region.product)
+    return Sizes(above, upto, None if held.product == UNBOUNDED else held.product)
 
 
 def _guard(module: fx.GraphModule, free: list[FreeSize], sizes: Sizes) -> None:
@@ -188,7 +181,7 @@ def _guard(module: fx.GraphModule, free: list[FreeSize], sizes: Sizes) -> None:
         partitioning.guard(module, math.prod(symbols.values()) <= sizes.product)
 
 
-def region_of(numbers: Numbers, most: Numbers, room: Callable[[Numbers], int]) -> Region:
+def range_of(numbers: Numbers, most: Numbers, room: Callable[[Numbers], int]) -> Range:
     """Sizes for which a plan holds.
 
     Of two sizes it bounds the product, as far as the plan lets each grow while the other shrinks: bytes are
@@ -200,14 +193,14 @@ def region_of(numbers: Numbers, most: Numbers, room: Callable[[Numbers], int]) -
         room: bytes left at some sizes, below zero where the plan does not hold.
 
     Example:
-        >>> region_of((8, 100), (1 << 40, 1 << 40), lambda sizes: 1600 - sizes[0] * sizes[1])
-        Region(upto=(64, 800), product=1600)
+        >>> range_of((8, 100), (1 << 40, 1 << 40), lambda sizes: 1600 - sizes[0] * sizes[1])
+        Range(upto=(64, 800), product=1600)
     """
     if (
         len(numbers) != 2
         or room(tuple(min(n * _FACTOR, top) for n, top in zip(numbers, most, strict=True))) >= 0
     ):
-        return Region(largest(numbers, most, room))
+        return Range(largest(numbers, most, room))
     for spans in _SPANS:
         tops = tuple(min(n * span, top) for n, span, top in zip(numbers, spans, most, strict=True))
 
@@ -217,8 +210,8 @@ def region_of(numbers: Numbers, most: Numbers, room: Callable[[Numbers], int]) -
 
         whole = (math.prod(numbers),)
         if worst(whole) >= 0:
-            return Region(tops, largest(whole, (math.prod(tops),), worst)[0])
-    return Region(largest(numbers, most, room))
+            return Range(tops, largest(whole, (math.prod(tops),), worst)[0])
+    return Range(largest(numbers, most, room))
 
 
 def _end(product: int, top: int) -> Numbers:

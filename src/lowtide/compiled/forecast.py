@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lowtide.compiled.backend import FREES_AT_ONCE, compile_graph
 from lowtide.compiled.partitioner import Partitioner, Report
-from lowtide.compiled.planner import Known
 from lowtide.errors import BudgetError, PlanError
 from lowtide.meter import resident_bytes
+from lowtide.plan.data import Plan
 from lowtide.private import inductor
 
 
@@ -18,7 +18,7 @@ class _Enough(Exception):
     """The graph is planned; nobody runs it."""
 
 
-def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str = "inductor") -> Known:
+def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str = "inductor") -> Plan:
     """Trace a step, plan it and predict what the backend would allocate; then stop.
 
     Parameters and inputs are not read, so uninitialised ones do.
@@ -34,9 +34,14 @@ def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str
         PlanError: the model does not compile as one graph, or no gradient is asked for.
     """
     report = Report()
-    options: dict[str, Any] | None = {} if backend == "inductor" else None
+    # what a cache hands out nobody plans
+    options = {**FREES_AT_ONCE, "force_disable_caches": True} if backend == "inductor" else None
     partitioner = Partitioner(budget, lambda: resident_bytes(model), options, report)
-    compiled = torch.compile(model, backend=_planning(partitioner), fullgraph=True)
+
+    def planning(module: Any, inputs: Any) -> Any:
+        return compile_graph(module, inputs, options, partitioner, _stop)
+
+    compiled = torch.compile(model, backend=planning, fullgraph=True)
     try:
         compiled(*args)
     except inductor.BackendCompilerFailed as error:
@@ -53,21 +58,8 @@ def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str
         ) from error
     if not report.planned:
         raise PlanError(f"{type(model).__name__} asks for no gradient: there is nothing to plan")
-    return report.planned[0]
+    return report.planned[0][0]
 
 
-def _planning(partitioner: Partitioner) -> Callable[..., Any]:
-    """A backend that goes as far as the partitioner."""
-
-    def enough(*args: Any, **kwargs: Any) -> Any:
-        raise _Enough
-
-    if partitioner.options is None:
-        return inductor.aot_autograd(fw_compiler=enough, partition_fn=partitioner)
-    # what a cache hands out nobody plans
-    settings = {"custom_partitioner_fn": partitioner, "force_disable_caches": True}
-
-    def backend(module: Any, inputs: Any) -> Any:
-        return inductor.compile_with(module, inputs, settings, enough)
-
-    return backend
+def _stop(*args: Any, **kwargs: Any) -> Any:
+    raise _Enough

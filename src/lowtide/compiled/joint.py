@@ -3,7 +3,7 @@
 In: the FX graph in which AOTAutograd has traced forward and backward as one. Out: a `Joint`, plain lists of
 `Call`, keyed by storage; views are no calls. Under Inductor most element-wise calls never write memory: they
 are computed again inside each kernel that reads them. Such calls are left out, and who reads them reads what
-they rest on (`Joint.frontier`).
+they rest on.
 """
 
 from __future__ import annotations
@@ -31,9 +31,7 @@ class Call:
         reads, writes: storages, each once.
         forward: whether it is part of the forward.
         inlined: nodes that are computed within it.
-        again: whether a second run gives the same.
-        reason: why not.
-        late: whether its results are worth storing though no forward kernel writes them to memory.
+        reason: why it may not run again, or nothing.
     """
 
     node: fx.Node
@@ -41,9 +39,7 @@ class Call:
     writes: tuple[Key, ...]
     forward: bool
     inlined: tuple[fx.Node, ...] = ()
-    again: bool = True
     reason: str = ""
-    late: bool = False
 
 
 @dataclass
@@ -73,11 +69,11 @@ class Joint:
         self.nodes = list(self.module.graph.nodes)
         self.names = {node.name: node for node in self.nodes}
         self._find_storages()
-        self.in_forward = partitioning.forward_names(self.module, self.static, self.forward_outputs)
-        self.after_tangents = partitioning.tangent_names(self.module, self.static, self.forward_outputs)
+        self.in_forward, self.after_tangents = partitioning.sides(
+            self.module, self.static, self.forward_outputs
+        )
         self.virtual = self._find_virtual()
         self.masks = self._find_masks()
-        self._frontier: dict[tuple[fx.Node, bool], tuple[Key, ...]] = {}
         self._find_calls()
 
     # ---- storages --------------------------------------------------------------------------------
@@ -137,7 +133,14 @@ class Joint:
         """
         if self.fusible is None:
             return set()
-        fusible = {node for node in self.nodes if node.op == "call_function" and self._may_fuse(node)}
+        fusible = {
+            node
+            for node in self.nodes
+            if node.op == "call_function"
+            and node in self.key_of
+            and not _writes_in_place(node)
+            and self.fusible(node)
+        }
         level: dict[fx.Node, int] = {}
         for node in self.nodes:
             before = max((level[source] for source in node.all_input_nodes), default=0)
@@ -162,12 +165,8 @@ class Joint:
             if (key := self.key_of.get(node)) is not None
             and key not in kept
             and self.root[key] is node
-            and not _reduces(node)
+            and _name(node) not in _REDUCTIONS
         }
-
-    def _may_fuse(self, node: fx.Node) -> bool:
-        assert self.fusible is not None
-        return node in self.key_of and not _writes_in_place(node) and self.fusible(node)
 
     def _computes(self, node: fx.Node) -> bool:
         """Whether a call is more than a view, a size or a part of several results."""
@@ -175,31 +174,6 @@ class Joint:
 
     def _side(self, node: fx.Node) -> bool:
         return node.name in self.in_forward
-
-    def frontier(self, node: fx.Node, forward: bool) -> tuple[Key, ...]:
-        """The storages in memory that a reader of a node reads: the node's own, or what it is computed from
-        inside the reader's kernel.
-
-        Args:
-            node: what is read.
-            forward: whether a call of the forward reads it.
-        """
-        known = self._frontier.get((node, forward))
-        if known is None:
-            key = self.key_of.get(node)
-            base = self.root[key] if key is not None else node
-            if key is not None and (base not in self.virtual or (base in self.masks and not forward)):
-                known = (key,)
-            elif key is None and not partitioning.is_symbol(node):
-                known = ()  # several results at once, each with a storage of its own; or an object
-            else:
-                known = tuple(
-                    dict.fromkeys(
-                        one for source in base.all_input_nodes for one in self.frontier(source, forward)
-                    )
-                )
-            self._frontier[node, forward] = known
-        return known
 
     # ---- calls -----------------------------------------------------------------------------------
 
@@ -218,30 +192,30 @@ class Joint:
             writes = (own,) if own is not None and self.root[own] is node else tuple(parts.get(node, ()))
             self.calls.append(self._call(node, writes))
         for node in self.masks:
-            self.calls.append(self._call(node, (self.key_of[node],), late=True))
+            self.calls.append(self._call(node, (self.key_of[node],)))
         place = {node: at for at, node in enumerate(self.nodes)}
         self.calls.sort(key=lambda call: place[call.node])
 
-    def _call(self, node: fx.Node, writes: tuple[Key, ...], late: bool = False) -> Call:
+    def _call(self, node: fx.Node, writes: tuple[Key, ...]) -> Call:
+        """A call that reads storages in memory; what no kernel writes there is computed within it, from what
+        that rests on.
+        """
         forward = self._side(node)
-        inlined = self._inlined(node, forward)
-        reads = tuple(
-            dict.fromkeys(key for source in node.all_input_nodes for key in self.frontier(source, forward))
-        )
-        reason = next((why for one in (node, *inlined) if (why := self._fixed(one))), "")
-        return Call(node, reads, writes, forward, inlined, not reason, reason, late)
-
-    def _inlined(self, node: fx.Node, forward: bool) -> tuple[fx.Node, ...]:
-        found: dict[fx.Node, None] = {}
-        stack = list(node.all_input_nodes)
+        reads: dict[Key, None] = {}
+        inlined: dict[fx.Node, None] = {}
+        stack = node.all_input_nodes[::-1]
         while stack:
-            one = stack.pop()
-            key = self.key_of.get(one)
-            base = self.root[key] if key is not None else one
-            if base in self.virtual and base not in found and (forward or base not in self.masks):
-                found[base] = None
-                stack += base.all_input_nodes
-        return tuple(found)
+            source = stack.pop()
+            key = self.key_of.get(source)
+            base = self.root[key] if key is not None else source
+            if key is not None and (base not in self.virtual or (base in self.masks and not forward)):
+                reads[key] = None
+            elif base not in inlined and (key is not None or partitioning.is_symbol(source)):
+                inlined[base] = None
+                stack += base.all_input_nodes[::-1]
+        within = tuple(one for one in inlined if one in self.virtual)
+        reason = next((why for one in (node, *within) if (why := self._fixed(one))), "")
+        return Call(node, tuple(reads), writes, forward, within, reason)
 
     def _fixed(self, node: fx.Node) -> str:
         """Why a call may not run again, or nothing."""
@@ -259,7 +233,7 @@ class Joint:
                 return "it draws random numbers"
             if target.namespace in ("_c10d_functional", "c10d"):
                 return "it is a collective"
-        if _draws(node):
+        if _name(node) in ("inductor_seed", "inductor_seeds", "inductor_randint_seed"):  # without that tag
             return "it draws random numbers"
         return ""
 
@@ -287,21 +261,12 @@ def _name(node: fx.Node) -> str:
     return schema_of(node.target).name.partition("::")[2] if isinstance(node.target, OpOverload) else ""
 
 
-def _draws(node: fx.Node) -> bool:
-    """Whether a call takes numbers from a generator; PyTorch's tags leave some out."""
-    return _name(node) in ("inductor_seed", "inductor_seeds", "inductor_randint_seed")
-
-
 _REDUCTIONS = frozenset({
     "sum", "mean", "var", "var_mean", "std", "amax", "amin", "max", "min", "argmax", "argmin", "any", "all",
     "prod",
     "prepare_softmax_online", "cumsum", "_softmax", "_log_softmax",
 })  # fmt: skip
-
-
-def _reduces(node: fx.Node) -> bool:
-    """Whether a kernel ends with a call: what reduces is written."""
-    return _name(node) in _REDUCTIONS
+"""Kernels end with these, so their results are written."""
 
 
 def described(node: fx.Node) -> tuple[Any, dict[str, Any]]:

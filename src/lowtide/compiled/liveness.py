@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 from types import MappingProxyType
@@ -48,54 +49,50 @@ def profile(
         surplus: names of nodes -> what their storages take beyond what the graph says.
     """
     nodes = list(module.graph.nodes)
-    last: dict[fx.Node, int] = {}
-    for at, node in enumerate(nodes):
-        for source in node.all_input_nodes:
-            last[source] = at
-        if node.op != "placeholder" and node not in last:
-            last[node] = at
-        elif node.op == "placeholder":
-            last.setdefault(node, 0)
-    dies: dict[int, list[fx.Node]] = {}
-    for node, at in last.items():
-        dies.setdefault(at, []).append(node)
-    holders: dict[int, int] = {}
+    readers = {node: len(node.users) for node in nodes}  # that are still to run
+    holders: Counter[int] = Counter()
     size: dict[int, int] = {}
     standing: set[int] = set()
-    live = peak = given = 0
+    live = 0
 
     def take(node: fx.Node) -> None:
         nonlocal live
         for storage, count in _storages(node.meta.get("val"), size_of).items():
-            if storage in standing:
-                continue
-            if not holders.get(storage):
-                size[storage] = count + surplus.get(node.name, 0)
-                live += size[storage]
-            holders[storage] = holders.get(storage, 0) + 1
+            if storage not in standing:
+                if not holders[storage]:
+                    size[storage] = count + surplus.get(node.name, 0)
+                    live += size[storage]
+                holders[storage] += 1
 
-    for node in nodes:
-        if node.op == "placeholder" and node.name in lent:
+    def let_go(node: fx.Node) -> None:
+        nonlocal live
+        for storage in _storages(node.meta.get("val"), size_of):
+            if storage not in standing:
+                holders[storage] -= 1
+                if not holders[storage]:
+                    live -= size[storage]
+
+    given = [node for node in nodes if node.op == "placeholder"]
+    for node in given:
+        if node.name in lent:
             standing.update(_storages(node.meta.get("val"), size_of))
+    for node in given:
+        take(node)
+    begin = peak = live
     for node in nodes:
-        if node.op == "placeholder":
-            take(node)
-    given = peak = live
-    for at, node in enumerate(nodes):
         if node.op == "output":
             break
         if node.op in ("call_function", "get_attr"):
             live += arriving_bytes(node.target, node.args)
             take(node)
             peak = max(peak, live + (scratch(node) if node.op == "call_function" else 0))
-        for dead in dies.get(at, ()):
-            for storage in _storages(dead.meta.get("val"), size_of):
-                if storage in standing:
-                    continue
-                holders[storage] -= 1
-                if not holders[storage]:
-                    live -= size[storage]
-    return Profile(peak, live, given)
+        for source in node.all_input_nodes:
+            readers[source] -= 1
+            if not readers[source]:
+                let_go(source)
+        if not node.users:
+            let_go(node)
+    return Profile(peak, live, begin)
 
 
 def _storages(value: Any, size_of: Callable[[Any], int]) -> dict[int, int]:

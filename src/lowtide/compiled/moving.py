@@ -30,6 +30,7 @@ from torch import fx
 
 from lowtide.compiled.coding import call
 from lowtide.errors import PlanError
+from lowtide.ops import covers_storage
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.store.lanes import Transfer
 from lowtide.store.stores import Stores
@@ -188,26 +189,15 @@ def arrive(
 
 
 @send.register_fake
-def _(x: torch.Tensor, tier: str, path: str) -> torch.Tensor:
+@settle.register_fake
+@fetch.register_fake
+def _(*_: Any) -> torch.Tensor:
+    """The ticket that they return."""
     return torch.empty(1, dtype=torch.int64, device="cpu")
 
 
-@settle.register_fake
-def _(ticket: torch.Tensor, x: torch.Tensor, after: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(ticket)
-
-
-@fetch.register_fake
-def _(
-    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, after: torch.Tensor
-) -> torch.Tensor:
-    return torch.empty_like(ticket)
-
-
 @arrive.register_fake
-def _(
-    ticket: torch.Tensor, size: Sequence[int], stride: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> torch.Tensor:
+def _(ticket: Any, size: Any, stride: Any, dtype: Any, device: Any) -> torch.Tensor:
     return torch.empty_strided(size, stride, dtype=dtype, device=device)
 
 
@@ -247,9 +237,15 @@ def moved(
     going = [
         node
         for node in saved
-        if getattr(node, "name", "") in tiers and node not in returned and _is_dense(node.meta["val"])
+        if getattr(node, "name", "") in tiers and node not in returned and covers_storage(node.meta["val"])
     ]
-    last = [node for node in returned if isinstance(node, fx.Node) and _is_made(node)]
+    last = [
+        node
+        for node in returned
+        if isinstance(node, fx.Node)
+        and node.op == "call_function"
+        and isinstance(node.meta["val"], torch.Tensor)
+    ]
     tickets = _sent(forward.graph, going, tiers, window_bytes, output, last)
     output.args = ([*returned, *(tickets.get(node, node) for node in saved)], *output.args[1:])
     inputs = {node.name: node for node in backward.graph.nodes if node.op == "placeholder"}
@@ -258,15 +254,6 @@ def moved(
         module.graph.lint()
         module.recompile()
     return forward, backward
-
-
-def _is_dense(value: torch.Tensor) -> bool:
-    """Whether every element of the storage is one of the tensor's."""
-    return value.untyped_storage().nbytes() == value.numel() * value.dtype.itemsize
-
-
-def _is_made(node: fx.Node) -> bool:
-    return node.op == "call_function" and isinstance(node.meta["val"], torch.Tensor)
 
 
 def _sent(

@@ -2,27 +2,24 @@
 
 from __future__ import annotations
 
-import copy
-import functools
 import hashlib
 import json
 import math
-import operator
-from collections.abc import Callable, Sequence
-from dataclasses import astuple, dataclass, field
+from collections.abc import Callable
+from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
 import torch
-from torch import fx
 
 from lowtide import budget as budgets
 from lowtide.compiled.costs import Size
-from lowtide.compiled.dynamic import Ranges, plan_range
+from lowtide.compiled.cut import Cutter, Halves
+from lowtide.compiled.dynamic import Range, plan_range
 from lowtide.compiled.joint import Joint
-from lowtide.compiled.planner import Known, Planned, plan_graph
-from lowtide.compiled.stored import ANY, Sizes, own_facts
+from lowtide.compiled.planner import Planned, plan_graph
+from lowtide.compiled.stored import Sizes, own_facts
 from lowtide.errors import PlanError
-from lowtide.plan.data import Offload
+from lowtide.plan.data import Offload, Plan
 from lowtide.private import inductor, partitioning
 
 
@@ -31,25 +28,12 @@ class Report:
     """What was planned so far; who asked for it reads it, compiled code does not hold it.
 
     Attributes:
-        planned: of each graph.
-        ranges: of sizes that vary.
-        fresh: what was planned since `take_fresh`, and the sizes that it serves.
+        planned: a plan for each graph, and the sizes that it serves.
+        ranges: program -> sizes that its largest plan holds for.
     """
 
-    planned: list[Known] = field(default_factory=list)
-    ranges: Ranges = field(default_factory=Ranges)
-    fresh: list[tuple[Known, Sizes]] = field(default_factory=list)
-
-    def note(self, planned: Planned, sizes: Sizes) -> None:
-        """Take down what is known of a graph, not the graph."""
-        known = Known(planned.plan, planned.peak_bytes, planned.plain_peak_bytes, planned.limit_bytes)
-        self.planned.append(known)
-        self.fresh.append((known, sizes))
-
-    def take_fresh(self) -> tuple[list[Known], Sizes]:
-        """What was planned since the last call, and the sizes that all of it serves."""
-        taken, self.fresh = self.fresh, []
-        return [known for known, _ in taken], functools.reduce(operator.and_, (s for _, s in taken), ANY)
+    planned: list[tuple[Plan, Sizes]] = field(default_factory=list)
+    ranges: dict[str, Range] = field(default_factory=dict)
 
 
 def refuse_old_torch() -> None:
@@ -66,7 +50,7 @@ def refuse_old_torch() -> None:
         )
 
 
-class Partitioner(inductor.CustomPartitionerFn):
+class Partitioner(Cutter):
     """Cuts each joint graph within a budget.
 
     It is immutable and can be pickled: Inductor puts a copy of it into the key of its cache, so another
@@ -79,6 +63,7 @@ class Partitioner(inductor.CustomPartitionerFn):
         report: takes down what was planned, in this process alone.
         codecs: in which saved values may wait in fewer bytes.
         tiers: where saved values may wait.
+        wishes: a digest of the regions that the user has marked in the graph.
 
     Raises:
         PlanError: this PyTorch is too old.
@@ -92,43 +77,20 @@ class Partitioner(inductor.CustomPartitionerFn):
         report: Report | None = None,
         codecs: tuple[str, ...] = (),
         tiers: tuple[Offload, ...] = (),
+        wishes: str = "",
     ) -> None:
         refuse_old_torch()
-        self.codecs, self.tiers = codecs, tiers
-        self.budget = budget
-        self.options = options
-        self.wishes = ""
+        super().__init__(options)
+        self.budget, self.codecs, self.tiers, self.wishes = budget, codecs, tiers, wishes
         self._standing = standing
         self._report = Report() if report is None else report
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_standing": None, "_report": Report()}
 
-    def wishing(self, wishes: str) -> Partitioner:
-        """The same for a graph in which the user has marked regions."""
-        other = copy.copy(self)
-        other.wishes, other._standing, other._report = wishes, self._standing, self._report
-        return other
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Partitioner:
-        return self
-
-    def __call__(
-        self,
-        gm: fx.GraphModule,
-        joint_inputs: Sequence[object],
-        *,
-        num_fwd_outputs: int,
-        static_lifetime_input_indices: Sequence[int] | None = None,
-        **_: Any,
-    ) -> tuple[fx.GraphModule, fx.GraphModule]:
-        static = tuple(static_lifetime_input_indices or ())
-        partitioning.clean_joint(gm)
-        fusible = None if self.options is None else partitioning.default_fusible()
-        joint = Joint(gm, num_fwd_outputs, static, fusible)
-        if not any(call.forward for call in joint.calls) or not joint.tangents:
-            return partitioning.min_cut(gm, num_fwd_outputs, static)
-        if self.tiers and any(partitioning.free_sizes(gm)):
+    def halves(self, joint: Joint) -> Halves:
+        """Forward and backward within the budget."""
+        if self.tiers and any(partitioning.free_sizes(joint.module)):
             raise PlanError(
                 "tiers are for graphs of fixed sizes, and this one leaves some open: leave out mark_dynamic "
                 "(and what makes sizes follow from data), or tiers"
@@ -136,17 +98,19 @@ class Partitioner(inductor.CustomPartitionerFn):
         beside = 0 if self._standing is None else self._standing()
         inputs = {joint.key_of[node] for node in joint.primals if node in joint.key_of}
         if self._standing is not None:  # parameters stand there already
-            inputs -= {joint.key_of[joint.primals[at]] for at in static if joint.primals[at] in joint.key_of}
+            static = [joint.primals[at] for at in joint.static]
+            inputs -= {joint.key_of[node] for node in static if node in joint.key_of}
 
         def standing_at(size_of: Size) -> int:
             return beside + sum(joint.bytes_of(key, size_of) for key in inputs)
 
         def plan_at(size_of: Size) -> Planned:
-            at = joint if size_of is joint.size else Joint(gm, num_fwd_outputs, static, fusible, size_of)
+            at = joint if size_of is joint.size else replace(joint, size=size_of)
             return plan_graph(at, self.budget, standing_at(size_of), self.options, self.codecs, self.tiers)
 
-        planned, sizes = plan_range(gm, self.budget, plan_at, standing_at, self._report.ranges)
-        self._report.note(planned, sizes)
+        report = self._report
+        planned, sizes = plan_range(joint.module, self.budget, plan_at, standing_at, report.ranges)
+        report.planned.append((planned.plan, sizes))
         return planned.forward, planned.backward
 
     def uuid(self) -> str:

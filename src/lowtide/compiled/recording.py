@@ -64,6 +64,11 @@ class Moment:
     alive: frozenset[int]
     lent: tuple[bool, bool] = (True, True)
 
+    @property
+    def calls(self) -> tuple[int, ...]:
+        """Calls that take memory: those that wait, and the one that runs."""
+        return self.waiting if self.call is None else (*self.waiting, self.call)
+
     def held(self, call: Call, kept: Mapping[Key, int]) -> int:
         """What a call that waits holds here, beyond what stands anyway."""
         return sum(
@@ -135,7 +140,7 @@ class Recording:
         self._gap()
         call = Call(len(self.calls), graph, static)
         self._watch(call, given)
-        self._note("forward", call)
+        self._add("forward", call, self._live)
         self.calls.append(call)
         return call
 
@@ -148,8 +153,7 @@ class Recording:
         call.kept = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
         call.saved = tuple(storage_key(tensor) for tensor in saved.values())
         self._waiting[call.number] = call
-        self._shut()
-        self._open()
+        self._go_on()
 
     def backward(self, graph: Any, given: Mapping[Key, torch.Tensor]) -> Call | None:
         """A backward begins with these inputs; says whose, or nothing where the step has no such forward."""
@@ -169,7 +173,7 @@ class Recording:
             for key, one in given.items()
             if key in call.lies and key not in call.static
         }
-        self._note("backward", call)
+        self._add("backward", call, self._live)
         return call
 
     def _backward_ended(self) -> None:
@@ -181,12 +185,9 @@ class Recording:
         """A backward has ended."""
         if self._waiting.pop(call.number, None) is not None:
             self.backwards += 1
-        self._note_what_went(call)
-        self._shut()
-        self._open()
+        self._go_on()
 
-    def _note_what_went(self, call: Call) -> None:
-        """What a backward was given and let go of is its own, no part of what stands beside it."""
+        # what it was given and let go of is its own, no part of what stands beside it
         there = set(self._numbers.values())
         went = {key: count for key, count in self._handed.items() if call.lies[key] not in there}
         others = {key for key, number in call.lies.items() if number in there} - call.static
@@ -214,23 +215,22 @@ class Recording:
         self._segment.__exit__(None, None, None)
         self._segment = None
 
-    def _gap(self) -> None:
-        """What ran up to here ran outside the graphs."""
-        assert self._segment is not None
-        most = self._live + self._segment.peak_bytes
-        self._add("gap", None, most)
+    def _go_on(self) -> None:
         self._shut()
         self._open()
 
-    def _note(self, kind: Literal["forward", "backward"], call: Call) -> None:
-        self._add(kind, call, self._live)
+    def _gap(self) -> None:
+        """What ran up to here ran outside the graphs."""
+        assert self._segment is not None
+        self._add("gap", None, self._live + self._segment.peak_bytes)
+        self._go_on()
 
     def _add(self, kind: Literal["forward", "backward", "gap"], call: Call | None, bytes_: int) -> None:
         alive = frozenset(self._numbers.values())
         waiting = tuple(number for number in self._waiting if call is None or number != call.number)
-        moment = Moment(kind, None if call is None else call.number, 0, waiting, alive)
+        moment = Moment(kind, None if call is None else call.number, bytes_, waiting, alive)
         kept = sum(moment.held(one, one.kept) for one in self._waiting.values())
-        self.moments.append(Moment(kind, moment.call, bytes_ - kept, waiting, alive))
+        self.moments.append(replace(moment, bytes=bytes_ - kept))
 
     def _watch(self, call: Call, tensors: Mapping[Key, torch.Tensor]) -> None:
         for key, tensor in tensors.items():

@@ -1,5 +1,5 @@
-"""All compiled graphs of a step as one `StepGraph`: the forwards in their order, the backwards the other way
-round, and what stands and happens between them.
+"""All compiled graphs of a step as one `StepGraph`: their forwards and backwards in the order in which they
+ran, and what stands and happens between them.
 """
 
 from __future__ import annotations
@@ -7,11 +7,16 @@ from __future__ import annotations
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Literal
 
 from lowtide.compiled.costs import Cost
 from lowtide.compiled.joint import Call, Joint, Key
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, Value
 from lowtide.private import partitioning
+
+Phase = Literal["forward", "backward"]
+
+NOTHING = Cost(0.0, 0, 0)
 
 Place = tuple[int, Key]
 """A storage of a step: the graph's number and the storage's name in it."""
@@ -61,8 +66,7 @@ class StepBuilder:
         outside: what stands beside them.
         device: which the budget is about.
         order: what happens in which order: ``("forward", n)`` and ``("backward", n)`` of graph ``n``, and
-            ``("gap", bytes)`` for the most that stands between two of them. ``None`` for the forwards, and
-            the backwards the other way round.
+            ``("gap", bytes)`` for the most that stands between two of them. ``None`` for one graph alone.
     """
 
     def __init__(
@@ -74,11 +78,7 @@ class StepBuilder:
         order: Sequence[tuple[str, int]] | None = None,
     ) -> None:
         self.joints, self.costs, self.outside, self.device = joints, costs, outside, device
-        numbers = range(len(joints))
-        self.order = order or [
-            *(("forward", number) for number in numbers),
-            *(("backward", number) for number in reversed(numbers)),
-        ]
+        self.order = order or [("forward", 0), ("backward", 0)]
         self.operations: list[Operation] = []
         self.storages: list[Storage] = []
         self.values: list[Value] = []
@@ -86,23 +86,25 @@ class StepBuilder:
         self.events: list[Event] = []
         self.of: dict[Place, int] = {}
         self.standing = outside.least
-        self.around: list[int] = []  # storages that stand outside
+        self.around: int | None = None  # the storage of what stands outside for a while
         self.asks: dict[tuple[int, str], list[int]] = {}  # reader -> saved tensors
 
     def build(self) -> Step:
         """The step."""
-        phase = "forward"
+        phase: Phase = "forward"
         for kind, number in self.order:
             if kind == "gap":
-                self._happen(number, phase)
-                continue
-            joint, phase = self.joints[number], kind
-            if kind == "forward":
+                most = number - self.standing
+                if most > 0:
+                    self._operate("outside", (), phase, cost=Cost(0.0, most, 0), reason="outside")
+            elif kind == "forward":
+                phase = "forward"
                 self._stand(self.outside.forward[number], phase)
-                self._forward(number, joint)
+                self._forward(number, self.joints[number])
             else:
+                phase = "backward"
                 self._stand(self.outside.backward[number], phase)
-                self._backward(number, joint)
+                self._backward(number, self.joints[number])
         graph = StepGraph(
             tuple(self.operations),
             tuple(self.storages),
@@ -118,74 +120,51 @@ class StepBuilder:
 
     # ---- what stands outside ---------------------------------------------------------------------
 
-    def _stand(self, bytes_: int, phase: str) -> None:
-        """From here on another number of bytes stands outside the graphs: a storage comes or goes."""
-        more = bytes_ - self.standing
-        if more > 0:
-            self._operate("outside", (), phase, again=False, bytes_=[more])
-        while more < 0 and self.around:
-            last = self.storages[self.around.pop()]
-            self.events.append(Event("free", last.id))
-            more += last.bytes
-            if more > 0:  # a part of it stays
-                self._operate("outside", (), phase, again=False, bytes_=[more])
+    def _stand(self, bytes_: int, phase: Phase) -> None:
+        """From here on another number of bytes stands outside the graphs."""
+        if bytes_ == self.standing:
+            return
+        if self.around is not None:
+            self.events.append(Event("free", self.around))
+            self.around = None
+        if bytes_ > self.outside.least:
+            self.around = len(self.storages)
+            self._operate("outside", (), phase, [bytes_ - self.outside.least], reason="outside")
         self.standing = bytes_
-
-    def _happen(self, most: int, phase: str) -> None:
-        """The most that stands between two graphs, for a moment."""
-        above = most - self.standing
-        if above > 0:
-            self._operate("outside", (), phase, again=False, scratch=above)
 
     def _operate(
         self,
         name: str,
         reads: tuple[int, ...],
-        phase: str,
-        *,
-        again: bool = True,
-        reason: str = "outside",
-        bytes_: Sequence[int] = (),
-        keys: Sequence[Place] = (),
-        cost: Cost | None = None,
-        scratch: int = 0,
+        phase: Phase,
+        sizes: Sequence[int] = (),
+        cost: Cost = NOTHING,
         module: str = "",
-    ) -> None:
-        index = len(self.operations)
-        writes: list[int] = []
-        for at, count in enumerate(bytes_):
-            storage, value = len(self.storages), len(self.values)
-            self.storages.append(
-                Storage(
-                    storage,
-                    count,
-                    "forward" if phase == "forward" else "backward",
-                    index,
-                    "" if keys else name,
-                )
-            )
-            self.values.append(Value(value, storage, 0, index))
-            writes.append(value)
-            if keys:
-                self.of[keys[at]] = value
-            else:
-                self.around.append(storage)
+        reason: str = "",
+    ) -> range:
+        """An operation whose results have these sizes; says which values they are."""
+        index, first = len(self.operations), len(self.values)
+        for size in sizes:
+            self.values.append(Value(len(self.values), len(self.storages), 0, index))
+            self.storages.append(Storage(len(self.storages), size, phase, index))
+        writes = range(first, len(self.values))
         self.operations.append(
             Operation(
                 index,
                 name,
                 reads,
                 tuple(writes),
-                "forward" if phase == "forward" else "backward",
+                phase,
                 module,
-                replayable=again,
-                reason="" if again else reason,
-                seconds=cost.seconds if cost else 0.0,
-                scratch_bytes=cost.scratch_bytes if cost else scratch,
-                flops=cost.flops if cost else 0,
+                replayable=not reason,
+                reason=reason,
+                seconds=cost.seconds,
+                scratch_bytes=cost.scratch_bytes,
+                flops=cost.flops,
             )
         )
         self.events.append(Event("op", index))
+        return writes
 
     # ---- a graph ---------------------------------------------------------------------------------
 
@@ -200,17 +179,16 @@ class StepBuilder:
         return self.of[place]
 
     def _call(self, number: int, joint: Joint, call: Call, cost: Cost) -> None:
-        self._operate(
+        made = self._operate(
             str(call.node.target),
             tuple(self._value(number, key) for key in call.reads),
             "forward" if call.forward else "backward",
-            again=call.again,
-            reason=call.reason,
-            bytes_=[joint.bytes[key] + cost.surplus_bytes for key in call.writes],
-            keys=[(number, key) for key in call.writes],
-            cost=cost,
-            module=module_of(call),
+            [joint.bytes[key] + cost.surplus_bytes for key in call.writes],
+            cost,
+            module_of(call),
+            call.reason,
         )
+        self.of.update(zip(((number, key) for key in call.writes), made, strict=True))
 
     def _free(self, number: int, keys: Sequence[Key]) -> None:
         for key in keys:

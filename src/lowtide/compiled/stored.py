@@ -16,7 +16,7 @@ import os
 import tempfile
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +24,11 @@ import torch
 from torch import fx
 
 import lowtide
-from lowtide.compiled.planner import Known
 from lowtide.errors import PlanError
 from lowtide.plan.data import Plan
 from lowtide.private import partitioning
 
-_FORMAT = 1
+_FORMAT = 2
 _MOST = 16  # plans of one graph, for sizes that vary
 
 
@@ -77,22 +76,17 @@ class Shelf:
     def __init__(self, folder: Path) -> None:
         self._folder = folder
 
-    def find(self, key: str, sizes: Mapping[str, int]) -> list[Known]:
+    def find(self, key: str, sizes: Mapping[str, int]) -> list[Plan]:
         """What was planned last for a graph, and holds for these sizes; nothing where that is not known."""
         for row in self._rows(key):
             if sizes in Sizes(**row["sizes"]):
                 with contextlib.suppress(PlanError):
-                    return [Known(Plan.from_json(plan), *bytes_) for plan, *bytes_ in row["plans"]]
+                    return [Plan.from_json(plan) for plan in row["plans"]]
         return []
 
-    def keep(self, key: str, sizes: Sizes, planned: Sequence[Known]) -> None:
+    def keep(self, key: str, sizes: Sizes, plans: Sequence[Plan]) -> None:
         """Keep what was planned for a graph, the plans of regions within it included."""
-        row = {
-            "sizes": {"above": dict(sizes.above), "upto": dict(sizes.upto), "product": sizes.product},
-            "plans": [
-                [one.plan.to_json(), one.peak_bytes, one.plain_peak_bytes, one.limit_bytes] for one in planned
-            ],
-        }
+        row = {"sizes": asdict(sizes), "plans": [plan.to_json() for plan in plans]}
         rows = [row, *(one for one in self._rows(key) if one["sizes"] != row["sizes"])][:_MOST]
         with contextlib.suppress(OSError):
             self._folder.mkdir(parents=True, exist_ok=True)

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from torch import fx
 
 from lowtide.compiled.costs import Cost, costs_of, surplus_of
-from lowtide.compiled.cut import cut
+from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.generated import profile_generated
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.liveness import Profile, profile
@@ -31,7 +30,6 @@ class Variant:
         backward_bytes: the same for backward, what it was handed included, by whether others hold the graph's
             inputs and its outputs beyond it.
         seconds: forecast of what runs again.
-        again: how many calls run again.
         copied: bytes of copies in another layout that are handed over in place of the graph's inputs.
     """
 
@@ -40,7 +38,6 @@ class Variant:
     forward_bytes: int
     backward_bytes: dict[tuple[bool, bool], int]
     seconds: float
-    again: int
     copied: int = 0
 
 
@@ -65,27 +62,25 @@ class Menu:
         self._plans: dict[int | None, tuple[frozenset[Key], int]] = {}
         self._step = StepBuilder([self.joint], [self.costs], Outside((0,), (0,))).build()
 
-    def plain(self) -> Variant:
-        """As `torch.compile` cuts the graph."""
-        return self._variant(None)
+    @property
+    def known(self) -> list[Variant]:
+        """Those that were looked at."""
+        return list(self._by_kept.values())
 
-    def storing(self, stored: Iterable[Key]) -> Variant:
-        """Storing ``stored``."""
-        return self._variant(frozenset(stored))
+    def look(self, between: int) -> None:
+        """Look at the cut of `torch.compile`, the smallest one, that which stores all that backward reads,
+        and so many between these two.
+        """
+        self.variant(None)
+        least, most = self._planned(None)[1], self._planned(_NO_LIMIT)[1]
+        self.variant(self.smallest())
+        for number in range(1, between + 1):
+            self.variant(self._planned(least + (most - least) * number // (between + 1))[0])
+        self.variant(self._planned(_NO_LIMIT)[0])
 
     def smallest(self) -> frozenset[Key]:
         """What is stored where the graph alone takes the least memory."""
         return self._planned(None)[0]
-
-    def all(self) -> Variant:
-        """Storing all that backward reads: nothing runs again."""
-        return self.storing(self._planned(_NO_LIMIT)[0])
-
-    def spread(self, count: int) -> None:
-        """Look at ``count`` ways between the smallest and that which stores all."""
-        least, most = self._planned(None)[1], self._planned(_NO_LIMIT)[1]
-        for number in range(1, count + 1):
-            self.storing(self._planned(least + (most - least) * number // (count + 1))[0])
 
     def _planned(self, target: int | None) -> tuple[frozenset[Key], int]:
         """What is stored where the graph alone is to take ``target`` bytes, and what it takes so."""
@@ -95,37 +90,34 @@ class Menu:
             self._plans[target] = frozenset(step.stored(plan.stored, 0)), plan.predicted_peak_bytes
         return self._plans[target]
 
-    def halves(self, stored: frozenset[Key] | None) -> tuple[fx.GraphModule, fx.GraphModule]:
-        """Forward and backward."""
-        return cut_as(self.joint, stored)
-
-    def _variant(self, stored: frozenset[Key] | None) -> Variant:
+    def variant(self, stored: frozenset[Key] | None) -> Variant:
+        """The cut that stores these; with ``None`` that of `torch.compile` itself."""
         if stored not in self.found:
-            made = self._made(stored)
-            # sets that differ in what backward never reads are one cut
-            self.found[stored] = self._by_kept.setdefault(frozenset(made.kept), made)
+            joint = self.joint
+            halves = (
+                partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
+                if stored is None
+                else cut(joint, stored)
+            )
+            kept = kept_by(joint, halves[0])
+            key = frozenset(kept)  # sets that differ in what backward never reads are one cut
+            if key not in self._by_kept:
+                self._by_kept[key] = self._made(stored, kept, halves)
+            self.found[stored] = self._by_kept[key]
         return self.found[stored]
 
-    def _made(self, stored: frozenset[Key] | None) -> Variant:
-        joint = self.joint
-        halves = forward, backward = self.halves(stored)
-        kept = kept_by(joint, forward)
-        known = self._by_kept.get(frozenset(kept))
-        if known is not None:
-            return known
-        names = {node.name for node in backward.graph.nodes if node.op == "call_function"}
+    def _made(self, stored: frozenset[Key] | None, kept: dict[Key, int], halves: Halves) -> Variant:
+        names = {node.name for node in halves[1].graph.nodes if node.op == "call_function"}
         again = [
             cost
-            for call, cost in zip(joint.calls, self.costs, strict=True)
+            for call, cost in zip(self.joint.calls, self.costs, strict=True)
             if call.forward and call.node.name in names and call.writes
         ]
         first, backward_bytes = self._peaks(halves)
         seconds, copied = sum(cost.seconds for cost in again), sum(first.copied.values())
-        return Variant(stored, kept, first.peak_bytes, backward_bytes, seconds, len(again), copied)
+        return Variant(stored, kept, first.peak_bytes, backward_bytes, seconds, copied)
 
-    def _peaks(
-        self, halves: tuple[fx.GraphModule, fx.GraphModule]
-    ) -> tuple[Profile, dict[tuple[bool, bool], int]]:
+    def _peaks(self, halves: Halves) -> tuple[Profile, dict[tuple[bool, bool], int]]:
         """Of the forward, and of the backward by what others hold of what it is handed."""
         forward, backward = halves
         joint, size = self.joint, self.joint.size
@@ -160,13 +152,6 @@ class Menu:
             ).peak_bytes
             for who, names in lent.items()
         }
-
-
-def cut_as(joint: Joint, stored: Iterable[Key] | None) -> tuple[fx.GraphModule, fx.GraphModule]:
-    """Forward and backward that store ``stored``; with ``None`` as `torch.compile` cuts a graph."""
-    if stored is None:
-        return partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
-    return cut(joint, stored)
 
 
 def kept_by(joint: Joint, forward: fx.GraphModule) -> dict[Key, int]:

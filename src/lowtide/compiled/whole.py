@@ -37,7 +37,6 @@ class _Turn:
     region: Region
     sizes: Sizes
     stored: frozenset[Key] | None
-    run: Run | None = None
 
     def serves(self, region: Region, sizes: Sizes) -> bool:
         """Whether a call is the one that was planned for, or a smaller one."""
@@ -156,17 +155,13 @@ class WholeStep:
             if self._recording.calls:
                 gc.collect()  # what Dynamo leaves behind holds tensors that it traced with
             else:
-                self._stop()
+                self.stop()
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor) and leaf.grad_fn is not None:
                 begun = _Begun(self._backward_begins)
                 leaf.grad_fn.register_prehook(begun)
                 self._last = weakref.ref(begun)
                 return
-
-    def failed(self) -> None:
-        """A forward of the model was left by an error."""
-        self._stop()
 
     def _backward_begins(self) -> None:
         self._backwards += 1
@@ -193,10 +188,7 @@ class WholeStep:
             self._missed.add(self._given[0])
             self._now = []  # not what was planned for: the rest of the step runs in the least memory
             return region.smallest
-        turn = self._now[at]
-        if turn.run is None:
-            turn.run = region.run_as(turn.stored)
-        return turn.run
+        return region.run_as(self._now[at].stored)
 
     # ---- recording -------------------------------------------------------------------------------
 
@@ -214,7 +206,8 @@ class WholeStep:
         gc.collect()  # garbage of before would be freed in between
         self._recording = Recording(str(self.device), self._standing() + inputs, self._recorded)
 
-    def _stop(self) -> Recording | None:
+    def stop(self) -> Recording | None:
+        """Record no longer: the step is over, or was left by an error."""
         recording, self._recording = self._recording, None
         if recording is not None:
             recording.close()
@@ -222,7 +215,7 @@ class WholeStep:
 
     def _recorded(self, complete: bool = True) -> None:
         """A recorded step is over."""
-        recording = self._stop()
+        recording = self.stop()
         if recording is None:
             return
         shapes, bytes_ = self._given

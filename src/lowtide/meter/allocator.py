@@ -44,21 +44,23 @@ class CountingAllocator:
             function.restype, function.argtypes = result, list(arguments)
             return function
 
-        self._install = bind("lt_install", position)
-        self._uninstall = bind("lt_uninstall", position)
-        self._installs = bind("lt_installs", position)
+        self._install, self._uninstall, self._installs = (
+            bind(f"lt_{name}", position) for name in ("install", "uninstall", "installs")
+        )
         self._live = bind("lt_live", number)
         self._adopt = bind("lt_adopt", number, ctypes.c_void_p)
-        self._mark_open = bind("lt_mark_open", position)
-        self._mark_close = bind("lt_mark_close", None, position)
+        self.mark_open, self.mark_close = (
+            bind("lt_mark_open", position),
+            bind("lt_mark_close", None, position),
+        )
         self.mark_peak, self.mark_live, self.mark_start = (
             bind(f"lt_mark_{name}", number, position) for name in ("peak", "live", "start")
         )
-        self._log_open, self._log_end, self._now = (
+        self.log_open, self.log_end, self.now = (
             bind(f"lt_{name}", number) for name in ("log_open", "log_end", "now")
         )
-        self._log_close = bind("lt_log_close", None)
-        self._log_read = bind("lt_log_read", number, number, number, pointer, pointer)
+        self.log_close = bind("lt_log_close", None)
+        self.log_read = bind("lt_log_read", number, number, number, pointer, pointer)
 
     def install(self) -> None:
         """Count allocations from now on, or join whoever installed before.
@@ -102,57 +104,18 @@ class CountingAllocator:
         """
         return sum(self._adopt(private.storage_address(storage)) for storage in storages(tensors))
 
-    def mark(self) -> int:
-        """Open a watermark register; give it back with `close_mark`. ``mark_peak``, ``mark_live``: bytes
-        above those live then.
-        """
-        found = self._mark_open()
-        if found < 0:
-            raise MeterError("64 peaks are being measured at once, which is all the meter has registers for")
-        return found
-
-    def close_mark(self, mark: int) -> None:
-        """Give a register back."""
-        self._mark_close(mark)
-
-    def log_open(self) -> tuple[int, int]:
-        """Begin logging events; returns the log's position and the clock in nanoseconds."""
-        at = self._log_open()
-        if at < 0:
-            raise MeterError("no memory for the event log")
-        return at, self._now()
-
-    def log_close(self) -> int:
-        """Stop logging for this reader; returns the log's position."""
-        end = self._log_end()
-        self._log_close()
-        return end
-
-    def log_read(self, begin: int, end: int) -> tuple[list[int], list[int]]:
-        """Clock (nanoseconds) and bytes (negative for a free) of the events in a range, the newest 1,048,576
-        of them.
-        """
-        room = max(0, min(end - begin, 1 << 20))
-        clock, delta = (ctypes.c_int64 * room)(), (ctypes.c_int64 * room)()
-        copied = self._log_read(max(begin, end - room), end, clock, delta)
-        return list(clock[:copied]), list(delta[:copied])
-
 
 @lru_cache(maxsize=1)
 def _load() -> CountingAllocator | MeterError:
     try:
         allocator = CountingAllocator(str(built(with_torch(_SOURCE))))
-        allocator.install()
-        try:
-            mark = allocator.mark()
-            with private.without_dispatch_modes():
-                block = torch.empty(12345, dtype=torch.uint8, device="cpu")
-            seen = allocator.mark_live(mark)
-            del block
-            left = allocator.mark_live(mark)
-            allocator.close_mark(mark)
-        finally:
-            allocator.uninstall()
+        register = AllocatorRegister(allocator)
+        register.open()
+        with private.without_dispatch_modes():
+            block = torch.empty(12345, dtype=torch.uint8, device="cpu")
+        seen = register.read().live_bytes
+        del block
+        left = register.close().live_bytes
     except MeterError as error:
         return error
     except BuildError as error:
@@ -202,13 +165,20 @@ class AllocatorRegister:
 
     def open(self) -> None:
         """Begin."""
+        a = self._allocator
         with ExitStack() as undo:
-            self._allocator.install()
-            undo.callback(self._allocator.uninstall)
-            self._mark = self._allocator.mark()
-            undo.callback(self._allocator.close_mark, self._mark)
+            a.install()
+            undo.callback(a.uninstall)
+            self._mark = a.mark_open()
+            if self._mark < 0:
+                raise MeterError(
+                    "64 peaks are being measured at once, which is all the meter has registers for"
+                )
+            undo.callback(a.mark_close, self._mark)
             if self._timeline:
-                self._first, self._clock = self._allocator.log_open()
+                self._first, self._clock = a.log_open(), a.now()
+                if self._first < 0:
+                    raise MeterError("no memory for the event log")
             undo.pop_all()
 
     def read(self) -> Reading:
@@ -218,19 +188,25 @@ class AllocatorRegister:
 
     def close(self) -> Reading:
         """End, and say what there was."""
-        found = self.read()
-        last = self._allocator.log_close() if self._timeline else 0
-        self._allocator.close_mark(self._mark)
+        a, found = self._allocator, self.read()
+        a.mark_close(self._mark)
         if self._timeline:
+            last = a.log_end()
+            a.log_close()
             found = replace(found, timeline=self._moments(last, found.live_bytes))
-        self._allocator.uninstall()
+        a.uninstall()
         return found
 
     def _moments(self, last: int, end_bytes: int) -> Moments:
-        when, deltas = self._allocator.log_read(self._first, last)
-        live = end_bytes - sum(deltas)  # 0 but for a log that overflowed, whose oldest events are gone
+        """The newest 1,048,576 events of the log, in the order of their clock."""
+        room = max(0, min(last - self._first, 1 << 20))
+        clock, deltas = (ctypes.c_int64 * room)(), (ctypes.c_int64 * room)()
+        count = self._allocator.log_read(max(self._first, last - room), last, clock, deltas)
+        live = end_bytes - sum(
+            deltas[:count]
+        )  # 0 but for a log that overflowed, whose oldest events are gone
         moments = []
-        for at, delta in zip(when, deltas, strict=True):
+        for at, delta in zip(clock[:count], deltas[:count], strict=True):
             live += delta
             moments.append(((at - self._clock) * 1e-9, live))
         return tuple(moments)

@@ -16,6 +16,7 @@ from .reading import Moments, Reading
 
 _LOCK = threading.Lock()
 _BLOCK = 512
+"""The allocator rounds sizes up to so many bytes."""
 _MAX_EVENTS = 200_000
 
 
@@ -23,12 +24,11 @@ class CudaRegister:
     """A peak register of one device.
 
     Opening one resets the device's peak statistics (`torch.cuda.reset_peak_memory_stats`), after handing
-    what it
-    read to every register that is open: each sees its own peak.
+    what it read to every register that is open: each sees its own peak.
 
     Args:
         device: whose memory.
-        timeline: whether to take the allocator's event history.
+        timeline: whether to take the allocator's event history, without stacks.
     """
 
     # the statistic is the device's, so its readers are listed per device
@@ -36,13 +36,14 @@ class CudaRegister:
 
     def __init__(self, device: torch.device, timeline: bool = False) -> None:
         self.device = device.index if device.index is not None else torch.cuda.current_device()
-        self._history = _History(self.device) if timeline else None
+        self._timeline, self._recorded = timeline, False
         self._peak = self._reserved = self._start = 0
 
     def open(self) -> None:
         """Begin."""
-        if self._history is not None:
-            self._history.start()
+        if self._timeline and not private.is_cuda_history_recorded():  # else the program records its own
+            self._recorded = True
+            private.record_cuda_history(_MAX_EVENTS)
         with _LOCK:
             self._fold()
             self._start = self._peak = torch.cuda.memory_allocated(self.device)
@@ -55,8 +56,8 @@ class CudaRegister:
         found = self.read()
         with _LOCK:
             self._open[self.device].remove(self)
-        if self._history is not None:
-            found = replace(found, timeline=self._history.stop())
+        if self._recorded:
+            found = replace(found, timeline=self._moments())
         return found
 
     def _fold(self) -> None:
@@ -73,27 +74,8 @@ class CudaRegister:
             live = torch.cuda.memory_allocated(self.device) - self._start
             return Reading(self._peak - self._start, live, self._start, self._reserved)
 
-
-class _History:
-    """The allocator's event history between `start` and `stop`, without stack traces. Taken only where nobody
-    records it already.
-    """
-
-    def __init__(self, device: int) -> None:
-        self.device = device
-        self.recording = False
-
-    def start(self) -> None:
-        """Begin, unless the program records its own memory history."""
-        if private.is_cuda_history_recorded():
-            return
-        private.record_cuda_history(_MAX_EVENTS)
-        self.recording = True
-
-    def stop(self) -> Moments:
-        """End; the seconds count from the first event, sizes are rounded up to the allocator's 512 bytes."""
-        if not self.recording:
-            return ()
+    def _moments(self) -> Moments:
+        """The allocator's events, which are recorded no longer; the seconds count from the first."""
         try:
             traces = private.cuda_history_events()
         finally:

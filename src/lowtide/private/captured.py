@@ -68,9 +68,8 @@ def is_whole_step(module: fx.GraphModule) -> bool:
     ) and all(not isinstance(value, torch.Tensor) or value.is_leaf for value in given)
 
 
-def keeps_graph() -> bool:
-    """Whether the backward that runs was called with ``retain_graph``."""
-    return torch._C._autograd._get_current_graph_task_keep_graph()  # type: ignore[attr-defined]
+keeps_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph  # type: ignore
+"""Whether the backward that runs was called with ``retain_graph``."""
 
 
 def _twin(module: fx.GraphModule) -> fx.GraphModule:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import ctypes
 import sys
-from contextlib import AbstractContextManager
 from operator import attrgetter
 from typing import Any
 
@@ -50,9 +49,8 @@ def set_thread_object(name: str, value: object) -> None:
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(value))
 
 
-def keys_below(key: str) -> Any:
-    """All keys from below ``key`` on, to be met with an operation's own."""
-    return torch._C._dispatch_keyset_full_after(key)  # type: ignore[arg-type]
+keys_below: Any = torch._C._dispatch_keyset_full_after
+"""All keys from below one on, given by its name; to be met with an operation's own."""
 
 
 def redispatch(func: Any, keys: Any, *args: Any, **kwargs: Any) -> Any:
@@ -72,14 +70,11 @@ def similar_overloads(func: Any) -> list[Any]:
     return [getattr(packet, name) for name in (func._overloadname, *packet.overloads())]
 
 
-def has_kernel_at(name: str, key: str) -> bool:
-    """Whether there is a kernel of an operation at a dispatch key, both by their names."""
-    return torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+has_kernel_at = torch._C._dispatch_has_kernel_for_dispatch_key
+"""Whether there is a kernel of an operation at a dispatch key, both by their names."""
 
-
-def all_operation_names() -> list[str]:
-    """Every overload that there is by now, as ``aten::add.Tensor``."""
-    return torch._C._dispatch_get_all_op_names()
+all_operation_names = torch._C._dispatch_get_all_op_names
+"""Every overload that there is by now, as ``aten::add.Tensor``."""
 
 
 def defined_operations() -> tuple[int, set[str]]:
@@ -89,9 +84,8 @@ def defined_operations() -> tuple[int, set[str]]:
     return len(torch._ops._higher_order_ops), set(torch.library._defs)
 
 
-def all_schemas() -> list[Any]:
-    """The schemas of every overload that there is by now."""
-    return torch._C._jit_get_all_schemas()
+all_schemas = torch._C._jit_get_all_schemas
+"""The schemas of every overload that there is by now."""
 
 
 def kernel_library(namespace: str) -> Any:
@@ -130,28 +124,22 @@ def call(func: Any, args: Any, kwargs: dict[str, Any]) -> Any:
 # ---- modes and subclasses ------------------------------------------------------------------------
 
 
-def mode_stack() -> list[Any]:
-    """The dispatch modes that are active on this thread, outermost first."""
-    return _get_current_dispatch_mode_stack()
+mode_stack = _get_current_dispatch_mode_stack
+"""The dispatch modes that are active on this thread, outermost first."""
 
-
-def without_dispatch_modes() -> AbstractContextManager[object]:
-    """No dispatch mode sees the operations in the block."""
-    return _disable_current_modes()
-
+without_dispatch_modes = _disable_current_modes
+"""A context: no dispatch mode sees the operations in the block."""
 
 no_torch_function: Any = torch._C._disabled_torch_function_impl
 """A subclass's ``__torch_function__`` that leaves everything to PyTorch, without a trip through Python."""
 
 
-def without_torch_function() -> AbstractContextManager[object]:
-    """Calls in the block take tensor subclasses for plain tensors: no ``__torch_function__`` is asked."""
-    return torch._C.DisableTorchFunctionSubclass()
+without_torch_function = torch._C.DisableTorchFunctionSubclass
+"""A context: calls in the block take tensor subclasses for plain tensors: no ``__torch_function__`` is asked.
+"""
 
-
-def without_torch_functions() -> AbstractContextManager[object]:
-    """As `without_torch_function`, and no mode for such functions is asked either (`torch.device` is one)."""
-    return torch._C.DisableTorchFunction()
+without_torch_functions = torch._C.DisableTorchFunction
+"""As `without_torch_function`, and no mode for such functions is asked either (`torch.device` is one)."""
 
 
 def answers_itself(tensor: torch.Tensor) -> bool:

@@ -67,8 +67,7 @@ def fake_store() -> Any:
     return FakeStore()
 
 
-def assert_on_device(condition: torch.Tensor, message: str) -> None:
-    """Raise where a tensor of one boolean is false: on a GPU without waiting for it, as a failed device-side
-    assertion.
-    """
-    torch._assert_async(condition, message)  # pyright: ignore
+assert_on_device: Any = torch._assert_async  # pyright: ignore
+"""Raise, with a message, where a tensor of one boolean is false: on a GPU without waiting for it, as a failed
+device-side assertion.
+"""

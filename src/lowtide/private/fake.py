@@ -5,8 +5,6 @@ Seen in PyTorch 2.11 to 2.13.
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager
-
 import torch
 from torch._subclasses.fake_tensor import FakeTensor as FakeTensor
 from torch._subclasses.fake_tensor import FakeTensorMode as FakeTensorMode
@@ -25,9 +23,8 @@ def fake_mode() -> FakeTensorMode:
     return mode
 
 
-def without_fake_mode() -> AbstractContextManager[object]:
-    """Operations in the block see no fake tensor mode, whatever is active outside."""
-    return unset_fake_temporarily()
+without_fake_mode = unset_fake_temporarily
+"""A context: operations in the block see no fake tensor mode, whatever is active outside."""
 
 
 def is_fake_mode_active() -> bool:

@@ -38,6 +38,5 @@ def stop_cuda_history() -> None:
     torch.cuda.memory._record_memory_history(None)
 
 
-def occupy_gpu(cycles: int) -> None:
-    """Queue a kernel on the current CUDA stream that does nothing for so many cycles of the GPU's clock."""
-    torch.cuda._sleep(cycles)  # pyright: ignore
+occupy_gpu: Any = torch.cuda._sleep  # pyright: ignore
+"""Queue a kernel on the current CUDA stream that does nothing for so many cycles of the GPU's clock."""

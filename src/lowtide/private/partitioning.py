@@ -73,16 +73,12 @@ def clean_joint(module: fx.GraphModule) -> None:
     module.recompile()
 
 
-def forward_names(module: fx.GraphModule, static: Iterable[int], forward_outputs: int) -> set[str]:
-    """Names of the nodes that the forward's outputs need."""
+def sides(module: fx.GraphModule, static: Iterable[int], forward_outputs: int) -> tuple[set[str], set[str]]:
+    """Names of the nodes that the forward's outputs need, and of those that rest on what backward is given or
+    may run in backward only.
+    """
     info = partitioners.classify_nodes(module, list(static), forward_outputs)
-    return {node.name for node in info.required_fw_nodes}
-
-
-def tangent_names(module: fx.GraphModule, static: Iterable[int], forward_outputs: int) -> set[str]:
-    """Names of the nodes that rest on what backward is given, or may run in backward only."""
-    info = partitioners.classify_nodes(module, list(static), forward_outputs)
-    return {node.name for node in info.tangents_closure}
+    return {node.name for node in info.required_fw_nodes}, {node.name for node in info.tangents_closure}
 
 
 def extract(
@@ -118,9 +114,8 @@ def finish(forward: fx.GraphModule, backward: fx.GraphModule) -> tuple[fx.GraphM
     )
 
 
-def is_symbol(node: fx.Node) -> bool:
-    """Whether a node is a size, not a tensor."""
-    return partitioners.is_sym_node(node)
+is_symbol: Callable[[fx.Node], bool] = partitioners.is_sym_node
+"""Whether a node is a size, not a tensor."""
 
 
 def is_opaque(node: fx.Node) -> bool:
@@ -133,9 +128,8 @@ def is_primal(node: fx.Node) -> bool:
     return node.op == "placeholder" and not is_tangent(node)
 
 
-def is_tangent(node: fx.Node) -> bool:
-    """Whether a placeholder is a gradient that backward is given."""
-    return partitioners._is_tangent(node)
+is_tangent: Callable[[fx.Node], bool] = partitioners._is_tangent
+"""Whether a placeholder is a gradient that backward is given."""
 
 
 def is_effect(node: fx.Node) -> bool:
@@ -148,9 +142,8 @@ def must_save(node: fx.Node) -> bool:
     return node.meta.get("recompute") is CheckpointPolicy.MUST_SAVE
 
 
-def should_recompute(node: fx.Node) -> bool:
-    """Whether a checkpointed region around the node asks for its result to be given up."""
-    return partitioners.must_recompute(node)
+should_recompute: Callable[[fx.Node], bool] = partitioners.must_recompute
+"""Whether a checkpointed region around the node asks for its result to be given up."""
 
 
 def is_item(node: fx.Node) -> bool:

@@ -5,6 +5,7 @@ Seen in PyTorch 2.11 to 2.13.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from operator import attrgetter
 from typing import Any
 
@@ -16,11 +17,10 @@ storage_address: Any = attrgetter("_cdata")
 """The address of a storage object: unique while the storage lives, reused after."""
 
 
-def storage_key(tensor: torch.Tensor) -> int:
-    """The address of the tensor's storage object: unique while the storage lives, reused after. No Python
-    object is made for it.
-    """
-    return torch._C._storage_address(tensor)  # type: ignore[attr-defined]
+storage_key: Callable[[torch.Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+"""The address of the tensor's storage object: unique while the storage lives, reused after. No Python object
+is made for it.
+"""
 
 
 def version(tensor: torch.Tensor) -> int:
@@ -104,14 +104,11 @@ def is_zero_tensor(tensor: torch.Tensor) -> bool:
     return tensor._is_zerotensor()
 
 
-def conjugated(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the same bytes as their conjugate, whatever the tensor shows now."""
-    return torch._conj(tensor)  # pyright: ignore
+conjugated: Callable[[torch.Tensor], torch.Tensor] = torch._conj  # pyright: ignore
+"""A view of the same bytes as their conjugate, whatever the tensor shows now."""
 
-
-def negated(tensor: torch.Tensor) -> torch.Tensor:
-    """A view of the same bytes as their negative."""
-    return torch._neg_view(tensor)  # pyright: ignore
+negated: Callable[[torch.Tensor], torch.Tensor] = torch._neg_view  # pyright: ignore
+"""A view of the same bytes as their negative."""
 
 
 def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -118,7 +118,7 @@ def compiled_plan(options: PlanOptions) -> Plan:
 
     def within(budget: str | int) -> Plan:
         with torch.autocast(device.type, DTYPES[options.dtype], enabled=options.dtype != "fp32"):
-            return forecast(model, budget, tokens, tokens.clone(), backend=backend).plan
+            return forecast(model, budget, tokens, tokens.clone(), backend=backend)
 
     assert options.budget is not None  # checked with the options
     with working("planning", "planned") as work:
