@@ -155,12 +155,12 @@ FRAMEWORKS = {
         ),
         Framework(
             "torchtitan", (3,), (), ("none", "selective-op", "full"), ("compiled",), (0.0,), _torchtitan,
-            dict(compile=True, interleave=1, pp=1),
+            dict(compile=True, interleave=1, pp=1, reduce_dtype="fp32"),
             frozenset({"llama3-8b", "llama3-70b", "llama3-405b"}), keep_gathered=True,
         ),
         Framework(
             "megatron", (0, 1), (0, 1), ("none", "full"), ("in-place",), (0.0,), _megatron,
-            dict(compile=True, gradient_dtype="fp32"),
+            dict(compile=True, gradient_dtype="fp32", reentrant=True),
         ),
         Framework(
             "any", (0, 1, 2, 3), (0, 1), ("none", "selective", "full"), ("auto", "chunked"), (0.0, 1.0),
