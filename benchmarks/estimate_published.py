@@ -230,14 +230,18 @@ def summary(data: list[dict[str, Any]]) -> list[list[str]]:
         kinds = dict.fromkeys(row["device"] for row in data if row["source"] == source)
         for kind in kinds:
             here = [row for row in data if row["source"] == source and row["device"] == kind]
-            cells = [title, kind]
-            for fit_to in (True, False):
-                speeds = [row["speed_off"] for row in here if row["fit"] == fit_to and "speed_off" in row]
-                cells.append(_within(speeds, SPEED_WITHIN))
-            memory = [row["memory_off"] for row in here if not row["fit"] and "memory_off" in row]
-            cells.append(_within(memory, MEMORY_WITHIN))
-            lines.append(cells)
-    return lines
+            lines.append([title, kind, *_hits(here)])
+    return [*lines, ["all", "", *_hits(data)]]
+
+
+def _hits(here: list[dict[str, Any]]) -> list[str]:
+    """Speeds fitted to and tested on, and memories tested on, within the marks."""
+    cells = []
+    for fit_to in (True, False):
+        speeds = [row["speed_off"] for row in here if row["fit"] == fit_to and "speed_off" in row]
+        cells.append(_within(speeds, SPEED_WITHIN))
+    memory = [row["memory_off"] for row in here if not row["fit"] and "memory_off" in row]
+    return [*cells, _within(memory, MEMORY_WITHIN)]
 
 
 def _within(off: list[float], mark: float) -> str:
