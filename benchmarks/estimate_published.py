@@ -13,15 +13,15 @@ import csv
 import json
 import math
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from lowtide.estimate import Config, configure, estimate
-from lowtide.estimate.devices import device
+from lowtide.estimate.devices import Device, device
 from lowtide.estimate.fitted import fitted
-from lowtide.estimate.speed import Efficiency, step_time
+from lowtide.estimate.speed import Efficiency, priced, step_time, step_work
 
 ROOT = Path(__file__).parent.parent
 PUBLISHED = ROOT / "tests" / "estimate" / "published"
@@ -34,10 +34,21 @@ SOURCES = {
     "nvidia": "NVIDIA NeMo and Megatron-Bridge, performance summaries",
     "fms_fsdp": "IBM fms-fsdp, README",
     "litgpt": "lightning-thunder pull requests 940 and 1528 (LitGPT)",
+    "deepspeed": "BigScience, Megatron-DeepSpeed before BLOOM (tr11-176B-ml/chronicles-prequel.md)",
 }
 MEMORY_WITHIN, SPEED_WITHIN = 0.05, 0.15
-FIRST = Efficiency(0.65, 0.4, eager_passes=8.0, fused_passes=3.0, float8=1.7, links=0.8, interference=0.3)
-"""Where the fit begins, and what it stays near where no run tells."""
+BOUNDS = {
+    "products": (0.65, 0.3, 0.95),
+    "attention": (0.4, 0.1, 0.95),
+    "eager_passes": (8.0, 1.0, 14.0),
+    "fused_passes": (3.0, 1.0, 12.0),
+    "float8": (1.7, 1.0, 2.0),  # the ratio of the peaks
+    "flash_3": (1.5, 1.0, 1.75),  # arXiv 2407.08608: up to 1.75 in backward, which is most of it
+    "links": (0.8, 0.3, 0.95),
+    "interference": (0.3, 0.001, 1.0),
+    "exposed": (0.3, 0.02, 1.0),
+}
+"""Where the fit begins, and what it stays near where no run tells; the least and the most."""
 
 
 @dataclass(frozen=True)
@@ -48,6 +59,7 @@ class Run:
         source, name: where it is from, and what it is called there.
         fit: whether the efficiencies are fitted to it; the others test them.
         device: the accelerator, by its name in `lowtide.estimate.devices`.
+        network: gigabytes a second of one device to other nodes, where they are not the device's usual ones.
         config: what was run.
         tokens_per_second: of one device; ``None`` where not published.
         memory_gib: peak reserved by PyTorch on one device; ``None`` where not published.
@@ -60,12 +72,21 @@ class Run:
     config: Config
     tokens_per_second: float | None
     memory_gib: float | None
+    network: float | None = None
 
-    def predicted_speed(self, known: Mapping[str, Efficiency] | None = None) -> float:
+    @property
+    def kind(self) -> Device:
+        """The accelerator."""
+        return device(self.device, **({"network_bandwidth": self.network * 1e9} if self.network else {}))
+
+    @property
+    def tokens(self) -> float:
+        """Tokens of a step on one device."""
+        return self.config.global_batch * self.config.seq / self.config.devices
+
+    def predicted_speed(self) -> float:
         """Tokens a second on one device."""
-        kind = device(self.device)
-        seconds = step_time(self.config, kind, None if known is None else known[kind.measured]).total
-        return self.config.global_batch * self.config.seq / self.config.devices / seconds
+        return self.tokens / step_time(self.config, self.kind).total
 
     def predicted_memory(self) -> float:
         """Reserved GiB of the device that needs most."""
@@ -99,6 +120,7 @@ def read(source: str) -> list[Run]:
                 configure(row["model"], **settings(row["settings"])),
                 float(row["tokens_per_second"]) if row["tokens_per_second"] else None,
                 float(row["memory_gib"]) if row["memory_gib"] else None,
+                float(row["network"]) if row.get("network") else None,
             )
             for row in csv.DictReader(file)
         ]
@@ -131,6 +153,15 @@ def fit(runs: Iterable[Run], names: list[str]) -> dict[str, Efficiency]:
 
     timed = [run for run in runs if run.fit and run.tokens_per_second]
     share = {source: sum(run.source == source for run in timed) for source in {run.source for run in timed}}
+    works = [
+        (
+            step_work(run.config, run.kind),
+            run.tokens / run.tokens_per_second,
+            1 / math.sqrt(share[run.source]),
+        )
+        for run in timed
+        if run.tokens_per_second
+    ]
     common = [name for name in Efficiency.__slots__ if name not in ("products", "attention")]
 
     def unpack(values: Any) -> dict[str, Efficiency]:
@@ -145,20 +176,14 @@ def fit(runs: Iterable[Run], names: list[str]) -> dict[str, Efficiency]:
     def residuals(values: Any) -> list[float]:
         known = unpack(values)
         off = [
-            math.log(run.predicted_speed(known) / run.tokens_per_second) / math.sqrt(share[run.source])
-            for run in timed
-            if run.tokens_per_second
+            math.log(told / priced(work, known[work.device.measured]).total) * weight
+            for work, told, weight in works
         ]
         anchored = [0.02 * (value - start) for value, start in zip(values, first, strict=True)]
         return off + anchored  # what no run tells apart stays where it was
 
-    first = [math.log(getattr(FIRST, name)) for name in common]
-    limits = [(math.log(1.0), math.log(12.0)), (math.log(1.0), math.log(12.0)), (0.0, math.log(1.95))]
-    limits += [(math.log(0.2), math.log(0.95)), (math.log(0.001), math.log(0.6))]
-    for _ in names:
-        first += [math.log(FIRST.products), math.log(FIRST.attention)]
-        limits += [(math.log(0.3), math.log(0.95)), (math.log(0.1), math.log(0.95))]
-    lower, upper = zip(*limits, strict=True)
+    limits = [BOUNDS[name] for name in (*common, *("products", "attention") * len(names))]
+    first, lower, upper = ([math.log(value) for value in column] for column in zip(*limits, strict=True))
     best = least_squares(residuals, first, bounds=(lower, upper), loss="soft_l1", f_scale=0.05)
     return unpack(best.x)
 
@@ -205,14 +230,18 @@ def summary(data: list[dict[str, Any]]) -> list[list[str]]:
         kinds = dict.fromkeys(row["device"] for row in data if row["source"] == source)
         for kind in kinds:
             here = [row for row in data if row["source"] == source and row["device"] == kind]
-            cells = [title, kind]
-            for fit_to in (True, False):
-                speeds = [row["speed_off"] for row in here if row["fit"] == fit_to and "speed_off" in row]
-                cells.append(_within(speeds, SPEED_WITHIN))
-            memory = [row["memory_off"] for row in here if not row["fit"] and "memory_off" in row]
-            cells.append(_within(memory, MEMORY_WITHIN))
-            lines.append(cells)
-    return lines
+            lines.append([title, kind, *_hits(here)])
+    return [*lines, ["all", "", *_hits(data)]]
+
+
+def _hits(here: list[dict[str, Any]]) -> list[str]:
+    """Speeds fitted to and tested on, and memories tested on, within the marks."""
+    cells = []
+    for fit_to in (True, False):
+        speeds = [row["speed_off"] for row in here if row["fit"] == fit_to and "speed_off" in row]
+        cells.append(_within(speeds, SPEED_WITHIN))
+    memory = [row["memory_off"] for row in here if not row["fit"] and "memory_off" in row]
+    return [*cells, _within(memory, MEMORY_WITHIN)]
 
 
 def _within(off: list[float], mark: float) -> str:

@@ -72,9 +72,56 @@ def test_selective_layer_is_half_of_full() -> None:
     mean = (whole.stages[0].layer_activations_bytes + full.stages[0].layer_activations_bytes) / 2
     assert half.stages[0].layer_activations_bytes == mean
     again = half.flops.executed - half.flops.model
-    assert again == L * layer_flops(half.config, 1) / 2
+    assert again == L * (layer_flops(half.config, 1) - 2 * S * H * F) / 2
     by_number = estimate(configure("llama3-8b", recompute=16)).stages[0]
     assert by_number.layer_activations_bytes == mean
+
+
+def test_reentrant_recomputation_runs_to_the_end() -> None:
+    """`torch.utils.checkpoint` stops where backward has all that it needs: the MLP's last product is not run
+    again, nor the reduction behind it; Megatron's runs to the end.
+    """
+    early, whole = (
+        estimate(configure("llama3-8b", recompute="full", tp=2, sequence_parallel=True, reentrant=end))
+        for end in (False, True)
+    )
+    assert whole.flops.executed - whole.flops.model == L * layer_flops(whole.config, 1)
+    assert whole.flops.executed - early.flops.executed == L * 2 * S * H * F
+    assert whole.network_bytes - early.network_bytes == L * 2 * S * H // 2
+    assert whole.total_bytes == early.total_bytes
+    reduced = [
+        estimate(configure("llama3-8b", recompute="full", tp=2, reentrant=end)).network_bytes
+        for end in (False, True)
+    ]
+    assert reduced[1] - reduced[0] == L * 2 * 2 * S * H // 2
+    papers = configure("22b", as_published=True, recompute="full")
+    assert papers.reentrant and papers.early_share == 0
+
+
+def test_gradients_may_be_summed_in_another_precision() -> None:
+    """FSDP's ``reduce_dtype``: twice the bytes of a bfloat16 reduce-scatter, the gathers as before."""
+    plain, wide = (
+        {item.name: item.bytes for item in estimate(configure("llama3-8b", dp=8, zero=3, **more)).traffic[0]}
+        for more in ({}, {"reduce_dtype": "fp32"})
+    )
+    assert wide["reduce-scatters of gradients"] == 2 * plain["reduce-scatters of gradients"]
+    gathers = "gathers of weights, forward and backward"
+    assert wide[gathers] == plain[gathers]
+
+
+def test_a_pipeline_s_sharded_weights_are_gathered_once() -> None:
+    """FSDP2 under a pipeline keeps gathered weights and float32 gradients over a step's micro-batches."""
+    traffic = [
+        sum(
+            item.bytes
+            for item in estimate(
+                configure("llama3-8b", dp=8, zero=3, pp=2, global_batch=8 * batches)
+            ).traffic[1]
+            if item.link == "data"
+        )
+        for batches in (2, 16)
+    ]
+    assert traffic[0] == traffic[1] > 0
 
 
 def test_context_parallel_ranks_share_sequences_and_states() -> None:

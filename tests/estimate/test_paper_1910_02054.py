@@ -88,7 +88,7 @@ def test_p_a_keeps_a_sixteenth() -> None:
 
 def test_p_a_traffic_is_a_twelfth() -> None:
     """Section 8: model parallelism moves 12 seq hidden a block under checkpointing, P_a one more."""
-    settings = dict(recompute="full", tp=16)
+    settings = dict(recompute="full", tp=16, reentrant=True)
     plain = estimate(gpt(125, 8192, 64, **settings))
     split = estimate(gpt(125, 8192, 64, **settings, partition_activations=True))
     layers = sum(item.bytes for item in plain.traffic[0] if "layers" in item.name)

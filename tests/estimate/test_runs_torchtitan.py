@@ -15,6 +15,7 @@ MISSED_SPEED = (
 )
 MISSED_MEMORY = (
     "h100-96gb_70B_FSDP_32_TP_8",
+    "h100-96gb_405B_3D_1F1B",
     "h100-96gb_405B_4D_CP_8_262144",
 )
 

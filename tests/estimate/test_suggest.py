@@ -5,9 +5,12 @@ published iteration times.
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import replace
+from typing import Any
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from lowtide.cli import app
@@ -195,6 +198,28 @@ def test_an_offload_that_a_framework_does_not_have_is_refused_in_words() -> None
         suggest("llama3-8b", devices=1, device=A100, runs_with="torchtitan", offload_optimizer=0.3)
     with pytest.raises(EstimateError, match=r"can be 0 \(lowtide has --optimizer-host-fraction"):
         suggest("llama3-8b", devices=1, device=A100, runs_with="lowtide", offload_optimizer=1.0)
+
+
+@pytest.mark.parametrize(
+    "given", [("llama3-8b", "4", "a100"), ("gpt2", "2", "v100"), ("llama3-70b", "64", "h100")]
+)
+def test_lowtide_s_commands_are_parsed_by_lowtide(given: tuple[str, str, str]) -> None:
+    """Every row's command is one that `lowtide train` takes, for as many processes as there are devices."""
+    model, devices, kind = given
+    asked = ["suggest", "--model", model, "--devices", devices, "--device", kind, "--json"]
+    rows = json.loads(CliRunner().invoke(app, asked).output)["suggestions"]
+    assert len(rows) > 2
+    cli: Any = typer.main.get_command(app)
+    train = cli.commands["train"]
+    for row in rows:
+        before, _, flags = row["command"].partition(" train ")
+        start = shlex.split(before)
+        given_to = train.make_context("train", shlex.split(flags)).params
+        nodes = int(start[start.index("--nnodes") + 1]) if "--nnodes" in start else 1
+        processes = int(start[start.index("--nproc-per-node") + 1]) * nodes
+        assert processes == given_to["tp"] * given_to["pp"] * given_to["dp"] == int(devices)
+        assert given_to["batch"] * given_to["grad_accum"] == row["global_batch"]
+        assert ("$MASTER_ADDR" in before) == (nodes > 1)
 
 
 def test_the_printed_command_says_all_that_was_given() -> None:

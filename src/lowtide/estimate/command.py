@@ -71,8 +71,11 @@ Recompute = Annotated[
     ),
 ]
 Attention = Annotated[
-    Literal["unfused", "fused"] | None,
-    _option("fused keeps no scores. [default: the model's; unfused with bare sizes, as in arXiv 2205.05198]"),
+    Literal["unfused", "fused", "flash-3"] | None,
+    _option(
+        "fused keeps no scores; nor does flash-3 (FlashAttention 3, TransformerEngine's on Hopper), which is "
+        "faster. [default: the model's; unfused with bare sizes, as in arXiv 2205.05198]"
+    ),
 ]
 Dropout = Annotated[float | None, _option("Dropout probability. [default: the model's; 0.1 with bare sizes]")]
 Dtype = Annotated[
@@ -82,6 +85,12 @@ Dtype = Annotated[
 GradientDtype = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"] | None,
     _option("Of gradients. [default: fp32 without --zero (18 bytes a parameter), else the weights']"),
+]
+ReduceDtype = Annotated[
+    Literal["auto", "bf16", "fp16", "fp32"] | None,
+    _option(
+        "In which gradients are summed over data-parallel ranks (traffic only). [default: the gradients']"
+    ),
 ]
 Optimizer = Annotated[Literal["adam", "adamw", "momentum", "sgd"] | None, _option("[default: adam]")]
 OffloadOptimizer = Annotated[
@@ -114,6 +123,21 @@ Compile = Annotated[
     Switch, _option("Pointwise operations are fused, by torch.compile or by hand (times only).", "--compile")
 ]
 Float8 = Annotated[Switch, _option("The layers' products run in float8 (times only).", "--float8")]
+OverlapTensor = Annotated[
+    Switch,
+    _option(
+        "Tensor-parallel collectives run beside products: tp_comm_overlap, asynchronous TP (times only).",
+        "--overlap-tensor",
+    ),
+]
+Reentrant = Annotated[
+    Switch,
+    _option(
+        "Recomputed layers run to their end, as Megatron's do; else they stop where backward has all that it "
+        "needs (FLOPs and times).",
+        "--reentrant",
+    ),
+]
 AsPublished = Annotated[
     bool,
     typer.Option(
@@ -217,6 +241,9 @@ def estimate_command(
     keep_gathered: KeepGathered = None,
     compile: Compile = None,
     float8: Float8 = None,
+    overlap_tensor: OverlapTensor = None,
+    reentrant: Reentrant = None,
+    reduce_dtype: ReduceDtype = None,
     as_published: AsPublished = False,
     iteration_time: IterationTime = None,
     peak_tflops: PeakTflops = None,
@@ -261,6 +288,7 @@ SETTINGS = frozenset({
     "dtype", "gradient_dtype", "optimizer",
     "offload_optimizer", "partition_activations", "offload_activations", "loss", "loss_chunks",
     "unfused_mlp", "keep_output_tensors", "keep_gathered", "cp", "compile", "float8",
+    "overlap_tensor", "reentrant", "reduce_dtype",
 })  # fmt: skip
 
 

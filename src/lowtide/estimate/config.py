@@ -27,9 +27,10 @@ OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
-    "attention": ("unfused", "fused"),
+    "attention": ("unfused", "fused", "flash-3"),
     "dtype": ("bf16", "fp16", "fp32", "autocast"),
     "gradient_dtype": ("auto", "bf16", "fp16", "fp32"),
+    "reduce_dtype": ("auto", "bf16", "fp16", "fp32"),
     "optimizer": tuple(OPTIMIZER_STATES),
     "loss": ("auto", "torch", "in-place", "compiled", "chunked"),
 }
@@ -45,7 +46,7 @@ _SIZES = {
 }
 _SWITCHES = (
     "sequence_parallel", "partition_activations", "offload_activations", "unfused_mlp",
-    "keep_output_tensors", "keep_gathered", "compile", "float8",
+    "keep_output_tensors", "keep_gathered", "compile", "float8", "overlap_tensor", "reentrant",
 )  # fmt: skip
 
 
@@ -72,13 +73,19 @@ class Config:
             ``selective-layer``: every second layer in full (torchtitan's ``selective_ac_option = "2"``);
             ``sqrt``: segments of about the square root of the layers (1604.06174); or a number: that many
             layers of every stage in full, the rest kept.
-        attention: ``unfused`` keeps the quadratic score matrices; ``fused`` keeps the output and one
-            log-sum-exp a row.
+        reentrant: recomputed layers run to their end (Megatron, DeepSpeed); else they stop at the last tensor
+            that backward needs, before the MLP's last product (``torch.utils.checkpoint``'s
+            ``use_reentrant=False``). Changes FLOPs and times, not bytes.
+        attention: ``unfused`` keeps the quadratic score matrices; ``fused`` (PyTorch's, FlashAttention 2)
+            keeps the output and one log-sum-exp a row; so does ``flash-3`` (FlashAttention 3, or
+            TransformerEngine's cuDNN on Hopper and later), which takes less time.
         dropout: probability. Only whether it is 0 matters: each dropout keeps a mask of one byte an element.
         dtype: of weights and activations. ``autocast`` is float32 weights and residual stream with bfloat16
             products.
         gradient_dtype: ``auto`` is float32 where the optimizer is not split (18 bytes a parameter,
             2205.05198, Figure 1) and the weights' own where it is (16 bytes, 1910.02054).
+        reduce_dtype: in which sharded gradients are summed over the data-parallel ranks: FSDP's
+            ``reduce_dtype``; ``auto`` is the gradients' own. Changes traffic, not bytes.
         optimizer: ``adam`` and ``adamw`` keep two float32 values a parameter, ``momentum`` one, ``sgd`` none;
             below float32 a master copy too.
         offload_optimizer: fraction of the optimizer (and of the gradients) on the host: 1 is ZeRO-Offload,
@@ -96,6 +103,8 @@ class Config:
         compile: pointwise operations are fused, by `torch.compile` or by hand (Megatron-Core with
             TransformerEngine). Changes times, and the bytes of ``selective-op``.
         float8: the layers' matrix products run in float8. Changes times, not bytes.
+        overlap_tensor: tensor-parallel collectives run beside the products (TransformerEngine's
+            ``tp_comm_overlap``, torchtitan's asynchronous tensor parallelism). Changes times, not bytes.
         unfused_mlp: SwiGLU in separate operations, which keep silu(gate) too.
         keep_output_tensors: a stage's outputs are not freed after they were sent (2205.05198, Appendix B,
             before).
@@ -121,10 +130,12 @@ class Config:
     cp: int = 1
     zero: int = 0
     recompute: Recompute = "none"
-    attention: Literal["unfused", "fused"] = "unfused"
+    reentrant: bool = False
+    attention: Literal["unfused", "fused", "flash-3"] = "unfused"
     dropout: float = 0.1
     dtype: Dtype = "bf16"
     gradient_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    reduce_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
     optimizer: Optimizer = "adam"
     offload_optimizer: float = 0.0
     partition_activations: bool = False
@@ -136,6 +147,7 @@ class Config:
     keep_gathered: bool = False
     compile: bool = False
     float8: bool = False
+    overlap_tensor: bool = False
     iteration_seconds: float | None = None
     peak_flops: float | None = None
     memory_bytes: int | None = None
@@ -202,7 +214,11 @@ class Config:
                 "--sequence-parallel with --tp=1: there are no tensor-parallel ranks to split a sequence "
                 "among; give --tp 2 or more"
             )
-        if self.cp > 1 and self.attention == "unfused":
+        if self.overlap_tensor and self.tp == 1:
+            raise EstimateError(
+                "--overlap-tensor with --tp=1: there are no collectives to overlap; give --tp 2 or more"
+            )
+        if self.cp > 1 and not self.fused_attention:
             raise EstimateError(
                 f"--cp={self.cp} passes keys and values around a ring, which a fused kernel does: give "
                 "--attention fused"
@@ -277,8 +293,7 @@ class Config:
                 )
         if self.loss_chunks != 8 and self.loss != "chunked":
             raise EstimateError(
-                f"--loss-chunks={self.loss_chunks} without --loss chunked changes nothing: give both or "
-                "neither"
+                f"--loss-chunks={self.loss_chunks} without --loss chunked: give both or neither"
             )
 
     @property
@@ -304,6 +319,16 @@ class Config:
         if self.recompute == "selective-layer":
             return Fraction(1, 2)
         return Fraction(self.recompute, self.stage_layers) if isinstance(self.recompute, int) else Fraction(0)
+
+    @property
+    def early_share(self) -> Fraction:
+        """Share of the layers whose recomputation stops before the last product of the MLP."""
+        return Fraction(0) if self.reentrant or self.recompute == "sqrt" else self.recomputed_share
+
+    @property
+    def fused_attention(self) -> bool:
+        """Whether one kernel computes attention and keeps no scores."""
+        return self.attention != "unfused"
 
     @property
     def micro_batches(self) -> int:
@@ -348,6 +373,11 @@ class Config:
         if self.gradient_dtype == "auto":
             return 4 if self.zero == 0 and self.offload_optimizer == 0 else self.weight_bytes
         return 4 if self.gradient_dtype == "fp32" else 2
+
+    @property
+    def reduced_bytes(self) -> int:
+        """Bytes of a gradient as it is summed over the data-parallel ranks."""
+        return {"auto": self.gradient_bytes, "fp32": 4}.get(self.reduce_dtype, 2)
 
     @property
     def optimizer_bytes(self) -> int:

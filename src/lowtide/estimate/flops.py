@@ -58,7 +58,9 @@ def recomputed_flops(config: Config, sequences: int) -> int:
     if config.recompute == "selective-op":  # every second product: k, the output's, and half of the MLP's
         columns = model.kv_width + model.query_width + model.ffn
         return layers * 2 * sequences * config.seq * model.hidden * columns
-    return int(config.recomputed_share * layers * layer_flops(config, sequences))
+    last = 2 * sequences * config.seq * model.hidden * model.ffn
+    whole = config.recomputed_share * layer_flops(config, sequences)
+    return int(layers * (whole - config.early_share * last))
 
 
 def iteration_flops(config: Config) -> Flops:

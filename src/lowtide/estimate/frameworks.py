@@ -43,14 +43,18 @@ class Framework:
 
 
 def launcher(config: Config, node: int) -> str:
-    """How the processes of one node are started.
+    """How the processes of one node are started: on each of several nodes the same, with the first one's name
+    in MASTER_ADDR.
 
     >>> from lowtide.estimate.config import configure
+    >>> launcher(configure("gpt2", dp=8, global_batch=8), node=8)
+    'torchrun --nproc-per-node 8'
     >>> launcher(configure("gpt2", dp=16, global_batch=16), node=8)
-    'torchrun --nnodes 2 --nproc-per-node 8'
+    'torchrun --nnodes 2 --rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:29500 --nproc-per-node 8'
     """
     nodes = -(-config.devices // node)
-    several = f" --nnodes {nodes}" if nodes > 1 else ""
+    meet = " --rdzv-backend c10d --rdzv-endpoint $MASTER_ADDR:29500"
+    several = f" --nnodes {nodes}{meet}" if nodes > 1 else ""
     return f"torchrun{several} --nproc-per-node {min(node, config.devices)}"
 
 
@@ -107,6 +111,7 @@ def _torchtitan(model: str, config: Config, node: int) -> str:
         "--parallelism.context_parallel_degree": _more_than(config.cp),
         "--activation_checkpoint.mode": kinds[str(config.recompute)],
         "--training.compile": config.compile,
+        "--parallelism.enable_async_tensor_parallel": config.overlap_tensor,
     }
     return _joined(f"{launcher(config, node)} torchtitan/train.py", flags)
 
@@ -127,6 +132,7 @@ def _megatron(model: str, config: Config, node: int) -> str:
         "--global-batch-size": config.global_batch,
         "--tensor-model-parallel-size": config.tp,
         "--sequence-parallel": config.sequence_parallel,
+        "--tp-comm-overlap": config.overlap_tensor,
         "--pipeline-model-parallel-size": _more_than(config.pp),
         "--num-virtual-stages-per-pipeline-rank": _more_than(config.interleave),
         "--context-parallel-size": _more_than(config.cp),
@@ -155,12 +161,12 @@ FRAMEWORKS = {
         ),
         Framework(
             "torchtitan", (3,), (), ("none", "selective-op", "full"), ("compiled",), (0.0,), _torchtitan,
-            dict(compile=True, interleave=1, pp=1),
+            dict(compile=True, interleave=1, pp=1, reduce_dtype="fp32"),
             frozenset({"llama3-8b", "llama3-70b", "llama3-405b"}), keep_gathered=True,
         ),
         Framework(
             "megatron", (0, 1), (0, 1), ("none", "full"), ("in-place",), (0.0,), _megatron,
-            dict(compile=True, gradient_dtype="fp32"),
+            dict(compile=True, gradient_dtype="fp32", reentrant=True),
         ),
         Framework(
             "any", (0, 1, 2, 3), (0, 1), ("none", "selective", "full"), ("auto", "chunked"), (0.0, 1.0),

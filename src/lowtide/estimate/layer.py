@@ -49,7 +49,7 @@ def layer_terms(config: Config) -> list[Term]:
     queries, keys = Fraction(tokens * model.query_width, config.tp), Fraction(tokens * config.local_kv_width)
     inner = Fraction(tokens * model.ffn, config.tp)
     grouped = model.kv_heads != model.heads
-    repeated = grouped and config.attention == "unfused" and config.recompute != "selective"
+    repeated = grouped and not config.fused_attention and config.recompute != "selective"
     kept_keys = queries if repeated else keys
     key_formula = f"{e}sb(kd){over_t}" if grouped and not repeated else f"{e}sbh{over_t}"
     key_source = GROUPED if grouped else SECTION
@@ -100,7 +100,7 @@ def core_terms(config: Config) -> list[Term]:
     """
     over = _over(config.tp)
     rows = Fraction(config.model.heads * config.tokens, config.tp)
-    if config.attention == "fused":
+    if config.fused_attention:
         return [
             Term(
                 "log-sum-exp of the scores",
@@ -204,7 +204,7 @@ def operation_terms(config: Config) -> list[Term]:
         Term("queries", e * queries, f"{e}sbh{over_t}", TORCHTITAN, "attention"),
         Term("values", e * keys, f"{e}sb(kd){over_t}", TORCHTITAN, "attention"),
         Term("output of attention", e * queries, f"{e}sbh{over_t}", TORCHTITAN, "attention"),
-        *(term for term in core_terms(config) if config.attention == "fused"),
+        *(term for term in core_terms(config) if config.fused_attention),
         Term("output of the MLP's first product", e * inner, _ffn(config, e, over_t), TORCHTITAN, "mlp"),
     ]
     if model.mlp == "swiglu" and not config.compile:  # nothing reads it in backward, as a compiler notices

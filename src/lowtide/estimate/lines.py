@@ -16,6 +16,7 @@ KORTHIKANTI = "arXiv 2205.05198"
 ZERO = "arXiv 1910.02054"
 ZERO_OFFLOAD = "arXiv 2101.06840"
 CHEN = "arXiv 1604.06174"
+FULLY_SHARD = f"{ZERO} Sec. 5.3; torch.distributed.fsdp.fully_shard"
 
 
 @dataclass(frozen=True, slots=True)

@@ -25,8 +25,10 @@ class Preset:
     published: dict[str, Any] = field(default_factory=dict)
 
 
-PAPER = {"attention": "unfused", "dropout": 0.1}
-"""The model of arXiv 2205.05198, Section 4: attention in separate operations, dropout everywhere."""
+PAPER = {"attention": "unfused", "dropout": 0.1, "reentrant": True}
+"""The model of arXiv 2205.05198, Section 4: attention in separate operations, dropout everywhere, Megatron's
+recomputation.
+"""
 MODERN = {"attention": "fused", "dropout": 0.0}
 
 

@@ -2,11 +2,13 @@
 efficiency that published runs reach.
 
 seconds = (products / (peak x efficiency) + attention / (peak x its efficiency)
-           + passes over the activations / memory bandwidth) x (1 + pipeline bubble) x what the slowest stage
-           is slower
-          + what tensor parallelism sends / the link that it uses
+           + passes over the activations and float8 casts / memory bandwidth)
+          x (1 + pipeline bubble) x what the slowest stage is slower
+          + what tensor parallelism sends / the link that it uses, or where it runs beside products the share
+            of it that shows
           + what context parallelism sends, less what attention hides
-          + what pipeline stages send / the slower link they cross
+          + what pipeline stages send / the slower link they cross, less what compute hides where stages
+            interleave
           + what data parallelism sends, less what compute hides
           + the optimizer's reads and writes / memory bandwidth, or the host link and the host's Adam
 
@@ -16,6 +18,7 @@ of the published runs (``tests/estimate/published/runs_*.csv``), and says how fa
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
 from fractions import Fraction
 from typing import Any, get_args
@@ -26,7 +29,6 @@ from lowtide.estimate.edges import logit_elements
 from lowtide.estimate.fitted import fitted
 from lowtide.estimate.flops import (
     attention_flops,
-    iteration_flops,
     layer_flops,
     logit_flops,
     recomputed_flops,
@@ -43,11 +45,22 @@ HOST_ADAM_BYTES_PER_SECOND = 110e9
 127 GB/s).
 """
 
+ATTENTION_BACKWARD = 2.5
+"""FLOPs of a fused attention kernel's backward over its forward's: it computes the scores again (arXiv
+2307.08691, Section 4.1).
+"""
+
+FLOAT8_CAST_BYTES = 7
+"""What casting an element of bfloat16 moves: read for the largest value, read and written as one byte, and
+that read and written once more, transposed, for the product that makes weights' gradients.
+"""
+
 ASSUMPTIONS = (
     "products, attention and pointwise operations reach the shares of a device's peaks that published runs "
     "do (lowtide/estimate/efficiency.json); devices without such runs take those of the nearest",
-    "tensor-parallel collectives are not hidden; data-parallel ones hide behind the last micro-batch's "
-    "backward, ZeRO-3's behind all compute, context-parallel ones behind attention",
+    "tensor-parallel collectives are not hidden without --overlap-tensor; data-parallel ones hide behind the "
+    "last micro-batch's backward, ZeRO-3's behind all compute, context-parallel ones behind attention, what "
+    "interleaved stages send behind compute; what hides slows compute",
     "tensor-parallel groups stay within a node; causal attention is counted whole",
     "what goes to the host hides behind backward; the optimizer there does not, and runs at "
     f"{HOST_ADAM_BYTES_PER_SECOND / 1e9:.0f} GB/s on the host (arXiv 2101.06840, Table 4)",
@@ -64,9 +77,11 @@ class Efficiency:
         attention: the same in a fused attention kernel, whose FLOPs are counted without the causal mask.
         eager_passes, fused_passes: how often an activation goes through memory in a step, at the full
             bandwidth: as separate operations, and where pointwise ones are fused.
-        float8: how many times faster the layers' products are in float8.
+        float8: how many times faster the layers' products are in float8, the casts not counted.
+        flash_3: how many times faster attention is with ``--attention flash-3``.
         links: share of the links' bandwidth that collectives reach.
         interference: share of a hidden collective's time that compute is slowed by.
+        exposed: share of a tensor-parallel collective's time that shows though it runs beside products.
     """
 
     products: float
@@ -74,8 +89,10 @@ class Efficiency:
     eager_passes: float
     fused_passes: float
     float8: float
+    flash_3: float
     links: float
     interference: float
+    exposed: float
 
 
 def efficiencies() -> dict[str, Efficiency]:
@@ -113,6 +130,33 @@ class StepTime:
         return asdict(self)
 
 
+@dataclass(frozen=True, slots=True)
+class Work:
+    """What a step does on one device, whatever its efficiency.
+
+    Attributes:
+        layers, logits, attention: FLOPs of the layers' products, of the output layer's, and of attention.
+        activations: bytes of activations that pointwise operations pass over.
+        moved: bytes that the loss and float8 casts move.
+        optimizer: bytes that the optimizer reads and writes on the device.
+        host_optimizer: seconds of the optimizer on the host.
+        sent: bytes sent, by link.
+        links: bytes a second of each link.
+    """
+
+    config: Config
+    device: Device
+    layers: float
+    logits: float
+    attention: float
+    activations: float
+    moved: float
+    optimizer: float
+    host_optimizer: float
+    sent: Mapping[Link, float]
+    links: Mapping[str, float]
+
+
 def step_time(config: Config, device: Device, efficiency: Efficiency | None = None) -> StepTime:
     """Predicted time of a step on devices of one kind.
 
@@ -129,67 +173,118 @@ def step_time(config: Config, device: Device, efficiency: Efficiency | None = No
         >>> 5000 < tokens / step_time(config, device("h100")).total < 10000
         True
     """
-    known = efficiency or efficiencies()[device.measured]
-    products, attention = _product_seconds(config, device, known)
-    pointwise = _pointwise_bytes(config, known) / device.memory_bandwidth
-    compute = products + attention + pointwise
-    waiting = float((1 + bubble_share(config)) * _slowest_stage(config) - 1)
-    sent = _sent(config)
-    links = {name: bandwidth * known.links for name, bandwidth in _links(config, device).items()}
-    data = sent["data"] / links["data"]
-    cover = compute if config.zero == 3 else compute * 2 / 3 / config.micro_batches
-    away, parameters = (
-        config.offload_optimizer,
-        stage_parameters(config, 0) / (config.shards if config.zero else 1),
-    )
+    return priced(step_work(config, device), efficiency or efficiencies()[device.measured])
+
+
+def step_work(config: Config, device: Device) -> Work:
+    """What one device does in a step."""
+    layers, logits, attention = _flops(config)
+    away = config.offload_optimizer
+    parameters = stage_parameters(config, 0) / (config.shards if config.zero else 1)
     states = config.optimizer_bytes + config.gradient_bytes + config.weight_bytes
     host_rate = HOST_ADAM_BYTES_PER_SECOND / min(device.node, config.devices)
+    return Work(
+        config=config,
+        device=device,
+        layers=layers / config.devices,
+        logits=logits / config.devices,
+        attention=attention / config.devices,
+        activations=_activation_bytes(config),
+        moved=_loss_bytes(config) + _cast_bytes(config),
+        optimizer=(1 - away) * parameters * 2 * states,
+        host_optimizer=away * parameters * 28 / host_rate,
+        sent=_sent(config),
+        links=_links(config, device),
+    )
+
+
+def priced(work: Work, known: Efficiency) -> StepTime:
+    """The seconds that the work takes at an efficiency."""
+    config, device = work.config, work.device
+    rate = device.flops * known.products
+    logits = work.logits / rate
+    products = work.layers / (known.float8 if config.float8 else 1.0) / rate + logits
+    kernel = {
+        "unfused": known.products,
+        "fused": known.attention,
+        "flash-3": known.attention * known.flash_3,
+    }
+    attention = work.attention / (device.flops * kernel[config.attention])
+    passes = known.fused_passes if config.compile else known.eager_passes
+    pointwise = (work.activations * passes + work.moved) / device.memory_bandwidth
+    compute = products + attention + pointwise
+    slowest = compute + (config.pp - 1) * logits  # the others wait for the stage with the output layer
+    sent = {
+        name: size / (work.links[name] * known.links) for name, size in work.sent.items() if name != "host"
+    }
     return StepTime(
         products=products,
         attention=attention,
         pointwise=pointwise,
-        bubble=compute * waiting,
-        tensor=sent["tensor"] / links["tensor"],
-        context=max(0.0, sent["context"] / links["context"] - attention),
-        pipeline=sent["pipeline"] / links["pipeline"],
-        data=max(0.0, data - cover) + known.interference * min(data, cover),
-        optimizer=(1 - away) * parameters * 2 * states / device.memory_bandwidth,
-        host=max(0.0, sent["host"] / device.host_bandwidth - compute * 2 / 3)
-        + away * parameters * 28 / host_rate,
+        bubble=slowest * float(1 + bubble_share(config)) - compute,
+        tensor=sent["tensor"] * (known.exposed if config.overlap_tensor else 1.0),
+        context=max(0.0, sent["context"] - attention),
+        pipeline=_beside(sent["pipeline"], compute if config.interleave > 1 else 0.0, known),
+        data=_beside(sent["data"], compute * _data_cover(config), known),
+        optimizer=work.optimizer / device.memory_bandwidth,
+        host=max(0.0, work.sent["host"] / device.host_bandwidth - compute * 2 / 3) + work.host_optimizer,
     )
 
 
-def _product_seconds(config: Config, device: Device, known: Efficiency) -> tuple[float, float]:
-    """Seconds in products and in attention on each device."""
+def _data_cover(config: Config) -> float:
+    """Share of a step's compute that data-parallel collectives run beside: all of it where every micro-batch
+    gathers weights, one micro-batch's where a pipeline gathers them once, else the last one's backward.
+    """
+    if config.zero == 3:
+        return 1.0 if config.pp == 1 else 1 / config.micro_batches
+    return 2 / 3 / config.micro_batches
+
+
+def _beside(seconds: float, cover: float, known: Efficiency) -> float:
+    """What a collective of so many seconds adds to a step that can hide ``cover`` seconds of it."""
+    return max(0.0, seconds - cover) + known.interference * min(seconds, cover)
+
+
+def _flops(config: Config) -> tuple[float, float, float]:
+    """FLOPs of all devices in the layers' products, in the output layer, and in attention as its kernel runs
+    it.
+    """
     batch, layers = config.global_batch, config.model.layers
-    flops = iteration_flops(config)
-    core = attention_flops(config, batch)
+    core = attention_flops(config, batch) * layers
     again = config.recomputed_share + (1 if config.recompute == "selective" else 0)
-    attention = float(core * layers * (3 + again))
-    linear = 3.0 * layers * (layer_flops(config, batch) - core) + recomputed_flops(config, batch)
-    linear -= float(core * layers * again)
-    logits = flops.executed - linear - attention
-    peak = config.devices * device.flops
-    attention_share = known.attention if config.attention == "fused" else known.products
-    faster = known.float8 if config.float8 else 1.0
-    return (linear / faster + logits) / (peak * known.products), attention / (peak * attention_share)
+    linear = 3.0 * (layers * layer_flops(config, batch) - core)
+    linear += recomputed_flops(config, batch) - float(core * again)
+    logits = logit_flops(config, batch) * (4 if config.loss_kind == "chunked" else 3)
+    backward = ATTENTION_BACKWARD if config.fused_attention else 2
+    return linear, logits, float(core * (1 + again)) + core * backward
 
 
-def _slowest_stage(config: Config) -> Fraction:
-    """FLOPs of the stage with the output layer over those of the mean stage: the others wait for it."""
-    layers, logits = config.model.layers * layer_flops(config, 1), logit_flops(config, 1)
-    return Fraction(layers + config.pp * logits, layers + logits)
-
-
-def _pointwise_bytes(config: Config, known: Efficiency) -> float:
-    """Bytes that operations other than products move through a device's memory in a step."""
+def _activation_bytes(config: Config) -> float:
+    """Bytes of the layers' activations in a step; of what is recomputed one half more, its forward."""
     layer = total(layer_terms(config))
     evicted = layer - sum((term.bytes * share for term, share in kept_terms(config)), Fraction(0))
-    passes = known.fused_passes if config.compile else known.eager_passes
-    layers = float(layer + max(evicted, Fraction(0)) / 2) * passes * config.stage_layers
+    return float(layer + max(evicted, Fraction(0)) / 2) * config.stage_layers * config.micro_batches
+
+
+def _loss_bytes(config: Config) -> float:
+    """Bytes that the loss moves in a step."""
     kept = {"compiled": config.element_bytes}.get(config.loss_kind, 4)
-    loss = 2 * float(logit_elements(config)) * (kept + loss_moment_bytes(config))
-    return (layers + loss) * config.micro_batches
+    return 2 * float(logit_elements(config)) * (kept + loss_moment_bytes(config)) * config.micro_batches
+
+
+def _cast_bytes(config: Config) -> float:
+    """Bytes that are moved to cast inputs, output gradients and weights of the layers' products to float8.
+    Inputs are cast again where they are recomputed, weights in every micro-batch.
+    """
+    if not config.float8:
+        return 0.0
+    model, t = config.model, config.tp
+    queries, inner = model.query_width / t, model.ffn / t
+    again = {"selective-op": 0.5}.get(str(config.recompute), float(config.recomputed_share))
+    inputs = (2 * model.hidden + queries + inner) * (1 + again)
+    outputs = queries + 2 * config.local_kv_width + (model.mlp_matrices - 1) * inner + 2 * model.hidden
+    elements = config.tokens * (inputs + outputs) + model.layer_weight_elements(t)
+    return FLOAT8_CAST_BYTES * elements * config.stage_layers * config.micro_batches
 
 
 def _sent(config: Config) -> dict[Link, float]:

@@ -380,7 +380,7 @@ def _sizes(
 
 def _spare(base: Config, given: dict[str, Any], way: Framework) -> Iterator[dict[str, Any]]:
     """Ways to spare memory, from none to most: recomputation, a chunked loss, the optimizer on the host."""
-    usual = [kind for kind in way.recompute if kind != "selective" or base.attention == "unfused"]
+    usual = [kind for kind in way.recompute if kind != "selective" or not base.fused_attention]
     recompute = [given["recompute"]] if "recompute" in given else usual
     losses = [given["loss"]] if "loss" in given else way.losses
     offload = [given["offload_optimizer"]] if "offload_optimizer" in given else way.offload

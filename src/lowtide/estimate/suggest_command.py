@@ -208,6 +208,8 @@ def _show(
         console.print(f"Run the rows with {chosen}:", style="bold")
         for place, one in enumerate(found.best, 1):
             console.print(f"  {place}: {one.command}", soft_wrap=True, highlight=False)
+        if "$MASTER_ADDR" in best.command:
+            console.print("on every node, with the first node's name in MASTER_ADDR", style="dim")
     console.print("The first row line by line:", style="bold")
     console.print(f"  lowtide estimate --model {model} {best.flags()}", soft_wrap=True, highlight=False)
     for note in ASSUMPTIONS:

@@ -232,7 +232,7 @@ def _host_bytes(config: Config, stage: int) -> int:
 def _notes(config: Config) -> list[str]:
     notes = []
     if config.recompute == "selective":
-        if config.attention == "fused":
+        if config.fused_attention:
             notes.append(
                 "selective recomputation of a fused kernel frees its log-sum-exp only: the output "
                 "projection keeps the kernel's output"

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 from lowtide.estimate.config import Config
 from lowtide.estimate.layer import kept_terms
-from lowtide.estimate.lines import KORTHIKANTI, ZERO, ZERO_OFFLOAD, total
+from lowtide.estimate.lines import FULLY_SHARD, KORTHIKANTI, ZERO, ZERO_OFFLOAD, total
 from lowtide.estimate.states import stage_parameters
 
 Link = Literal["tensor", "context", "pipeline", "data", "host"]
@@ -67,6 +67,7 @@ def _tensor(config: Config, stage: int) -> list[Traffic]:
     one = _ring(message, t)
     layers = config.stage_layers * n
     again = config.recomputed_share * layers
+    spared = config.early_share * layers  # the reduction behind the last product
     found = []
     if config.sequence_parallel:
         found.append(
@@ -92,7 +93,7 @@ def _tensor(config: Config, stage: int) -> list[Traffic]:
                 Traffic(
                     "tensor",
                     "collectives of recomputed layers",
-                    ceil(4 * one * again),
+                    ceil(one * (4 * again - spared)),
                     "4 x 2sbh",
                     f"{KORTHIKANTI} Sec. 4.2.2",
                 )
@@ -112,7 +113,7 @@ def _tensor(config: Config, stage: int) -> list[Traffic]:
                 Traffic(
                     "tensor",
                     "all-reduces of recomputed layers",
-                    ceil(4 * one * again),
+                    ceil(one * (4 * again - 2 * spared)),
                     "2 all-reduces of 2sbh",
                     f"{ZERO} Sec. 8",
                 )
@@ -176,8 +177,13 @@ def _data(config: Config, stage: int) -> list[Traffic]:
     if d == 1:
         return []
     count = Fraction(stage_parameters(config, stage))
-    gradients, weights = _ring(count * config.gradient_bytes, d), _ring(count * config.weight_bytes, d)
+    gradients, weights = _ring(count * config.reduced_bytes, d), _ring(count * config.weight_bytes, d)
     source = f"{ZERO} Sec. 7"
+    if config.zero == 3 and config.pp > 1:
+        return [
+            Traffic("data", "reduce-scatter of gradients", ceil(gradients), "Ψ", FULLY_SHARD),
+            Traffic("data", "gather of weights, kept for all micro-batches", ceil(weights), "Ψ", FULLY_SHARD),
+        ]
     if config.zero == 0:
         return [Traffic("data", "all-reduce of gradients", ceil(2 * gradients), "2Ψ", source)]
     if config.zero == 1:

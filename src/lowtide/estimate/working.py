@@ -23,10 +23,8 @@ from lowtide.estimate.layer import (
     operation_terms,
     segment_layers,
 )
-from lowtide.estimate.lines import CHEN, KORTHIKANTI, ZERO, Line, total
+from lowtide.estimate.lines import CHEN, FULLY_SHARD, KORTHIKANTI, ZERO, Line, total
 from lowtide.estimate.states import stage_parameters
-
-FULLY_SHARD = f"{ZERO} Sec. 5.3; torch.distributed.fsdp.fully_shard"
 
 
 def loss_moment_bytes(config: Config) -> int:
@@ -87,9 +85,7 @@ def backward_moments(config: Config) -> Mapping[str, Fraction]:
     stream = x * shared
     branch = e * shared
     scores = (
-        Fraction(model.heads * config.tokens, t) * config.seq
-        if config.attention == "unfused"
-        else Fraction(0)
+        Fraction(model.heads * config.tokens, t) * config.seq if not config.fused_attention else Fraction(0)
     )
     softmax = 4 if config.dtype == "autocast" else e
     return {

@@ -54,7 +54,7 @@ def model_config(config: Config, layers: int) -> ModelConfig:
         positions=max(shape.sequence, config.seq),
         tied=shape.tied,
         dropout=config.dropout,
-        fused_attention=config.attention == "fused",
+        fused_attention=config.fused_attention,
         loss_chunks=config.loss_chunks if config.loss == "chunked" else 1,
     )
 
@@ -94,7 +94,7 @@ class Piece(nn.Module):
         if self.rotary:
             self.register_buffer("cos", model.cos, persistent=False)
             self.register_buffer("sin", model.sin, persistent=False)
-        if config.attention == "fused" and config.dropout:
+        if config.fused_attention and config.dropout:
             for block in self.blocks:
                 block.attention.core.dropout.probability = 0.0  # type: ignore[union-attr]
 

@@ -199,7 +199,7 @@ def simulate(
 def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
     for name in (
         "offload_optimizer", "offload_activations", "partition_activations", "zero", "keep_gathered",
-        "compile", "float8",
+        "compile", "float8", "overlap_tensor",
     ):  # fmt: skip
         if getattr(config, name):
             raise EstimateError(
@@ -358,7 +358,7 @@ def _held(config: Config, stage: int, chunks: Sequence[Chunk]) -> dict[str, int]
 
 def _notes(config: Config, policy: str | None, budget: str | int | None) -> list[str]:
     notes = []
-    if config.attention == "fused" and config.dropout:
+    if config.fused_attention and config.dropout:
         notes.append(
             "attention's own dropout is left out: a fused kernel draws it again from its seed and keeps no "
             "mask"

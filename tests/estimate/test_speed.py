@@ -1,0 +1,91 @@
+"""The parts of a step's predicted time, each against an independent count."""
+
+from __future__ import annotations
+
+import pytest
+
+from lowtide.estimate import EstimateError, configure, estimate
+from lowtide.estimate.devices import device
+from lowtide.estimate.flops import attention_flops, logit_flops
+from lowtide.estimate.speed import efficiencies, step_time
+
+H100 = device("h100")
+KNOWN = efficiencies()["h100"]
+L, S, H, KV, F = 32, 8192, 4096, 1024, 14336
+
+
+def test_attention_s_backward_computes_the_scores_again() -> None:
+    """Two products forward and five backward (arXiv 2307.08691): 3.5 forwards, 4.5 with recomputation."""
+    for recompute, forwards in (("none", 3.5), ("full", 4.5)):
+        config = configure("llama3-8b", recompute=recompute)
+        seconds = forwards * L * attention_flops(config, 1) / (H100.flops * KNOWN.attention)
+        assert step_time(config, H100).attention == pytest.approx(seconds)
+
+
+def test_newer_attention_kernels_are_faster_and_keep_the_same() -> None:
+    old, new = (configure("llama3-8b", attention=kind) for kind in ("fused", "flash-3"))
+    ratio = step_time(old, H100).attention / step_time(new, H100).attention
+    assert ratio == pytest.approx(KNOWN.flash_3) and ratio > 1
+    assert estimate(old).total_bytes == estimate(new).total_bytes
+    assert configure("llama3-8b", attention="flash-3", cp=2).cp == 2  # a ring needs a fused kernel
+
+
+@pytest.mark.parametrize(("recompute", "inputs"), [("none", 1), ("full", 2), ("selective-op", 1.5)])
+def test_float8_casts_inputs_gradients_and_weights(recompute: str, inputs: float) -> None:
+    """Seven bytes an element: of what enters the four groups of products, of the gradients of what leaves
+    them, and of the weights.
+    """
+    plain, cast = (
+        step_time(configure("llama3-8b", recompute=recompute, float8=way), H100) for way in (False, True)
+    )
+    entering, leaving = H + H + H + F, (H + 2 * KV) + H + 2 * F + H
+    weights = H * (2 * H + 2 * KV + 3 * F)
+    moved = 7 * L * (S * (inputs * entering + leaving) + weights)
+    assert cast.pointwise - plain.pointwise == pytest.approx(moved / H100.memory_bandwidth)
+    assert cast.products < plain.products
+
+
+def test_overlapped_tensor_collectives_show_in_part() -> None:
+    plain, hidden = (
+        step_time(configure("llama3-8b", tp=4, sequence_parallel=True, overlap_tensor=way), H100)
+        for way in (False, True)
+    )
+    assert hidden.tensor == pytest.approx(KNOWN.exposed * plain.tensor) and hidden.tensor < plain.tensor
+    assert hidden.products == plain.products
+    with pytest.raises(EstimateError, match="--overlap-tensor with --tp=1"):
+        configure("llama3-8b", overlap_tensor=True)
+
+
+def test_interleaved_stages_send_beside_compute() -> None:
+    plain, chunks = (
+        step_time(configure("llama3-8b", pp=4, interleave=m, global_batch=16), H100) for m in (1, 2)
+    )
+    sent = plain.pipeline * 3  # 1F1B's ends send once each way, two chunks three times
+    assert chunks.pipeline == pytest.approx(KNOWN.interference * sent)
+
+
+def test_the_stage_with_the_output_layer_is_waited_for() -> None:
+    """Without idle turns at the ends (many micro-batches) the wait is what the output layer takes on top of
+    its share: its time on p - 1 stages of p.
+    """
+    config = configure("llama3-8b", pp=4, global_batch=1 << 20)
+    batch = config.global_batch
+    logits = 3 * logit_flops(config, batch) / 4 / (H100.flops * KNOWN.products)
+    assert step_time(config, H100).bubble == pytest.approx(3 * logits, rel=1e-4)
+    faster = step_time(configure("llama3-8b", pp=4, global_batch=1 << 20, float8=True), H100)
+    assert faster.bubble == pytest.approx(3 * logits, rel=1e-4)  # the output layer stays in bfloat16
+
+
+def test_data_parallel_collectives_hide_behind_their_compute() -> None:
+    """FSDP's behind all micro-batches; what a pipeline gathers once, behind one of them."""
+    slow = device("h100", node_bandwidth=1e9, network_bandwidth=1e9)
+    for pp, share in ((1, 1.0), (2, 1 / 4)):
+        config = configure("llama3-8b", dp=2, zero=3, pp=pp, global_batch=8)
+        took = step_time(config, slow)
+        sent = max(
+            sum(item.bytes for item in items if item.link == "data") for items in estimate(config).traffic
+        )
+        cover = share * (took.products + took.attention + took.pointwise)
+        seconds = sent / (1e9 * KNOWN.links)
+        assert seconds > cover
+        assert took.data == pytest.approx(seconds - (1 - KNOWN.interference) * cover)
