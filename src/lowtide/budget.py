@@ -21,9 +21,10 @@ STATE, STANDING, ACTIVATIONS, LOSS = (
     "least activations",
     "logits and loss",
 )
+OUTPUTS = "zeros for outputs beside the loss"
 """Names of what stands at a peak, see `BudgetError.parts`."""
 
-_ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, STANDING, INPUTS, LOSS, ACTIVATIONS)
+_ORDER = (PARAMETERS, BUFFERS, GRADIENTS, STATE, STANDING, INPUTS, OUTPUTS, LOSS, ACTIVATIONS)
 
 SLACK_SHARE = 1e-3
 """Of a budget, at most `SLACK_BYTES`: left for the few bytes of scalars that a trace does not show."""
@@ -270,6 +271,11 @@ def _remedies(missing_bytes: int, parts: Mapping[str, int], policy: str) -> list
         found.append(
             f"make the batch or the sequences at least {math.ceil(100 * missing_bytes / activations)} % "
             "smaller"
+        )
+    if parts.get(OUTPUTS, 0) > missing_bytes:
+        found.append(
+            "compile a module that returns the loss alone (leave out logits, set use_cache=False): "
+            "torch.compile makes zeros for the gradient of every other output"
         )
     if loss > missing_bytes:
         found.append("compute the loss in chunks of tokens, so that its logits never stand as a whole")

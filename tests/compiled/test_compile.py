@@ -308,6 +308,27 @@ def test_what_cannot_be_is_refused(wrong: dict[str, str], said: str) -> None:
         lowtide.compile(nn.Linear(2, 2), "60%", **wrong)
 
 
+def test_a_refusal_says_what_outputs_beside_the_loss_take() -> None:
+    """Autograd makes zeros for the gradient of each, and ``torch.compile`` takes them all."""
+
+    class WithLogits(Model):
+        def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+            logits = self.blocks[0](x)
+            return logits.square().mean(), logits
+
+    model, x = WithLogits(layers=1), torch.randn(1024, 32)
+    with pytest.raises(lowtide.BudgetError) as refused:
+        lowtide.compile(model, "1KiB", backend="aot_eager")(x)
+    with pytest.raises(lowtide.BudgetError, match="returns the loss alone"):
+        lowtide.compile(model, refused.value.smallest_bytes - x.nbytes // 2, backend="aot_eager")(x)
+    parts = refused.value.parts
+    assert parts["zeros for outputs beside the loss"] == x.nbytes
+    assert sum(parts.values()) == pytest.approx(refused.value.smallest_bytes, abs=1)
+    with pytest.raises(lowtide.BudgetError) as alone:
+        lowtide.compile(Model(layers=1), "1KiB", backend="aot_eager")(x)
+    assert "zeros" not in str(alone.value) and alone.value.smallest_bytes < refused.value.smallest_bytes
+
+
 def test_a_malformed_budget_is_refused_at_once() -> None:
     with pytest.raises(lowtide.BudgetError):
         lowtide.compile(nn.Linear(2, 2), "six")
