@@ -313,10 +313,12 @@ def test_a_refusal_says_what_outputs_beside_the_loss_take() -> None:
 
     class WithLogits(Model):
         def forward(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
-            logits = self.blocks[0](x)
+            logits = x
+            for block in self.blocks:
+                logits = block(logits)
             return logits.square().mean(), logits
 
-    model, x = WithLogits(layers=1), torch.randn(1024, 32)
+    model, x = WithLogits(), torch.randn(1024, 32)
     with pytest.raises(lowtide.BudgetError) as refused:
         lowtide.compile(model, "1KiB", backend="aot_eager")(x)
     with pytest.raises(lowtide.BudgetError, match="returns the loss alone"):
@@ -325,7 +327,7 @@ def test_a_refusal_says_what_outputs_beside_the_loss_take() -> None:
     assert parts["zeros for outputs beside the loss"] == x.nbytes
     assert sum(parts.values()) == pytest.approx(refused.value.smallest_bytes, abs=1)
     with pytest.raises(lowtide.BudgetError) as alone:
-        lowtide.compile(Model(layers=1), "1KiB", backend="aot_eager")(x)
+        lowtide.compile(Model(), "1KiB", backend="aot_eager")(x)
     assert "zeros" not in str(alone.value) and alone.value.smallest_bytes < refused.value.smallest_bytes
 
 

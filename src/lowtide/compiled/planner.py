@@ -170,14 +170,15 @@ def plan_graph(
     step = StepBuilder([joint], costs, outside, device).build()
     predict = predict_calls(joint, costs[0]) if options is None else predict_generated(joint, options)
 
-    made: dict[fx.GraphModule, Callable[[Size], int]] = {}
+    made: dict[fx.GraphModule, Profiles] = {}
 
     def peak_of(halves: Halves) -> int:
-        made[halves[0]] = at = _most(predict(*halves))
-        return standing_bytes + at(joint.size)
+        made[halves[0]] = profiles = predict(*halves)
+        return standing_bytes + _most(profiles)(joint.size)
 
     plain = partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
     plain_peak = peak_of(plain)
+    plain_at = _most(made[plain[0]])
     policy: Any = "optimal"
     ways = tuple(map(decision_of, (*codecs, *tiers)))
     if ways:
@@ -216,7 +217,7 @@ def plan_graph(
     if plain_peak <= limit:
         plan = make(step.graph, policy="keep_all", progress=False)
         told = _told(plan, limit, plain_peak, plain_peak)
-        return Planned(told, plain_peak, plain_peak, limit, *plain, made[plain[0]], made[plain[0]])
+        return Planned(told, plain_peak, plain_peak, limit, *plain, plain_at, plain_at)
     room = limit - budgets.slack_bytes(limit)  # the loss and other scalars outside the graph
 
     def best_that_fits() -> tuple[Plan, Halves, int] | None:
@@ -235,13 +236,16 @@ def plan_graph(
         least = smallest() + 1
         best = best_that_fits()
     if best is None:
-        own = least - standing_bytes
-        zeros = min(own, sum(tangents) - min(tangents, default=0))  # the least is the loss's
+        own, zeros = least - standing_bytes, 0
+        _, halves, _ = min(tried.values(), key=lambda one: one[2])
+        first, second = made[halves[0]](joint.size)
+        if second.peak_bytes >= first.peak_bytes:
+            zeros = sum(tangents) - min(tangents, default=0)  # the least is the loss's
         parts = {STANDING: standing_bytes, OUTPUTS: zeros, ACTIVATIONS: own - zeros}
         raise budgets.too_small(limit, least, parts, plain_peak_bytes=plain_peak)
     plan, halves, peak = best
     told = _told(plan, limit, peak, plain_peak)
-    return Planned(told, peak, plain_peak, limit, *halves, made[halves[0]], made[plain[0]])
+    return Planned(told, peak, plain_peak, limit, *halves, _most(made[halves[0]]), plain_at)
 
 
 def _most(profiles: Profiles) -> Callable[[Size], int]:
