@@ -94,15 +94,21 @@ class Slab:
         """bytes that were asked for -> those of the same kind that overlap with them, themselves included"""
         self._lock = threading.Lock()
 
-    def take(self, start: int, bytes_: int) -> tuple[Place, torch.Tensor] | None:
-        """The bytes from ``start`` on as a flat tensor of bytes with a storage of its own, or ``None`` where
-        some of them are in use.
+    def take(self, start: int, bytes_: int, place_bytes: int = 0) -> tuple[Place, torch.Tensor] | None:
+        """The first bytes of a place as a flat tensor of bytes with a storage of its own, or ``None`` where
+        some of the place is in use.
+
+        Args:
+            start: where the place begins.
+            bytes_: how many.
+            place_bytes: how large the place is, where that is more: a smaller step needs less of it.
         """
+        whole = max(bytes_, place_bytes)
         with self._lock:
-            if not self._free(start, start + bytes_):
+            if not self._free(start, start + whole):
                 return None
             tensor = _own_storage(self.memory[start : start + bytes_])
-            return self._enter(start, bytes_, tensor), tensor
+            return self._enter(start, whole, tensor), tensor
 
     def _free(self, start: int, end: int) -> bool:
         """Whether nobody uses any of these bytes. A plan asks for the same ones in every step, so it is known

@@ -226,13 +226,22 @@ class Tracer:
         )
         self._known[key] = number
         self._watch(storage, lambda: None if number in self._given else self.event("free", number))
-        self._new_value(number, producer)
+        self._new_value(number, producer, tensor)
         return number
 
-    def _new_value(self, storage: int, producer: int | None) -> int:
+    def _new_value(self, storage: int, producer: int | None, tensor: torch.Tensor) -> int:
         version = self.values[self._current[storage]]["version"] + 1 if storage in self._current else 0
         number = len(self.values)
-        self.values.append({"id": number, "storage": storage, "version": version, "producer": producer})
+        self.values.append(
+            {
+                "id": number,
+                "storage": storage,
+                "version": version,
+                "producer": producer,
+                "shape": tuple(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+            }
+        )
         self._current[storage] = number
         return number
 
@@ -308,7 +317,7 @@ class Tracer:
                 if info.uninitialized:
                     self._uninitialized.add(self._current[storage])
         for tensor in written:
-            new = self._new_value(self._storage_of(tensor), index)
+            new = self._new_value(self._storage_of(tensor), index, tensor)
             writes.append(new)
             if info.fills and not covers_storage(tensor) and self._uninitialized.intersection(reads):
                 self._uninitialized.add(new)

@@ -21,7 +21,7 @@ from lowtide.plan.data.decisions import (
 )
 from lowtide.plan.data.table import ModuleRow, format_seconds, table
 
-PLAN_FORMAT = 3
+PLAN_FORMAT = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +38,8 @@ class Move:
         born, gone: half-open lifetime of what is stored, in events of the step.
         place: where in the plan's slab the value comes back to, -1 for memory of its own.
         arrival: where in the slab its encoded form arrives from a tier, likewise.
+        shape, dtype: of the tensor through which it is written, by which the executor checks that it is the
+            one that was planned for.
     """
 
     value: int
@@ -49,6 +51,8 @@ class Move:
     gone: int = 0
     place: int = -1
     arrival: int = -1
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
 
 
 class ProgramStep(NamedTuple):
@@ -202,7 +206,7 @@ class Plan:
                 )
             data["decisions"] = {int(k): decision_from_json(v) for k, v in data["decisions"].items()}
             data["moves"] = tuple(
-                Move(**{**row, "decision": decision_from_json(row["decision"])})
+                Move(**{**row, "decision": decision_from_json(row["decision"]), "shape": tuple(row["shape"])})
                 for row in data.get("moves", ())
             )
             data["stored"] = frozenset(data["stored"])

@@ -31,6 +31,11 @@ def place_bytes(move: Moved | Move) -> int:
     return move.encoded_bytes * first.size if isinstance(first, Shard) else move.bytes
 
 
+def arrival_bytes(move: Moved | Move) -> int:
+    """Bytes of an encoded form on its way in, whose parts begin at places of their own."""
+    return move.encoded_bytes + ALIGN
+
+
 class SlabLayout(NamedTuple):
     """Offsets in a slab.
 
@@ -53,7 +58,7 @@ def lay_out(moved: Iterable[Moved], simulation: Simulation) -> SlabLayout:
     by_value = {m.value: m for m in moved}
     keys = list(simulation.spans)
     sizes = [
-        by_value[value].encoded_bytes + ALIGN if arriving else place_bytes(by_value[value])
+        arrival_bytes(by_value[value]) if arriving else place_bytes(by_value[value])
         for value, arriving in keys
     ]
     spans = [simulation.spans[key] for key in keys]

@@ -138,7 +138,10 @@ def not_replayable_from(
 
 
 def move_rows(
-    moved: Sequence[Moved], simulation: Simulation, places: Mapping[tuple[int, bool], int]
+    graph: StepGraph,
+    moved: Sequence[Moved],
+    simulation: Simulation,
+    places: Mapping[tuple[int, bool], int],
 ) -> tuple[Move, ...]:
     """The plan's moves, in the order of the forward; ``places`` are offsets in its slab
     (`lowtide.plan.layout.slab.lay_out`).
@@ -152,8 +155,11 @@ def move_rows(
     for value, (born, gone) in traffic.lifetimes.items():
         m = by_value[value]
         inside = (places.get((value, False), -1), places.get((value, True), -1))
+        form = (graph.values[value].shape, graph.values[value].dtype)
         rows.append(
-            Move(value, m.decision, m.bytes, m.encoded_bytes, place.get(value, -1), born, gone, *inside)
+            Move(
+                value, m.decision, m.bytes, m.encoded_bytes, place.get(value, -1), born, gone, *inside, *form
+            )
         )
     return tuple(rows)
 

@@ -115,7 +115,7 @@ def make_plan(
     floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None
     given = set(simulation.evicted)
     going = {m.value for m in moved}
-    rows = move_rows(moved, simulation, laid.moved)
+    rows = move_rows(graph, moved, simulation, laid.moved)
     return Plan(
         graph=graph.fingerprint(),
         policy=policy,

@@ -428,7 +428,7 @@ class Limiter:
         program = keeps_all(plan.program) if ran.light else plan.program
         if kind.programs.get(ran.light) is None:
             kind.programs[ran.light] = compiled_program(program)
-        ran.director = PlanDirector(program, plan.moves)
+        ran.director = PlanDirector(program, plan.moves, smaller=key != kind.key)
         recorder = Recorder(
             ran.director,
             check=self.verify == "always",

@@ -18,6 +18,7 @@ from lowtide import private
 from lowtide.interception import unseen
 from lowtide.plan.data import Compress, Move, Plan, Shard, ahead_bytes, stages
 from lowtide.plan.layout import find
+from lowtide.plan.layout.slab import arrival_bytes, place_bytes
 from lowtide.run.record.digest import digest, words_of
 from lowtide.run.record.tape import LiveValue
 from lowtide.store.codec import Codec, CodecError
@@ -128,23 +129,25 @@ class StoredTensor:
             return
         encoded = self._group is not None or self._codec is not None
         sizes = [elements * dtype.itemsize for _, elements, dtype in self._places]
-        self._arriving = room = self._room(sizes, self.move.arrival if encoded else self.move.place)
+        self._arriving = room = self._room(sizes, arriving=encoded)
         for (at, _, _), target in zip(self._places, room.targets, strict=True):
             self._reads.append(self._slot.tier.read(self._slot, target, at))
         room.pending(self._reads)
 
-    def _room(self, sizes: list[int], at: int) -> _Destination:
+    def _room(self, sizes: list[int], arriving: bool = False) -> _Destination:
         """Where bytes of these sizes come to: at their place in the slab if it is free, or in memory of
-        their own.
+        their own; ``arriving``: they are the encoded form.
         """
         starts, total = _packed(sizes, _PART_ALIGN)
-        taken = self._slab.take(at, total) if self._slab is not None and at >= 0 else None
+        at = self.move.arrival if arriving else self.move.place
+        room = arrival_bytes(self.move) if arriving else place_bytes(self.move)
+        taken = self._slab.take(at, total, room) if self._slab is not None and at >= 0 else None
         if taken is None:
             self._stores.unplaced += 1
         return _Destination(starts, sizes, self._device, taken)
 
     def _gather(self, group: Replicas, part: torch.Tensor) -> _Destination:
-        room = self._room([part.nbytes * group.size], self.move.place)
+        room = self._room([part.nbytes * group.size])
         room.pending([group.gather(part, room.targets[0])])
         return room
 
@@ -173,7 +176,7 @@ class StoredTensor:
             room = room or self._gather(self._group, parts[0])
             room.join()
         elif self._codec is not None:
-            room = self._room([self._elements * self._dtype.itemsize], self.move.place)
+            room = self._room([self._elements * self._dtype.itemsize])
             self._codec.decode(parts, room.tensors[0].view(self._dtype))
         else:
             room = arrived

@@ -236,9 +236,7 @@ class Recorder(Interceptor):
         if planned is not None and planned.moves:
             with unseen():
                 wrote = [*(flat[at] for at in fresh.values()), *written]
-                moves = planned.moves_of(
-                    [t.untyped_storage().nbytes() if has_plain_storage(t) else -1 for t in wrote]
-                )
+                moves = planned.moves_of(wrote)
                 if info.collective and any(number >= 0 for number in moves):  # what is copied has to be there
                     wrote = [private.wait_for_collective(tensor) for tensor in wrote]
                 self._move(moves, wrote, info, fresh)
