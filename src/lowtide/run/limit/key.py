@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide import private
+from lowtide.meter.resident import gradient_of
 from lowtide.run.record.native import loaded
 
 
@@ -127,7 +128,7 @@ class Members:
             return native.standing(self.parameters)
         return (
             tuple([one.requires_grad for one in self.parameters]),
-            tuple([one.grad is not None for one in self.parameters]),
+            tuple([gradient_of(one) is not None for one in self.parameters]),
             (*[one.dtype for one in self.parameters], *[one.nbytes for one in self.parameters]),
         )
 

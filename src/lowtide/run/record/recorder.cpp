@@ -867,7 +867,8 @@ py::tuple standing(const py::list& parameters) {
       sizes[other] = py::int_(tensor.nbytes());
     } else {
       trainable[at] = one.attr("requires_grad");
-      gradients[at] = py::bool_(!one.attr("grad").is_none());
+      // PyTorch warns of who asks for the gradient of what was computed
+      gradients[at] = py::bool_(one.attr("is_leaf").cast<bool>() && !one.attr("grad").is_none());
       sizes[at] = one.attr("dtype");
       sizes[other] = one.attr("nbytes");
     }
