@@ -32,6 +32,7 @@ class Kind:
         graph: the step as it was looked at, or ``None`` before.
         plan: the plan in force, or ``None``.
         looks: how often a step of it was looked at.
+        backwards: how many backwards ran through the step that was looked at.
         varies: its steps may run other operations each: the forward asks for values, or a step was seen to.
         look_again: why the next step is to be looked at, or empty.
         solve_again: why the plan is to be made again before the next step, or empty.
@@ -56,6 +57,7 @@ class Kind:
     graph: StepGraph | None = None
     plan: Plan | None = None
     looks: int = 0
+    backwards: int = 1
     varies: bool = False
     look_again: str = ""
     solve_again: str = ""

@@ -62,7 +62,8 @@ def learn(kind: Kind, ran: Ran, measured_bytes: int, may_be_light: bool) -> str:
     plan, limit = ran.plan, ran.plan.budget_bytes
     if limit is None:
         return ""
-    if ran.watch.backwards > 1 and ran.taught_bytes:  # it took more since its graph was kept, and only so
+    kept = ran.watch.backwards > kind.backwards
+    if kept and ran.taught_bytes:  # it took more since its graph was kept, and only so
         kind.margin_bytes -= ran.taught_bytes
         ran.taught_bytes, kind.solve_again = 0, ""
     if measured_bytes <= limit + budgets.slack_bytes(limit):
@@ -94,15 +95,14 @@ def _remedy(kind: Kind, ran: Ran, measured_bytes: int, limit: int) -> str:
             else "it ran other operations than the step that was planned for"
         )
         return f"{what}, and lowtide looks at the next one"
-    if ran.watch.backwards > 1:
+    if ran.watch.backwards > kind.backwards:
         return (
             "backward runs more than once through what one forward saved (retain_graph=True), where a plan "
             "is for one backward. Of several losses, add them up and run one backward; else give a smaller "
             "budget"
         )
-    ran.taught_bytes = max(
-        0, measured_bytes - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit))
-    )
-    kind.margin_bytes += ran.taught_bytes
+    more = max(0, measured_bytes - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
+    kind.margin_bytes += more - ran.taught_bytes  # of a step with several backwards each teaches
+    ran.taught_bytes = more
     kind.solve_again = "a step took more than predicted"
     return "lowtide plans again with that much less"

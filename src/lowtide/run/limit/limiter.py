@@ -22,6 +22,7 @@ import torch
 from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import TraceError
+from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors
 from lowtide.plan.cache import program_digest
 from lowtide.progress import took
@@ -33,7 +34,7 @@ from lowtide.run.limit.known import Known
 from lowtide.run.limit.learn import Ran, learn
 from lowtide.run.limit.messages import ABANDONED, UNMEASURED, warn
 from lowtide.run.limit.planning import Planner, Policy
-from lowtide.run.limit.unlimited import AROUND_COMPILED, CROWDED, keeps_nothing, why_unlimited
+from lowtide.run.limit.unlimited import AROUND_COMPILED, CROWDED, governed, keeps_nothing, why_unlimited
 from lowtide.run.limit.watch import StepWatch
 from lowtide.run.look.look import Look
 from lowtide.run.move.engine import TransferEngine, prepare
@@ -211,10 +212,14 @@ class Limiter:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> Any:
         if keeps_nothing():
             return self._plainly(args, kwargs)
+        if governed():
+            self.stop_waiting()
+            return self._plainly(args, kwargs)
         members = Members(self.model)
         unlimited = why_unlimited(members, args, kwargs)
         if unlimited is not None:
             if unlimited.text:
+                self.stop_waiting()  # it is told what stands in the way
                 self.known.tell(*unlimited)
             return self._plainly(args, kwargs)
         begin = time.perf_counter()
@@ -233,7 +238,7 @@ class Limiter:
         if kind.wants_look and (self.crowded or kind.unseen_backward):
             try:
                 with alone():
-                    self.prepare(args, kwargs)
+                    self.prepare(args, kwargs, within_step=True)
             except TraceError:
                 if not self.crowded:  # beside others, a model may have no part in any backward: a teacher
                     raise
@@ -259,7 +264,9 @@ class Limiter:
         """
         if self.local.look is not None:
             look, kind = self.local.look
-            if look.backwards:
+            if look.ended:  # on the thread that ran backward
+                self.local.look = None
+            elif look.backwards:
                 self._tell_together()
                 self._looked(look, kind)
             elif look.over or look.failed:
@@ -332,6 +339,7 @@ class Limiter:
             kind.verified = program
             longest = before is None or len(graph.operations) > len(before.operations)
             kind.looks += 1
+            kind.backwards = look.backwards
             kind.varies = kind.varies or look.tracer.asks
             if longest or kind.claims:
                 self.known.plan(kind, graph, look.tracer.checkpoints)
@@ -340,27 +348,36 @@ class Limiter:
             self.known.latest = kind
             if peak is not None and kind.graph is not None:
                 self.measured_bytes = kind.graph.resident_bytes + peak
-            plan = kind.plan
-            if plan is not None and plan.budget_bytes is not None and peak is not None:
-                taken = graph.resident_bytes + peak
-                if taken > plan.budget_bytes and not plan.changes_nothing:
-                    which = "the first step" if len(self.known.kinds) == kind.looks == 1 else "this step"
-                    warn(
-                        f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)} of the "
-                        f"{budgets.format_bytes(plan.budget_bytes)} of the budget; later ones keep to it"
-                    )
+            self._tell_above(kind, graph, peak)
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+    def _tell_above(self, kind: Kind, graph: StepGraph, peak: int | None) -> None:
+        """Say that a look took more than the budget."""
+        plan = kind.plan
+        if plan is None or plan.budget_bytes is None or plan.changes_nothing or peak is None:
+            return
+        taken = graph.resident_bytes + peak
+        if taken > plan.budget_bytes:
+            which = "the first step" if len(self.known.kinds) == kind.looks == 1 else "this step"
+            warn(
+                f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)} of the "
+                f"{budgets.format_bytes(plan.budget_bytes)} of the budget; later ones keep to it"
+            )
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Kind:
         """Plan for steps with these arguments now: one runs, and everything is put back.
+
+        Args:
+            args, kwargs: of the model.
+            within_step: a step of the user's is about to run, and is told what this takes.
 
         Raises:
             BudgetError: no plan fits.
             TraceError: no loss can be found or stood in for.
         """
         with self.not_waiting():
-            return self._prepare(args, kwargs)
+            return self._prepare(args, kwargs, within_step)
 
-    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+    def _prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool) -> Kind:
         kind = self.known.kind_for(step_key(Members(self.model), args, kwargs))
         if not kind.wants_look:
             return kind
@@ -389,6 +406,8 @@ class Limiter:
             self.known.tell_of(look)
             self.known.plan(kind, graph, look.tracer.checkpoints)
             self.known.latest = kind
+            if within_step:
+                self._tell_above(kind, graph, look.peak_bytes)
         return kind
 
     # ---- under a plan ----------------------------------------------------------------------------

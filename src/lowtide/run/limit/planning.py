@@ -122,6 +122,7 @@ class Planner:
         """
         assert without.graph is not None
         kind.looks, kind.margin_bytes = without.looks, without.margin_bytes
+        kind.backwards = without.backwards
         with working("planning", "planned for steps that add to gradients", self.progress) as work:
             self._solve(kind, with_standing_gradients(without.graph))
             work.done(in_one_line(_known(kind)))

@@ -53,6 +53,7 @@ class Look:
         backwards: how many backwards through the step have ended.
         blind: backward ran on a thread whose operations are not seen.
         over: whether nothing more is taken down.
+        ended: whether ``on_end`` was called.
         began: when, by `time.perf_counter`.
     """
 
@@ -78,7 +79,7 @@ class Look:
         self.peak_bytes: int | None = None
         self.backwards = 0
         self.blind = False
-        self.over = False
+        self.over = self.ended = False
 
     @property
     def kept(self) -> dict[str, str]:
@@ -166,6 +167,7 @@ class Look:
         self.backwards += 1
         if self.tracer.unreleased == 0 and not self.over:
             self.close()
+            self.ended = True
             if self._on_end is not None:
                 self._on_end(self)
 
