@@ -10,6 +10,7 @@ import re
 import subprocess
 import sys
 import threading
+import time
 from types import SimpleNamespace
 
 import pytest
@@ -91,6 +92,23 @@ def test_without_a_terminal_only_the_log_hears(
     assert capsys.readouterr() == ("", "")
     assert [record.levelname for record in caplog.records] == ["DEBUG", "DEBUG", "INFO"]
     assert re.fullmatch(r"planned in [0-9.]+ s: 60 % of the memory, \+12 % time", caplog.messages[-1])
+
+
+@pytest.mark.parametrize("way", ["steps", "pieces"])
+def test_work_that_takes_long_says_once_in_the_log_that_it_is_under_way(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch, way: str
+) -> None:
+    monkeypatch.setattr(progress, "AFTER_SECONDS", 0.3)
+    with caplog.at_level(logging.INFO, "lowtide"), working("planning", "planned") as work:
+        work.say("rounding")
+        assert not caplog.messages, "it may be over soon"
+        time.sleep(0.35)
+        for text in ("searching", "comparing") if way == "steps" else ():
+            work.say(text)
+        for _ in work.each("searching", range(3)) if way == "pieces" else ():
+            pass
+        (line,) = caplog.messages
+    assert re.fullmatch(r"planning, 0\.[0-9] s so far: searching", line)
 
 
 def test_a_log_that_has_the_line_is_not_told_it_twice(

@@ -17,7 +17,7 @@ import json
 from dataclasses import asdict, dataclass, field
 from typing import Any, Literal, NamedTuple
 
-GRAPH_FORMAT = 3
+GRAPH_FORMAT = 4
 
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "backward"]
 """Where a storage comes from: it stood before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
@@ -77,6 +77,7 @@ class Value:
             overwritten later in the step, and for storages whose bytes the program frees or resizes itself.
         must_store: whether every plan has to keep it where a replay reads it (running statistics made in
             the step, say, which a batch norm updates without a word).
+        shape, dtype: of the tensor through which it was written; empty where nobody asks.
     """
 
     id: int
@@ -85,6 +86,8 @@ class Value:
     producer: int | None
     storable: bool = True
     must_store: bool = False
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import functools
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from typing import Any
@@ -45,7 +46,9 @@ class Interceptor:
 
     def start(self) -> None:
         """From here on, until `stop`, on this thread."""
-        _register()
+        with _LOCK:
+            _register()
+            _registered().active += 1
         thread = self._thread_state = _thread()
         thread.active = [*thread.active, self]
         thread.choose()
@@ -58,6 +61,8 @@ class Interceptor:
         thread, self._thread_state = self._thread_state, None
         if thread is None:
             return
+        with _LOCK:
+            _registered().active -= 1
         thread.active = [one for one in thread.active if one is not self]
         thread.choose()
         if not thread.active and thread.level < 0:
@@ -252,6 +257,7 @@ class _Registered:
         known: overloads that have been looked at.
         definitions: as of `_definitions` when they were.
         native: the compiled recorder, or ``None``.
+        active: how many interceptors are, on all threads.
     """
 
     def __init__(self) -> None:
@@ -261,20 +267,36 @@ class _Registered:
         self.known: set[str] = set()
         self.definitions: tuple[Any, ...] = ()
         self.native: Any = None
+        self.active = 0
+
+
+_LOCK = threading.RLock()
+"""Held while kernels are put at the key, which every thread shares."""
 
 
 @functools.cache
-def _registered() -> _Registered:
+def _made() -> _Registered:
     return _Registered()
+
+
+def _registered() -> _Registered:
+    with _LOCK:  # what is cached may be made twice where two threads ask first
+        return _made()
 
 
 def let_in(native: Any) -> None:
     """From here on compiled kernels stand at the key, and call those in Python for what they do not take."""
-    registered = _registered()
-    registered.libraries.clear()
-    registered.known.clear()
-    registered.definitions, registered.native = (), native
-    _register()
+    with _LOCK:
+        registered = _registered()
+        registered.libraries.clear()
+        registered.known.clear()
+        registered.definitions, registered.native = (), native
+        _register()
+
+
+def nobody_is_active() -> bool:
+    """Whether no thread has an interceptor now."""
+    return not _registered().active
 
 
 def compiled_recorder() -> Any:

@@ -6,9 +6,10 @@ the end.
 ...         pass  # whatever takes long
 ...     work.done("60 % of the memory, +12 % time")
 
-Everything goes to the logger ``lowtide``: what is being done at level DEBUG, the line at the end at level
-INFO. The bar is for people: it is there where standard error is a terminal, once the work has taken a second.
-It needs no thread, so that it disturbs nothing that is timed.
+Everything goes to the logger ``lowtide``: what is being done at level DEBUG; the line at the end, and one
+when work has taken a second and is not over, at level INFO. The bar is for people: it is there where standard
+error is a terminal, once the work has taken a second. It needs no thread, so that it disturbs nothing that
+is timed.
 
 To keep it off a terminal: ``progress=False`` where a function takes that, ``LOWTIDE_PROGRESS=0`` in the
 environment, or `muted` around a piece of code. A level above INFO on the logger turns all of it off.
@@ -31,7 +32,7 @@ T = TypeVar("T")
 log = logging.getLogger("lowtide")
 
 AFTER_SECONDS = 1.0
-"""Work that is over sooner shows nothing on a terminal."""
+"""Work that is over sooner shows nothing on a terminal, and only its end in the log."""
 
 _REFRESH_SECONDS = 0.1
 _OFF = ("0", "false", "no", "off")
@@ -56,6 +57,7 @@ class Work:
         self._begin = self._latest = time.perf_counter()
         self._text, self._count, self._total = what, 0, 0
         self._line = ""
+        self._logged = False
         self._bar: Any = None
 
     @property
@@ -83,10 +85,13 @@ class Work:
             self._line = result
 
     def _show(self, at_once: bool = False) -> None:
-        if not self._shows:
-            return
         now = time.perf_counter()
         if now - self._begin < AFTER_SECONDS or not (at_once or now - self._latest >= _REFRESH_SECONDS):
+            return
+        if not self._logged and self.what:
+            self._logged = True
+            log.info("%s, %.1f s so far: %s", self.what, now - self._begin, self._text)
+        if not self._shows:
             return
         self._latest = now
         if self._bar is None:

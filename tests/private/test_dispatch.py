@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import threading
 from typing import Any
 
@@ -89,6 +90,26 @@ def test_a_thread_object_is_there_in_the_backward_that_the_thread_asks_for() -> 
     thread.start()
     thread.join()
     assert found == [thing] and not private.has_thread_object(name)
+
+
+@pytest.mark.skipif(not hasattr(torch._C, "_remove_obj_from_tls"), reason="this PyTorch cannot take it out")
+def test_a_thread_object_is_gone_when_python_lets_go_of_the_thread() -> None:
+    name, left = "lowtide.tests.private.ends", []
+
+    class Last:
+        def __del__(self) -> None:
+            left.append(private.has_thread_object(name))
+
+    def run() -> None:
+        private.set_thread_object(name, object())
+        own.last = Last()  # of a local that is older, so that it goes later
+
+    own = threading.local()
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    gc.collect()
+    assert left == [False]
 
 
 def test_a_kernel_at_the_key_is_called_and_passes_on_below() -> None:

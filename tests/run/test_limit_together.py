@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import subprocess
+import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -38,6 +40,38 @@ def test_two_models_interleaved(twins: Any) -> None:
     assert limited.a.__dict__["forward"].known.kinds is not limited.b.__dict__["forward"].known.kinds
 
 
+THREADS = """
+import threading, warnings
+import torch, lowtide
+warnings.simplefilter("ignore")
+torch.set_num_threads(1)
+
+def train(steps):
+    model = torch.nn.Sequential(*(torch.nn.Linear(16, 16) for _ in range(4)))
+    lowtide.limit_memory(model, "150%")  # of a process, which counts what others allocate meanwhile
+    for _ in range(steps):
+        model(torch.randn(32, 16)).sum().backward()
+    done.append(model)
+
+done, at_once = [], threading.Barrier(4)
+threads = [threading.Thread(target=lambda n=n: (at_once.wait(), train(n))) for n in (1, 1, 2, 3)]
+for thread in threads:
+    thread.start()
+for thread in threads:
+    thread.join()
+assert len(done) == 4
+"""
+
+
+def test_threads_that_begin_at_once_share_what_is_registered_and_end_with_the_process() -> None:
+    """Each took the first registration for its own; and a thread that kept something of lowtide's waited for
+    Python, which was gone, and aborted the process in half of the runs.
+    """
+    for _ in range(3):
+        done = subprocess.run([sys.executable, "-c", THREADS], capture_output=True, text=True, timeout=300)
+        assert done.returncode == 0, done.stderr[-1500:]
+
+
 @pytest.mark.parametrize("outer", ["full", None])
 def test_a_limited_model_inside_a_limited_model(outer: str | None, everything: Any) -> None:
     class Outer(nn.Module):
@@ -55,14 +89,17 @@ def test_a_limited_model_inside_a_limited_model(outer: str | None, everything: A
     lowtide.limit_memory(limited.inner, policy="full")
     if outer is not None:
         lowtide.limit_memory(limited, policy=everything)
-    for seed in range(3):
-        grads = []
-        for model in (plain, limited):
-            model.zero_grad()
-            torch.manual_seed(seed)
-            model(batch()).backward()
-            grads.append([p.grad.clone() for p in model.parameters()])
-        assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for seed in range(3):
+            grads = []
+            for model in (plain, limited):
+                model.zero_grad()
+                torch.manual_seed(seed)
+                model(batch()).backward()
+                grads.append([p.grad.clone() for p in model.parameters()])
+            assert all(torch.equal(a, b) for a, b in zip(*grads, strict=True))
+    assert not [one for one in caught if "has not engaged" in str(one.message)], "the inner one ran, too"
 
 
 def in_two_threads(work: Callable[[int], None]) -> None:

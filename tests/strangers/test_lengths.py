@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from compare import SLACK_BYTES, check, peak_of
+from compare import SLACK_BYTES, check, differences, peak_of, snapshot
 from loops import data, mlp
 from torch import nn
 
@@ -124,6 +124,26 @@ def test_random_lengths_give_the_same_bits() -> None:
             yield model, loss
 
     check(pattern, int(_plain_peak(LONGEST) * 0.75))
+
+
+def test_smaller_steps_move_what_the_plan_of_a_larger_one_moves() -> None:
+    torch.manual_seed(0)
+    plain, model = (nn.Sequential(*(mlp(64, 64, 64) for _ in range(4))) for _ in range(2))
+    model.load_state_dict(plain.state_dict())
+    handle = lowtide.limit_memory(model, "min", policy=lowtide.policies.mixed("host"))
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for number, rows in enumerate((1024, 1024, 1000, 700, 1023)):
+            batch = data(number, rows, 64)
+            for one in (plain, model):
+                one.zero_grad()
+            plain(batch).square().mean().backward()
+            peak, _ = peak_of(lambda: model(batch).square().mean().backward(), [model], batch)  # noqa: B023
+            plan = handle.plan
+            assert plan is not None and plan.moves and plan.budget_bytes is not None
+            assert number == 0 or peak <= plan.budget_bytes + plan.slab_bytes + SLACK_BYTES, rows
+            assert not differences([snapshot(plain)], [snapshot(model)]), rows
+    assert not [one for one in caught if "was predicted" in str(one.message)] and len(handle.plans) == 1
 
 
 class Scaled(nn.Module):

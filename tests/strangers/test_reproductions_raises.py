@@ -338,8 +338,9 @@ def test_a_step_that_runs_without_its_limit_says_why(why: str) -> None:
         model = nn.Sequential(nn.LazyLinear(32), nn.GELU(), nn.LazyLinear(4))
         run = lambda: model(data(0))  # noqa: E731
     lowtide.limit_memory(model, "80%")
-    with pytest.warns(lowtide.LowtideWarning, match=why):
+    with pytest.warns(lowtide.LowtideWarning, match=why) as said:
         run().square().mean().backward()
+    assert not [one for one in said if "has not engaged" in str(one.message)], "its forward ran"
 
 
 class Fused(torch.autograd.Function):

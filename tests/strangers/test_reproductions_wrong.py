@@ -116,6 +116,8 @@ class Departs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one, self.two, self.three = (nn.Linear(16, 16, bias=False) for _ in range(3))
+        self.wide = nn.Parameter(torch.randn(32, 32))
+        self.low = nn.Parameter(torch.randn(256, 16, dtype=torch.bfloat16))
         self.departure = ""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -126,10 +128,26 @@ class Departs(nn.Module):
         elif self.departure == "another dtype":
             x = x.double()
         w = [layer.weight.to(x.dtype) for layer in (self.one, self.two, self.three)]
-        return F.gelu(F.gelu(x @ w[0]) @ w[1]).mul(2).matmul(w[2]).square().mean()
+        if self.departure == "another shape of the same bytes":
+            h = (x.view(64, 32) @ self.wide).view(128, 16)
+        elif self.departure == "another dtype of the same bytes":
+            w = [self.low[at : at + 16] for at in (0, 16, 32)]
+            h = self.low @ w[0]
+        else:
+            h = x @ w[0]
+        return F.gelu(F.gelu(h) @ w[1]).mul(2).matmul(w[2]).square().mean()
 
 
-@pytest.mark.parametrize("departure", ["another operation", "another shape", "another dtype"])
+@pytest.mark.parametrize(
+    "departure",
+    [
+        "another operation",
+        "another shape",
+        "another shape of the same bytes",
+        "another dtype",
+        "another dtype of the same bytes",
+    ],
+)
 def test_a_departing_step_is_given_no_lossy_moves(departure: str) -> None:
     torch.manual_seed(0)
     plain, limited = Departs(), Departs()

@@ -58,7 +58,14 @@ def resident_tensors(
         found += [leaf for leaf in leaves if isinstance(leaf, torch.Tensor)]
     # it stands without gradients, too
     slabs = [slab for t in found if isinstance(slab := getattr(t, "gradient_slab", None), torch.Tensor)]
-    return found + slabs + [t.grad for t in found if t.is_leaf and t.grad is not None]
+    return found + slabs + [grad for t in found if (grad := gradient_of(t)) is not None]
+
+
+def gradient_of(tensor: torch.Tensor) -> torch.Tensor | None:
+    """A parameter's gradient. What stands in a parameter's place and was computed (``functional_call``,
+    MAML) has none, and PyTorch warns whoever asks.
+    """
+    return tensor.grad if tensor.is_leaf else None
 
 
 def innermost(optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

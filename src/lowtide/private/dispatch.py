@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import sys
+import threading
 from operator import attrgetter
 from typing import Any
 
@@ -39,10 +40,27 @@ has_thread_object = torch._C._is_key_in_tls
 """Whether the thread's state has an object of that name."""
 
 
-def set_thread_object(name: str, value: object) -> None:
-    """Put an object into the thread's state, under a name. PyTorch 2.11 does not count the reference that it
-    takes.
+_OF_THREAD = threading.local()
+
+
+class _TakenOut:
+    """Takes an object out of the thread's state when the thread ends: PyTorch lets go of it after Python has
+    let go of the thread, and where the process ends meanwhile it aborts. PyTorch 2.11 cannot take it out.
     """
+
+    def __init__(self, name: str) -> None:
+        self._name, self._remove = name, getattr(torch._C, "_remove_obj_from_tls", None)
+
+    def __del__(self) -> None:
+        if self._remove is not None:
+            self._remove(self._name)
+
+
+def set_thread_object(name: str, value: object) -> None:
+    """Put an object into the thread's state, under a name, for as long as the thread lives. PyTorch 2.11 does
+    not count the reference that it takes.
+    """
+    setattr(_OF_THREAD, name, _TakenOut(name))
     before = sys.getrefcount(value)
     torch._C._stash_obj_in_tls(name, value)
     if sys.getrefcount(value) == before:

@@ -19,7 +19,7 @@ import torch
 
 from lowtide import private
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
-from lowtide.meter.resident import plain_parts
+from lowtide.meter.resident import gradient_of, plain_parts
 from lowtide.ops import (
     OpInfo,
     covers_storage,
@@ -115,8 +115,9 @@ class Tracer:
     def _name_model(self, model: torch.nn.Module) -> None:
         for name, parameter in model.named_parameters():
             self._name(parameter, "parameter", name)
-            if parameter.grad is not None:
-                self._name(parameter.grad, "gradient", name)
+            gradient = gradient_of(parameter)
+            if gradient is not None:
+                self._name(gradient, "gradient", name)
             slab = getattr(parameter, "gradient_slab", None)  # it stands without gradients, too
             if isinstance(slab, torch.Tensor):
                 self._name(slab, "gradient", name)
@@ -131,7 +132,8 @@ class Tracer:
     def name_gradients(self, model: torch.nn.Module) -> None:
         """Gradients that the step made have the names of their parameters from here on."""
         for name, parameter in model.named_parameters():
-            for leaf in plain_leaves(parameter.grad) if parameter.grad is not None else ():
+            gradient = gradient_of(parameter)
+            for leaf in plain_leaves(gradient) if gradient is not None else ():
                 number = self.known(leaf)
                 if number is not None and self.storages[number]["producer"] is not None:
                     self.storages[number]["name"] = name
@@ -219,13 +221,22 @@ class Tracer:
         )
         self._known[key] = number
         self._watch(storage, lambda: None if number in self._given else self.event("free", number))
-        self._new_value(number, producer)
+        self._new_value(number, producer, tensor)
         return number
 
-    def _new_value(self, storage: int, producer: int | None) -> int:
+    def _new_value(self, storage: int, producer: int | None, tensor: torch.Tensor) -> int:
         version = self.values[self._current[storage]]["version"] + 1 if storage in self._current else 0
         number = len(self.values)
-        self.values.append({"id": number, "storage": storage, "version": version, "producer": producer})
+        self.values.append(
+            {
+                "id": number,
+                "storage": storage,
+                "version": version,
+                "producer": producer,
+                "shape": tuple(tensor.shape),
+                "dtype": str(tensor.dtype).removeprefix("torch."),
+            }
+        )
         self._current[storage] = number
         return number
 
@@ -309,7 +320,7 @@ class Tracer:
                 if info.uninitialized:
                     self._uninitialized.add(self._current[storage])
         for tensor in written:
-            new = self._new_value(self._storage_of(tensor), index)
+            new = self._new_value(self._storage_of(tensor), index, tensor)
             writes.append(new)
             if info.fills and not covers_storage(tensor) and self._uninitialized.intersection(reads):
                 self._uninitialized.add(new)

@@ -19,7 +19,7 @@ def untouched(modules: Sequence[torch.nn.Module]) -> Iterator[None]:
     were.
     """
     parameters = list(dict.fromkeys(p for root in modules for p in root.parameters()))
-    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters]
+    gradients = [(p, p.grad, None if p.grad is None else p.grad.clone()) for p in parameters if p.is_leaf]
     buffers = [(buffer, buffer.detach().clone()) for root in modules for buffer in root.buffers()]
     try:
         with same_random(gpus_of(modules)), same_attributes(modules):

@@ -25,6 +25,8 @@ class Move:
         born, gone: half-open lifetime of what is stored, in events of the step.
         place: where in the plan's slab the value comes back to, -1 for memory of its own.
         arrival: where in the slab its encoded form arrives from a tier, likewise.
+        shape, dtype: of the tensor through which it is written, by which the executor checks that it is the
+            one that was planned for.
     """
 
     value: int
@@ -40,6 +42,8 @@ class Move:
     gone: int = 0
     place: int = -1
     arrival: int = -1
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
 
     @property
     def encoded(self) -> bool:

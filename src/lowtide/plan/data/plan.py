@@ -21,7 +21,7 @@ from lowtide.plan.data.decisions import (
 from lowtide.plan.data.move import Move
 from lowtide.plan.data.table import ModuleRow, format_seconds, table
 
-PLAN_FORMAT = 3
+PLAN_FORMAT = 4
 
 
 class ProgramStep(NamedTuple):
@@ -175,7 +175,7 @@ class Plan:
                 )
             data["decisions"] = {int(k): decision_from_json(v) for k, v in data["decisions"].items()}
             data["moves"] = tuple(
-                Move(**{**row, "decision": decision_from_json(row["decision"])})
+                Move(**{**row, "decision": decision_from_json(row["decision"]), "shape": tuple(row["shape"])})
                 for row in data.get("moves", ())
             )
             data["stored"] = frozenset(data["stored"])

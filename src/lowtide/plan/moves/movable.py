@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
 from lowtide.plan.data import Codec, Compress, Links, Move, Moving, Shard, stages
 from lowtide.plan.moves.supply import codec_named, encoded_bytes
 from lowtide.plan.simulate.closure import replay_set
@@ -113,10 +114,13 @@ def closed_with(
 
 
 def as_simulated(
-    moves: Mapping[int, Move], simulation: Simulation, places: Mapping[tuple[int, bool], int]
+    graph: StepGraph,
+    moves: Mapping[int, Move],
+    simulation: Simulation,
+    places: Mapping[tuple[int, bool], int],
 ) -> tuple[Move, ...]:
-    """The plan's moves, in the order of the forward, with their order and lifetimes; ``places`` are offsets
-    in its slab (`lowtide.plan.layout.slab.lay_out`).
+    """The plan's moves, in the order of the forward, with their order, lifetimes and forms; ``places`` are
+    offsets in its slab (`lowtide.plan.layout.slab.lay_out`).
     """
     traffic = simulation.traffic
     if traffic is None:
@@ -130,6 +134,8 @@ def as_simulated(
             gone=gone,
             place=places.get((value, False), -1),
             arrival=places.get((value, True), -1),
+            shape=graph.values[value].shape,
+            dtype=graph.values[value].dtype,
         )
         for value, (born, gone) in traffic.lifetimes.items()
     )

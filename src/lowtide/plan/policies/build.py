@@ -97,7 +97,7 @@ def make_plan(
         )
     floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None
     evicted = set(simulation.evicted)
-    rows = as_simulated(moved, simulation, laid.moved)
+    rows = as_simulated(graph, moved, simulation, laid.moved)
     return Plan(
         graph=graph.fingerprint(),
         policy=policy,

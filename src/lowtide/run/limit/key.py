@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import torch
 
 from lowtide import private
+from lowtide.meter.resident import gradient_of
 from lowtide.run.record.native import loaded
 
 
@@ -141,7 +142,7 @@ class Members:
         types = [part for one in self.parameters for part in (id(one.dtype), hash(one.nbytes))]
         return (
             bytes([one.requires_grad for one in self.parameters]),
-            bytes([one.grad is not None for one in self.parameters]),
+            bytes([gradient_of(one) is not None for one in self.parameters]),
             array("q", types).tobytes(),
         )
 

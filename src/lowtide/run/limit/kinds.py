@@ -37,6 +37,7 @@ class Kind:
         graph: the step as it was looked at, or ``None`` before.
         plan: the plan in force, or ``None``.
         looks: how often a step of it was looked at.
+        backwards: the most that ran through a step that was looked at.
         varies: its steps may run other operations each: the forward asks for values, or a step was seen to.
         look_again: why the next step is to be looked at, or empty.
         solve_again: why the plan is to be made again before the next step, or empty.
@@ -60,6 +61,7 @@ class Kind:
     graph: StepGraph | None = None
     plan: Plan | None = None
     looks: int = 0
+    backwards: int = 1
     varies: bool = False
     look_again: str = ""
     solve_again: str = ""
@@ -245,7 +247,8 @@ def learn(kind: Kind, ran: Ran, measured_bytes: int, may_be_light: bool) -> str:
     plan, limit = ran.plan, ran.plan.budget_bytes
     if limit is None:
         return ""
-    if ran.watch.backwards > 1 and ran.taught_bytes:  # it took more since its graph was kept, and only so
+    kept = ran.watch.backwards > kind.backwards
+    if kept and ran.taught_bytes:  # it took more since its graph was kept, and only so
         kind.margin_bytes -= ran.taught_bytes
         ran.taught_bytes, kind.solve_again = 0, ""
     if measured_bytes <= limit + budgets.slack_bytes(limit):
@@ -277,15 +280,14 @@ def _remedy(kind: Kind, ran: Ran, measured_bytes: int, limit: int) -> str:
             else "it ran other operations than the step that was planned for"
         )
         return f"{what}, and lowtide looks at the next one"
-    if ran.watch.backwards > 1:
+    if ran.watch.backwards > kind.backwards:
         return (
             "backward runs more than once through what one forward saved (retain_graph=True), where a plan "
             "is for one backward. Of several losses, add them up and run one backward; else give a smaller "
             "budget"
         )
-    ran.taught_bytes = max(
-        0, measured_bytes - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit))
-    )
-    kind.margin_bytes += ran.taught_bytes
+    more = max(0, measured_bytes - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
+    kind.margin_bytes += more - ran.taught_bytes  # of a step with several backwards each teaches
+    ran.taught_bytes = more
     kind.solve_again = "a step took more than predicted"
     return "lowtide plans again with that much less"

@@ -151,6 +151,7 @@ class Known:
                 return False
         kind.verified = program
         kind.looks += 1
+        kind.backwards = max(kind.backwards, look.watch.backwards)
         kind.varies = kind.varies or look.tracer.asks
         if kind.graph is None or kind.claims or len(graph.operations) > len(kind.graph.operations):
             self._plan(kind, graph, look.tracer.checkpoints)

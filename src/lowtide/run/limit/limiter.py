@@ -22,6 +22,7 @@ import torch
 from lowtide import budget as budgets
 from lowtide import private
 from lowtide.errors import TraceError
+from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors
 from lowtide.progress import took
 from lowtide.run.limit.compiled_submodules import left_alone
@@ -30,7 +31,14 @@ from lowtide.run.limit.kinds import Kind, Ran, keeps_all, learn
 from lowtide.run.limit.known import Known
 from lowtide.run.limit.messages import ABANDONED, UNMEASURED, warn
 from lowtide.run.limit.planning import Planner, Policy
-from lowtide.run.limit.unlimited import AROUND_COMPILED, CROWDED, Engagement, keeps_nothing, why_unlimited
+from lowtide.run.limit.unlimited import (
+    AROUND_COMPILED,
+    CROWDED,
+    Engagement,
+    governed,
+    keeps_nothing,
+    why_unlimited,
+)
 from lowtide.run.limit.watch import StepWatch
 from lowtide.run.look.look import Look, look_aside
 from lowtide.run.move.engine import TransferEngine
@@ -207,10 +215,14 @@ class Limiter:
     def _call(self, args: tuple[Any, ...], kwargs: dict[str, Any], compiled: bool) -> Any:
         if keeps_nothing():
             return self._plainly(args, kwargs)
+        if governed():
+            self.stop_waiting()
+            return self._plainly(args, kwargs)
         members = Members(self.model)
         unlimited = why_unlimited(members, args, kwargs)
         if unlimited is not None:
             if unlimited.text:
+                self.stop_waiting()  # it is told what stands in the way
                 self.known.tell(*unlimited)
             return self._plainly(args, kwargs)
         begin = time.perf_counter()
@@ -229,7 +241,7 @@ class Limiter:
         if kind.wants_look and (self.crowded or kind.unseen_backward):
             try:
                 with alone():
-                    self.prepare(args, kwargs)
+                    self.prepare(args, kwargs, within_step=True)
             except TraceError:
                 if not self.crowded:  # beside others, a model may have no part in any backward: a teacher
                     raise
@@ -255,7 +267,9 @@ class Limiter:
         """
         if self.local.look is not None:
             look, kind = self.local.look
-            if look.watch.backwards:
+            if look.ended:  # on the thread that ran backward
+                self.local.look = None
+            elif look.watch.backwards:
                 self._tell_together()
                 self._looked(look, kind)
             elif look.tracer.closed or look.watch.failed():
@@ -323,18 +337,27 @@ class Limiter:
             if not self.known.looked(kind, look, graph) or peak is None or kind.graph is None:
                 return
             self.measured_bytes = kind.graph.resident_bytes + peak
-            plan = kind.plan
-            if plan is not None and plan.budget_bytes is not None:
-                taken = graph.resident_bytes + peak
-                if taken > plan.budget_bytes and not plan.changes_nothing:
-                    which = "the first step" if len(self.known.kinds) == kind.looks == 1 else "this step"
-                    warn(
-                        f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)} of the "
-                        f"{budgets.format_bytes(plan.budget_bytes)} of the budget; later ones keep to it"
-                    )
+            self._tell_above(kind, graph, peak)
 
-    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Kind:
+    def _tell_above(self, kind: Kind, graph: StepGraph, peak: int | None) -> None:
+        """Say that a look took more than the budget."""
+        plan = kind.plan
+        if plan is None or plan.budget_bytes is None or plan.changes_nothing or peak is None:
+            return
+        taken = graph.resident_bytes + peak
+        if taken > plan.budget_bytes:
+            which = "the first step" if len(self.known.kinds) == kind.looks == 1 else "this step"
+            warn(
+                f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)} of the "
+                f"{budgets.format_bytes(plan.budget_bytes)} of the budget; later ones keep to it"
+            )
+
+    def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Kind:
         """Plan for steps with these arguments now: one runs, and everything is put back.
+
+        Args:
+            args, kwargs: of the model.
+            within_step: a step of the user's is about to run, and is told what this takes.
 
         Raises:
             BudgetError: no plan fits.
@@ -357,6 +380,8 @@ class Limiter:
             )
         with self.known.lock:
             self.known.looked(kind, look, graph)
+            if within_step:
+                self._tell_above(kind, graph, look.peak_bytes)
         return kind
 
     # ---- under a plan ----------------------------------------------------------------------------
@@ -394,7 +419,7 @@ class Limiter:
         program = keeps_all(plan.program) if ran.light else plan.program
         if kind.programs.get(ran.light) is None:
             kind.programs[ran.light] = compiled_program(program)
-        ran.director = PlanDirector(program, plan.moves)
+        ran.director = PlanDirector(program, plan.moves, smaller=key != kind.key)
         recorder = Recorder(
             ran.director,
             check=self.verify == "always",

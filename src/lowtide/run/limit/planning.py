@@ -13,6 +13,7 @@ from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
+from lowtide.meter.resident import gradient_of
 from lowtide.native import builds_paused
 from lowtide.plan import make
 from lowtide.plan.cache import Cache, folder
@@ -124,6 +125,7 @@ class Planner:
         """
         assert without.graph is not None
         kind.looks, kind.margin_bytes = without.looks, without.margin_bytes
+        kind.backwards = without.backwards
         with working("planning", "planned for steps that add to gradients", self.progress) as work:
             work.done(in_one_line(self._solve(kind, with_standing_gradients(without.graph))))
 
@@ -369,7 +371,7 @@ class Planner:
         """
         own = resident_bytes(self.model)
         seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
-        there = {name for name, parameter in self.model.named_parameters() if parameter.grad is not None}
+        there = {name for name, p in self.model.named_parameters() if gradient_of(p) is not None}
         # gradients that the step made
         made = sum(s.bytes for s in graph.storages if s.name in there and s.producer is not None)
         state = self.optimizer_bytes + self.moved_bytes

@@ -73,15 +73,18 @@ def why_unlimited(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any
     return _UNTRAINED if asked else _NOTHING_TO_LIMIT
 
 
+def governed() -> bool:
+    """Whether another limited model around this one decides what it keeps."""
+    return any(isinstance(one, Recorder) for one in interceptors())
+
+
 def keeps_nothing() -> bool:
-    """Whether autograd keeps nothing here, another limited model around this one governs what it does, or
-    the model is written down as a program (`torch.export`, `torch.jit.trace`) and no step runs.
+    """Whether autograd keeps nothing here, or the model is written down as a program (`torch.export`,
+    `torch.jit.trace`) and no step runs.
     """
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
-    if torch.compiler.is_exporting() or torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
-        return True
-    return any(isinstance(one, Recorder) for one in interceptors())
+    return torch.compiler.is_exporting() or torch.jit.is_tracing()  # pyright: ignore[reportPrivateImportUsage]
 
 
 class _Runs:

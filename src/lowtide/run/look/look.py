@@ -53,6 +53,7 @@ class Look:
             measured, or the step is not over.
         watch: follows its backward.
         blind: backward ran on a thread whose operations are not seen.
+        ended: whether ``on_end`` was called.
         began: when, by `time.perf_counter`.
     """
 
@@ -75,7 +76,7 @@ class Look:
         self._stack = ExitStack()
         self.watch = StepWatch(self._backward_ends, device, self.left)
         self.peak_bytes: int | None = None
-        self.blind = False
+        self.blind = self.ended = False
 
     @property
     def kept(self) -> dict[str, str]:
@@ -144,6 +145,7 @@ class Look:
         self.blind |= self.tracer not in interceptors()
         if self.tracer.unreleased == 0:
             self.close()
+            self.ended = True
             if self._on_end is not None:
                 self._on_end(self)
 

@@ -7,8 +7,10 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from lowtide.ops import OpInfo, op_info
-from lowtide.plan.data import Compress, Move, ProgramStep, Shard, stages
+import torch
+
+from lowtide.ops import OpInfo, has_plain_storage, op_info
+from lowtide.plan.data import Move, ProgramStep
 
 _LOOK_AHEAD = 400
 
@@ -42,6 +44,7 @@ class PlanDirector:
 
     Args:
         program, moves: the plan's.
+        smaller: whether the step is smaller than the one that was planned for.
 
     Where the running step departs from the program (data-dependent routing), it looks ahead for where the two
     meet again; an operation that the plan does not know is recorded and evicted, which is always safe; but
@@ -53,9 +56,12 @@ class PlanDirector:
         missed: how many of the plan's operations the step did not have, or had otherwise.
     """
 
-    def __init__(self, program: Sequence[ProgramStep], moves: Sequence[Move] = ()) -> None:
+    def __init__(
+        self, program: Sequence[ProgramStep], moves: Sequence[Move] = (), smaller: bool = False
+    ) -> None:
         self._program = program
         self._moves = moves
+        self._smaller = smaller
         self.at = 0
         self.departed = 0
         self.missed = 0
@@ -83,25 +89,36 @@ class PlanDirector:
         at = self._find(info)
         return not info.collective if at is None else self._program[at].replayed
 
-    def moves_of(self, sizes: list[int]) -> tuple[int, ...]:
-        """For each value that the latest operation wrote, of these bytes, its place among the plan's moves,
-        or -1.
+    def moves_of(self, wrote: Sequence[torch.Tensor]) -> tuple[int, ...]:
+        """For each value that the latest operation wrote its place among the plan's moves, or -1.
 
-        Where the step has departed from the program, an operation of one name may be another one: only what
-        comes back as it was may move then.
+        A value of another shape, dtype or size than the plan's was written by another operation of that name:
+        the step has departed from the program. Only what comes back as it was may move from there on.
         """
+        moves = [
+            number if number >= 0 and has_plain_storage(t) else -1
+            for number, t in zip(self.moves, wrote, strict=True)
+        ]
+        for number, tensor in zip(moves, wrote, strict=True):
+            if number >= 0 and not self._is_of(tensor, self._moves[number]):
+                self.departed += 1
+                self.missed += 1
+                return (-1,) * len(moves)
         departed = self.departed > 0 or self.missed > 0
-
-        def fits(number: int, size: int) -> bool:
-            move = self._moves[number]
-            return move.bytes == size and not (
-                departed and isinstance(stages(move.decision)[0], (Compress, Shard))
-            )
-
         return tuple(
-            number if number >= 0 and fits(number, size) else -1
-            for number, size in zip(self.moves, sizes, strict=True)
+            -1 if number < 0 or (departed and self._moves[number].encoded) else number for number in moves
         )
+
+    def _is_of(self, tensor: torch.Tensor, move: Move) -> bool:
+        """Whether a value that is moved so was written through this tensor; in a smaller step through one
+        that is larger in no dimension.
+        """
+        shape, nbytes = tuple(tensor.shape), tensor.untyped_storage().nbytes()
+        if str(tensor.dtype) != f"torch.{move.dtype}" or len(shape) != len(move.shape):
+            return False
+        if self._smaller:
+            return nbytes <= move.bytes and all(a <= b for a, b in zip(shape, move.shape, strict=True))
+        return nbytes == move.bytes and shape == move.shape
 
     def stays(self, info: OpInfo, writes: int) -> tuple[bool, ...]:
         """What the plan says of it; on to the next."""

@@ -9,8 +9,8 @@ compiled for the first time, Python does it all.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +26,19 @@ _SOURCE = Path(__file__).parent / "cpp" / "module.cpp"
 
 
 class _Loaded:
-    module: Any = None
+    """What was loaded, once for all threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.module: Any = None
 
 
-@cache
-def _loaded() -> _Loaded:
-    return _Loaded()
+_LOADED = _Loaded()
 
 
 def loaded() -> Any:
     """The compiled module where it is loaded already, or ``None``."""
-    return _loaded().module
+    return _LOADED.module
 
 
 def compiled(wait: bool = False) -> Any:
@@ -45,16 +47,16 @@ def compiled(wait: bool = False) -> Any:
     Args:
         wait: compile it now (half a minute, once for each PyTorch and Python); else another process does.
     """
-    loaded = _loaded()
-    if loaded.module is None and not interception.interceptors():
-        from lowtide.run.record import handles, tape
+    with _LOADED.lock:
+        if _LOADED.module is None and interception.nobody_is_active():
+            from lowtide.run.record import handles, tape
 
-        module = extension(_SOURCE, "lowtide_recorder", wait=wait)
-        if module is not None:
-            module.know(tape.LiveValue, tape.Node, handles.unpack, tape.bring_back, handles.overwritten)
-            interception.let_in(module)
-            loaded.module = module
-    return loaded.module
+            module = extension(_SOURCE, "lowtide_recorder", wait=wait)
+            if module is not None:
+                module.know(tape.LiveValue, tape.Node, handles.unpack, tape.bring_back, handles.overwritten)
+                interception.let_in(module)
+                _LOADED.module = module
+        return _LOADED.module
 
 
 def compiled_program(steps: Sequence[ProgramStep]) -> Any:

@@ -319,8 +319,7 @@ class Recorder(Interceptor):
         wrote: list[torch.Tensor],
     ) -> None:
         """What was just written and moves: store it, and let readers find its way back."""
-        sizes = [t.untyped_storage().nbytes() if has_plain_storage(t) else -1 for t in wrote]
-        moves = director.moves_of(sizes)
+        moves = director.moves_of(wrote)
         if info.collective and any(number >= 0 for number in moves):  # what is copied has to be there
             wrote = [private.wait_for_collective(tensor) for tensor in wrote]
         loose = [position in info.loose for position in fresh.values()] + [False] * (len(wrote) - len(fresh))

@@ -59,7 +59,8 @@ inline py::tuple standing(const py::list& parameters) {
   for (py::handle one : parameters) {
     const Tensor& tensor = THPVariable_Unpack(one.ptr());
     trainable.push_back(tensor.requires_grad());
-    gradients.push_back(tensor.grad().defined());
+    // PyTorch warns of who asks for the gradient of what was computed
+    gradients.push_back(tensor.is_leaf() && tensor.grad().defined());
     bool ordinary = Py_TYPE(one.ptr()) == reinterpret_cast<PyTypeObject*>(ParameterClass);
     sizes.push_back(reinterpret_cast<int64_t>(torch::getTHPDtype(tensor.scalar_type())));
     sizes.push_back(ordinary ? static_cast<int64_t>(tensor.nbytes()) : py::hash(one.attr("nbytes")));
