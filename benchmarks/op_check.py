@@ -1,4 +1,4 @@
-"""One operation of PyTorch's operator database, forward and backward, with everything given up that can be.
+"""One operation of PyTorch's operator database, forward and backward, with everything evicted that can be.
 
 Each sample's inputs are fed as *non-leaf* tensors, so that they, too, can be recomputed. A sample runs plain
 twice (does it agree with itself?) and once under a `Recorder` that gives everything up and verifies; outputs
@@ -254,7 +254,7 @@ def _unsteady(call: Callable[..., Any], sample: Any, variant: Variant, plain: Ra
 
 
 def check_sample(name: str, call: Callable[..., Any], sample: Any, variant: Variant) -> Outcome:
-    """Run one sample plain, plain again, and with everything given up."""
+    """Run one sample plain, plain again, and with everything evicted."""
     outcome = Outcome(name, variant)
 
     def settle(status: Status, note: str = "") -> Outcome:

@@ -1,4 +1,4 @@
-"""Every differentiable operation of PyTorch's operator database with everything given up, in every variant,
+"""Every differentiable operation of PyTorch's operator database with everything evicted, in every variant,
 and the report of it.
 
     python -m benchmarks op_sweep                    # everything; writes benchmarks/results/op_sweep.json and
@@ -117,7 +117,7 @@ def report(outcomes: list[Outcome], seconds: float) -> dict[str, Any]:
 def markdown(data: dict[str, Any]) -> str:
     """The report for people."""
     lines = [
-        "# Every differentiable operation, everything given up",
+        "# Every differentiable operation, everything evicted",
         "",
         f"PyTorch's operator database (`op_db`), {data['date']}, torch {data['versions']['torch']}, Python "
         f"{data['versions']['python']}, {data['machine']}, {data['seconds']} s. Made by `python -m "

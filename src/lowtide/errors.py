@@ -85,4 +85,4 @@ class PlanError(LowtideError):
 
 
 class ReplayError(LowtideError, RuntimeError):
-    """A value given up during the forward did not come back bitwise equal."""
+    """A value evicted during the forward did not come back bitwise equal."""

@@ -162,11 +162,11 @@ def watchers() -> list[Any]:
     return [*interceptors(), *private.mode_stack()]
 
 
-def is_given_up(tensor: torch.Tensor) -> bool:
+def is_evicted(tensor: torch.Tensor) -> bool:
     """Whether a recomputing scope around this code brings ``tensor`` back for anyone who saves it, so that
     saving it costs nothing.
     """
-    return any(one.gives_up(tensor) for one in watchers() if hasattr(one, "gives_up"))
+    return any(one.will_evict(tensor) for one in watchers() if hasattr(one, "will_evict"))
 
 
 def without_modes() -> AbstractContextManager[object]:

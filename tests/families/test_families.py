@@ -1,4 +1,4 @@
-"""Bitwise the same step on every family of models: with everything given up, and within a budget."""
+"""Bitwise the same step on every family of models: with everything evicted, and within a budget."""
 
 from __future__ import annotations
 
@@ -81,7 +81,7 @@ def steps(model: torch.nn.Module, batch: dict[str, Any], count: int = STEPS) -> 
 
 
 @pytest.mark.parametrize("verify", [True, False], ids=["verified", "trusted"])
-def test_everything_given_up(family: Any, verify: bool) -> None:
+def test_everything_evicted(family: Any, verify: bool) -> None:
     model, batch = build(family)
     start = copy.deepcopy(model.state_dict())
 
@@ -96,10 +96,10 @@ def test_everything_given_up(family: Any, verify: bool) -> None:
 
     plain = step(nullcontext())
     recorder = Recorder(RegionDirector(), verify=verify)
-    given_up = step(recorder.recording())
-    assert same(plain, given_up)
+    evicted = step(recorder.recording())
+    assert same(plain, evicted)
     assert not recorder.findings.kept
-    assert recorder.findings.given_up_bytes > 0
+    assert recorder.findings.evicted_bytes > 0
 
 
 def limited(

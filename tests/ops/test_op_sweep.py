@@ -151,7 +151,7 @@ def assert_bitwise(step: Callable[[torch.Tensor], torch.Tensor], leaf: torch.Ten
         found = gradients(step, leaf, recorder)
         assert all(map(torch.equal, plain, found))
         assert not recorder.findings.kept
-        assert recorder.findings.given_up_bytes > 0
+        assert recorder.findings.evicted_bytes > 0
 
 
 def test_an_operation_that_conjugates_lazily_within() -> None:

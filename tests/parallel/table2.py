@@ -104,7 +104,7 @@ class ScopedTrace(FakeTracer):
         self.scoped.update(range(start, len(self.operations)))
 
     def kept_storages(self) -> set[int]:
-        """Storages that stay for backward: of saved values that no scope gives up, and those from outside the
+        """Storages that stay for backward: of saved values that no scope evicts, and those from outside the
         scopes that the replay of the others reads."""
         stay = {saved["value"] for saved in self.saved if not saved["forced"]}
         open_, replayed = [saved["value"] for saved in self.saved if saved["forced"]], set()
@@ -120,7 +120,7 @@ class ScopedTrace(FakeTracer):
 
 
 def traced_bytes(module: nn.Module, x: Tensor) -> int:
-    """As `kept_bytes`, of fake tensors, by a trace that knows what checkpointing scopes give up."""
+    """As `kept_bytes`, of fake tensors, by a trace that knows what checkpointing scopes evict."""
     tracer = ScopedTrace(module)
     with tracer.recording():
         out = module(x)

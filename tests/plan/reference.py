@@ -97,7 +97,7 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
                 readers.setdefault(u, set()).add(("op", i))
     for s in given_tensors:
         readers.setdefault(s.value, set()).add(("saved", s.id))
-    # Who could ask for an operation: the given-up tensors that are not released yet. One that nobody can ask
+    # Who could ask for an operation: the evicted tensors that are not released yet. One that nobody can ask
     # for reads nothing any more.
     may_ask = {s.id: needed_operations(graph, [s.value], stored) for s in given_tensors}
     handed: dict[int, set[int]] = {}

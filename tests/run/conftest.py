@@ -24,9 +24,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # the helpers of this folder
 Step = Callable[[torch.nn.Module], torch.Tensor]
 
 
-def give_up_everything(graph: StepGraph, budget: int | None = None) -> Plan:
+def evict_everything(graph: StepGraph, budget: int | None = None) -> Plan:
     """The policy that stores only what it has to."""
-    return make_plan(graph, stored=(), policy="give_up_everything", budget=budget, bound=False)
+    return make_plan(graph, stored=(), policy="evict_everything", budget=budget, bound=False)
 
 
 def bits(tensor: torch.Tensor) -> bytes:
@@ -58,7 +58,7 @@ class Twins:
         self.plain = model
         self.limited = copy.deepcopy(model)
         if "budget" not in options:
-            options.setdefault("policy", give_up_everything)
+            options.setdefault("policy", evict_everything)
         self.handle = lowtide.limit_memory(self.limited, **options)
 
     def step(self, run: Step, seed: int = 0, backward: bool = True, clear: bool = True) -> None:
@@ -95,8 +95,8 @@ def twins() -> type[Twins]:
 
 @pytest.fixture
 def everything() -> Callable[..., Plan]:
-    """`give_up_everything`."""
-    return give_up_everything
+    """`evict_everything`."""
+    return evict_everything
 
 
 @pytest.fixture

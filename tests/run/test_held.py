@@ -111,7 +111,7 @@ def test_a_history_that_is_let_go_is_not_counted() -> None:
 
 
 @needs_meter
-def test_a_held_history_that_cannot_be_given_up_is_refused_with_the_least_that_holds_it() -> None:
+def test_a_held_history_that_cannot_be_evicted_is_refused_with_the_least_that_holds_it() -> None:
     torch.manual_seed(0)
     model, x = Aside(Counted.apply), torch.randn(512, 64)
     handle = limited(model, x, 0.9)

@@ -17,7 +17,7 @@ from lowtide.interception import (
     Interceptor,
     _included,
     interceptors,
-    is_given_up,
+    is_evicted,
     proceed,
     unseen,
     watchers,
@@ -343,19 +343,19 @@ def test_nothing_is_held_afterwards() -> None:
 # ---- who watches -------------------------------------------------------------------------------
 
 
-def test_is_given_up_asks_the_interceptors() -> None:
+def test_is_evicted_asks_the_interceptors() -> None:
     class Giving(Interceptor):
-        def gives_up(self, tensor: torch.Tensor) -> bool:
+        def will_evict(self, tensor: torch.Tensor) -> bool:
             return tensor.numel() > 1
 
         def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return proceed(func, args, kwargs)
 
     one, two = torch.ones(1), torch.ones(2)
-    assert not is_given_up(two)
+    assert not is_evicted(two)
     with Giving():
-        assert is_given_up(two)
-        assert not is_given_up(one)
+        assert is_evicted(two)
+        assert not is_evicted(one)
 
 
 def test_without_modes_nothing_is_seen() -> None:

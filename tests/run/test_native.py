@@ -27,11 +27,11 @@ pytestmark = pytest.mark.skipif(compiled(wait=True) is None, reason="there is no
 N = 16
 
 
-def give_up_gelu(graph: StepGraph, budget: int | None = None) -> Plan:
+def evict_gelu(graph: StepGraph, budget: int | None = None) -> Plan:
     """Keep all but what GELU wrote."""
     made = [graph.operations[v.producer].name if v.producer is not None else "" for v in graph.values]
     stored = [v for v in Simulator(graph).droppable if "gelu" not in made[v]]
-    return make_plan(graph, stored=stored, policy="give_up_gelu", budget=budget, bound=False)
+    return make_plan(graph, stored=stored, policy="evict_gelu", budget=budget, bound=False)
 
 
 class Block(nn.Module):
@@ -96,7 +96,7 @@ def test_python_is_asked_about_little_and_the_bits_are_the_same(
 ) -> None:
     """Of what a plan keeps or records, only random numbers that are recorded are Python's here."""
     torch.manual_seed(0)
-    pair = twins(Net(), policy=give_up_gelu)
+    pair = twins(Net(), policy=evict_gelu)
     for seed in range(5):
         pair.step(lambda m: m(batch()), seed)
     assert set(heard(pair.limited, monkeypatch)) <= {"aten.empty_like.default", "aten.bernoulli_.float"}
@@ -105,7 +105,7 @@ def test_python_is_asked_about_little_and_the_bits_are_the_same(
 
 def test_a_plan_made_again_has_its_own_program(twins: Any) -> None:
     torch.manual_seed(0)
-    pair = twins(Net(), policy=give_up_gelu)
+    pair = twins(Net(), policy=evict_gelu)
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
     kind = pair.limited.__dict__["forward"].known.latest
@@ -116,7 +116,7 @@ def test_a_plan_made_again_has_its_own_program(twins: Any) -> None:
     assert kind.programs[False] is not first
 
 
-@pytest.mark.parametrize("policy", ["full", give_up_gelu])
+@pytest.mark.parametrize("policy", ["full", evict_gelu])
 def test_both_halves_hold_the_same_bytes(twins: Any, monkeypatch: pytest.MonkeyPatch, policy: Any) -> None:
     """The recorder in Python alone is the reference: as many live bytes at every moment that is looked at."""
     torch.manual_seed(0)
@@ -140,7 +140,7 @@ def test_both_halves_hold_the_same_bytes(twins: Any, monkeypatch: pytest.MonkeyP
 def test_a_step_that_departs(twins: Any, change: str) -> None:
     """Modules that do not run, run twice or in another order: the recorder is back, and bits are the same."""
     torch.manual_seed(0)
-    pair = twins(Net(), policy=give_up_gelu)
+    pair = twins(Net(), policy=evict_gelu)
     for seed in range(4):
         pair.step(lambda m: m(batch()), seed)
 
@@ -164,7 +164,7 @@ def test_a_step_that_departs(twins: Any, change: str) -> None:
 def test_a_mode_of_the_models_own_around_a_block(twins: Any) -> None:
     """The recorder neither leaves from under another mode nor comes back above it."""
     torch.manual_seed(0)
-    pair = twins(Net(), policy=give_up_gelu)
+    pair = twins(Net(), policy=evict_gelu)
     for seed in range(4):
         pair.step(lambda m: m(batch()), seed)
     found = []
@@ -191,7 +191,7 @@ def test_a_mode_of_the_models_own_around_a_block(twins: Any) -> None:
 
 def test_an_exception_in_a_quiet_stretch(twins: Any) -> None:
     torch.manual_seed(0)
-    pair = twins(Net(), policy=give_up_gelu)
+    pair = twins(Net(), policy=evict_gelu)
     for seed in range(4):
         pair.step(lambda m: m(batch()), seed)
     middle = pair.limited.blocks[1].middle[1]
@@ -212,7 +212,7 @@ def test_an_exception_in_a_quiet_stretch(twins: Any) -> None:
 def test_what_looks_for_the_recorder_finds_it(twins: Any, inside: str) -> None:
     """A scope and a limited model inside follow the plan outside."""
     torch.manual_seed(0)
-    pair = twins(Net(), policy=give_up_gelu)
+    pair = twins(Net(), policy=evict_gelu)
     if inside == "limited model":
         lowtide.limit_memory(pair.limited.blocks[1], policy="full")
     else:
@@ -290,7 +290,7 @@ def test_the_same_saved_tensors_are_asked_for_again(twins: Any) -> None:
 
 def test_a_saved_tensor_that_is_overwritten_raises_as_in_a_plain_step(twins: Any) -> None:
     torch.manual_seed(0)
-    pair = twins(Net(), policy=give_up_gelu)
+    pair = twins(Net(), policy=evict_gelu)
     for seed in range(4):
         pair.step(lambda m: m(batch()), seed)
     said = []
@@ -313,8 +313,8 @@ def top_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(False)
 
 
-def test_autograd_saves_by_itself_while_nothing_is_given_up(twins: Any) -> None:
-    pair = twins(Block(), policy=give_up_gelu)
+def test_autograd_saves_by_itself_while_nothing_is_evicted(twins: Any) -> None:
+    pair = twins(Block(), policy=evict_gelu)
     for seed in range(2):
         pair.step(lambda m: m(batch()).sum(), seed)
     there: dict[str, bool] = {}
@@ -344,11 +344,11 @@ def test_hooks_of_others_stay_above(twins: Any) -> None:
                 return tensor
 
             with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
-                given_up = self.act(h)
+                evicted = self.act(h)
             self.after = top_hooks()
-            return x + self.down(self.middle(given_up))
+            return x + self.down(self.middle(evicted))
 
-    pair = twins(Hooked(), policy=give_up_gelu)
+    pair = twins(Hooked(), policy=evict_gelu)
     for model in (pair.plain, pair.limited):
         model.seen = []
     for seed in range(3):
@@ -372,7 +372,7 @@ def test_an_error_takes_the_hooks_away_wherever_they_are(twins: Any) -> None:
                 raise ArithmeticError
             return x + self.down(h)
 
-    pair = twins(Fails(), policy=give_up_gelu)
+    pair = twins(Fails(), policy=evict_gelu)
     for seed in range(2):
         pair.step(lambda m: m(batch()).sum(), seed)
     for failing in ("out", "in"):

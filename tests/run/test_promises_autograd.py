@@ -345,19 +345,19 @@ class Overwritten(nn.Module):
             self.kept.add_(1.0)
 
 
-@pytest.mark.parametrize("give_up", [True, False], ids=["given up", "kept"])
+@pytest.mark.parametrize("evict", [True, False], ids=["evicted", "kept"])
 @pytest.mark.parametrize("what", ["y", "h", "view of h"])
 @pytest.mark.parametrize("when", ["forward", "after"])
 def test_overwriting_a_saved_tensor_raises_where_plain_does(
-    everything: Any, when: str, what: str, give_up: bool
+    everything: Any, when: str, what: str, evict: bool
 ) -> None:
     messages = []
     for limited in (False, True):
         torch.manual_seed(0)
         model = Overwritten(when, what)
         if limited:
-            # half of the model is given up at least, so that a recorder is there either way
-            lowtide.limit_memory(model, policy=everything if give_up else keep_most)
+            # half of the model is evicted at least, so that a recorder is there either way
+            lowtide.limit_memory(model, policy=everything if evict else keep_most)
         for _ in range(2):
             loss = model(batch())
             if when == "after":

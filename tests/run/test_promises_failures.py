@@ -130,7 +130,7 @@ def test_saved_tensors_die_as_backward_goes(everything: Any) -> None:
         del loss
 
 
-def test_given_up_tensors_are_gone_after_forward(everything: Any) -> None:
+def test_evicted_tensors_are_gone_after_forward(everything: Any) -> None:
     model = Watched()
     lowtide.limit_memory(model, policy=everything)
     for _ in range(3):

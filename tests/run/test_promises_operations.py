@@ -228,7 +228,7 @@ FUNCTIONS = [
 
 
 @pytest.mark.parametrize("function", FUNCTIONS, ids=lambda f: f.__name__)
-def test_gives_up_everything(twins: Any, function: Any) -> None:
+def test_evicts_everything(twins: Any, function: Any) -> None:
     handle = twins(body(function)).check(lambda model: model(batch()))
     assert handle.kept == {}
 

@@ -85,7 +85,7 @@ def test_writes_behind_the_dispatcher(twins: Any, write: Any) -> None:
             pair.step(lambda m: m(batch()), seed)
     said = [str(w.message) for w in caught if issubclass(w.category, LowtideWarning)]
     kept = pair.handle.kept
-    assert pair.handle.plan.replayed  # the rest is still given up
+    assert pair.handle.plan.replayed  # the rest is still evicted
     if kept:
         for name in kept:
             assert sum(name in text for text in said) == 1
@@ -112,7 +112,7 @@ def test_writes_behind_the_dispatcher_in_a_scope(same: Any, write: Any) -> None:
 
 
 def test_a_write_between_two_readers_is_an_error_and_never_a_wrong_number(same: Any, everything: Any) -> None:
-    """The first reader's input exists nowhere any more: nothing can be given up there, and nothing that was
+    """The first reader's input exists nowhere any more: nothing can be evicted there, and nothing that was
     can come back.
     """
     model = Behind(between_two_readers)
@@ -176,7 +176,7 @@ def test_an_operation_that_goes_by_the_layout_is_compared_in_the_same() -> None:
     with recorder.recording():
         loss = Behind(function)(batch())
     loss.backward()
-    assert recorder.findings.given_up_bytes
+    assert recorder.findings.evicted_bytes
     assert not recorder.findings.kept
 
 
@@ -378,6 +378,6 @@ def test_plans_work_after_json(same: Any, everything: Any) -> None:
         else:
             with step:
                 model(batch()).sum().backward()
-            assert step.departed == 0 and step.findings.given_up_bytes > 0
+            assert step.departed == 0 and step.findings.evicted_bytes > 0
         grads.append([p.grad.clone() for p in model.parameters()])
     assert all(map(same, *grads))

@@ -48,7 +48,7 @@ def test_a_scope_holds_only_what_enters() -> None:
     assert first.weight.grad is not None
 
 
-def test_results_that_leave_a_scope_are_given_up_too() -> None:
+def test_results_that_leave_a_scope_are_evicted_too() -> None:
     """exp saves its result, which is also what leaves: once the caller drops it, it is gone."""
     w = nn.Parameter(batch())
     with lowtide.checkpointing():

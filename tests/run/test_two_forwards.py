@@ -88,7 +88,7 @@ def test_only_what_autograd_does_not_save_itself_is_not_replayed_from() -> None:
     assert reasons["aten.mm.default"] == reasons["aten.tanh.default"] == ""
 
 
-def test_a_step_beside_one_that_was_given_up_is_said_to_be_without_a_limit() -> None:
+def test_a_step_beside_one_that_was_abandoned_is_said_to_be_without_a_limit() -> None:
     model = normed(lambda layer: layer)
     handle = lowtide.limit_memory(model, "90%")
     held = model(torch.randn(1024, 32)).sum()  # an error between forward and backward, and the loss is kept

@@ -25,7 +25,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lowtide.interception import is_given_up
+from lowtide.interception import is_evicted
 from lowtide.parallel.collectives import Pending, all_reduce, gather, reduce_scatter
 from lowtide.parallel.groups import TensorGroup
 
@@ -45,7 +45,7 @@ class _ColumnLinears(torch.autograd.Function):
         weights, biases = parameters[: len(parameters) // 2], parameters[len(parameters) // 2 :]
         ctx.group, ctx.dimension, ctx.reduce_dtype = group, dimension, reduce_dtype
         whole = x if dimension is None else gather(x, group, dimension).wait()
-        ctx.whole_saved = dimension is None or is_given_up(whole)
+        ctx.whole_saved = dimension is None or is_evicted(whole)
         trained = any(ctx.needs_input_grad[4 : 4 + len(weights)])
         ctx.save_for_backward((whole if ctx.whole_saved else x) if trained else None, *weights)
         rows = whole if dimension is None else whole.movedim(dimension, 0)

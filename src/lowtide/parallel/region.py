@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn import functional as F
 
-from lowtide.interception import is_given_up
+from lowtide.interception import is_evicted
 from lowtide.parallel.collectives import Pending, gather, reduce_scatter
 from lowtide.parallel.errors import ParallelWarning
 from lowtide.parallel.groups import TensorGroup
@@ -106,7 +106,7 @@ class _RegionLinear(torch.autograd.Function):
         ctx: Any, x: Tensor, shard: Tensor, weight: Tensor, bias: Tensor | None, source: Source
     ) -> Tensor:
         ctx.source = source
-        ctx.whole_saved = is_given_up(x)
+        ctx.whole_saved = is_evicted(x)
         trained = ctx.needs_input_grad[2]
         if trained and not ctx.whole_saved:
             source.readers += 1

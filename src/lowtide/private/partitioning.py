@@ -46,7 +46,7 @@ def twin(module: fx.GraphModule) -> fx.GraphModule:
 
 
 REGION = "lowtide_region"
-"""Annotation of the calls in a region whose results are to be given up: its number, 0 for none."""
+"""Annotation of the calls in a region whose results are to be evicted: its number, 0 for none."""
 
 
 def region_of(node: fx.Node) -> int:
@@ -143,7 +143,7 @@ def must_save(node: fx.Node) -> bool:
 
 
 should_recompute: Callable[[fx.Node], bool] = partitioners.must_recompute
-"""Whether a checkpointed region around the node asks for its result to be given up."""
+"""Whether a checkpointed region around the node asks for its result to be evicted."""
 
 
 def is_item(node: fx.Node) -> bool:

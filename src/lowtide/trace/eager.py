@@ -42,7 +42,7 @@ class StepTracer(Tracer, Interceptor):
     Args:
         model: names parameters, buffers and modules.
         device: whose memory and time are measured.
-        claims: indices of operations that are to run again: layers that ask (`gives_up`) save the results.
+        claims: indices of operations that are to run again: layers that ask (`will_evict`) save the results.
 
     Attributes:
         asks: whether the forward asked for values, which may change what it does from step to step.
@@ -171,7 +171,7 @@ class StepTracer(Tracer, Interceptor):
             self.opaque -= 1
         return result
 
-    def gives_up(self, tensor: torch.Tensor) -> bool:
+    def will_evict(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` is taken to come back for whoever saves it."""
         if not self.claims or self.closed or not self.in_region or not has_plain_storage(tensor):
             return False

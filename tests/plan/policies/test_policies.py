@@ -1,4 +1,4 @@
-"""The policies: what each gives up, counted on a synthetic transformer."""
+"""The policies: what each evicts, counted on a synthetic transformer."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def test_full_takes_names_of_blocks(graph: StepGraph):
         policies.full(blocks=["h.9"])(graph)
 
 
-def test_scope_gives_up_only_what_lies_inside(graph: StepGraph):
+def test_scope_evicts_only_what_lies_inside(graph: StepGraph):
     plan = policies.scope(["h.1.mlp"])(graph)
     assert replayed(graph, plan) == {
         "aten.addmm.default": 1,

@@ -1,4 +1,4 @@
-"""Steps of which autograd saves nothing that a plan could give up."""
+"""Steps of which autograd saves nothing that a plan could evict."""
 
 from __future__ import annotations
 

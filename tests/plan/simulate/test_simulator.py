@@ -42,7 +42,7 @@ def test_plain_keeps_every_saved_tensor_until_its_release():
     assert step.live_bytes[-1] == 8 + 8, "the parameter and its gradient"
 
 
-def test_given_up_value_is_replayed_at_its_unpack_and_costs_its_operation():
+def test_evicted_value_is_replayed_at_its_unpack_and_costs_its_operation():
     graph = chain()
     step = Simulator(graph).simulate([1])  # a stays, b goes
     assert step.replayed == (1,)

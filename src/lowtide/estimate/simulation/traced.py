@@ -57,7 +57,7 @@ class ScopedTracer(FakeTracer):
     it: what a layer made and saves comes back with the recomputation, so parallel layers save a gathered
         input rather than the shard that they would gather again."""
 
-    def gives_up(self, tensor: Tensor) -> bool:
+    def will_evict(self, tensor: Tensor) -> bool:
         """Whether the recomputation of a layer brings the tensor back."""
         number = self.known(tensor)
         producer = None if number is None else self.storages[number]["producer"]

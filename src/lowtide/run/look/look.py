@@ -310,7 +310,7 @@ class _LittleMemory(Recorder):
         value = entry[0] if entry is not None else self._value_of(tensor)
         return self._evict(value, tensor)
 
-    def gives_up(self, tensor: torch.Tensor) -> bool:
+    def will_evict(self, tensor: torch.Tensor) -> bool:
         """Layers save what they would in a plain step; which claims there are the tracer says."""
         return False
 

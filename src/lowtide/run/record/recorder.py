@@ -122,7 +122,7 @@ class Recorder(Interceptor):
         finally:
             self.director = before
 
-    def gives_up(self, tensor: torch.Tensor) -> bool:
+    def will_evict(self, tensor: torch.Tensor) -> bool:
         """Whether ``tensor`` comes back for whoever saves it: all that a scope wrote does, and what a plan
         says that layers save.
         """
@@ -451,9 +451,9 @@ class Recorder(Interceptor):
             checked = None
         elif self.check and checked is None:
             checked = value.digest = digest(tensor, value.extent)
-        if not value.given_up:
-            value.given_up = True
-            self.findings.given_up_bytes += value.nbytes
+        if not value.evicted:
+            value.evicted = True
+            self.findings.evicted_bytes += value.nbytes
         return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
 
 

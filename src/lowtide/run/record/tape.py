@@ -34,12 +34,12 @@ class LiveValue:
         readers: how many nodes and saved tensors have yet to read it.
         nbytes: size of its storage.
         digest: of its bytes, where verification asks for it.
-        given_up: whether autograd was to save it and did not.
+        evicted: whether autograd was to save it and did not.
         extent: how many of its storage's bytes say something: the rest was never written.
     """
 
     __slots__ = (
-        "__weakref__", "cached", "digest", "extent", "given_up", "held", "nbytes", "node", "readers",
+        "__weakref__", "cached", "digest", "evicted", "extent", "held", "nbytes", "node", "readers",
         "version",
     )  # fmt: skip
 
@@ -51,7 +51,7 @@ class LiveValue:
         self.version = 0
         self.cached: torch.Tensor | None = None
         self.readers = 0
-        self.given_up = False
+        self.evicted = False
         self.digest: int | None = None
 
     @classmethod

@@ -22,11 +22,11 @@ class Findings:
 
     Attributes:
         kept: operation names that did not reproduce, with the reason; their results were kept.
-        given_up_bytes: the most bytes that what was evicted would hold.
+        evicted_bytes: the most bytes that what was evicted would hold.
     """
 
     kept: dict[str, str] = field(default_factory=dict)
-    given_up_bytes: int = 0
+    evicted_bytes: int = 0
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:

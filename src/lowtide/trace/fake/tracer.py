@@ -140,7 +140,7 @@ class FakeTracer(Tracer, TorchDispatchMode):
             sizes = {private.storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in fresh}
             self.specs[signature] = replace(spec, output_bytes=sum(sizes.values()))
 
-    def gives_up(self, tensor: torch.Tensor) -> bool:
+    def will_evict(self, tensor: torch.Tensor) -> bool:
         """Whether the scope around this code brings the tensor back."""
         storage = self.known(tensor)
         return storage is not None and self._wanted(self._current[storage]) is True

@@ -8,7 +8,7 @@
 
 namespace lowtide {
 
-// While nothing is given up they are taken out: autograd saves as in a plain step, and calls nobody. Others'
+// While nothing is evicted they are taken out: autograd saves as in a plain step, and calls nobody. Others'
 // hooks may lie above, and stay there.
 class Hooks {
   using Default = at::SavedTensorDefaultHooks;

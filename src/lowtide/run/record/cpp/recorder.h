@@ -122,7 +122,7 @@ class Core {
     python_ran_ = false;
   }
 
-  bool gives_up() const { return PyDict_GET_SIZE(given_.ptr()) != 0; }
+  bool evicts_any() const { return PyDict_GET_SIZE(given_.ptr()) != 0; }
 
   void run(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     static const DispatchKeySet below(DispatchKeySet::FULL_AFTER, OURS);
@@ -151,7 +151,7 @@ class Core {
       ++at_;
       ++passed_;
     }
-    if (hooks_.in() && !gives_up()) hooks_.take_out();
+    if (hooks_.in() && !evicts_any()) hooks_.take_out();
     return true;
   }
 
@@ -201,7 +201,7 @@ class Core {
       outputs.push_back(py::make_tuple(places[at], weak(give(node, results[places[at]]))));
     }
     classes->node.outputs.set(node, tuple_of(outputs));
-    if (gives_up()) hooks_.put_in();
+    if (evicts_any()) hooks_.put_in();
     return true;
   }
 

@@ -9,7 +9,7 @@ namespace lowtide {
 
 struct Replays {  // of one step
   double seconds = 0;
-  size_t given_up_bytes = 0;
+  size_t evicted_bytes = 0;
 };
 
 // Python raises what autograd would.
@@ -40,9 +40,9 @@ class Evicted {
         replays_(std::move(replays)) {
     auto& v = classes->value;
     add_reader(value_);
-    if (v.given_up(value_) == Py_True) return;
-    v.given_up.set(value_, py::bool_(true));
-    replays_->given_up_bytes += PyLong_AsSize_t(v.nbytes(value_));
+    if (v.evicted(value_) == Py_True) return;
+    v.evicted.set(value_, py::bool_(true));
+    replays_->evicted_bytes += PyLong_AsSize_t(v.nbytes(value_));
   }
   Evicted(const Evicted&) = delete;
   ~Evicted() {

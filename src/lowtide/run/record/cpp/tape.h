@@ -11,7 +11,7 @@ struct Classes {
     py::object type;
     Slot node{type, "node"}, nbytes{type, "nbytes"}, extent{type, "extent"}, held{type, "held"},
         version{type, "version"}, cached{type, "cached"}, readers{type, "readers"}, digest{type, "digest"},
-        given_up{type, "given_up"};
+        evicted{type, "evicted"};
   } value;
   struct OfNode {
     py::object type;
@@ -36,7 +36,7 @@ inline py::object new_value(py::object node, const Tensor& shows) {
   v.nbytes.set(value, std::move(bytes));
   v.version.set(value, py::int_(0));
   v.readers.set(value, py::int_(0));
-  v.given_up.set(value, py::bool_(false));
+  v.evicted.set(value, py::bool_(false));
   for (const Slot* slot : {&v.held, &v.cached, &v.digest}) slot->set(value, py::none());
   return value;
 }
