@@ -16,7 +16,7 @@ from small_model import batch, needs_meter, small
 from torch import nn
 
 import lowtide
-from lowtide import BudgetError
+from lowtide import BudgetError, meter
 from lowtide.budget import format_bytes
 from lowtide.meter import measure, resident_bytes
 from lowtide.run.limit.limiter import Limiter
@@ -135,8 +135,6 @@ def test_an_optimizer_that_comes_later_counts_from_then_on() -> None:
 @needs_meter
 @pytest.mark.parametrize("way", ["limit", "scope"])
 def test_a_hundred_steps_hold_no_more_memory(way: str) -> None:
-    from lowtide.meter import counting_allocator
-
     model = small()
     optimizer = torch.optim.SGD(model.parameters(), 0.01)
     if way == "limit":
@@ -152,27 +150,24 @@ def test_a_hundred_steps_hold_no_more_memory(way: str) -> None:
         loss.backward()
         optimizer.step()
 
-    allocator = counting_allocator()
-    allocator.install()
     try:
-        for _ in range(3):  # the first of them plans, the second knows what the first taught
-            step()
-        gc.collect()
-        gc.disable()
-        mark = allocator.mark()
-        for _ in range(48):
-            step()
-        gc.collect()  # PyTorch's own pytree leaves small cycles
-        half = len(gc.get_objects())
-        for _ in range(50):
-            step()
-        live = allocator.mark_live(mark)  # before the collector runs: no cycle holds a tensor
-        gc.collect()
-        grown = len(gc.get_objects()) - half
-        allocator.close_mark(mark)
+        with meter.peak("cpu"):  # knows the gradients that the first steps leave
+            for _ in range(3):  # the first of them plans, the second knows what the first taught
+                step()
+            gc.collect()
+            gc.disable()
+            with meter.peak("cpu") as seen:
+                for _ in range(48):
+                    step()
+                gc.collect()  # PyTorch's own pytree leaves small cycles
+                half = len(gc.get_objects())
+                for _ in range(50):
+                    step()
+                live = seen.live_bytes  # before the collector runs: no cycle holds a tensor
+            gc.collect()
+            grown = len(gc.get_objects()) - half
     finally:
         gc.enable()
-        allocator.uninstall()
     assert live <= 0
     assert grown < 50
 
