@@ -4,6 +4,8 @@ departs from its plan is Python's.
 
 from __future__ import annotations
 
+import gc
+import weakref
 from typing import Any
 
 import pytest
@@ -13,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import lowtide
 from lowtide.graph import StepGraph
-from lowtide.interception import interceptors
+from lowtide.interception import Interceptor, interceptors, proceed
 from lowtide.meter import measure
 from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
@@ -382,6 +384,40 @@ def test_an_error_takes_the_hooks_away_wherever_they_are(twins: Any) -> None:
         assert top_hooks() is None
     pair.limited.failing = ""
     pair.step(lambda m: m(batch()).sum(), 2)
+
+
+def test_a_recorder_may_end_within_an_operation(twins: Any) -> None:
+    """Where garbage is all that holds it, a kernel is the last to let go of its compiled half."""
+
+    class Holds(list[Any]):
+        """What garbage can hold and a weak reference can watch."""
+
+    class Kept(Block):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            box[0].extend(interceptors()[-1:])
+            return super().forward(x)
+
+    class Collects(Interceptor):
+        def operation(self, func: Any, args: Any, kwargs: Any) -> Any:
+            gc.collect()
+            return proceed(func, args, kwargs)
+
+    pair, box = twins(Kept(), policy=evict_gelu), [Holds()]
+    for seed in range(2):
+        box[0].clear()
+        pair.step(lambda m: m(batch()).sum(), seed)
+    assert any(isinstance(one, Recorder) and one.core is not None for one in box[0])
+    box[0].append(box[0])
+    end = weakref.ref(box[0])
+    gc.disable()
+    try:
+        box.clear()
+        with Collects():
+            assert end() is not None
+            assert torch.equal(torch.ones(2) + 1, torch.full((2,), 2.0))
+            assert end() is None
+    finally:
+        gc.enable()
 
 
 def test_the_compiled_walk_finds_the_members_that_python_finds(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -50,6 +50,15 @@ class Core {
     recorder_ = weak(recorder);
   }
 
+  Core(const Core&) = delete;
+  ~Core() {  // the last to hold it may be a kernel, which does not hold the interpreter's lock
+    py::gil_scoped_acquire gil;
+    program_.reset();
+    for (py::object* object : {&recorder_, static_cast<py::object*>(&given_), static_cast<py::object*>(&held_),
+                               static_cast<py::object*>(&blank_)})
+      object->release().dec_ref();
+  }
+
   std::shared_ptr<Replays> replays() const { return replays_; }
 
   // Runs an operation, unless Python has to look at it.
