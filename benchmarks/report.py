@@ -310,8 +310,8 @@ def main() -> None:
         brief += (
             f"\n\nPredictions, six models at four budgets each: of {held['of']} rows {held['within_budget']} "
             f"are within the budget, {held['peak_holds']} have the predicted peak within 1 % of the measured "
-            f"one, and {held['forecast_holds']} have the extra time, forecast before any step, within 15 % of "
-            "the measured one or 2 % of the step."
+            f"one, and {held['forecast_holds']} have the extra time, forecast before any step, within 15 % "
+            "of the measured one or 2 % of the step."
         )
     found = load("planning_time")
     if found:
