@@ -10,6 +10,7 @@ import shutil
 import sys
 import traceback
 import warnings
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -355,7 +356,7 @@ def _main() -> None:
         _fail(
             str(error)
             if error.smallest_bytes is None or "--budget" in str(error)
-            else f"{error}\n{_flags(error.smallest_bytes)}"
+            else f"{error}\n{_flags(error.smallest_bytes, error.remedies)}"
         )
     except LowtideError as error:
         _fail(str(error))
@@ -372,10 +373,21 @@ def _main() -> None:
         )
 
 
-def _flags(smallest_bytes: int) -> str:
+_FLAGS = {
+    "make the batch": "--batch, --seq",
+    "chunks": "--loss-chunks",
+    "host_fraction": "--optimizer-host-fraction",
+    "train a smaller one": "--model",
+}
+"""The options that a remedy of a `BudgetError` is on the command line, by words of it."""
+
+
+def _flags(smallest_bytes: int, remedies: Sequence[str]) -> str:
     """What the remedies of a refusal are on the command line."""
-    others = "--batch, --seq, --loss-chunks, --optimizer-host-fraction"
-    return f"Give --budget {rounded_up(smallest_bytes)} or --budget min, or change {others}."
+    said = "\n".join(remedies)
+    flags = [flag for words, flag in _FLAGS.items() if words in said]
+    others = f", or change {', '.join(flags)}" if flags else ""
+    return f"Give --budget {rounded_up(smallest_bytes)} or --budget min{others}."
 
 
 _plain_warning = warnings.showwarning

@@ -109,6 +109,14 @@ def interceptors() -> list[Interceptor]:
     return _state_of_thread(_STATE).active if _has_state(_STATE) else []
 
 
+def settle() -> None:
+    """Take the key out of this thread where nobody is active: autograd puts back what was let in when a
+    backward began, and until the next operation Dynamo would guard on it.
+    """
+    if _has_state(_STATE) and not interceptors() and _state_of_thread(_STATE).level < 0:
+        _include(_KEY, False)
+
+
 def proceed(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
     """Pass an operation on to the next interceptor, and from the outermost to its kernel; outside of all,
     just run it.

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import pickle
+from typing import Any
 
 import pytest
 import torch
@@ -300,12 +301,36 @@ def test_the_optimizers_state_counts_before_it_is_there() -> None:
         ({"backend": "eager"}, "no backend 'eager'"),
         ({"backend": "aot_eager", "mode": "max-autotune"}, "drop them"),
         ({"mode": "reduce-overhead"}, "CUDA graphs"),
+        ({"optimizer": "adam"}, "not str"),
+        ({"optimizer": torch.optim.SGD([torch.ones(1)])}, "holds none of this model's parameters"),
     ],
-    ids=["backend", "mode", "cudagraphs"],
+    ids=["backend", "mode", "cudagraphs", "no-optimizer", "another-models-optimizer"],
 )
-def test_what_cannot_be_is_refused(wrong: dict[str, str], said: str) -> None:
+def test_what_cannot_be_is_refused(wrong: dict[str, Any], said: str) -> None:
     with pytest.raises(lowtide.PlanError, match=said):
         lowtide.compile(nn.Linear(2, 2), "60%", **wrong)
+
+
+@pytest.mark.parametrize("before", ["lowtide.compile", "torch.compile", "in place", "limit_memory"])
+def test_what_was_compiled_or_limited_is_compiled_anew(before: str) -> None:
+    """As in a notebook, where a cell runs again."""
+    model, x = Model(), torch.randn(1024, 32)
+    given: Any = model
+    if before == "lowtide.compile":
+        given = lowtide.compile(model, "100%", backend="aot_eager")
+    elif before == "torch.compile":
+        given = torch.compile(model, backend="eager")
+    elif before == "in place":
+        model.compile(backend="eager")
+    else:
+        lowtide.limit_memory(model, "100%")
+    given(x).backward()
+    compiled = lowtide.compile(given, "60%", backend="aot_eager")
+    compiled(x).backward()
+    assert lowtide.handle_of(model) is None
+    handle = lowtide.handle_of(compiled)
+    assert handle.plan.replayed
+    assert real_peak(compiled, model, x) <= handle.plan.budget_bytes
 
 
 def test_a_refusal_says_what_outputs_beside_the_loss_take() -> None:

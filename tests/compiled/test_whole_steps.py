@@ -313,3 +313,10 @@ def test_a_plan_for_a_larger_size_serves_smaller_ones() -> None:
     assert plans[0] is plans[2]
     assert plans[4] is plans[6]
     assert plans[0].plain_peak_bytes < plans[4].plain_peak_bytes
+
+
+def test_blocks_of_torch_nn_are_compiled_and_planned() -> None:
+    layers = [nn.Sequential(nn.Linear(32, 128), nn.GELU(), nn.Linear(128, 32)) for _ in range(4)]
+    model = nn.Sequential(nn.Linear(32, 32), nn.Sequential(*layers))
+    handle = check(model, torch.randn(256, 32), "min", regional=True)
+    assert handle.plan.replayed

@@ -141,3 +141,30 @@ def test_compile_settings() -> None:
     assert private.compile_settings(made) == (model, "aot_eager", {}, {"dynamic": None, "fullgraph": True})
     model.compile()
     assert private.compile_settings(model) is None
+
+
+def test_uncompiled() -> None:
+    model = torch.nn.Linear(2, 2)
+    assert private.uncompiled(model) is model
+    assert private.uncompiled(torch.compile(model, backend="eager")) is model
+    model.compile(backend="eager")
+    assert private.uncompiled(model) is model and not private.is_compiled(model)
+
+
+def test_compile_in_place_reaches_classes_of_torch_nn() -> None:
+    torch._dynamo.reset()
+    graphs: list[Any] = []
+
+    def backend(module: Any, inputs: Any) -> Any:
+        graphs.append(module)
+        return module.forward
+
+    blocks = [torch.nn.Sequential(torch.nn.Linear(2, 2), torch.nn.GELU()) for _ in range(3)]
+    x = torch.ones(1, 2)
+    blocks[0].compile(backend=backend)
+    blocks[0](x)
+    assert not graphs, "PyTorch compiles them by itself now: compile_in_place may go"
+    for block in blocks:
+        private.compile_in_place(block, backend=backend)
+        block(x)
+    assert len(graphs) == 1, "blocks of one kind share a graph"

@@ -52,7 +52,8 @@ def test_a_run_leaves_a_page_and_what_other_files_are_made_from(
     outs = ["-o", f"{again}.html", "-o", f"{again}.pickle"]
     code, out, errors = main(monkeypatch, capsys, "report", str(tmp_path), *outs)
     assert code == 0, errors
-    assert out.splitlines() == [f"report in {again}.html", f"report in {again}.pickle"]
+    which = "(gpt-nano, 8 x 128 tokens, fp32)"
+    assert out.splitlines() == [f"report in {again}.html {which}", f"report in {again}.pickle {which}"]
     assert Path(f"{again}.html").read_text() == (tmp_path / "report.html").read_text()
     code, _, errors = main(monkeypatch, capsys, "report", str(tmp_path), "--batch", "4")
     assert (code, errors.strip()) == (

@@ -238,3 +238,25 @@ def some(model: nn.Module) -> list[Any]:
     model.zero_grad()
     model(batch()).backward()
     return [p.grad for p in model.parameters() if p.grad is not None]
+
+
+def test_what_is_compiled_after_a_limit_was_removed_compiles_once() -> None:
+    """Autograd puts back what the thread had let in when backward began; Dynamo would guard on it."""
+    torch._dynamo.reset()
+    compiled: list[torch.nn.Module] = []
+
+    def backend(graph: torch.fx.GraphModule, inputs: list[torch.Tensor]) -> Any:
+        compiled.append(graph)
+        return graph.forward
+
+    model, x = (
+        torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU(), torch.nn.Linear(8, 1)),
+        torch.ones(4, 8),
+    )
+    handle = lowtide.limit_memory(model, "150%")
+    model(x).sum().backward()
+    handle.remove()
+    fast = torch.compile(model, backend=backend)
+    fast(x).sum()
+    fast(x)
+    assert len(compiled) == 1

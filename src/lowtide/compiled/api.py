@@ -15,10 +15,11 @@ from lowtide.compiled.regional import blocks_of
 from lowtide.compiled.whole import WholeStep
 from lowtide.errors import LowtideError, PlanError
 from lowtide.meter import resident_bytes
+from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload, Plan
-from lowtide.private import captured, compile_settings, inductor
-from lowtide.run.limit.arguments import sharded_units
-from lowtide.run.limit.handle import check_budget
+from lowtide.private import captured, compile_in_place, compile_settings, inductor, uncompiled
+from lowtide.run.limit.arguments import refuse_other_kinds, sharded_units
+from lowtide.run.limit.handle import check_budget, handle_of
 from lowtide.run.limit.messages import limit_line
 from lowtide.run.limit.optimizer_need import optimizer_need
 from lowtide.traced import honour_regions, wishes_of
@@ -127,7 +128,7 @@ class CompiledHandle:
         if self._backend == "inductor" and self._options:
             how["options"] = self._options
         for block in self._blocks:
-            block.compile(**how)
+            compile_in_place(block, **how)
         if self._blocks:
             del self.model.__dict__["forward"]
         else:
@@ -172,7 +173,7 @@ class CompiledHandle:
         if self._blocks:
             self.model.__dict__.pop("forward", None)
             for block in self._blocks:
-                block.compile(backend=backend, **self._how)
+                compile_in_place(block, backend=backend, **self._how)
             run = self.model.forward
         else:
             run = torch.compile(self.model, backend=backend, **self._how).forward  # type: ignore[union-attr]
@@ -223,7 +224,7 @@ def compile(
     would.
 
     Args:
-        model: any module.
+        model: any module. A limit that it has is replaced, and what was compiled already is compiled anew.
         budget: as of `lowtide.limit_memory`: bytes, ``"6GiB"``, ``"60%"`` of what `torch.compile` alone
             takes, ``"min"`` or ``"auto"``.
         optimizer: its state counts against the budget, too.
@@ -270,6 +271,14 @@ def compile(
     how = torch_compile_options
     if away and how.setdefault("dynamic", False):
         raise PlanError("tiers are for sizes that do not vary: leave out dynamic=True, or tiers")
+    check_budget(budget)
+    refuse_other_kinds(model, None, None, optimizer, None)
+    optimizer = None if optimizer is None else innermost(optimizer)
+    inner = uncompiled(model)
+    for limited in (model, inner):
+        if (before := handle_of(limited)) is not None:
+            before.remove()
+    model = inner
     compiled = model if regional else torch.compile(model, backend="aot_eager", **how)
     CompiledHandle(model, compiled, budget, backend, optimizer, chosen, how, regional, lossy, away)
     return compiled

@@ -55,12 +55,14 @@ from lowtide.private.distributed import (
     wait_for_collective,
 )
 from lowtide.private.dynamo import (
+    compile_in_place,
     compile_settings,
     compiled_call,
     is_compiled,
     keep_dynamo_out,
     out_of_dynamo,
     skipped_by_dynamo,
+    uncompiled,
 )
 from lowtide.private.fake import (
     FakeTensor,

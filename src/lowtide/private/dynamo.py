@@ -11,7 +11,8 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from importlib.util import find_spec
-from typing import Any
+from types import MethodType
+from typing import Any, cast
 
 import torch
 
@@ -37,6 +38,26 @@ def compile_settings(module: Any) -> tuple[torch.nn.Module, str, dict[str, Any],
     name = getattr(backend, "compiler_name", getattr(backend, "__name__", "unknown"))
     how = {"dynamic": context._dynamic, "fullgraph": context.fullgraph}
     return module._orig_mod, name, dict(getattr(backend, "config", {})), how
+
+
+def uncompiled(module: torch.nn.Module) -> torch.nn.Module:
+    """The module that `torch.compile` wrapped, or ``module``; what ``module.compile()`` did is taken off."""
+    if is_compiled(module) and "_orig_mod" in module._modules:
+        module = cast(torch.nn.Module, module._orig_mod)
+    if is_compiled(module):
+        module._compiled_call_impl = None
+    return module
+
+
+def compile_in_place(module: torch.nn.Module, **how: Any) -> None:
+    """``module.compile(**how)``, which by itself compiles nothing where the module is of a class of
+    `torch.nn`: Dynamo passes over those files.
+    """
+    from torch._dynamo import external_utils, trace_rules  # importing Dynamo takes seconds
+
+    module.compile(**how)
+    if isinstance(module.forward, MethodType) and trace_rules.check(module.forward):
+        module._compiled_call_impl = torch.compile(external_utils.wrap_inline(module._call_impl), **how)
 
 
 def compiled_call(module: torch.nn.Module) -> str:

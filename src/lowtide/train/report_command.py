@@ -91,7 +91,7 @@ def report_command(
     for file in files:
         save_report(report, file)
         if not quiet:
-            typer.echo(f"report in {file}")
+            typer.echo(f"report in {file} ({report.title})")
 
 
 def saved_report(run: Path) -> Report:

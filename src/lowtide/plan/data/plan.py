@@ -19,7 +19,7 @@ from lowtide.plan.data.decisions import (
     stages,
 )
 from lowtide.plan.data.move import Move
-from lowtide.plan.data.table import ModuleRow, format_seconds, table
+from lowtide.plan.data.table import ModuleRow, format_seconds, module_in_words, table
 
 PLAN_FORMAT = 4
 
@@ -240,7 +240,7 @@ def render(plan: Plan, width: int | None = None) -> str:
         )
         lines.append(f"       they come back {where}")
     if plan.peak_operation:
-        lines.append(f"peak stands at {plan.peak_operation} in module {plan.peak_module or 'root'!r}")
+        lines.append(f"peak stands at {plan.peak_operation} in {module_in_words(plan.peak_module)}")
     lines += [f"note: {note}" for note in plan.notes]
     if width is not None:
         lines = [part for line in lines for part in textwrap.wrap(line, width, subsequent_indent=" " * 7)]

@@ -28,6 +28,11 @@ class ModuleRow:
     extra_seconds: float
 
 
+def module_in_words(module: str) -> str:
+    """A module in words. What no submodule runs, a loss outside among it, is the model itself."""
+    return f"module {module!r}" if module else "the model itself"
+
+
 def format_seconds(seconds: float) -> str:
     """Seconds in milliseconds below ten seconds: ``12.30 ms``."""
     return f"{seconds:.2f} s" if seconds >= 10 else f"{1000 * seconds:.2f} ms"
@@ -83,7 +88,7 @@ def table(modules: Sequence[ModuleRow], width: int | None = None) -> list[str]:
     cells = [("module", "saved by autograd", "kept", "replayed", "extra")]
     cells += [
         (
-            r.module or "(root)",
+            r.module or "(the model itself)",
             format_bytes(r.saved_bytes),
             format_bytes(r.kept_bytes),
             str(r.replayed_operations),

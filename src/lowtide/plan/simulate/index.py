@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from lowtide.graph import Operation, StepGraph
-from lowtide.plan.data import Move
+from lowtide.plan.data import Move, module_in_words
 
 if TYPE_CHECKING:
     from lowtide.plan.simulate.replay import Held
@@ -234,4 +234,4 @@ class StepIndex:
         if index < 0:
             return f"storage {self.graph.storages[self.storage_of[value]].name or self.storage_of[value]}"
         op = self.graph.operations[index]
-        return f"output of {op.name} (operation {index}, module {op.module or 'root'!r})"
+        return f"output of {op.name} (operation {index}, {module_in_words(op.module)})"

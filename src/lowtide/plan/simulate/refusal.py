@@ -15,6 +15,7 @@ from lowtide.budget import (
     too_small,
 )
 from lowtide.errors import BudgetError
+from lowtide.plan.data import module_in_words
 from lowtide.plan.simulate.simulator import Simulation, Simulator
 
 _OF_THE_LOSS = re.compile(r"(log_softmax|nll_loss|cross_entropy|logsumexp)")
@@ -80,4 +81,4 @@ def at_peak(simulation: Simulation) -> str:
     if op is None:
         return "what stood before the step"
     how = "replayed " if simulation.peak_in_replay else ""
-    return f"{how}operation {op.name} (number {op.index}, {op.phase}) in module {op.module or 'root'!r}"
+    return f"{how}operation {op.name} (number {op.index}, {op.phase}) in {module_in_words(op.module)}"

@@ -13,6 +13,7 @@ import torch
 from lowtide import budget as budgets
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
+from lowtide.interception import settle
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
 from lowtide.run.limit.arguments import refuse_other_kinds
@@ -206,6 +207,7 @@ class Handle:
                 self.model.__dict__["forward"] = limiter.original
         if limiter.own_stores:
             limiter.stores.retire()
+        settle()
 
     @contextmanager
     def paused(self) -> Iterator[None]:

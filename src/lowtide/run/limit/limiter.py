@@ -348,8 +348,8 @@ class Limiter:
         if taken > plan.budget_bytes:
             which = "the first step" if len(self.known.kinds) == kind.looks == 1 else "this step"
             warn(
-                f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)} of the "
-                f"{budgets.format_bytes(plan.budget_bytes)} of the budget; later ones keep to it"
+                f"{which}, from which lowtide plans, took {budgets.format_bytes(taken)}, and the budget is "
+                f"{budgets.format_bytes(plan.budget_bytes)}; later ones keep to it"
             )
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Kind:
