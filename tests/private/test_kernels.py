@@ -133,12 +133,18 @@ def compare(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, dyn
     return sum(line.startswith("kernel ") for line in found[1])
 
 
-@pytest.mark.parametrize("name", CASES)
+LONG = ("llama", "bert", "gpt, attention written out")
+"""Left to the slow tests: what they have is in the others, too."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name in LONG else ()) for name in CASES]
+)
 def test_the_same_buffers_are_allocated_reused_and_freed(name: str) -> None:
     check(name, dynamic=False)
 
 
-@pytest.mark.parametrize("name", ["resnet", "bert", "transposed"])
+@pytest.mark.parametrize("name", ["resnet", pytest.param("bert", marks=pytest.mark.slow), "transposed"])
 def test_so_are_those_of_open_sizes(name: str) -> None:
     check(name, dynamic=True)
 
