@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections import Counter
 from typing import Any
 
 import pytest
@@ -499,37 +498,3 @@ def test_a_real_trace_knows_how_long_backward_holds_what_it_was_handed() -> None
             checked += len(near)
             assert near and all(place[operation.index] < ends[s.id] <= released[s.id] for s in near)
     assert checked >= 2
-
-
-@pytest.mark.parametrize("fake", [False, True])
-@pytest.mark.parametrize("own", [False, True])
-def test_a_gradient_inside_the_step_is_not_its_backward(own: bool, fake: bool) -> None:
-    """Forces are the energy's gradient, and the loss is made of both."""
-    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        x = x.detach().requires_grad_()
-        energy = model(x).sum()
-        (force,) = torch.autograd.grad(energy, x, create_graph=True)
-        loss = energy + force.square().sum()
-        if own:
-            loss.backward(retain_graph=True)
-        return loss
-
-    graph = lowtide.trace(step, torch.randn(3, 4), model=model, costs=False, fake=fake)
-    gone = {event.index for event in graph.events if event.kind == "free"}
-    stay = Counter(s.bytes for s in graph.storages if s.kind == "backward" and s.id not in gone)
-    assert Counter(p.nbytes for p in model.parameters()) <= stay  # and the gradient of x, perhaps
-    assert all(parameter.grad is None for parameter in model.parameters())
-
-
-def test_a_step_may_take_its_gradients_by_itself() -> None:
-    model = nn.Linear(4, 1)
-
-    def step(x: torch.Tensor) -> torch.Tensor:
-        loss = model(x).square().sum()
-        torch.autograd.grad(loss, list(model.parameters()))
-        return loss
-
-    graph = lowtide.trace(step, torch.randn(3, 4), model=model, costs=False)
-    assert sum(o.name == "aten.pow.Tensor_Scalar" for o in graph.operations if o.phase == "backward") == 1

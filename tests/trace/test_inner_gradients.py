@@ -1,0 +1,45 @@
+"""Steps that take a gradient inside their forward, or all their gradients by themselves."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+
+
+@pytest.mark.parametrize("fake", [False, True])
+@pytest.mark.parametrize("own", [False, True])
+def test_a_gradient_inside_the_step_is_not_its_backward(own: bool, fake: bool) -> None:
+    """Forces are the energy's gradient, and the loss is made of both."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 1))
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        x = x.detach().requires_grad_()
+        energy = model(x).sum()
+        (force,) = torch.autograd.grad(energy, x, create_graph=True)
+        loss = energy + force.square().sum()
+        if own:
+            loss.backward(retain_graph=True)
+        return loss
+
+    graph = lowtide.trace(step, torch.randn(3, 4), model=model, costs=False, fake=fake)
+    gone = {event.index for event in graph.events if event.kind == "free"}
+    stay = Counter(s.bytes for s in graph.storages if s.kind == "backward" and s.id not in gone)
+    assert Counter(p.nbytes for p in model.parameters()) <= stay  # and the gradient of x, perhaps
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
+def test_a_step_may_take_its_gradients_by_itself() -> None:
+    model = nn.Linear(4, 1)
+
+    def step(x: torch.Tensor) -> torch.Tensor:
+        loss = model(x).square().sum()
+        torch.autograd.grad(loss, list(model.parameters()))
+        return loss
+
+    graph = lowtide.trace(step, torch.randn(3, 4), model=model, costs=False)
+    assert sum(o.name == "aten.pow.Tensor_Scalar" for o in graph.operations if o.phase == "backward") == 1
