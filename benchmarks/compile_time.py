@@ -28,7 +28,7 @@ import torch
 import lowtide
 from benchmarks.cases import gpt
 from benchmarks.common import Case, keep_pages, median_difference, paired, quick, save, step_of
-from lowtide.compiled import planner
+from lowtide.compiled import correction
 from lowtide.compiled.partitioner import Partitioner
 from lowtide.private import inductor
 
@@ -71,7 +71,7 @@ def child(layers: int, backend: str, budget: str) -> dict[str, Any]:
     with (
         mock.patch.object(Partitioner, "__call__", watch.of("planning", Partitioner.__call__)),
         mock.patch.object(inductor, "generated", watch.of("lowering", inductor.generated)),
-        mock.patch.object(planner, "make", watch.of("solving", planner.make)),
+        mock.patch.object(correction, "make", watch.of("solving", correction.make)),
     ):
         begin = time.perf_counter()
         if budget:

@@ -252,7 +252,7 @@ def compiling(found: dict[str, Any]) -> list[str]:
                 ),
                 f"{row['planning']:.1f}",
                 f"{row['lowering']:.1f}",
-                f"{row['solving']:.1f}",
+                f"{row['solving']:.1f}" if "solving" in row else "",
                 f"{row['cold_ratio']:.2f}",
                 f"{row['warm_ratio']:.2f}",
             ]
@@ -266,7 +266,7 @@ def compiling(found: dict[str, Any]) -> list[str]:
                 str(row["layers"]),
                 str(row["operations"]),
                 f"{row['planning']:.1f}",
-                f"{row['solving']:.1f}",
+                f"{row['solving']:.1f}" if "solving" in row else "",
                 f"{100 * row['gap_of_step']:.2f} %",
             ]
             for row in planned
