@@ -192,7 +192,7 @@ class StepTracer(Tracer, Interceptor):
             with peak(self.device) as seen:
                 result, seconds = self.clock.time(call)
                 left = max(0, seen.live_bytes)
-                if _is_collective(cost):
+                if self.device.type == "cpu" and _is_collective(cost):  # Gloo's threads; NCCL has streams
                     left = sum(tensor.nbytes for tensor in tensors_inside(result))
                     _await_threads(seen, left)
             self._scratch.setdefault(cost, []).append(max(0, seen.peak_bytes - left))
