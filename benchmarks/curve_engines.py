@@ -70,7 +70,7 @@ PLAIN = RIVALS[0]
 QUICK = (PLAIN, Engine("checkpoint", True), Engine("lowtide", False, "min"), Engine("lowtide", True, "min"))
 """One of each kind, for a look whether everything runs."""
 
-_ROOMS = {True: ("compiled", "plan", "private"), False: ("run", "plan", "trace", "private")}
+_ROOMS = {True: ("compiled", "plan", "trace", "private"), False: ("run", "plan", "trace", "private")}
 """Where the code stands that decides a compiled or an eager point of lowtide's."""
 
 
@@ -95,7 +95,8 @@ class Variant:
         step: one forward and backward from cleared gradients.
         prepare_seconds: what its first steps took, compilation and planning included.
         peak_bytes: measured peak of a step: parameters, inputs and gradients included.
-        promised: lowtide's ``budget_bytes``, ``predicted_peak_bytes``, ``predicted_extra_seconds``, ``gap``.
+        promised: lowtide's ``budget_bytes``, ``predicted_peak_bytes``, ``predicted_extra_seconds``,
+            ``predicted_plain_seconds``, ``gap``.
     """
 
     engine: Engine
@@ -206,6 +207,7 @@ def promises(engine: Engine, callee: Any) -> dict[str, Any]:
         "budget_bytes": plan.budget_bytes,
         "predicted_peak_bytes": plan.predicted_peak_bytes,
         "predicted_extra_seconds": plan.predicted_extra_seconds,
+        "predicted_plain_seconds": plan.plain_seconds,
         "gap": plan.gap,
     }
     if engine.compiled:

@@ -38,6 +38,24 @@ def extra(row: Row) -> float:
     return statistics.median(a - b for a, b in pairs) / statistics.median(b for _, b in pairs)
 
 
+def uncertainty(row: Row) -> float:
+    """Half the width of the 95 % interval of `extra`, which is that of a median: between two of its rounds,
+    wherever their times come from.
+    """
+    differences = sorted(a - b for a, b in zip(row["seconds"], row["plain_seconds"], strict=True))
+    count = len(differences)
+    low = max(0, int(count / 2 - 0.98 * math.sqrt(count)))
+    width = differences[count - 1 - low] - differences[low]
+    return width / 2 / statistics.median(row["plain_seconds"])
+
+
+def processor_extra(row: Row) -> float | None:
+    """As `extra`, in the processor's time: what other processes took meanwhile is not in it."""
+    if "cpu_seconds" not in row:
+        return None
+    return extra({"seconds": row["cpu_seconds"], "plain_seconds": row["plain_cpu_seconds"]})
+
+
 def front(rows: Iterable[Row]) -> list[Row]:
     """The rows that no other one beats in peak and time at once, from the smallest peak up."""
     found: list[Row] = []
@@ -97,6 +115,9 @@ def _scores_of(rows: Sequence[Row]) -> dict[str, Any]:
         "lowest_holds": lowest[0] is not None and lowest[0] < min(others),
         "binding": len(kept),
         "promised": sum(all(found.values()) for found in kept),
+        "shares": sum(
+            map(share_predicted, (r for r in mine if 0 < (r["budget_bytes"] or 0) < plain["peak_bytes"]))
+        ),
         "kept": {name: sum(found[name] for found in kept) for name in (kept[0] if kept else ())},
         "monotone": all(low["peak_bytes"] <= high["peak_bytes"] for low, high in pairwise(by_budget)),
     }
@@ -110,6 +131,16 @@ def promise(row: Row) -> dict[str, bool]:
         "peak_predicted": abs(row["predicted_peak_bytes"] / row["peak_bytes"] - 1) <= 0.01,
         "time_predicted": abs(said - took) <= max(0.15 * abs(took), 0.02),
     }
+
+
+def share_predicted(row: Row) -> bool:
+    """Whether the forecast holds as a share of the step: a machine that was busier or slower when it was made
+    than when the steps ran has no part in that.
+    """
+    if not row.get("predicted_plain_seconds"):
+        return False
+    took, said = extra(row), row["predicted_extra_seconds"] / row["predicted_plain_seconds"]
+    return abs(said - took) <= max(0.15 * abs(took), 0.02)
 
 
 def _geometric_mean(values: Sequence[float]) -> float | None:
@@ -126,15 +157,17 @@ def tables(found: dict[str, Any]) -> str:
         f"{machine['cores']} cores, {machine['threads']} threads, torch {machine['torch']}, Python "
         f"{machine['python']}, lowtide {machine['lowtide']}.",
         "",
-        "Extra time is over the plain compiled step, paired by rounds; peaks are above the parameters, "
+        "Extra time is over the plain compiled step, paired by rounds, with the 95 % interval of its median, "
+        "and the same in the processor's time; peaks are above the parameters, "
         "gradients included. *Matched*: rival points for which a compiled lowtide point has no more peak "
         "(0.5 %) and no more time (3 %). *Ratio*: our extra time over the best rival's at that peak or less, "
         "geometric mean. *Lowest*: the smallest peak of lowtide compiled / the rivals / lowtide eager. "
         "*Promised*: points under a binding budget whose measured peak is 97 to 100 % of it, predicted "
-        "within 1 %, their time within 15 % or 2 % of the step. Not matched is said by name.",
+        "within 1 %, their time within 15 % or 2 % of the step; *as a share*: those whose time is so as part "
+        "of the step's as it was forecast, too. Not matched is said by name.",
         "",
-        "| model | matched | ratio | lowest MB | promised | peaks monotone | not matched |",
-        "|---|---|---|---|---|---|---|",
+        "| model | matched | ratio | lowest MB | promised | as a share | peaks monotone | not matched |",
+        "|---|---|---|---|---|---|---|---|",
     ]
     for model, score in total["models"].items():
         lowest = " / ".join(_mb(peak) for peak in score["lowest_bytes"].values())
@@ -144,6 +177,7 @@ def tables(found: dict[str, Any]) -> str:
             "" if score["ratio"] is None else f"{score['ratio']:.2f}",
             lowest + ("" if score["lowest_holds"] else " **no**"),
             f"{score['promised']} of {score['binding']}",
+            f"{score['shares']}",
             "yes" if score["monotone"] else "**no**",
             ", ".join(score["unmatched"]),
         ]
@@ -158,6 +192,7 @@ def tables(found: dict[str, Any]) -> str:
             "engine",
             "MB above parameters",
             "extra",
+            "of the processor",
             "rounds",
             "prepared in s",
             "budget MB",
@@ -167,25 +202,27 @@ def tables(found: dict[str, Any]) -> str:
             "",
             f"## {model}",
             "",
-            "| " + " | ".join([*head, "predicted extra"]) + " |",
-            "|---" * 8 + "|",
+            "| " + " | ".join([*head, "predicted extra", "of its step"]) + " |",
+            "|---" * 10 + "|",
         ]
         points = [row for row in found["rows"] if row["model"] == model]
         for row in points:
             if row.get("error"):
-                lines.append(f"| {row['engine']} | failed: {row['error'].replace('|', '/')} |" + " |" * 6)
+                lines.append(f"| {row['engine']} | failed: {row['error'].replace('|', '/')} |" + " |" * 8)
             elif row.get("seconds"):
                 plain = statistics.median(row["plain_seconds"])
-                said = row.get("predicted_extra_seconds")
+                said, whole = row.get("predicted_extra_seconds"), row.get("predicted_plain_seconds")
                 cells = [
                     row["engine"],
                     _mb(row["above_parameters_bytes"]),
-                    f"{100 * extra(row):+.1f} %",
+                    f"{100 * extra(row):+.1f} ± {100 * uncertainty(row):.1f} %",
+                    "" if (own := processor_extra(row)) is None else f"{100 * own:+.1f} %",
                     str(len(row["seconds"])),
                     f"{row['prepare_seconds']:.0f}",
                     _mb(row.get("budget_bytes")),
                     _mb(row.get("predicted_peak_bytes")),
                     "" if said is None else f"{100 * said / plain:+.1f} %",
+                    f"{100 * said / whole:+.1f} %" if whole and said is not None else "",
                 ]
                 lines.append("| " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"

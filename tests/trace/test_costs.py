@@ -19,7 +19,7 @@ from lowtide.trace.clock import Clock
 from lowtide.trace.costs import measure
 from lowtide.trace.costs.measure import Bench, estimate, measure_costs
 from lowtide.trace.costs.roofline import Roofline, calibrate
-from lowtide.trace.costs.specs import OpCost, OpSpec, TensorSpec, flops, runnable
+from lowtide.trace.costs.specs import OpCost, OpSpec, TensorSpec, flops, likely_flops, runnable
 
 aten = torch.ops.aten
 CPU = torch.device("cpu")
@@ -197,6 +197,35 @@ def test_other_namespaces_are_never_run() -> None:
         assert one(OpSpec(func, (spec_of(1000),), output_bytes=4000)).source == "estimated"
     assert ran == []
     assert not runnable(torch.ops._c10d_functional.all_reduce.default)
+
+
+def test_an_operation_without_a_formula_is_taken_for_the_product_that_its_sizes_make() -> None:
+    rows, inner, width, groups = 96, 40, 24, 4
+    product = 2 * rows * inner * width
+    with torch.library._scoped_library("lowtide_costs_test", "DEF") as library:
+        library.define("product(Tensor x, Tensor y) -> Tensor")
+        library.define("back(Tensor x, Tensor y, Tensor g) -> (Tensor, Tensor)")
+        library.define("whole(Tensor x) -> Tensor")
+        library.define("unknown(Tensor x) -> Tensor")
+        library.impl("product", lambda x, y: x.new_empty(*x.shape[:-1], y.shape[-1]), "Meta")
+        library.impl("back", lambda x, y, g: (torch.empty_like(x), torch.empty_like(y)), "Meta")
+        library.impl("whole", torch.empty_like, "Meta")
+        ops = torch.ops.lowtide_costs_test
+
+        def taken(op: Any, *shapes: tuple[int, ...]) -> int:
+            return likely_flops(OpSpec(op, tuple(spec_of(*one, key=at) for at, one in enumerate(shapes))))
+
+        assert taken(ops.product.default, (rows, inner), (inner, width)) == product
+        assert taken(ops.product.default, (8, rows, inner), (8, inner, width)) == 8 * product
+        grouped = (rows, inner), (groups, inner, width)
+        assert taken(ops.product.default, *grouped) == product
+        assert taken(ops.back.default, *grouped, (rows, width)) == 2 * product
+        assert taken(ops.whole.default, (rows, inner)) == 2 * rows * inner
+        assert taken(ops.unknown.default, (rows, inner)) == 0
+        line = Roofline(1e9, 1e12, 0.0)
+        spec = OpSpec(ops.product.default, (spec_of(rows, inner), spec_of(inner, width, key=1)))
+        assert estimate(spec, line).seconds == pytest.approx(product / 1e9)
+    assert likely_flops(OpSpec(aten.neg.default, (spec_of(rows, inner),))) == 0
 
 
 def test_what_would_not_fit_is_estimated() -> None:

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -25,14 +25,21 @@ Size = Callable[[Any], int]
 
 @dataclass(frozen=True)
 class Cost:
-    """Seconds of one run, bytes that it takes beyond its results, floating-point operations, and what the
-    storage of its one result takes beyond what the graph says.
+    """What one run of a call costs.
+
+    Attributes:
+        seconds: its time.
+        scratch_bytes: what it takes beyond its results.
+        flops: floating-point operations.
+        surplus_bytes: what the storage of its one result takes beyond what the graph says.
+        parts: names of the nodes that it computes -> what each adds, of a fused one without its traffic.
     """
 
     seconds: float
     scratch_bytes: int
     flops: int
     surplus_bytes: int = 0
+    parts: Mapping[str, float] = field(default_factory=dict)
 
 
 def costs_of(joints: list[Joint], time_budget: float = 0.7) -> list[list[Cost]]:
@@ -52,14 +59,19 @@ def costs_of(joints: list[Joint], time_budget: float = 0.7) -> list[list[Cost]]:
         rows: list[Cost] = []
         for call in joint.calls:
             own = measured.get(keys.get(call.node))
-            inlined = sum(measured[keys[one]].seconds for one in call.inlined if one in keys)
+            fused = joint.fusible is not None and joint.fusible(call.node)
+            parts = {
+                one.name: measured[keys[one]].seconds * _FUSED_SHARE for one in call.inlined if one in keys
+            }
             if own is None:
-                rows.append(Cost(0.0, 0, 0))
-            elif joint.fusible is not None and joint.fusible(call.node):
-                rows.append(Cost(_fused_seconds(joint, call, own.seconds + inlined), 0, 0))
+                rows.append(Cost(0.0, 0, 0, parts=parts))
+            elif fused:
+                parts[call.node.name] = own.seconds * _FUSED_SHARE
+                rows.append(Cost(_moving_seconds(joint, call) + sum(parts.values()), 0, 0, parts=parts))
             else:
+                parts[call.node.name] = own.seconds
                 surplus = own.surplus_bytes if len(call.writes) == 1 else 0
-                rows.append(Cost(own.seconds, own.scratch_bytes, work[keys[call.node]], surplus))
+                rows.append(Cost(own.seconds, own.scratch_bytes, work[keys[call.node]], surplus, parts))
         result.append(rows)
     return result
 
@@ -70,12 +82,12 @@ def surplus_of(joint: Joint, costs: list[Cost]) -> dict[Key, int]:
     return {call.writes[0]: cost.surplus_bytes for call, cost in calls if cost.surplus_bytes}
 
 
-def _fused_seconds(joint: Joint, call: Call, alone: float) -> float:
-    """Time of a generated kernel: its traffic, and a share of what its calls take one by one."""
+def _moving_seconds(joint: Joint, call: Call) -> float:
+    """Time of a generated kernel's traffic."""
     moved = sum(joint.bytes[key] for key in (*call.reads, *call.writes))
     value = call.node.meta.get("val")
     device = value.device if isinstance(value, torch.Tensor) else "cpu"
-    return moved / calibrate(device).bytes_per_second + _FUSED_SHARE * alone
+    return moved / calibrate(device).bytes_per_second
 
 
 def spec_of(node: fx.Node, size_of: Size = partitioning.hint) -> OpSpec | None:

@@ -12,18 +12,23 @@ from typing import Any
 import torch
 from torch import fx
 
-from lowtide.compiled.liveness import Profile
+from lowtide.compiled.liveness import Profile, Traffic
 from lowtide.compiled.moving import arriving_bytes
 from lowtide.private import FakeTensorMode, TorchDispatchMode, partitioning, tree_leaves
 
 
-class _Nothing:
-    """A kernel, or anything else that takes no memory of its own."""
+class _Kernel:
+    """A kernel, or anything else that takes no memory of its own; what it is given is counted."""
+
+    def __init__(self, ledger: _Ledger) -> None:
+        self._ledger = ledger
 
     def __call__(self, *args: Any, **kwargs: Any) -> None:
-        return None
+        for one in args:
+            if isinstance(one, torch.Tensor):
+                self._ledger.pass_to_kernel(one)
 
-    def __getattr__(self, name: str) -> _Nothing:
+    def __getattr__(self, name: str) -> _Kernel:
         return self
 
 
@@ -50,6 +55,8 @@ class _Ledger(TorchDispatchMode):
         self.lent: list[torch.Tensor] = []  # held: addresses of storages are used again
         self.holders: dict[int, int] = {}
         self.live = self.peak = 0
+        self.moved = self.masks_written = self.masks_read = 0
+        self.filled: set[int] = set()  # masks that hold something
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -79,10 +86,28 @@ class _Ledger(TorchDispatchMode):
         self.holders[key] = self.holders.get(key, 0) + 1
         weakref.finalize(tensor, self._let_go, key, bytes_)
 
+    def fill(self, tensor: torch.Tensor) -> None:
+        """A tensor that holds something from the beginning."""
+        key = partitioning.storage_of(tensor)
+        if key is not None:
+            self.filled.add(key)
+
+    def pass_to_kernel(self, tensor: torch.Tensor) -> None:
+        """Count what a kernel reads or writes."""
+        key = partitioning.storage_of(tensor)
+        if tensor.dtype != torch.bool or key is None:
+            self.moved += tensor.nbytes
+        elif key in self.filled:
+            self.masks_read += tensor.numel()
+        else:
+            self.filled.add(key)
+            self.masks_written += tensor.numel()
+
     def _let_go(self, key: int, bytes_: int) -> None:
         self.holders[key] -= 1
         if not self.holders[key]:
             self.live -= bytes_
+            self.filled.discard(key)  # addresses are used again
 
 
 def profile_generated(
@@ -105,7 +130,7 @@ def profile_generated(
     """
     ledger = _Ledger(scratch)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
-        call = _entry(text)
+        call = _entry(text, ledger)
         given: list[Any] = []
         seen: dict[int, torch.Tensor] = {}
         for node in module.graph.nodes:
@@ -124,7 +149,8 @@ def profile_generated(
         end = ledger.live
         copied = _copied(module, kept, lent, ledger)
         del kept
-    return Profile(ledger.peak, end, begin, copied)
+    traffic = Traffic(ledger.moved, ledger.masks_written, ledger.masks_read)
+    return Profile(ledger.peak, end, begin, copied, traffic)
 
 
 def _copied(module: fx.GraphModule, kept: Any, lent: Collection[str], ledger: _Ledger) -> dict[str, int]:
@@ -162,14 +188,15 @@ def _alike(
         ledger.lending = False
         if standing:
             ledger.lent.append(seen[address])
+        ledger.fill(seen[address])
     base = seen[address]
     if base.dtype != value.dtype:
         base = base.view(value.dtype)
     return torch.as_strided(base, shape, stride, size_of(value.storage_offset()))
 
 
-def _entry(text: str) -> Callable[[list[Any]], Any]:
-    """The function ``call(args)`` of generated text, with nothing in place of kernels and checks."""
+def _entry(text: str, ledger: _Ledger) -> Callable[[list[Any]], Any]:
+    """The function ``call(args)`` of generated text; kernels and checks do nothing."""
     tree = ast.parse(text)
     functions: list[ast.stmt] = []
     for node in tree.body:
@@ -191,7 +218,7 @@ def _entry(text: str) -> Callable[[list[Any]], Any]:
     source = ast.Module(functions, [])
     for node in ast.walk(source):
         if isinstance(node, ast.Name) and node.id not in names and not hasattr(builtins, node.id):
-            names[node.id] = _Nothing()
+            names[node.id] = _Kernel(ledger)
     exec(compile(ast.fix_missing_locations(source), "<generated>", "exec"), names)
     runner = names.get("Runner")
     if isinstance(runner, type):

@@ -16,6 +16,21 @@ from lowtide.private import partitioning, tree_leaves
 
 
 @dataclass(frozen=True)
+class Traffic:
+    """What generated kernels are given.
+
+    Attributes:
+        bytes: of everything but masks.
+        masks_written, masks_read: elements of boolean tensors that a kernel is the first to be given, and
+            that it is given later.
+    """
+
+    bytes: int = 0
+    masks_written: int = 0
+    masks_read: int = 0
+
+
+@dataclass(frozen=True)
 class Profile:
     """What a forward or backward does to memory.
 
@@ -24,12 +39,14 @@ class Profile:
         end_bytes: what it returns, as far as it made or was given it.
         given_bytes: what it is given and lets go of: of a backward, what the forward stored.
         copied: names of inputs that stand anyway, of which it returns copies laid out anew -> their bytes.
+        traffic: of its generated kernels.
     """
 
     peak_bytes: int
     end_bytes: int
     given_bytes: int
     copied: Mapping[str, int] = field(default_factory=dict)
+    traffic: Traffic = Traffic()
 
 
 def profile(

@@ -24,6 +24,7 @@ from lowtide.compiled.joint import Call, Joint, described
 from lowtide.compiled.liveness import Profile, profile
 from lowtide.compiled.moving import moved, tiers_of
 from lowtide.compiled.scratch import Bench, Scratch
+from lowtide.compiled.seconds import half_seconds, parts_of, with_forecast
 from lowtide.compiled.steps import Outside, StepBuilder
 from lowtide.plan import make, policies
 from lowtide.plan.data import Offload, Plan, decision_of
@@ -171,13 +172,17 @@ def plan_graph(
     predict = predict_calls(joint, costs[0]) if options is None else predict_generated(joint, options)
 
     made: dict[fx.GraphModule, Profiles] = {}
+    parts = parts_of(costs[0])
 
-    def peak_of(halves: Halves) -> int:
+    def predicted(halves: Halves) -> tuple[int, float]:
+        """Peak and seconds."""
         made[halves[0]] = profiles = predict(*halves)
-        return standing_bytes + _most(profiles)(joint.size)
+        both = profiles(joint.size)
+        seconds = sum(half_seconds(half, one, parts, device) for half, one in zip(halves, both, strict=True))
+        return standing_bytes + max(one.peak_bytes for one in both), seconds
 
     plain = partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
-    plain_peak = peak_of(plain)
+    plain_peak, plain_seconds = predicted(plain)
     plain_at = _most(made[plain[0]])
     policy: Any = "optimal"
     ways = tuple(map(decision_of, (*codecs, *tiers)))
@@ -204,7 +209,8 @@ def plan_graph(
         key = hash((plan.stored, plan.window_bytes, *((move.value, move.decision) for move in plan.moves)))
         if key not in tried:
             halves = carried_out(plan)
-            tried[key] = plan, halves, peak_of(halves)
+            peak, seconds = predicted(halves)
+            tried[key] = with_forecast(plan, seconds, plain_seconds), halves, peak
         return tried[key]
 
     def smallest() -> int:
@@ -216,6 +222,7 @@ def plan_graph(
     limit = budgets.resolve(budget, plain_peak, smallest, device, standing_bytes=standing_bytes)
     if plain_peak <= limit:
         plan = make(step.graph, policy="keep_all", progress=False)
+        plan = with_forecast(plan, plain_seconds, plain_seconds)
         told = _told(plan, limit, plain_peak, plain_peak)
         return Planned(told, plain_peak, plain_peak, limit, *plain, plain_at, plain_at)
     room = limit - budgets.slack_bytes(limit)  # the loss and other scalars outside the graph
@@ -241,8 +248,8 @@ def plan_graph(
         first, second = made[halves[0]](joint.size)
         if second.peak_bytes >= first.peak_bytes:
             zeros = sum(tangents) - min(tangents, default=0)  # the least is the loss's
-        parts = {STANDING: standing_bytes, OUTPUTS: zeros, ACTIVATIONS: own - zeros}
-        raise budgets.too_small(limit, least, parts, plain_peak_bytes=plain_peak)
+        shares = {STANDING: standing_bytes, OUTPUTS: zeros, ACTIVATIONS: own - zeros}
+        raise budgets.too_small(limit, least, shares, plain_peak_bytes=plain_peak)
     plan, halves, peak = best
     told = _told(plan, limit, peak, plain_peak)
     return Planned(told, peak, plain_peak, limit, *halves, _most(made[halves[0]]), plain_at)

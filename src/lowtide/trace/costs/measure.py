@@ -18,7 +18,7 @@ from lowtide.private import tree_leaves, tree_map
 from lowtide.progress import current
 from lowtide.trace.clock import Clock
 from lowtide.trace.costs.roofline import Roofline, calibrate, outside_modes, present
-from lowtide.trace.costs.specs import OpCost, OpSpec, TensorSpec, flops, runnable, staging_bytes
+from lowtide.trace.costs.specs import OpCost, OpSpec, TensorSpec, likely_flops, runnable, staging_bytes
 
 K = TypeVar("K", bound=Hashable)
 
@@ -105,7 +105,7 @@ def estimate(spec: OpSpec, roofline: Roofline | None = None) -> OpCost:
         roofline = calibrate(_device_of(spec), dtype)
     written = spec.output_bytes or max((leaf.bytes for leaf in leaves), default=0)
     moved = sum(leaf.bytes for leaf in leaves) + written
-    return OpCost(roofline.seconds(flops(spec), moved), staging_bytes(spec), "estimated")
+    return OpCost(roofline.seconds(likely_flops(spec), moved), staging_bytes(spec), "estimated")
 
 
 def _heavy_first(specs: Mapping[K, OpSpec], guess: Mapping[K, OpCost]) -> list[K]:

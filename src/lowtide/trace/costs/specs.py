@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
+from itertools import combinations
 from typing import Any, Literal
 
 import torch
@@ -148,6 +150,38 @@ def flops(spec: OpSpec) -> int:
             return int(formula(*args, **kwargs, out_val=out))
     except Exception:  # a formula that does not fit the call, or no meta kernel: not known is 0
         return 0
+
+
+def likely_flops(spec: OpSpec) -> int:
+    """As `flops`; of an operation that nobody has given a formula and that may not be run, what the largest
+    product of two of its inputs takes that has the shape of an output, an output at a time.
+
+    Tensors share an index where they share a size: one that only one of the three has is picked from, one
+    that two or three have is gone through once. That is exact for matrix products, batched and grouped, with
+    their backward, and for element-wise operations. Attention of one shape is taken for one of the latter.
+    """
+    known = flops(spec)
+    if known or runnable(spec.func) or not private.has_kernel_at(spec.func.name(), "Meta"):
+        return known
+    given = [_sizes(leaf.shape) for leaf in spec.tensors() if leaf.dtype.is_floating_point]
+    try:
+        with outside_modes(), torch.no_grad():
+            args, kwargs = tree_map(_meta, (spec.args, spec.kwargs))
+            made = [
+                _sizes(one.shape) for one in tree_leaves(spec.func(*args, **kwargs)) if torch.is_tensor(one)
+            ]
+    except Exception:  # a kernel that wants to know what the tensors hold
+        return 0
+    pairs = list(combinations(given, 2)) or [(one, Counter()) for one in given]
+    return sum(max((2 * _product(one + two + out) for one, two in pairs), default=0) for out in made)
+
+
+def _sizes(shape: Iterable[int]) -> Counter[int]:
+    return Counter(size for size in shape if size > 1)
+
+
+def _product(sizes: Counter[int]) -> int:
+    return math.prod(size ** (count // 2) for size, count in sizes.items())
 
 
 def _meta(leaf: Any) -> Any:

@@ -1,0 +1,139 @@
+"""A forecast counts what kernels are given, and is of the halves that run."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import fx, nn
+
+from lowtide.compiled import seconds
+from lowtide.compiled.costs import costs_of
+from lowtide.compiled.forecast import forecast
+from lowtide.compiled.joint import Joint
+from lowtide.compiled.liveness import Profile, Traffic
+from lowtide.compiled.planner import predict_generated
+from lowtide.compiled.seconds import half_seconds, parts_of, with_forecast
+from lowtide.private import inductor, masks, partitioning
+
+pytestmark = pytest.mark.skipif(not inductor.has_all(), reason="needs PyTorch 2.12")
+
+ROWS, WIDTH = 64, 48
+
+
+class Seen(Exception):
+    """Ends a compilation."""
+
+
+class Relu(nn.Module):
+    """A product on either side of a ReLU, whose mask `torch.compile` stores."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(16, WIDTH, bias=False), nn.Linear(WIDTH, 16, bias=False)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(x))).sum()
+
+
+class Look(inductor.CustomPartitionerFn):
+    """Shows the plain halves to a test, with what is predicted of them."""
+
+    def __call__(self, gm: Any, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
+        partitioning.clean_joint(gm)
+        joint = Joint(partitioning.twin(gm), num_fwd_outputs, (), partitioning.default_fusible())
+        (self.costs,) = costs_of([joint])
+        self.halves = partitioning.min_cut(joint.module, num_fwd_outputs, ())
+        self.profiles = predict_generated(joint, {})(*self.halves)(joint.size)
+        raise Seen
+
+    def uuid(self) -> None:
+        return None
+
+
+@pytest.fixture
+def look() -> Look:
+    found = Look()
+    compiled = torch.compile(
+        Relu(),
+        backend=lambda module, inputs: inductor.compile_with(
+            module, inputs, {"custom_partitioner_fn": found}
+        ),
+    )
+    with pytest.raises(inductor.BackendCompilerFailed) as failed:
+        compiled(torch.randn(2, ROWS // 2, 16))  # a view of the ReLU is saved, and not the ReLU
+    assert isinstance(failed.value.inner_exception, Seen)
+    return found
+
+
+def test_masks_are_counted_where_they_are_written_and_where_they_are_read(look: Look) -> None:
+    forward, backward = (profile.traffic for profile in look.profiles)
+    assert (forward.masks_written, forward.masks_read) == (ROWS * WIDTH, 0)
+    assert (backward.masks_written, backward.masks_read) == (0, ROWS * WIDTH)
+    assert forward.bytes >= 4 * ROWS * WIDTH  # the ReLU, in place
+    assert backward.bytes >= 4 * ROWS * WIDTH
+
+
+def test_each_product_counts_in_the_half_that_runs_it(look: Look) -> None:
+    parts = parts_of(look.costs)
+    quiet = Profile(0, 0, 0)
+
+    def products(half: fx.GraphModule) -> float:
+        return sum(parts[node.name] for node in half.graph.nodes if node.target is torch.ops.aten.mm.default)
+
+    first, second = look.halves
+    only = {name: one for name, one in parts.items() if "mm" in name}
+    assert half_seconds(first, quiet, only, "cpu") == pytest.approx(products(first))
+    assert half_seconds(second, quiet, only, "cpu") == pytest.approx(products(second))
+    assert 0 < products(first) < products(first) + products(second)
+
+
+def test_masks_cost_what_the_kernel_says(look: Look) -> None:
+    count = 1 << 20
+    with mock.patch.object(masks, "mask_seconds", return_value=(3e-9, 1e-9)) as asked:
+        written = half_seconds(look.halves[0], Profile(0, 0, 0, {}, Traffic(0, count, 0)), {}, "cpu")
+        read = half_seconds(look.halves[0], Profile(0, 0, 0, {}, Traffic(0, 0, count)), {}, "cpu")
+        assert (written, read) == (pytest.approx(count * 3e-9), pytest.approx(count * 1e-9))
+        asked.reset_mock()
+        half_seconds(look.halves[0], Profile(0, 0, 0, {}, Traffic(0, 8, 8)), {}, "cpu")
+        half_seconds(look.halves[0], Profile(0, 0, 0, {}, Traffic(0, count, count)), {}, "cuda")
+        asked.assert_not_called()
+
+
+class Loss(nn.Module):
+    """Layers of ReLU with a loss."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        layers = [nn.Sequential(nn.Linear(256, 256), nn.ReLU()) for _ in range(4)]
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.layers(x).square().mean()
+
+
+def test_a_cut_without_slow_masks_is_forecast_to_be_faster() -> None:
+    x = torch.randn(2, 1024, 256)
+    with mock.patch.object(masks, "mask_seconds", return_value=(1e-6, 1e-6)):
+        slow = forecast(Loss(), "90%", x)
+    with mock.patch.object(masks, "mask_seconds", return_value=(0.0, 0.0)):
+        quick = forecast(Loss(), "90%", x)
+    assert slow.predicted_extra_seconds < -1 < quick.predicted_extra_seconds
+    assert slow.gap_seconds < 0.5 * slow.plain_seconds
+
+
+def test_a_forecast_leaves_the_distance_from_the_bound() -> None:
+    plan = forecast(Loss(), "90%", torch.randn(2, 256, 256))
+    plan = replace(plan, predicted_extra_seconds=0.5, bound_extra_seconds=0.25, transfer_seconds=0.125)
+    told = with_forecast(plan, seconds=3.0, plain_seconds=4.0)
+    assert (told.plain_seconds, told.predicted_extra_seconds) == (4.0, -0.875)
+    assert told.gap_seconds == 0.25
+
+
+def test_a_graph_that_fits_takes_no_extra_time() -> None:
+    plan = forecast(Loss(), "100%", torch.randn(2, 256, 256))
+    assert plan.predicted_extra_seconds == 0 and plan.gap_seconds == 0
+    assert seconds.half_seconds(fx.symbolic_trace(nn.ReLU()), Profile(0, 0, 0), {}, "cpu") == 0
