@@ -27,7 +27,7 @@ class Model(nn.Module):
         return self.layers(x).square().mean()
 
 
-def step(budget: str, rows: int = 512) -> dict[str, object]:
+def step(budget: str, sizes: str = "open", rows: int = 512) -> dict[str, object]:
     """Compile and step; says whether the partitioner was asked, too."""
     asked = []
     plans = Partitioner.__call__
@@ -41,7 +41,8 @@ def step(budget: str, rows: int = 512) -> dict[str, object]:
     model = Model()
     compiled = lowtide.compile(model, budget)
     x = torch.randn(rows, 16)
-    torch._dynamo.mark_dynamic(x, 0)
+    if sizes == "open":
+        torch._dynamo.mark_dynamic(x, 0)
     compiled(x).backward()
     handle = lowtide.handle_of(compiled)
     Partitioner.__call__ = plans
@@ -55,4 +56,4 @@ def step(budget: str, rows: int = 512) -> dict[str, object]:
 
 
 if __name__ == "__main__":
-    print(json.dumps(step(*sys.argv[1:2])))
+    print(json.dumps(step(*sys.argv[1:3])))

@@ -14,9 +14,9 @@ from lowtide.compiled import seconds
 from lowtide.compiled.costs import costs_of
 from lowtide.compiled.forecast import forecast
 from lowtide.compiled.joint import Joint
-from lowtide.compiled.liveness import Profile, Traffic
+from lowtide.compiled.liveness import Traffic
 from lowtide.compiled.planner import predict_generated
-from lowtide.compiled.seconds import half_seconds, parts_of, with_forecast
+from lowtide.compiled.seconds import half_seconds, likely_traffic, parts_of, with_forecast
 from lowtide.private import inductor, masks, partitioning
 
 pytestmark = pytest.mark.skipif(not inductor.has_all(), reason="needs PyTorch 2.12")
@@ -44,7 +44,7 @@ class Look(inductor.CustomPartitionerFn):
 
     def __call__(self, gm: Any, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         partitioning.clean_joint(gm)
-        joint = Joint(partitioning.twin(gm), num_fwd_outputs, (), partitioning.default_fusible())
+        self.joint = joint = Joint(partitioning.twin(gm), num_fwd_outputs, (), partitioning.default_fusible())
         (self.costs,) = costs_of([joint])
         self.halves = partitioning.min_cut(joint.module, num_fwd_outputs, ())
         self.profiles = predict_generated(joint, {})(*self.halves)(joint.size)
@@ -77,9 +77,18 @@ def test_masks_are_counted_where_they_are_written_and_where_they_are_read(look: 
     assert backward.bytes >= 4 * ROWS * WIDTH
 
 
+def test_what_kernels_are_likely_to_be_given_is_near_what_they_are_given(look: Look) -> None:
+    for half, profile in zip(look.halves, look.profiles, strict=True):
+        likely = likely_traffic(look.joint, half)
+        assert likely.masks_written == profile.traffic.masks_written
+        assert likely.masks_read == profile.traffic.masks_read
+        # a buffer that a kernel updates in place is given once, and is read and written
+        assert profile.traffic.bytes <= likely.bytes <= 2 * profile.traffic.bytes
+
+
 def test_each_product_counts_in_the_half_that_runs_it(look: Look) -> None:
     parts = parts_of(look.costs)
-    quiet = Profile(0, 0, 0)
+    quiet = Traffic()
 
     def products(half: fx.GraphModule) -> float:
         return sum(parts[node.name] for node in half.graph.nodes if node.target is torch.ops.aten.mm.default)
@@ -94,12 +103,12 @@ def test_each_product_counts_in_the_half_that_runs_it(look: Look) -> None:
 def test_masks_cost_what_the_kernel_says(look: Look) -> None:
     count = 1 << 20
     with mock.patch.object(masks, "mask_seconds", return_value=(3e-9, 1e-9)) as asked:
-        written = half_seconds(look.halves[0], Profile(0, 0, 0, {}, Traffic(0, count, 0)), {}, "cpu")
-        read = half_seconds(look.halves[0], Profile(0, 0, 0, {}, Traffic(0, 0, count)), {}, "cpu")
+        written = half_seconds(look.halves[0], Traffic(0, count, 0), {}, "cpu")
+        read = half_seconds(look.halves[0], Traffic(0, 0, count), {}, "cpu")
         assert (written, read) == (pytest.approx(count * 3e-9), pytest.approx(count * 1e-9))
         asked.reset_mock()
-        half_seconds(look.halves[0], Profile(0, 0, 0, {}, Traffic(0, 8, 8)), {}, "cpu")
-        half_seconds(look.halves[0], Profile(0, 0, 0, {}, Traffic(0, count, count)), {}, "cuda")
+        half_seconds(look.halves[0], Traffic(0, 8, 8), {}, "cpu")
+        half_seconds(look.halves[0], Traffic(0, count, count), {}, "cuda")
         asked.assert_not_called()
 
 
@@ -136,4 +145,4 @@ def test_a_forecast_leaves_the_distance_from_the_bound() -> None:
 def test_a_graph_that_fits_takes_no_extra_time() -> None:
     plan = forecast(Loss(), "100%", torch.randn(2, 256, 256))
     assert plan.predicted_extra_seconds == 0 and plan.gap_seconds == 0
-    assert seconds.half_seconds(fx.symbolic_trace(nn.ReLU()), Profile(0, 0, 0), {}, "cpu") == 0
+    assert seconds.half_seconds(fx.symbolic_trace(nn.ReLU()), Traffic(), {}, "cpu") == 0

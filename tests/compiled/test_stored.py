@@ -8,6 +8,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 from torch import nn
 
@@ -16,12 +17,13 @@ from lowtide.compiled.stored import ANY, Shelf, Sizes, key_of
 from lowtide.plan.data import Plan
 
 
-def test_a_warm_process_neither_plans_nor_compiles(tmp_path: Path) -> None:
+@pytest.mark.parametrize("sizes", ["open", "fixed"])
+def test_a_warm_process_neither_plans_nor_compiles(sizes: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     found = []
     for _ in range(2):
         ran = subprocess.run(
-            [sys.executable, str(Path(__file__).parent / "step_once.py"), "90%"],
+            [sys.executable, str(Path(__file__).parent / "step_once.py"), "90%", sizes],
             env=environment,
             capture_output=True,
             text=True,
@@ -30,7 +32,8 @@ def test_a_warm_process_neither_plans_nor_compiles(tmp_path: Path) -> None:
         assert ran.returncode == 0, ran.stderr
         found.append(json.loads(ran.stdout.splitlines()[-1]))
     cold, warm = found
-    assert (cold["asked"], warm["asked"], warm["hits"]) == (1, 0, 1)
+    assert cold["asked"] == 1 or (sizes == "fixed" and cold["asked"] == 2)  # a guess may be refused
+    assert (warm["asked"], warm["hits"]) == (0, 1)
     assert cold["plan"] == warm["plan"] is not None
     assert (cold["predicted"], cold["gradient"]) == (warm["predicted"], warm["gradient"])
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import operator
 from collections.abc import Callable
 from typing import Any
 
 from lowtide.compiled.cut import Cutter
+from lowtide.compiled.guess import Refused
 from lowtide.compiled.partitioner import Partitioner, Report
 from lowtide.compiled.stored import ANY, Shelf, key_of, sizes_of
 from lowtide.private import inductor, partitioning
@@ -25,6 +27,7 @@ def compile_graph(
     options: dict[str, Any] | None,
     cutter: Cutter | None = None,
     inner: Callable[..., Any] | None = None,
+    at_once: bool = False,
 ) -> Any:
     """A graph as its backend compiles it.
 
@@ -34,10 +37,11 @@ def compile_graph(
         options: Inductor's settings; ``None`` where graphs run call by call, as ``aot_eager`` runs them.
         cutter: cuts it into forward and backward; ``None`` for PyTorch's own way.
         inner: compiles the halves in place of the backend, told by ``is_backward`` which it is.
+        at_once: whether Inductor compiles the backward now, and not when it is first run.
     """
     if options is not None:
         settings = options if cutter is None else {**options, "custom_partitioner_fn": cutter}
-        return inductor.compile_with(module, inputs, settings, inner)
+        return inductor.compile_with(module, inputs, settings, inner, at_once)
     return inductor.aot_autograd(
         fw_compiler=inner or inductor.boxed_nop,
         bw_compiler=functools.partial(inner, is_backward=True) if inner else inductor.boxed_nop,
@@ -51,16 +55,25 @@ def compile_step(module: Any, inputs: Any, partitioner: Partitioner, report: Rep
     options = partitioner.options
     folder = None if options is None else inductor.cache_folder()
     if options is None or folder is None:
-        return compile_graph(module, inputs, options, partitioner)
+        return _compiled(module, inputs, options, partitioner)
     shelf, hits, before = Shelf(folder / "lowtide"), inductor.cache_hits(), len(report.planned)
     key = key_of(module, inputs, partitioner.uuid())
-    compiled = compile_graph(module, inputs, options, partitioner)
+    compiled = _compiled(module, inputs, options, partitioner)
     if made := report.planned[before:]:
         sizes = functools.reduce(operator.and_, (sizes for _, sizes in made))
         shelf.keep(key, sizes, [plan for plan, _ in made])
     elif inductor.cache_hits() > hits:
         known = shelf.find(key, sizes_of(inputs))
         if not known:  # the plan of what was found is lost
-            return compile_graph(module, inputs, {**options, "force_disable_caches": True}, partitioner)
+            return _compiled(module, inputs, {**options, "force_disable_caches": True}, partitioner)
         report.planned += [(plan, ANY) for plan in known]
     return compiled
+
+
+def _compiled(module: Any, inputs: Any, options: dict[str, Any] | None, partitioner: Partitioner) -> Any:
+    """A graph cut as was guessed, where there is a guess and it is good; else looked at before it is cut."""
+    guessing = options is not None and partitioner.guesses(inputs)
+    if guessing:
+        with partitioner.trying() as trial, contextlib.suppress(Refused):
+            return compile_graph(module, inputs, options, partitioner, trial.compile, at_once=True)
+    return compile_graph(module, inputs, options, partitioner, at_once=guessing)

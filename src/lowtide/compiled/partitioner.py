@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import astuple, dataclass, field, replace
 from typing import Any
 
@@ -15,9 +16,10 @@ from lowtide import budget as budgets
 from lowtide.compiled.costs import Size
 from lowtide.compiled.cut import Cutter, Halves
 from lowtide.compiled.dynamic import Range, plan_range
+from lowtide.compiled.guess import Trial
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.planner import Planned, plan_graph
-from lowtide.compiled.stored import Sizes, own_facts
+from lowtide.compiled.stored import ANY, Sizes, own_facts
 from lowtide.errors import PlanError
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import inductor, partitioning
@@ -84,9 +86,26 @@ class Partitioner(Cutter):
         self.budget, self.codecs, self.tiers, self.wishes = budget, codecs, tiers, wishes
         self._standing = standing
         self._report = Report() if report is None else report
+        self._trial: Trial | None = None
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_standing": None, "_report": Report()}
+        return {**self.__dict__, "_standing": None, "_report": Report(), "_trial": None}
+
+    def guesses(self, inputs: Sequence[Any]) -> bool:
+        """Whether a first cut may be compiled unseen: nothing else follows from what it takes."""
+        asked = budgets.asks_for(self.budget) == "min" or self.codecs or self.tiers
+        return not asked and not any(partitioning.free_sizes_of(inputs)) and inductor.writes_python()
+
+    @contextlib.contextmanager
+    def trying(self) -> Iterator[Trial]:
+        """While it lasts, a first cut is compiled unseen; a good one is taken down at the end."""
+        self._trial = trial = Trial(self.budget)
+        try:
+            yield trial
+        finally:
+            self._trial = None
+        if trial.plan is not None:
+            self._report.planned.append((trial.plan, ANY))
 
     def halves(self, joint: Joint) -> Halves:
         """Forward and backward within the budget."""
@@ -108,6 +127,10 @@ class Partitioner(Cutter):
             at = joint if size_of is joint.size else replace(joint, size=size_of)
             return plan_graph(at, self.budget, standing_at(size_of), self.options, self.codecs, self.tiers)
 
+        if self._trial is not None and not any(partitioning.free_sizes(joint.module)):
+            halves = self._trial.cut(joint, standing_at(joint.size), self.options)
+            if halves is not None:
+                return halves
         report = self._report
         planned, sizes = plan_range(joint.module, self.budget, plan_at, standing_at, report.ranges)
         report.planned.append((planned.plan, sizes))

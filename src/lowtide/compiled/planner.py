@@ -7,7 +7,7 @@ budget the planner is asked again, with as many bytes less as it was off.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,7 +24,7 @@ from lowtide.compiled.joint import Call, Joint, described
 from lowtide.compiled.liveness import Profile, profile
 from lowtide.compiled.moving import moved, tiers_of
 from lowtide.compiled.scratch import Bench, Scratch
-from lowtide.compiled.seconds import half_seconds, parts_of, with_forecast
+from lowtide.compiled.seconds import half_seconds, likely_traffic, parts_of, with_forecast
 from lowtide.compiled.steps import Outside, StepBuilder
 from lowtide.plan import make, policies
 from lowtide.plan.data import Offload, Plan, decision_of
@@ -51,33 +51,65 @@ Predict = Callable[[fx.GraphModule, fx.GraphModule], Profiles]
 Halves = tuple[fx.GraphModule, fx.GraphModule]
 
 
-@dataclass(frozen=True)
-class Known:
-    """What is known of a compiled graph.
+class Task:
+    """A joint graph that is to be cut.
+
+    Args:
+        joint: the graph.
+        standing_bytes: what stands beside what the graph allocates: parameters, gradients, optimizer, inputs.
 
     Attributes:
-        plan: what is stored and what runs again; its peak is `peak_bytes`.
-        peak_bytes: the most live bytes in forward or backward, with what stands beside them.
-        plain_peak_bytes: the same as `torch.compile` would cut the graph by itself.
-        limit_bytes: the budget.
+        costs: of the graph's calls.
+        parts: names of nodes -> what they take, of a fused one without its traffic.
+        device: of its first tensor.
+        tangents: bytes of the gradients that backward is given.
+        step: for the planner.
     """
 
-    plan: Plan
-    peak_bytes: int
-    plain_peak_bytes: int
-    limit_bytes: int
+    def __init__(self, joint: Joint, standing_bytes: int) -> None:
+        self.joint, self.standing_bytes = joint, standing_bytes
+        (self.costs,) = costs_of([joint])
+        self.parts = parts_of(self.costs)
+        values = (node.meta["val"] for node in joint.primals)
+        self.device = str(next((value.device for value in values if hasattr(value, "device")), "cpu"))
+        # autograd makes zeros for outputs without a gradient: all tangents stand when backward begins
+        self.tangents = [
+            joint.bytes[key] for key in {joint.key_of.get(node) for node in joint.tangents} if key
+        ]
+        outside = Outside((standing_bytes,), (standing_bytes + sum(self.tangents),))
+        self.step = StepBuilder([joint], [self.costs], outside, self.device).build()
+
+    def seconds(self, halves: Halves, profiles: Iterable[Profile] | None = None) -> float:
+        """Time of two halves; without ``profiles`` by what their kernels are likely to be given, to be
+        compared with other halves of the graph.
+        """
+        traffic = (
+            [likely_traffic(self.joint, half) for half in halves]
+            if profiles is None
+            else [profile.traffic for profile in profiles]
+        )
+        both = zip(halves, traffic, strict=True)
+        return sum(half_seconds(half, moved, self.parts, self.device) for half, moved in both)
+
+    def plain(self) -> Halves:
+        """The halves as `torch.compile` cuts them by itself."""
+        return partitioning.min_cut(self.joint.module, self.joint.forward_outputs, self.joint.static)
 
 
 @dataclass(frozen=True)
-class Planned(Known):
+class Planned:
     """A joint graph cut in two.
 
     Attributes:
+        plan: what is stored and what runs again, and the most live bytes in forward or backward.
+        limit_bytes: the budget.
         forward, backward: the halves.
         made_at, plain_at: what the halves allocate at most, and those of `torch.compile` itself, with other
             sizes.
     """
 
+    plan: Plan
+    limit_bytes: int
     forward: fx.GraphModule
     backward: fx.GraphModule
     made_at: Callable[[Size], int]
@@ -86,7 +118,7 @@ class Planned(Known):
 
 def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
     """Predict graphs that run call by call."""
-    lent = _lent(joint)
+    lent = lent_to(joint)
     costed = {call.node.name: (call, cost) for call, cost in zip(joint.calls, costs, strict=True)}
     maker = {key: call for call in joint.calls for key in call.writes}
     returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
@@ -120,7 +152,7 @@ def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
 
 def predict_generated(joint: Joint, options: dict[str, object]) -> Predict:
     """Predict graphs that Inductor generates code for."""
-    lent, bench = _lent(joint), Bench()
+    lent, bench = lent_to(joint), Bench()
 
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
         first, strides = inductor.generated(forward, False, options)
@@ -138,7 +170,8 @@ def predict_generated(joint: Joint, options: dict[str, object]) -> Predict:
     return predict
 
 
-def _lent(joint: Joint) -> set[str]:
+def lent_to(joint: Joint) -> set[str]:
+    """Names of what the halves are given and others hold."""
     return {node.name for node in joint.primals}
 
 
@@ -163,25 +196,19 @@ def plan_graph(
     Raises:
         BudgetError: no plan is found that fits.
     """
-    costs = costs_of([joint])
-    device = str(next((v.device for n in joint.primals if hasattr(v := n.meta["val"], "device")), "cpu"))
-    # autograd makes zeros for outputs without a gradient: all tangents stand when backward begins
-    tangents = [joint.bytes[key] for key in {joint.key_of.get(node) for node in joint.tangents} if key]
-    outside = Outside((standing_bytes,), (standing_bytes + sum(tangents),))
-    step = StepBuilder([joint], costs, outside, device).build()
-    predict = predict_calls(joint, costs[0]) if options is None else predict_generated(joint, options)
+    task = Task(joint, standing_bytes)
+    step, device, tangents = task.step, task.device, task.tangents
+    predict = predict_calls(joint, task.costs) if options is None else predict_generated(joint, options)
 
     made: dict[fx.GraphModule, Profiles] = {}
-    parts = parts_of(costs[0])
 
     def predicted(halves: Halves) -> tuple[int, float]:
         """Peak and seconds."""
         made[halves[0]] = profiles = predict(*halves)
         both = profiles(joint.size)
-        seconds = sum(half_seconds(half, one, parts, device) for half, one in zip(halves, both, strict=True))
-        return standing_bytes + max(one.peak_bytes for one in both), seconds
+        return standing_bytes + max(one.peak_bytes for one in both), task.seconds(halves, both)
 
-    plain = partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
+    plain = task.plain()
     plain_peak, plain_seconds = predicted(plain)
     plain_at = _most(made[plain[0]])
     policy: Any = "optimal"
@@ -223,8 +250,8 @@ def plan_graph(
     if plain_peak <= limit:
         plan = make(step.graph, policy="keep_all", progress=False)
         plan = with_forecast(plan, plain_seconds, plain_seconds)
-        told = _told(plan, limit, plain_peak, plain_peak)
-        return Planned(told, plain_peak, plain_peak, limit, *plain, plain_at, plain_at)
+        known = told(plan, limit, plain_peak, plain_peak)
+        return Planned(known, limit, *plain, plain_at, plain_at)
     room = limit - budgets.slack_bytes(limit)  # the loss and other scalars outside the graph
 
     def best_that_fits() -> tuple[Plan, Halves, int] | None:
@@ -251,15 +278,15 @@ def plan_graph(
         shares = {STANDING: standing_bytes, OUTPUTS: zeros, ACTIVATIONS: own - zeros}
         raise budgets.too_small(limit, least, shares, plain_peak_bytes=plain_peak)
     plan, halves, peak = best
-    told = _told(plan, limit, peak, plain_peak)
-    return Planned(told, peak, plain_peak, limit, *halves, _most(made[halves[0]]), plain_at)
+    known = told(plan, limit, peak, plain_peak)
+    return Planned(known, limit, *halves, _most(made[halves[0]]), plain_at)
 
 
 def _most(profiles: Profiles) -> Callable[[Size], int]:
     return lambda size_of: max(part.peak_bytes for part in profiles(size_of))
 
 
-def _told(plan: Plan, limit: int, peak: int, plain_peak: int) -> Plan:
+def told(plan: Plan, limit: int, peak: int, plain_peak: int) -> Plan:
     """The plan with what the backend will really take."""
     return replace(
         plan,

@@ -54,11 +54,50 @@ def compile_with(
     inputs: Sequence[Any],
     options: dict[str, Any],
     inner: Callable[..., Any] | None = None,
+    at_once: bool = False,
 ) -> Any:
-    """What Inductor makes of a graph, with these settings in its forward and its backward."""
-    return _compile_fx.compile_fx(
-        module, inputs, inner_compile=inner or _compile_fx.compile_fx_inner, config_patches=options or None
-    )
+    """What Inductor makes of a graph, with these settings in its forward and its backward.
+
+    Args:
+        module: Dynamo's graph.
+        inputs: its (fake) inputs.
+        options: Inductor's settings.
+        inner: compiles the halves in place of `compile_half`.
+        at_once: whether the backward is compiled now, and not when it is first run.
+    """
+    more = {"force_non_lazy_backward_lowering": True} if at_once else {}
+    with functorch_config.patch(more):
+        return _compile_fx.compile_fx(
+            module, inputs, inner_compile=inner or compile_half, config_patches=options or None
+        )
+
+
+compile_half: Callable[..., Any] = _compile_fx.compile_fx_inner
+"""What Inductor makes of a forward or a backward."""
+
+
+@contextmanager
+def reading(look: Callable[[str], None]) -> Iterator[None]:
+    """A context: ``look`` is called with the Python text of what Inductor generates in it, or finds in its
+    cache, before the kernels are compiled that the text names.
+    """
+    before = GraphLowering.save_output_code
+
+    def seen(text: str) -> None:
+        if before is not None:
+            before(text)
+        look(text)
+
+    GraphLowering.save_output_code = staticmethod(seen)
+    try:
+        yield
+    finally:
+        GraphLowering.save_output_code = before
+
+
+def writes_python() -> bool:
+    """Whether what calls the kernels is generated as Python."""
+    return not (inductor_config.cpp_wrapper or inductor_config.fx_wrapper)
 
 
 def cache_folder() -> Path | None:

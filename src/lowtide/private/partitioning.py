@@ -158,6 +158,21 @@ def storage_of(tensor: Any) -> int | None:
     return tensor.untyped_storage()._cdata
 
 
+def laid_out(module: fx.GraphModule, inputs: Iterable[Any]) -> dict[str, tuple[int, ...]]:
+    """Names of inputs that lie in another way than the graph says -> their strides.
+
+    Args:
+        module: the graph.
+        inputs: what it is given, with fixed sizes.
+    """
+    given = [node for node in module.graph.nodes if node.op == "placeholder"]
+    return {
+        node.name: tuple(value.stride())
+        for node, value in zip(given, inputs, strict=True)
+        if isinstance(value, torch.Tensor) and tuple(value.stride()) != tuple(node.meta["val"].stride())
+    }
+
+
 def hint(size: Any) -> int:
     """A size as a number; one that is not known is taken for the size that it was first seen with."""
     if isinstance(size, int):

@@ -1,0 +1,104 @@
+"""Under Inductor the first cut for fixed sizes is compiled unseen, and its peak is read meanwhile."""
+
+from __future__ import annotations
+
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import nn
+
+import lowtide
+from lowtide.compiled import guess
+from lowtide.meter import peak, resident_bytes
+from lowtide.private import inductor
+
+
+class Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + self.down(nn.functional.gelu(self.up(self.norm(x))))
+
+
+class Model(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(*(Block(64) for _ in range(6)))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return super().forward(x).square().mean()
+
+
+def compiled(budget: str | int) -> tuple[Any, int, int, nn.Module]:
+    """A step within a budget: its handle, what it takes, how often the graph was lowered only to look, and
+    the model with its gradients.
+    """
+    torch.manual_seed(0)
+    model, x = Model(), torch.randn(1024, 64)
+    with mock.patch.object(inductor, "generated", side_effect=inductor.generated) as lowered:
+        step = lowtide.compile(model, budget)
+        step(x).backward()
+    model.zero_grad(set_to_none=True)
+    standing = resident_bytes(model) + x.nbytes
+    with peak("cpu") as seen:
+        step(x).backward()
+    return lowtide.handle_of(step), seen.peak_bytes + standing, lowered.call_count, model
+
+
+def test_a_plain_step_is_compiled_without_a_look_before() -> None:
+    for budget in ("100%", "1GiB"):
+        handle, real, lowered, _ = compiled(budget)
+        assert lowered == 0, budget
+        assert handle.plan.changes_nothing
+        assert handle.plan.predicted_peak_bytes == handle.plan.plain_peak_bytes
+        assert abs(real - handle.plan.predicted_peak_bytes) <= 16
+
+
+def test_bytes_are_held_by_a_cut_that_nobody_looked_at_before() -> None:
+    plain, most, _, whole = compiled("100%")
+    handle, real, lowered, model = compiled(int(0.8 * most))
+    assert lowered == 0
+    assert handle.plan.replayed and len(handle.plans) == 1
+    assert abs(real - handle.plan.predicted_peak_bytes) <= 16
+    assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
+    assert handle.plain_peak_bytes == pytest.approx(plain.plain_peak_bytes, rel=guess.DOUBT)
+    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+        torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_a_share_is_of_the_plain_peak_exactly() -> None:
+    whole, _, _, _ = compiled("100%")
+    handle, real, lowered, _ = compiled("80%")
+    assert lowered == 2, "the plain halves"
+    assert handle.plain_peak_bytes == whole.plain_peak_bytes
+    assert handle.plan.budget_bytes == int(0.8 * whole.plain_peak_bytes)
+    assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
+
+
+def test_a_guess_that_leaves_much_of_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    _, most, _, _ = compiled("100%")
+    monkeypatch.setattr(guess, "FIRST", 0.85)
+    handle, real, lowered, _ = compiled(int(0.8 * most))
+    assert lowered >= 4, "plain, and what was planned then"
+    assert len(handle.plans) == 1
+    assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
+
+
+def test_a_guess_that_takes_too_much_is_refused_before_its_backward_is_compiled() -> None:
+    looked: list[bool] = []
+    look = guess.Trial._look
+
+    def with_more(self: guess.Trial, text: str, ends: Any, strides: Any, backward: bool) -> None:
+        looked.append(backward)
+        self._standing += 1 << 30
+        look(self, text, ends, strides, backward)
+
+    _, most, _, _ = compiled("100%")
+    with mock.patch.object(guess.Trial, "_look", with_more):
+        handle, real, lowered, _ = compiled(int(0.8 * most))
+    assert looked == [False] and lowered >= 4
+    assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
