@@ -24,6 +24,12 @@ TORCHES ?= 2.11.0 2.12.0 2.13.0
 CORE    := tests/private tests/run/test_interception.py tests/run/test_scope.py tests/run/test_looked_at.py \
            tests/trace/test_eager.py tests/parallel/test_pipelining_private.py
 PIP_ARGS ?=
+# Where an environment is a symbolic link, making it anew would empty the folder that the link leads to.
+define OWN
+test ! -L "$(1)" || { \
+	echo "$(1) is a symbolic link to $$(readlink "$(1)"), which would be emptied: remove the link, or name a folder with VENV=..." >&2; \
+	exit 1; }
+endef
 
 .PHONY: install train test lint format docs dist versions bench clean
 
@@ -31,6 +37,7 @@ install: $(STAMP)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test -n "$(PYTHON)" || { echo "lowtide needs Python 3.11 or newer: install it, or name it with PYTHON=..." >&2; exit 1; }
+	@$(call OWN,$(VENV))
 	$(PYTHON) -m venv --clear $(VENV)
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable '.[all]'
 	@touch $@ $(LEAN)
@@ -76,6 +83,7 @@ versions:
 	@for version in $(TORCHES); do \
 		venv=$(VENV)-torch-$$version; \
 		test -e $$venv/.installed || { \
+			{ $(call OWN,$$venv); } && \
 			$(PYTHON) -m venv --clear $$venv && \
 			grep -v '^torch==' constraints.txt > $$venv/constraints.txt && \
 			$$venv/bin/python -m pip install --quiet --disable-pip-version-check $(PIP_ARGS) \

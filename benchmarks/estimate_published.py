@@ -34,6 +34,8 @@ SOURCES = {
     "nvidia": "NVIDIA NeMo and Megatron-Bridge, performance summaries",
     "fms_fsdp": "IBM fms-fsdp, README",
     "litgpt": "lightning-thunder pull requests 940 and 1528 (LitGPT)",
+    "internlm": "InternLM, doc/en/train_performance.md",
+    "kempner": "KempnerForge, benchmarks/mfu_scaling and benchmarks/weak_scaling_160gpu",
     "deepspeed": "BigScience, Megatron-DeepSpeed before BLOOM (tr11-176B-ml/chronicles-prequel.md)",
 }
 MEMORY_WITHIN, SPEED_WITHIN = 0.05, 0.15
@@ -62,7 +64,8 @@ class Run:
         network: gigabytes a second of one device to other nodes, where they are not the device's usual ones.
         config: what was run.
         tokens_per_second: of one device; ``None`` where not published.
-        memory_gib: peak reserved by PyTorch on one device; ``None`` where not published.
+        memory_gib: peak of PyTorch's memory on one device; ``None`` where not published.
+        allocated: whether that is what was allocated, not what was reserved.
     """
 
     source: str
@@ -72,6 +75,7 @@ class Run:
     config: Config
     tokens_per_second: float | None
     memory_gib: float | None
+    allocated: bool = False
     network: float | None = None
 
     @property
@@ -89,8 +93,9 @@ class Run:
         return self.tokens / step_time(self.config, self.kind).total
 
     def predicted_memory(self) -> float:
-        """Reserved GiB of the device that needs most."""
-        return estimate(self.config).reserved_bytes / 2**30
+        """Reserved or allocated GiB of the device that needs most."""
+        found = estimate(self.config)
+        return (found.total_bytes if self.allocated else found.reserved_bytes) / 2**30
 
 
 def settings(text: str) -> dict[str, Any]:
@@ -120,6 +125,7 @@ def read(source: str) -> list[Run]:
                 configure(row["model"], **settings(row["settings"])),
                 float(row["tokens_per_second"]) if row["tokens_per_second"] else None,
                 float(row["memory_gib"]) if row["memory_gib"] else None,
+                row["memory_kind"] == "allocated",
                 float(row["network"]) if row.get("network") else None,
             )
             for row in csv.DictReader(file)

@@ -95,3 +95,26 @@ def test_the_wheel_runs_on_its_own(built: Path, tmp_path: Path) -> None:
     small = ["--model", "gpt-nano", "--batch", "4", "--seq", "64", "--data", own / "lowtide"]
     lines = run(tmp_path / "venv" / "bin" / "lowtide", "train", "--steps", "3", *small, folder=tmp_path)
     assert "plain" in lines and "planned" in lines
+
+
+@pytest.mark.parametrize(("target", "link"), [("install", ".venv"), ("versions", ".venv-torch-1.0")])
+def test_make_refuses_an_environment_that_is_a_link(tmp_path: Path, target: str, link: str) -> None:
+    """To make it anew would empty the folder that the link leads to."""
+    for name in ("Makefile", "pyproject.toml", "constraints.txt"):
+        (tmp_path / name).write_bytes((ROOT / name).read_bytes())
+    shared = tmp_path / "shared"
+    shared.mkdir()
+    (shared / "kept").touch()
+    (tmp_path / link).symlink_to(shared)
+    clean = {name: value for name, value in os.environ.items() if not name.startswith(("MAKE", "PYTHON"))}
+    done = subprocess.run(
+        ["make", target, "TORCHES=1.0", f"PYTHON={sys.executable}"],
+        capture_output=True,
+        text=True,
+        cwd=tmp_path,
+        env=clean,
+        check=False,
+    )
+    assert done.returncode != 0
+    assert f"{link} is a symbolic link to {shared}" in done.stderr and "remove the link" in done.stderr
+    assert [path.name for path in shared.iterdir()] == ["kept"]

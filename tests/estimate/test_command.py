@@ -129,7 +129,9 @@ def test_each_flag_changes_the_answer() -> None:
         ["--norm", "rmsnorm"], ["--dropout", "0"], ["--dtype", "fp32"], ["--dtype", "autocast"],
         ["--gradient-dtype", "bf16"], ["--optimizer", "sgd"],
         ["--offload-optimizer", "0.3"], ["--partition-activations"], ["--offload-activations"],
-        ["--loss", "chunked"], ["--loss", "torch"], ["--loss", "compiled"], ["--recompute", "selective-op"],
+        ["--loss", "chunked"], ["--loss", "torch"], ["--loss", "torch-uncast"], ["--loss", "compiled"],
+        ["--gather-logits"], ["--zero", "2", "--no-sync"], ["--dtype", "bf16-true"],
+        ["--recompute", "selective-op"],
         ["--recompute", "selective-layer"], ["--untied-embeddings"],
         ["--head-width", "64"], ["--positions", "rotary"], ["--no-bias"], ["--keep-output-tensors"],
     ]  # fmt: skip

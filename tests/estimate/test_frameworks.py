@@ -20,6 +20,7 @@ from lowtide.estimate.frameworks import FRAMEWORKS, LOWTIDE_MODELS
 from lowtide.estimate.layer import layer_terms
 from lowtide.estimate.lines import total
 from lowtide.estimate.suggest import suggest
+from lowtide.estimate.traffic import stage_traffic
 
 S, H, F, KV, V, L = 8192, 4096, 14336, 1024, 128256, 32
 """Llama-3 8B, one sequence."""
@@ -44,6 +45,10 @@ def loss_bytes(**settings: Any) -> int:
         (dict(loss="torch", tp=8), 18 / 8),
         (dict(tp=8), 6 / 8),
         (dict(loss="chunked", loss_chunks=4), 12 / 4),
+        (dict(loss="torch-uncast"), 8),
+        (dict(loss="torch-uncast", tp=8), 10 / 8),
+        (dict(loss="torch", tp=8, gather_logits=True), 14),
+        (dict(tp=8, gather_logits=True), 6),
     ],
 )
 def test_bytes_a_logit(settings: dict[str, Any], a_logit: float) -> None:
@@ -100,9 +105,10 @@ def test_reentrant_recomputation_runs_to_the_end() -> None:
 
 def test_gradients_may_be_summed_in_another_precision() -> None:
     """FSDP's ``reduce_dtype``: twice the bytes of a bfloat16 reduce-scatter, the gathers as before."""
+    ways: list[dict[str, Any]] = [{}, {"reduce_dtype": "fp32"}]
     plain, wide = (
         {item.name: item.bytes for item in estimate(configure("llama3-8b", dp=8, zero=3, **more)).traffic[0]}
-        for more in ({}, {"reduce_dtype": "fp32"})
+        for more in ways
     )
     assert wide["reduce-scatters of gradients"] == 2 * plain["reduce-scatters of gradients"]
     gathers = "gathers of weights, forward and backward"
@@ -161,6 +167,38 @@ def test_kept_gathered_inputs() -> None:
     assert more == (2 * L + 1) * 2 * S * H * 7 // 8
 
 
+def test_all_in_bfloat16() -> None:
+    """Lightning's bf16-true: weights, gradients and two values of Adam, 8 bytes a parameter; AdamW's master
+    copy is no more.
+    """
+    stage = estimate(configure("llama3-8b", dtype="bf16-true")).stages[0]
+    states = stage.weights_bytes + stage.gradients_bytes + stage.optimizer_bytes
+    assert states == 8 * stage.parameters
+    lines = {line.kind: line for line in stage.lines}
+    assert lines["optimizer"].name == "adam state" and "activations" in lines
+
+
+def test_gradients_without_sync_are_whole_until_the_last_micro_batch() -> None:
+    """FSDP2 sums them in the dtype that it reduces in, and reduces once."""
+    given: dict[str, Any] = dict(dp=8, zero=3, global_batch=32, reduce_dtype="fp32")
+    each, once = (configure("llama3-8b", no_sync=held, **given) for held in (False, True))
+    split, whole = (estimate(config).stages[0] for config in (each, once))
+    assert split.gradients_bytes == 2 * split.parameters // 8
+    assert whole.gradients_bytes == 4 * whole.parameters
+    sent = [
+        sum(item.bytes for item in stage_traffic(config, 0) if "reduce-scatter" in item.name)
+        for config in (each, once)
+    ]
+    assert sent[0] == pytest.approx(4 * sent[1])
+
+
+def test_gathered_logits_travel() -> None:
+    """Each of t ranks sends its part to the others, once a micro-batch."""
+    config = configure("llama3-8b", tp=4, gather_logits=True, global_batch=2)
+    sent = {item.name: item.bytes for item in stage_traffic(config, 0)}
+    assert sent["gather of the logits"] == 2 * (2 * S * V) * 3 // 4
+
+
 def test_reserved_is_more_than_allocated_and_has_to_fit() -> None:
     found = estimate(configure("llama3-8b", tp=8, sequence_parallel=True))
     assert found.total_bytes < found.reserved_bytes < 1.1 * found.total_bytes
@@ -178,7 +216,12 @@ def test_reserved_is_more_than_allocated_and_has_to_fit() -> None:
         (dict(cp=3), "--cp=3"),
         (dict(cp=8, tp=4, sequence_parallel=True, seq=8200), "--cp x --tp=32"),
         (dict(keep_gathered=True), "--keep-gathered without --sequence-parallel"),
-        (dict(loss="liger"), "choose auto, torch, in-place, compiled, chunked"),
+        (dict(gather_logits=True), "--gather-logits with --tp=1"),
+        (dict(gather_logits=True, tp=2, loss="chunked"), "--loss=chunked"),
+        (dict(no_sync=True, zero=3, dp=8), "1 micro-batches"),
+        (dict(no_sync=True, zero=1, dp=8, global_batch=32), "--zero 2 or 3"),
+        (dict(no_sync=True, zero=3, dp=8, pp=2, global_batch=32), "--no-sync with --zero=3 --pp=2"),
+        (dict(loss="liger"), "choose auto, torch, torch-uncast, in-place, compiled, chunked"),
         (dict(recompute="op"), "selective-op"),
     ],
 )

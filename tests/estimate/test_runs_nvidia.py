@@ -6,10 +6,10 @@ import pytest
 from benchmarks.estimate_published import Run
 from published_runs import check_speed, name, unfitted
 
-MISSED_SPEED = (
-    "h100_24.07_gpt3-5b_x64",
-    "h100_24.07_nemotron-8b_x64",
-)
+MISSED_SPEED = {
+    "h100_24.07_gpt3-5b_x64": +22,
+    "h100_24.07_nemotron-8b_x64": +16,
+}
 
 
 @pytest.mark.parametrize("run", unfitted("nvidia"), ids=name)

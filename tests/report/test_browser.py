@@ -92,6 +92,17 @@ def test_the_audit_finds_nothing(browser: Any, file: Path, width: int, scheme: s
     page.close()
 
 
+def test_no_table_is_wider_than_a_telephone(browser: Any, file: Path, deep_file: Path) -> None:
+    """Else its last column begins outside of what is seen."""
+    for path in (file, deep_file):
+        page = opened(browser, path, width=390)
+        boxes = page.evaluate(
+            "[...document.querySelectorAll('.scroll')].map(e => [e.scrollWidth, e.clientWidth])"
+        )
+        assert boxes and all(inside <= seen for inside, seen in boxes), boxes
+        page.close()
+
+
 def test_the_keyboard_reaches_every_control(browser: Any, file: Path) -> None:
     page = opened(browser, file)
     wanted = page.evaluate(

@@ -30,10 +30,13 @@ from lowtide.train.planning import PlanOptions
         ({"resume": True}, "--resume: it needs --checkpoint-dir"),
         ({"stop_after": 300}, "--stop-after 300: choose a step from 1 to --steps 100"),
         ({"plot": Path("a.png"), "compare": False}, "leave out --no-compare"),
-        ({"report": Path("a.html"), "pp": 2, "grad_accum": 2}, "leave out --pp$"),
+        (
+            {"report": Path("a.html"), "pp": 2, "grad_accum": 2},
+            "without comparing them: leave out --pp or --report$",
+        ),
         (
             {"plot": Path("a.png"), "dp": 2, "shard_parameters": True, "policy": "full"},
-            "leave out --shard-parameters$",
+            "leave out --shard-parameters or --plot$",
         ),
         ({"plot": Path("a.txt")}, r"--plot a.txt: choose a name that ends in \.png"),
         ({"json": Path("missing/a.json")}, "--json missing/a.json: cannot write a file there"),

@@ -6,12 +6,13 @@ torch.
 fit; `lowtide.estimate.simulate` puts a traced step beside the formulas, and is the one part that needs torch.
 """
 
-from lowtide.estimate.config import Config, configure, read_config
+from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.flops import Flops, iteration_flops, utilization
 from lowtide.estimate.hugging_face import from_hugging_face, read_hugging_face
 from lowtide.estimate.lines import Line, Stage
 from lowtide.estimate.presets import PRESETS, preset
+from lowtide.estimate.settings import configure, read_config
 from lowtide.estimate.shape import Shape
 from lowtide.estimate.states import ModelStates, model_states
 from lowtide.estimate.total import Estimate, estimate

@@ -79,8 +79,11 @@ Attention = Annotated[
 ]
 Dropout = Annotated[float | None, _option("Dropout probability. [default: the model's; 0.1 with bare sizes]")]
 Dtype = Annotated[
-    Literal["bf16", "fp16", "fp32", "autocast"] | None,
-    _option("Of weights and activations; autocast: float32 weights, bfloat16 products."),
+    Literal["bf16", "bf16-true", "fp16", "fp32", "autocast"] | None,
+    _option(
+        "Of weights and activations; autocast: float32 weights, bfloat16 products; bf16-true: of the "
+        "optimizer's state, too, without a float32 copy of the weights."
+    ),
 ]
 GradientDtype = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"] | None,
@@ -101,10 +104,11 @@ PartitionActivations = Annotated[
 ]
 OffloadActivations = Annotated[Switch, _option("Keep activations on the host.", "--offload-activations")]
 Loss = Annotated[
-    Literal["torch", "in-place", "compiled", "chunked"] | None,
+    Literal["torch", "torch-uncast", "in-place", "compiled", "chunked"] | None,
     _option(
-        "Cross entropy: torch's, in place (Megatron's and lowtide's), torch's compiled, or in --loss-chunks "
-        "pieces with the output layer. [default: torch at t = 1, in-place above]"
+        "Cross entropy: torch's on float32 logits, on logits as they are (torch-uncast), in place "
+        "(Megatron's and lowtide's), torch's compiled, or in --loss-chunks pieces with the output layer. "
+        "[default: torch at t = 1, in-place above]"
     ),
 ]
 LossChunks = Annotated[int | None, _option("Pieces of a chunked loss. [default: 8]")]
@@ -118,6 +122,13 @@ KeepOutputs = Annotated[
 KeepGathered = Annotated[
     Switch,
     _option("Gathered inputs are kept under --sequence-parallel (DTensor, nanotron).", "--keep-gathered"),
+]
+GatherLogits = Annotated[
+    Switch, _option("Every tensor rank gathers all logits for the loss (Hugging Face).", "--gather-logits")
+]
+NoSync = Annotated[
+    Switch,
+    _option("Gradients that ZeRO splits are whole until the last micro-batch (FSDP's no_sync).", "--no-sync"),
 ]
 Compile = Annotated[
     Switch, _option("Pointwise operations are fused, by torch.compile or by hand (times only).", "--compile")
@@ -239,6 +250,8 @@ def estimate_command(
     unfused_mlp: UnfusedMlp = None,
     keep_output_tensors: KeepOutputs = None,
     keep_gathered: KeepGathered = None,
+    gather_logits: GatherLogits = None,
+    no_sync: NoSync = None,
     compile: Compile = None,
     float8: Float8 = None,
     overlap_tensor: OverlapTensor = None,
@@ -287,8 +300,8 @@ SETTINGS = frozenset({
     "global_batch", "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "attention", "dropout",
     "dtype", "gradient_dtype", "optimizer",
     "offload_optimizer", "partition_activations", "offload_activations", "loss", "loss_chunks",
-    "unfused_mlp", "keep_output_tensors", "keep_gathered", "cp", "compile", "float8",
-    "overlap_tensor", "reentrant", "reduce_dtype",
+    "unfused_mlp", "keep_output_tensors", "keep_gathered", "gather_logits", "no_sync", "cp", "compile",
+    "float8", "overlap_tensor", "reentrant", "reduce_dtype",
 })  # fmt: skip
 
 

@@ -5,34 +5,30 @@ it.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
-from pathlib import Path
 from typing import Any, Literal
 
-from lowtide.estimate.errors import EstimateError, divisors, unknown
-from lowtide.estimate.hugging_face import read_hugging_face, read_json
-from lowtide.estimate.presets import PAPER, Preset, changed, preset
+from lowtide.estimate.errors import EstimateError, divisors
 from lowtide.estimate.shape import Shape, check_size, kv_heads_per_rank
 
 RECOMPUTE = ("none", "selective", "selective-op", "selective-layer", "full", "sqrt")
 Recompute = Literal["none", "selective", "selective-op", "selective-layer", "full", "sqrt"] | int
-Loss = Literal["auto", "torch", "in-place", "compiled", "chunked"]
-Dtype = Literal["bf16", "fp16", "fp32", "autocast"]
+Loss = Literal["auto", "torch", "torch-uncast", "in-place", "compiled", "chunked"]
+Dtype = Literal["bf16", "bf16-true", "fp16", "fp32", "autocast"]
 Optimizer = Literal["adam", "adamw", "momentum", "sgd"]
 
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
-"""Float32 tensors that an optimizer keeps per parameter, master weights not counted."""
+"""Tensors that an optimizer keeps per parameter, master weights not counted."""
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
     "attention": ("unfused", "fused", "flash-3"),
-    "dtype": ("bf16", "fp16", "fp32", "autocast"),
+    "dtype": ("bf16", "bf16-true", "fp16", "fp32", "autocast"),
     "gradient_dtype": ("auto", "bf16", "fp16", "fp32"),
     "reduce_dtype": ("auto", "bf16", "fp16", "fp32"),
     "optimizer": tuple(OPTIMIZER_STATES),
-    "loss": ("auto", "torch", "in-place", "compiled", "chunked"),
+    "loss": ("auto", "torch", "torch-uncast", "in-place", "compiled", "chunked"),
 }
 _SIZES = {
     "seq": 1 << 30,
@@ -46,7 +42,8 @@ _SIZES = {
 }
 _SWITCHES = (
     "sequence_parallel", "partition_activations", "offload_activations", "unfused_mlp",
-    "keep_output_tensors", "keep_gathered", "compile", "float8", "overlap_tensor", "reentrant",
+    "keep_output_tensors", "keep_gathered", "gather_logits", "no_sync", "compile", "float8", "overlap_tensor",
+    "reentrant",
 )  # fmt: skip
 
 
@@ -80,14 +77,16 @@ class Config:
             keeps the output and one log-sum-exp a row; so does ``flash-3`` (FlashAttention 3, or
             TransformerEngine's cuDNN on Hopper and later), which takes less time.
         dropout: probability. Only whether it is 0 matters: each dropout keeps a mask of one byte an element.
-        dtype: of weights and activations. ``autocast`` is float32 weights and residual stream with bfloat16
-            products.
+        dtype: of weights and activations. Below float32 the optimizer keeps a float32 master copy of the
+            weights, but under ``bf16-true`` (Lightning's word): there weights, gradients and the optimizer's
+            state are bfloat16, and nothing else is kept. ``autocast`` is float32 weights and residual stream
+            with bfloat16 products.
         gradient_dtype: ``auto`` is float32 where the optimizer is not split (18 bytes a parameter,
-            2205.05198, Figure 1) and the weights' own where it is (16 bytes, 1910.02054).
+            2205.05198, Figure 1) and the weights' own where it is (16 bytes, 1910.02054) or has no master
+            copy.
         reduce_dtype: in which sharded gradients are summed over the data-parallel ranks: FSDP's
             ``reduce_dtype``; ``auto`` is the gradients' own. Changes traffic, not bytes.
-        optimizer: ``adam`` and ``adamw`` keep two float32 values a parameter, ``momentum`` one, ``sgd`` none;
-            below float32 a master copy too.
+        optimizer: ``adam`` and ``adamw`` keep two values a parameter, ``momentum`` one, ``sgd`` none.
         offload_optimizer: fraction of the optimizer (and of the gradients) on the host: 1 is ZeRO-Offload,
             between is Twin-Flow.
         partition_activations: layer inputs that every tensor-parallel rank holds alike are split among them
@@ -95,11 +94,16 @@ class Config:
         offload_activations: what is kept for backward lies on the host (with ``partition_activations``:
             P_a+cpu).
         loss: how cross entropy is computed. ``torch``: `torch.nn.functional.cross_entropy` on float32 logits,
-            14 bytes a logit in bfloat16 at its peak; ``in-place``: Megatron's and lowtide's, 6; ``compiled``:
+            14 bytes a logit in bfloat16 at its peak; ``torch-uncast``: the same on logits left in the dtype
+            that they have, 8; ``in-place``: Megatron's and lowtide's, 6; ``compiled``:
             torch's under `torch.compile`, 6; ``chunked``: tokens pass the output layer in ``loss_chunks``
             pieces, recomputed in backward. ``auto`` is ``torch`` at t = 1 and ``in-place`` above.
         keep_gathered: under sequence parallelism a layer keeps its gathered inputs (DTensor, nanotron) rather
             than gather them again in backward (Megatron and lowtide).
+        gather_logits: every tensor-parallel rank gathers the whole vocabulary's logits for the loss (plans of
+            Hugging Face and others), rather than take its part of the loss.
+        no_sync: gradients that ZeRO 2 and 3 would split are summed whole over a step's micro-batches, in
+            ``reduce_dtype``, and reduced once (FSDP's ``no_sync``, which accelerate and the ``Trainer`` use).
         compile: pointwise operations are fused, by `torch.compile` or by hand (Megatron-Core with
             TransformerEngine). Changes times, and the bytes of ``selective-op``.
         float8: the layers' matrix products run in float8. Changes times, not bytes.
@@ -145,6 +149,8 @@ class Config:
     unfused_mlp: bool = False
     keep_output_tensors: bool = False
     keep_gathered: bool = False
+    gather_logits: bool = False
+    no_sync: bool = False
     compile: bool = False
     float8: bool = False
     overlap_tensor: bool = False
@@ -217,6 +223,22 @@ class Config:
         if self.overlap_tensor and self.tp == 1:
             raise EstimateError(
                 "--overlap-tensor with --tp=1: there are no collectives to overlap; give --tp 2 or more"
+            )
+        if self.gather_logits and (self.tp == 1 or self.loss_kind == "chunked"):
+            raise EstimateError(
+                f"--gather-logits with --tp={self.tp} --loss={self.loss}: it is for --tp of 2 or more and a "
+                "loss that is not chunked; leave it out"
+            )
+        if self.no_sync and (self.zero < 2 or self.shards == 1 or self.micro_batches == 1):
+            raise EstimateError(
+                f"--no-sync with --zero={self.zero} --dp={self.dp} and {self.micro_batches} micro-batches: "
+                "it is for gradients that are split, and summed over several micro-batches; leave it out, or "
+                "give --zero 2 or 3, --dp 2 or more and a larger --global-batch"
+            )
+        if self.no_sync and self.zero == 3 and self.pp > 1:
+            raise EstimateError(
+                f"--no-sync with --zero=3 --pp={self.pp}: a pipeline's gradients are reduced once as it is; "
+                "leave it out"
             )
         if self.cp > 1 and not self.fused_attention:
             raise EstimateError(
@@ -371,7 +393,8 @@ class Config:
     def gradient_bytes(self) -> int:
         """Bytes of a gradient."""
         if self.gradient_dtype == "auto":
-            return 4 if self.zero == 0 and self.offload_optimizer == 0 else self.weight_bytes
+            summed = self.zero == 0 and self.offload_optimizer == 0 and self.dtype != "bf16-true"
+            return 4 if summed else self.weight_bytes
         return 4 if self.gradient_dtype == "fp32" else 2
 
     @property
@@ -382,96 +405,14 @@ class Config:
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of optimizer state of a parameter, float32 master copy included."""
+        if self.dtype == "bf16-true":
+            return 2 * OPTIMIZER_STATES[self.optimizer]
         return 4 * OPTIMIZER_STATES[self.optimizer] + (4 if self.weight_bytes < 4 else 0)
 
     @property
     def local_kv_width(self) -> int:
         """Elements of one token's keys on one tensor-parallel rank."""
         return kv_heads_per_rank(self.model.kv_heads, self.tp) * self.model.head_width
-
-
-SHAPE_SETTINGS = tuple(f.name for f in fields(Shape) if f.name != "sequence")
-RUN_SETTINGS = tuple(f.name for f in fields(Config) if f.name != "model")
-
-
-def configure(
-    model: str | Path | Shape | None = None, *, as_published: bool = False, **settings: Any
-) -> Config:
-    """A `Config` from a model's name and any settings, of the run or of the model.
-
-    Args:
-        model: a preset (``llama3-8b``), the path of a Hugging Face ``config.json`` or its folder, a `Shape`,
-            or ``None`` with ``layers``, ``hidden`` and ``heads`` among the settings.
-        as_published: begin with the parallel sizes and batches of the model's publication.
-        settings: fields of `Config` and of `Shape`; ``None`` means not given.
-
-    Raises:
-        EstimateError: a name or key is not known, or the settings do not hold together.
-
-    Example:
-        >>> config = configure("llama3-8b", tp=4, sequence_parallel=True)
-        >>> config.attention, config.devices
-        ('fused', 4)
-        >>> configure(layers=12, hidden=768, heads=12, vocab=50257).model.ffn
-        3072
-    """
-    given = {key: value for key, value in settings.items() if value is not None}
-    for key in given:
-        if key not in RUN_SETTINGS and key not in SHAPE_SETTINGS:
-            raise unknown("setting", key, (*RUN_SETTINGS, *SHAPE_SETTINGS, "model"))
-    shape_given = {key: given.pop(key) for key in SHAPE_SETTINGS if key in given}
-    found = _find(model, shape_given, given)
-    run: dict[str, Any] = dict(found.usual)
-    if as_published:
-        if not found.published:
-            raise EstimateError(
-                f"--as-published: {model!r} has no published parallel sizes here; 22b, 175b, 530b and 1t have"
-            )
-        run |= found.published
-    return Config(model=found.shape, **(run | given))
-
-
-def _find(model: str | Path | Shape | None, shape: dict[str, Any], run: dict[str, Any]) -> Preset:
-    if model is None:
-        missing = [name for name in ("layers", "hidden", "heads") if name not in shape]
-        if missing:
-            raise EstimateError(
-                "no model: give --model (22b, llama3-8b, a Hugging Face config.json, ...) or its sizes; "
-                f"missing are --{', --'.join(missing)}"
-            )
-        modern = shape.get("mlp", "gelu") != "gelu"
-        style: dict[str, Any] = dict(positions="rotary", bias=False) if modern else {}
-        if isinstance(run.get("seq"), int) and run["seq"] > 0:
-            style["sequence"] = run["seq"]
-        return Preset(
-            Shape(**(style | shape)), {"attention": "fused", "dropout": 0.0} if modern else dict(PAPER)
-        )
-    if isinstance(model, Shape):
-        return Preset(changed(model, **shape))
-    path = Path(model)
-    found = (
-        read_hugging_face(path)
-        if path.suffix == ".json" or path.is_dir() or "/" in str(model)
-        else preset(str(model))
-    )
-    return Preset(changed(found.shape, **shape), found.usual, found.published)
-
-
-def read_config(path: Path, **settings: Any) -> Config:
-    """A `Config` from a JSON file whose keys are the flags' names, with some settings changed.
-
-    ``{"model": "llama3-8b", "seq": 8192, "tp": 4, "sequence_parallel": true}``. Dashes and underscores are
-    alike.
-
-    Raises:
-        EstimateError: the file cannot be read, or has a key that is no setting.
-    """
-    data = {key.replace("-", "_"): value for key, value in read_json(path).items()}
-    known = (*RUN_SETTINGS, *SHAPE_SETTINGS, "model", "as_published")
-    for key in data:
-        if key not in known:
-            raise EstimateError(f"in {str(path)!r}: {unknown('setting', key, known)}")
-    return configure(**(data | {key: value for key, value in settings.items() if value is not None}))
 
 
 def flag(name: str) -> str:
@@ -487,12 +428,3 @@ def flag(name: str) -> str:
         "sequence": "--seq",
     }
     return special.get(name, "--" + name.replace("_", "-"))
-
-
-def describe(config: Config) -> Mapping[str, Any]:
-    """All settings as plain values, the model's among them."""
-    shape = {
-        f"model_{f.name}" if f.name == "sequence" else f.name: getattr(config.model, f.name)
-        for f in fields(Shape)
-    }
-    return shape | {name: getattr(config, name) for name in RUN_SETTINGS}

@@ -19,9 +19,10 @@ def loss_terms(config: Config) -> list[Term]:
     e, x = config.element_bytes, config.residual_bytes
     hidden = Fraction(config.tokens * config.model.hidden, config.replication)
     over, over_t = "" if config.replication == 1 else "/t", "" if config.tp == 1 else "/t"
-    logits = Term("logits in float32", 4 * logit_elements(config), f"4sbv{over_t}", SECTION, "loss")
-    if config.loss_kind == "compiled":
-        logits = Term("logits", e * logit_elements(config), f"{e}sbv{over_t}", SECTION, "loss")
+    over_v = "" if config.gather_logits else over_t
+    logits = Term("logits in float32", 4 * logit_elements(config), f"4sbv{over_v}", SECTION, "loss")
+    if config.loss_kind in ("compiled", "torch-uncast"):
+        logits = Term("logits", e * logit_elements(config), f"{e}sbv{over_v}", SECTION, "loss")
     if config.loss_kind == "chunked":
         logits = Term(
             "loss and its chunks' sums",
@@ -47,8 +48,8 @@ def loss_terms(config: Config) -> list[Term]:
 
 
 def logit_elements(config: Config) -> Fraction:
-    """Logits of one micro-batch on one rank."""
-    return Fraction(config.tokens * -(-config.model.vocab // config.tp))
+    """Logits of one micro-batch on one rank, at the loss."""
+    return Fraction(config.tokens * -(-config.model.vocab // (1 if config.gather_logits else config.tp)))
 
 
 def edge_lines(config: Config, stage: int) -> list[Line]:

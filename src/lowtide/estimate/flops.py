@@ -29,7 +29,7 @@ class Flops:
 def layer_flops(config: Config, sequences: int) -> int:
     """FLOPs of one layer's forward on ``sequences`` sequences: 24Bsh² + 4Bs²h in the paper's layer.
 
-    >>> from lowtide.estimate.config import configure
+    >>> from lowtide.estimate.settings import configure
     >>> config = configure("22b")
     >>> s, h = 2048, 6144
     >>> layer_flops(config, 4) == 24 * 4 * s * h**2 + 4 * 4 * s**2 * h
@@ -67,7 +67,7 @@ def iteration_flops(config: Config) -> Flops:
     """FLOPs of one step of the whole global batch.
 
     Example:
-        >>> from lowtide.estimate.config import configure
+        >>> from lowtide.estimate.settings import configure
         >>> found = iteration_flops(configure("22b", as_published=True, recompute="selective"))
         >>> round(found.hardware / found.model, 3)  # 1 + s/6h, Equation 9
         1.052

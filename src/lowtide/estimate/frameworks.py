@@ -46,7 +46,7 @@ def launcher(config: Config, node: int) -> str:
     """How the processes of one node are started: on each of several nodes the same, with the first one's name
     in MASTER_ADDR.
 
-    >>> from lowtide.estimate.config import configure
+    >>> from lowtide.estimate.settings import configure
     >>> launcher(configure("gpt2", dp=8, global_batch=8), node=8)
     'torchrun --nproc-per-node 8'
     >>> launcher(configure("gpt2", dp=16, global_batch=16), node=8)

@@ -34,7 +34,7 @@ def layer_terms(config: Config) -> list[Term]:
     Their sum is Equation 1 of arXiv 2205.05198, and 2 or 4 where the layer is split.
 
     Example:
-        >>> from lowtide.estimate.config import configure
+        >>> from lowtide.estimate.settings import configure
         >>> from lowtide.estimate.lines import total
         >>> config = configure("22b", micro_batch=4)
         >>> s, b, h, a = 2048, 4, 6144, 64

@@ -20,7 +20,7 @@ def layers_in_flight(config: Config, stage: int) -> Fraction:
         L/(pm) layers, which for the first
     stage is L (1 + (p-1)/(pm)) (2205.05198, Section 4.2.3).
 
-    >>> from lowtide.estimate.config import configure
+    >>> from lowtide.estimate.settings import configure
     >>> config = configure("175b", as_published=True)
     >>> layers_in_flight(config, 0) / 96 == 1 + Fraction(7, 8 * 3)
     True
@@ -44,7 +44,7 @@ def turns(config: Config, stage: int) -> Iterator[Turn]:
     """What a stage does in a step, in order: warm-up forwards, then one forward and one backward in turn,
     then the backwards left.
 
-    >>> from lowtide.estimate.config import configure
+    >>> from lowtide.estimate.settings import configure
     >>> config = configure("gpt2", pp=2, global_batch=3)
     >>> [f"{kind[0]}{batch}" for kind, batch, chunk in turns(config, 0)]
     ['f0', 'f1', 'b0', 'f2', 'b1', 'b2']
@@ -87,7 +87,7 @@ def most_chunks_held(config: Config, stage: int) -> int:
 def bubble_share(config: Config) -> Fraction:
     """Idle time of a pipeline over its busy time: (p-1)/(nm) (arXiv 2104.04473, Section 2.2).
 
-    >>> from lowtide.estimate.config import configure
+    >>> from lowtide.estimate.settings import configure
     >>> bubble_share(configure("gpt2", pp=4, global_batch=12))
     Fraction(1, 4)
     """

@@ -98,8 +98,8 @@ def simulate_command(
     }
     from rich.console import Console
 
-    from lowtide.estimate.config import configure, read_config
     from lowtide.estimate.devices import device as find_device
+    from lowtide.estimate.settings import configure, read_config
 
     if policy is not None and budget is not None:
         raise EstimateError("--policy and --budget choose in two ways what stays: give one")

@@ -166,7 +166,7 @@ def step_time(config: Config, device: Device, efficiency: Efficiency | None = No
         efficiency: how well; what published runs say of the device where ``None``.
 
     Example:
-        >>> from lowtide.estimate.config import configure
+        >>> from lowtide.estimate.settings import configure
         >>> from lowtide.estimate.devices import device
         >>> config = configure("llama3-8b", dp=8, zero=3, micro_batch=2, recompute="selective-op")
         >>> tokens = config.global_batch * config.seq / config.devices
@@ -268,7 +268,7 @@ def _activation_bytes(config: Config) -> float:
 
 def _loss_bytes(config: Config) -> float:
     """Bytes that the loss moves in a step."""
-    kept = {"compiled": config.element_bytes}.get(config.loss_kind, 4)
+    kept = config.element_bytes if config.loss_kind in ("compiled", "torch-uncast") else 4
     return 2 * float(logit_elements(config)) * (kept + loss_moment_bytes(config)) * config.micro_batches
 
 

@@ -10,7 +10,7 @@ from math import ceil
 
 from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError
-from lowtide.estimate.lines import ZERO, ZERO_OFFLOAD, Line
+from lowtide.estimate.lines import FULLY_SHARD, ZERO, ZERO_OFFLOAD, Line
 
 
 def stage_parameters(config: Config, stage: int) -> int:
@@ -56,13 +56,14 @@ def model_states(
     weight_bytes: int = 2,
     gradient_bytes: int = 2,
     optimizer_bytes: int = 12,
+    no_sync: bool = False,
 ) -> ModelStates:
     """Bytes of the model states of ``parameters`` parameters (Psi) on each of ``dp`` devices (N_d).
 
     ZeRO (1910.02054, Figure 1): nothing split 16 Psi; stage 1 (P_os) 4 Psi + 12 Psi/N_d; stage 2 (P_os+g) 2
         Psi + 14 Psi/N_d; stage 3
     (P_os+g+p) 16 Psi/N_d. ZeRO-Offload (2101.06840, Table 1): of the offloaded fraction the gradients and the
-    optimizer leave the device, 16 M becoming 2 M.
+    optimizer leave the device, 16 M becoming 2 M. With ``no_sync`` gradients are not split.
 
     >>> float(model_states(7.5e9, dp=64, zero=2).total)
     16640625000.0
@@ -77,7 +78,7 @@ def model_states(
     count, stays = Fraction(parameters), 1 - Fraction(offload)
     return ModelStates(
         weights=weight_bytes * count / (dp if zero >= 3 else 1),
-        gradients=gradient_bytes * count * stays / (dp if zero >= 2 else 1),
+        gradients=gradient_bytes * count * stays / (dp if zero >= 2 and not no_sync else 1),
         optimizer=optimizer_bytes * count * stays / (dp if zero >= 1 else 1),
     )
 
@@ -85,7 +86,8 @@ def model_states(
 def state_lines(config: Config, stage: int) -> list[Line]:
     """The lines of one device of a stage."""
     count = stage_parameters(config, stage)
-    weight, gradient, optimizer = config.weight_bytes, config.gradient_bytes, config.optimizer_bytes
+    weight, optimizer = config.weight_bytes, config.optimizer_bytes
+    gradient = config.reduced_bytes if config.no_sync else config.gradient_bytes
     offload, zero = config.offload_optimizer, config.zero
     states = model_states(
         count,
@@ -95,6 +97,7 @@ def state_lines(config: Config, stage: int) -> list[Line]:
         weight_bytes=weight,
         gradient_bytes=gradient,
         optimizer_bytes=optimizer,
+        no_sync=config.no_sync,
     )
     figure = f"{ZERO} Fig. 1"
     plain = f"{ZERO} Sec. 3.1" if gradient == weight else "arXiv 2205.05198 Fig. 1"
@@ -105,14 +108,15 @@ def state_lines(config: Config, stage: int) -> list[Line]:
         if offload
         else ""
     )
-    parts = "master weights and " if weight < 4 else ""
+    parts = "master weights and " if weight < 4 and config.dtype != "bf16-true" else ""
     return [
         Line("weights", "weights", ceil(states.weights), f"{weight}Ψ{'/d' if zero >= 3 else ''}",
             figure if zero >= 3 else plain, _count(count)),
         Line(
             "gradients", "gradients", ceil(states.gradients),
-            f"{gradient}Ψ{host}{'/d' if zero >= 2 else ''}",
-            (figure if zero >= 2 else plain) + away,
+            f"{gradient}Ψ{host}{'/d' if zero >= 2 and not config.no_sync else ''}",
+            (FULLY_SHARD if config.no_sync else figure if zero >= 2 else plain) + away,
+            "whole until the last micro-batch (--no-sync)" if config.no_sync else "",
         ),
         Line(
             "optimizer", f"{parts}{config.optimizer} state", ceil(states.optimizer),

@@ -10,10 +10,11 @@ from itertools import product
 from math import log, log1p
 from typing import Any
 
-from lowtide.estimate.config import SHAPE_SETTINGS, Config, configure, flag
+from lowtide.estimate.config import Config, flag
 from lowtide.estimate.devices import Device
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.frameworks import Framework, framework
+from lowtide.estimate.settings import SHAPE_SETTINGS, configure
 from lowtide.estimate.shape import check_size
 from lowtide.estimate.speed import StepTime, step_time
 from lowtide.estimate.states import host_bytes

@@ -7,7 +7,7 @@ from fractions import Fraction
 from math import ceil
 from typing import Any
 
-from lowtide.estimate.config import Config, describe
+from lowtide.estimate.config import Config
 from lowtide.estimate.devices import Device
 from lowtide.estimate.edges import edge_lines
 from lowtide.estimate.fitted import fitted
@@ -15,6 +15,7 @@ from lowtide.estimate.flops import Flops, iteration_flops, utilization
 from lowtide.estimate.layer import kept_terms, layer_terms
 from lowtide.estimate.lines import Line, Stage, total
 from lowtide.estimate.schedule import layers_in_flight, micro_batches_in_flight
+from lowtide.estimate.settings import describe
 from lowtide.estimate.speed import StepTime, step_time
 from lowtide.estimate.states import host_bytes, model_states, stage_parameters, state_lines
 from lowtide.estimate.traffic import Traffic, stage_traffic

@@ -14,6 +14,7 @@ from math import ceil
 from typing import Any, Literal
 
 from lowtide.estimate.config import Config
+from lowtide.estimate.edges import logit_elements
 from lowtide.estimate.layer import kept_terms
 from lowtide.estimate.lines import FULLY_SHARD, KORTHIKANTI, ZERO, ZERO_OFFLOAD, total
 from lowtide.estimate.states import stage_parameters
@@ -140,6 +141,11 @@ def _tensor(config: Config, stage: int) -> list[Traffic]:
                 f"{KORTHIKANTI} Sec. 4.3",
             )
         )
+    if config.gather_logits and stage == config.pp - 1:
+        logits = ceil(_ring(e * logit_elements(config), t) * n)
+        found.append(
+            Traffic("tensor", "gather of the logits", logits, f"{e}sbv", "all-gather of what is split")
+        )
     return found
 
 
@@ -186,7 +192,7 @@ def _data(config: Config, stage: int) -> list[Traffic]:
         ]
     if config.zero == 0:
         return [Traffic("data", "all-reduce of gradients", ceil(2 * gradients), "2Ψ", source)]
-    if config.zero == 1:
+    if config.zero == 1 or config.no_sync:
         scatter = Traffic("data", "reduce-scatter of gradients", ceil(gradients), "Ψ", source)
     else:  # gradients that are split cannot be summed over micro-batches before they are
         scatter = Traffic("data", "reduce-scatters of gradients", ceil(n * gradients), "nΨ", source)

@@ -32,20 +32,24 @@ def loss_moment_bytes(config: Config) -> int:
 
     PyTorch's cross entropy keeps float32 log-probabilities and makes two float32 gradients of their size,
     while the caller still holds low-precision logits: 14 bytes in all in bfloat16. DTensor's
-    ``loss_parallel`` (t > 1) makes one more. Megatron's, in place, has the low-precision logits beside the
+    ``loss_parallel`` (t > 1) makes one more. On logits that are not cast, all of them have the logits' own
+    dtype: 8. Megatron's, in place, has the low-precision logits beside the
     float32 ones: 6. Compiled, it is one kernel from low-precision logits to their gradient. A chunked loss
     does all of it for one chunk.
 
-    >>> from lowtide.estimate.config import configure
+    >>> from lowtide.estimate.settings import configure
     >>> [loss_moment_bytes(configure("llama3-8b", loss=kind)) for kind in ("torch", "in-place", "compiled")]
     [10, 2, 4]
     """
     e = config.element_bytes
     held = e if e < 4 else 0
+    parallel = config.tp > 1 and not config.gather_logits
     if config.loss_kind == "chunked":
         return 12 if config.tp == 1 else 4 + e
     if config.loss_kind == "torch":
-        return (8 if config.tp == 1 else 12) + held
+        return (12 if parallel else 8) + held
+    if config.loss_kind == "torch-uncast":
+        return (4 if parallel else 3) * e
     return 4 if config.loss_kind == "compiled" else e
 
 
@@ -181,7 +185,8 @@ def temporary_lines(config: Config, stage: int) -> list[Line]:
 
 def _loss_formula(config: Config) -> str:
     pieces = " / chunks" if config.loss_kind == "chunked" else ""
-    return f"{loss_moment_bytes(config)}sbv{'' if config.tp == 1 else '/t'}{pieces}"
+    over = "" if config.tp == 1 or config.gather_logits else "/t"
+    return f"{loss_moment_bytes(config)}sbv{over}{pieces}"
 
 
 def _zero3(config: Config, stage: int) -> list[Line]:

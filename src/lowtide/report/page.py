@@ -37,14 +37,8 @@ def page_data(report: Report) -> dict[str, Any]:
     texts = data["texts"]
     named = sorted({label[1] for label in data["labels"]})
     layers, parts = [layer_of(text) for text in texts], [part_of(text) for text in texts]
-    summary = report.summary
-    about = (
-        f"The most memory stands while {summary['peak_operation']} runs" if summary["peak_operation"] else ""
-    )
-    where = f" in {summary['peak_module']}." if summary["peak_module"] else "."
     return {
         **data,
-        "about": about and about + where,
         "modules": {module: [layers[module], parts[module]] for module in named},
         "layers": {row.module: layer_of(row.module) for row in report.decided},
     }

@@ -138,7 +138,7 @@ def check_pipeline(options: TrainOptions) -> None:
         micro >= least,
         "grad-accum",
         micro,
-        f"it is the pipeline's micro-batches, which fill --pp {ranks} from {least} on",
+        f"these are the pipeline's micro-batches, and --pp {ranks} needs {least}: give {least} or more",
     )
     config = options.spec().config
     require(

@@ -23,6 +23,7 @@ from lowtide.train.tokenizer import BYTES
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
 PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
+_COMPARED = "it shows the planned step beside the plain one, and this run ends without comparing them"
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ class TrainOptions:
                 f"choose a step from 1 to --steps {self.steps}",
             )
         if self.plot is not None:
-            require(self.compares, "plot", self.plot, f"the picture is of the comparison: {self._to_compare}")
+            require(self.compares, "plot", self.plot, f"{_COMPARED}: {self._to_compare} or --plot")
             require(
                 self.plot.suffix in PICTURE_SUFFIXES,
                 "plot",
@@ -208,7 +209,7 @@ class TrainOptions:
             if importlib.util.find_spec("matplotlib") is None:
                 raise OptionError("--plot needs matplotlib: pip install 'lowtide[train]'")
         if self.report is not None:
-            require(self.compares, "report", self.report, f"it shows the comparison: {self._to_compare}")
+            require(self.compares, "report", self.report, f"{_COMPARED}: {self._to_compare} or --report")
             check_ending(self.report)
         if self.tensorboard is not None:
             fits = self.tensorboard.is_dir() or not self.tensorboard.exists()

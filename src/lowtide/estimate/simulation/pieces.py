@@ -18,7 +18,13 @@ from lowtide.models.gpt import GPT
 from lowtide.models.llama import Llama
 from lowtide.models.presets import ModelConfig
 
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32, "autocast": torch.float32}
+DTYPES = {
+    "bf16": torch.bfloat16,
+    "bf16-true": torch.bfloat16,
+    "fp16": torch.float16,
+    "fp32": torch.float32,
+    "autocast": torch.float32,
+}
 
 
 def model_config(config: Config, layers: int) -> ModelConfig:

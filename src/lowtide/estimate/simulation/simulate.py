@@ -12,11 +12,12 @@ from torch import nn
 
 from lowtide.budget import format_bytes, parse
 from lowtide.errors import BudgetError
-from lowtide.estimate.config import Config, describe
+from lowtide.estimate.config import Config
 from lowtide.estimate.devices import Device
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.layer import segment_layers
 from lowtide.estimate.lines import Stage
+from lowtide.estimate.settings import describe
 from lowtide.estimate.simulation.compare import Row, comparison, held_by_name
 from lowtide.estimate.simulation.compose import Chunk, StageTimeline, compose
 from lowtide.estimate.simulation.traced import Traced, pretended_group, trace_chunk
@@ -199,7 +200,7 @@ def simulate(
 def _check(config: Config, build: Callable[[], nn.Module] | None) -> None:
     for name in (
         "offload_optimizer", "offload_activations", "partition_activations", "zero", "keep_gathered",
-        "compile", "float8", "overlap_tensor",
+        "gather_logits", "compile", "float8", "overlap_tensor",
     ):  # fmt: skip
         if getattr(config, name):
             raise EstimateError(

@@ -16,7 +16,7 @@
   at("title").textContent = data.title;
   at("about").textContent =
     `Plan by policy ${summary.policy} for ${summary.device}` +
-    `${budget ? `, budget ${bytesText(budget)}` : ""}. ${data.about}`.trimEnd();
+    `${budget ? `, budget ${bytesText(budget)}` : ""}.`;
   at("tiles").append(...tiles(data));
   at("peaks").append(
     peakBar("Plain step", plain, scale, budget),

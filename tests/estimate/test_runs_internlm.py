@@ -1,0 +1,28 @@
+"""InternLM of 7B on 8 to 1024 A100 (doc/en/train_performance.md): tokens a second."""
+
+from __future__ import annotations
+
+import pytest
+from benchmarks.estimate_published import Run
+from published_runs import check_speed, name, unfitted
+
+MISSED_SPEED = {
+    "a100_7B_tp1_zero1=-1_x128": +17,
+    "a100_7B_tp1_zero1=-1_x256": +30,
+    "a100_7B_tp1_zero1=-1_x512": +46,
+    "a100_7B_tp1_zero1=-1_x1024": +83,
+    "a100_7B_tp2_zero1=-1_x64": +16,
+    "a100_7B_tp2_zero1=-1_x128": +20,
+    "a100_7B_tp2_zero1=-1_x256": +28,
+    "a100_7B_tp2_zero1=-1_x512": +32,
+    "a100_7B_tp2_zero1=-1_x1024": +42,
+    "a100_7B_checkpointed_mbs2_x1024": +20,
+    "a100_7B_accumulating_2_x512": +23,
+    "a100_7B_accumulating_1_x1024": +37,
+    "a100_7B_accumulating_2_x1024": +35,
+}
+
+
+@pytest.mark.parametrize("run", unfitted("internlm"), ids=name)
+def test_tokens_a_second(run: Run) -> None:
+    check_speed(run, MISSED_SPEED)
