@@ -2,28 +2,8 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from lowtide.plan.simulate.closure import replay_set
-from lowtide.plan.simulate.index import StepIndex
-
-
-class Held(NamedTuple):
-    """Which replayed copies are alive at one moment of a walk, for who wants to show them.
-
-    Attributes:
-        event: the moment is within it, or right after it.
-        operation: the operation that runs again then, or -1 after the event.
-        values: whose copies are alive.
-        bytes: of those, and of what is fetched ahead.
-        scratch_bytes: of the operation.
-    """
-
-    event: int
-    operation: int
-    values: frozenset[int]
-    bytes: int
-    scratch_bytes: int
+from lowtide.plan.simulate.index import Held, StepIndex
 
 
 class Walk:
