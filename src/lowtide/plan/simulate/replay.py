@@ -1,4 +1,4 @@
-"""What replays hold while backward runs: rules 4, 5 and 7 of docs/design.md."""
+"""What replays hold while backward runs: rules 8 to 10 of docs/design.md."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from lowtide.plan.simulate.index import Held, StepIndex
 
 
 class Walk:
-    """Rules 4, 5 and 7: which replayed copies are alive when; what a set of evicted values makes the executor
+    """Rules 8 to 10: which replayed copies are alive when; what a set of evicted values makes the executor
     do.
 
     Args:
@@ -264,7 +264,7 @@ class Walk:
             self._ends(value)
 
     def _again(self, value: int, event: int) -> None:
-        """Rule 7: a later unpack of the same saved tensor runs an uncached replay, or takes the copy that is
+        """Rule 10: a later unpack of the same saved tensor runs an uncached replay, or takes the copy that is
         still cached.
         """
         before = self.live

@@ -8,7 +8,7 @@ The rules, which the executor (`lowtide.run.move.engine`) follows to the letter:
    oldest until they fit, and lets go of what it held for them; whatever is left is waited for when backward
    asks for its first saved tensor.
 3. In backward a moved value is an operation without inputs: it runs when somebody needs the value, and the
-   result is shared and freed like any replayed value (rules 4 to 7 of docs/design.md).
+   result is shared and freed like any replayed value (rules 8 to 10 of docs/design.md).
 4. After backward's first unpack, and after each replay, the moved values that will be asked for next are
    fetched ahead, in the predicted order, while what was fetched and is not in use yet fits the window.
 5. What is stored of a value is kept until the last saved tensor that rests on it is released.
