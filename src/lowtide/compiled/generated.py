@@ -89,8 +89,8 @@ def profile_generated(
     text: str,
     module: fx.GraphModule,
     lent: Collection[str],
-    scratch: Callable[[Any, Any, Any], int] = lambda func, args, kwargs: 0,
-    size_of: Callable[[Any], int] = partitioning.hint,
+    scratch: Callable[[Any, Any, Any], int],
+    size_of: Callable[[Any], int],
     strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Profile:
     """As `lowtide.compiled.liveness.profile`, for generated text.
@@ -119,12 +119,12 @@ def profile_generated(
             given.append(value)
         del value
         seen.clear()
-        begin = ledger.peak = ledger.live
+        ledger.peak = ledger.live
         kept = call(given)
         end = ledger.live
         copied = _copied(module, kept, lent, ledger)
         del kept
-    return Profile(ledger.peak, end, begin, copied)
+    return Profile(ledger.peak, end, copied)
 
 
 def _copied(module: fx.GraphModule, kept: Any, lent: Collection[str], ledger: _Ledger) -> dict[str, int]:

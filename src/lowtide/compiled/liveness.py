@@ -22,13 +22,11 @@ class Profile:
     Attributes:
         peak_bytes: the most live bytes at any moment, what it is given included where it lets go of that.
         end_bytes: what it returns, as far as it made or was given it.
-        given_bytes: what it is given and lets go of: of a backward, what the forward stored.
         copied: names of inputs that stand anyway, of which it returns copies laid out anew -> their bytes.
     """
 
     peak_bytes: int
     end_bytes: int
-    given_bytes: int
     copied: Mapping[str, int] = field(default_factory=dict)
 
 
@@ -78,7 +76,7 @@ def profile(
             standing.update(_storages(node.meta.get("val"), size_of))
     for node in given:
         take(node)
-    begin = peak = live
+    peak = live
     for node in nodes:
         if node.op == "output":
             break
@@ -92,7 +90,7 @@ def profile(
                 let_go(source)
         if not node.users:
             let_go(node)
-    return Profile(peak, live, begin)
+    return Profile(peak, live)
 
 
 def _storages(value: Any, size_of: Callable[[Any], int]) -> dict[int, int]:

@@ -28,7 +28,7 @@ from lowtide.plan.simulate.index import Bytes, StepIndex
 from lowtide.plan.simulate.replay import Walk
 
 
-def fetch_operations(graph: StepGraph, moved: Sequence[Move], slab: bool = False) -> list[Operation]:
+def fetch_operations(graph: StepGraph, moved: Sequence[Move], slab: bool) -> list[Operation]:
     """One operation for each moved value that writes it and reads nothing; they stand behind the graph's own.
     With a slab encoded forms arrive there."""
     return [

@@ -331,21 +331,16 @@ class Recorder(Interceptor):
                 value.digest = None
             fetch.output = weakref.ref(value)
 
-    def _give(self, node: Writer, tensor: torch.Tensor, extent: int | None = None) -> LiveValue:
-        """Enter the value that ``node`` just wrote into the table of values that can come back.
-
-        Args:
-            node: writes it again.
-            tensor: shows it.
-            extent: how many of its bytes say something, where anybody asks.
+    def _give(self, node: Writer, tensor: torch.Tensor, extent: int) -> LiveValue:
+        """Enter the value that ``node`` just wrote, and that ``tensor`` shows, into the table of values that
+        can come back; the first ``extent`` of its bytes say something.
         """
         storage = tensor.untyped_storage()
         key = private.storage_address(storage)
         value = LiveValue(node, storage.nbytes())
-        if extent is not None:
-            value.extent = extent
+        value.extent = extent
         if self.verify:
-            value.digest = digest(tensor, value.extent)
+            value.digest = digest(tensor, extent)
         given = self._given
         given[key] = (value, weakref.ref(storage, lambda _: given.pop(key, None)))
         return value
