@@ -27,17 +27,10 @@ def _module(file: Path) -> str:
 
 
 def _imported(file: Path, name: str, files: dict[str, Path]) -> Iterator[str]:
-    """The package's files that one imports, within functions, too; for its types alone does not count."""
-    tree = ast.parse(file.read_text())
-    for_types = {
-        id(inner)
-        for node in ast.walk(tree)
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test)
-        for inner in ast.walk(node)
-    }
+    """The package's files that one imports, within functions and for its types alone, too."""
     package = name.split(".") if file.name == "__init__.py" else name.split(".")[:-1]
-    for node in ast.walk(tree):
-        if not isinstance(node, ast.ImportFrom) or id(node) in for_types:
+    for node in ast.walk(ast.parse(file.read_text())):
+        if not isinstance(node, ast.ImportFrom):
             continue
         above = package[: len(package) - node.level + 1] if node.level else []
         home = ".".join([*above, *([node.module] if node.module else [])])

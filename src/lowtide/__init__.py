@@ -14,6 +14,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from lowtide.errors import BudgetError, LowtideError, PlanError, ReplayError, TraceError
+from lowtide.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from lowtide.compiled.api import compile, compile_options
@@ -31,8 +32,6 @@ if TYPE_CHECKING:
     from lowtide.run.look.step import trace
     from lowtide.run.scope.scope import checkpoint, checkpointing
     from lowtide.store.stores import Stores
-
-__version__ = "0.2.0"
 
 _HOMES = {
     "Chain": "lowtide.plan.data",

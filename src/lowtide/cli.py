@@ -17,7 +17,6 @@ from typing import Annotated, Any, Literal
 
 import typer
 
-from lowtide import __version__
 from lowtide.budget import rounded_up
 from lowtide.errors import BudgetError, LowtideError
 from lowtide.estimate.command import estimate_command
@@ -41,6 +40,7 @@ from lowtide.flags import (
 )
 from lowtide.progress import muted
 from lowtide.train.report_command import report_command
+from lowtide.version import __version__
 
 # torch and everything on top of it is imported inside the commands, so that --help and --version answer at
 # once.

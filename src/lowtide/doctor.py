@@ -84,7 +84,7 @@ def report(findings: Iterable[Finding]) -> dict[str, Any]:
 
 
 def _python() -> list[Finding]:
-    from lowtide import __version__
+    from lowtide.version import __version__
 
     here = Finding("lowtide", f"{__version__}, Python {platform.python_version()}", sys.executable)
     try:

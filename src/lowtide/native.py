@@ -172,7 +172,7 @@ def with_torch(source: Path, python: bool = False) -> Recipe:
     return Recipe(source, flags, libraries, (torch.__version__, str(torch.version.git_version), sys.version))
 
 
-def extension(source: Path, name: str, *, wait: bool = False) -> ModuleType | None:
+def extension(source: Path, name: str, *, wait: bool) -> ModuleType | None:
     """The Python module ``name`` made from a file that uses PyTorch's own C++, or ``None`` where that cannot
     be done or is not done yet.
 

@@ -127,7 +127,7 @@ class OpInfo:
         """Whether calling it once more with its arguments is all that a replay takes, where it draws no
         numbers.
 
-        Everything else is Python's (`lowtide.run.record.tape.run_again`); the compiled recorder leaves it
+        Everything else is Python's (`lowtide.run.record.replay.run_again`); the compiled recorder leaves it
         alone.
         """
         special = self.written or self.running_statistics or self.collective or self.loose or self.reason

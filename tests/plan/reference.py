@@ -14,7 +14,7 @@ class Infeasible(Exception):
 
 
 def needed_operations(graph: StepGraph, given: list[int], stored: set[int]) -> set[int]:
-    """Rule 2."""
+    """Rule 6."""
     needed: set[int] = set()
 
     def bring(value: int) -> None:
@@ -59,7 +59,7 @@ def walk(graph: StepGraph, kept: Collection[int]) -> tuple[int, float, set[int]]
         ),
         stored,
     )
-    # Rule 3: which saved tensors keep which stored storage.
+    # Rule 7: which saved tensors keep which stored storage.
     keeps: dict[int, set[tuple[str, int]]] = {}
 
     def rests(value: int, seen: set[int]) -> set[int]:

@@ -138,8 +138,8 @@ def profile_generated(
     text: str,
     ends: fx.GraphModule | Ends,
     lent: Collection[str],
-    scratch: Callable[[Any, Any, Any], int] = lambda func, args, kwargs: 0,
-    size_of: Callable[[Any], int] = partitioning.hint,
+    scratch: Callable[[Any, Any, Any], int],
+    size_of: Callable[[Any], int],
     strides: Mapping[str, tuple[int, ...]] = MappingProxyType({}),
 ) -> Profile:
     """As `lowtide.compiled.liveness.profile`, for generated text.
@@ -165,13 +165,13 @@ def profile_generated(
             given.append(value)
             del value
         seen.clear()
-        begin = ledger.peak = ledger.live
+        ledger.peak = ledger.live
         kept = call(given)
         end = ledger.live
         copied = _copied(ends.returned, kept, lent, ledger)
         del kept
     traffic = Traffic(ledger.moved, ledger.masks_written, ledger.masks_read)
-    return Profile(ledger.peak, end, begin, copied, traffic)
+    return Profile(ledger.peak, end, copied, traffic)
 
 
 def _copied(names: tuple[str, ...], kept: Any, lent: Collection[str], ledger: _Ledger) -> dict[str, int]:

@@ -150,7 +150,8 @@ class Trial:
         assert self._guess is not None
         lent = self._lent - (self._forward.copied.keys() if self._forward else set())
         with outside_modes():
-            found = profile_generated(text, ends, lent, Scratch(self._bench).run(), strides=strides)
+            scratch = Scratch(self._bench).run()
+            found = profile_generated(text, ends, lent, scratch, partitioning.hint, strides)
         if not backward:
             self._forward = found
         peak = self._standing + max(found.peak_bytes, self._forward.peak_bytes if self._forward else 0)

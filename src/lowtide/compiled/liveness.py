@@ -37,14 +37,12 @@ class Profile:
     Attributes:
         peak_bytes: the most live bytes at any moment, what it is given included where it lets go of that.
         end_bytes: what it returns, as far as it made or was given it.
-        given_bytes: what it is given and lets go of: of a backward, what the forward stored.
         copied: names of inputs that stand anyway, of which it returns copies laid out anew -> their bytes.
         traffic: of its generated kernels.
     """
 
     peak_bytes: int
     end_bytes: int
-    given_bytes: int
     copied: Mapping[str, int] = field(default_factory=dict)
     traffic: Traffic = Traffic()
 
@@ -95,7 +93,7 @@ def profile(
             standing.update(_storages(node.meta.get("val"), size_of))
     for node in given:
         take(node)
-    begin = peak = live
+    peak = live
     for node in nodes:
         if node.op == "output":
             break
@@ -109,7 +107,7 @@ def profile(
                 let_go(source)
         if not node.users:
             let_go(node)
-    return Profile(peak, live, begin)
+    return Profile(peak, live)
 
 
 def _storages(value: Any, size_of: Callable[[Any], int]) -> dict[int, int]:

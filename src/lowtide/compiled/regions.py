@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import fx
 
-import lowtide
 from lowtide.compiled.backend import compile_graph
 from lowtide.compiled.cut import Cutter, Halves, cut
 from lowtide.compiled.joint import Joint, Key
@@ -20,6 +19,7 @@ from lowtide.compiled.variants import Menu
 from lowtide.errors import PlanError
 from lowtide.private import inductor, partitioning
 from lowtide.private.captured import Captured
+from lowtide.version import __version__
 
 Run = Callable[..., Any]
 
@@ -172,7 +172,7 @@ class _Planned(Cutter):
         return cut(joint, self.stored)
 
     def uuid(self) -> str:
-        facts = [lowtide.__version__, torch.__version__, self.signature, self.stored]
+        facts = [__version__, torch.__version__, self.signature, self.stored]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
 
 

@@ -23,10 +23,10 @@ from typing import Any
 import torch
 from torch import fx
 
-import lowtide
 from lowtide.errors import PlanError
 from lowtide.plan.data import Plan
 from lowtide.private import partitioning
+from lowtide.version import __version__
 
 _FORMAT = 2
 _MOST = 16  # plans of one graph, for sizes that vary
@@ -143,8 +143,8 @@ def _described(value: Any) -> str:
 @functools.cache
 def own_facts() -> str:
     """What every plan follows from beside its graph and budget: this machine and this code."""
-    digest = hashlib.sha256(f"{lowtide.__version__} {torch.__version__} {_machine()}".encode())
-    package = Path(lowtide.__file__).parent
+    digest = hashlib.sha256(f"{__version__} {torch.__version__} {_machine()}".encode())
+    package = Path(__file__).parents[1]
     for folder in ("compiled", "plan", "private"):
         for file in sorted((package / folder).rglob("*.py")):
             digest.update(file.read_bytes())

@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING
 
 from torch import Tensor
 
@@ -14,26 +13,24 @@ from lowtide.optim.balance import Speeds, measure
 from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import Group
 from lowtide.optim.layout import cuts, granule
+from lowtide.optim.placed import PlacedOptimizer
 from lowtide.optim.tensors import local
-
-if TYPE_CHECKING:
-    from lowtide.optim.host import HostOptimizer
 
 _HALVINGS = 3
 _AS_GOOD = 1.02  # measured speeds are no more exact than that; of shares as good the smallest is taken
 
 
-def trainable(optimizer: HostOptimizer) -> list[tuple[Tensor, Group]]:
+def trainable(optimizer: PlacedOptimizer) -> list[tuple[Tensor, Group]]:
     """The parameters that have or will have state, with their groups."""
     return [(p, group) for group in optimizer.param_groups for p in group["params"] if p.requires_grad]
 
 
-def host_is_device(optimizer: HostOptimizer) -> bool:
+def host_is_device(optimizer: PlacedOptimizer) -> bool:
     """Whether the host tier is the device's own memory, so that moving state there saves nothing."""
     return optimizer.link.direct and optimizer.host == "memory"
 
 
-def resident_state(optimizer: HostOptimizer) -> list[Tensor]:
+def resident_state(optimizer: PlacedOptimizer) -> list[Tensor]:
     """The tensors of state in the device's memory now, buffers included."""
     found = [
         tensor
@@ -47,7 +44,7 @@ def resident_state(optimizer: HostOptimizer) -> list[Tensor]:
     return found
 
 
-def device_state_bytes(optimizer: HostOptimizer, host_fraction: float) -> int:
+def device_state_bytes(optimizer: PlacedOptimizer, host_fraction: float) -> int:
     """Bytes of state on the device, present or still to come, when the host has this share."""
     chosen = trainable(optimizer)
     pieces = [local(p) for p, _ in chosen]
@@ -60,7 +57,7 @@ def device_state_bytes(optimizer: HostOptimizer, host_fraction: float) -> int:
     )
 
 
-def step_bytes(optimizer: HostOptimizer) -> int:
+def step_bytes(optimizer: PlacedOptimizer) -> int:
     """The most that ``step()`` allocates on the device beyond its state: buffers, where something has to be
     converted or begun, and what updates allocate in passing."""
     chosen, kernel, chunk = trainable(optimizer), optimizer.kernel, optimizer._updater.chunk_elements
@@ -74,7 +71,7 @@ def step_bytes(optimizer: HostOptimizer) -> int:
     return 2 * chunk * 4 * (converts or copies) + (kernel.temporaries + begun) * batch * width
 
 
-def update_seconds(optimizer: HostOptimizer) -> Callable[[float], float]:
+def update_seconds(optimizer: PlacedOptimizer) -> Callable[[float], float]:
     """From the host's share to the seconds of ``step()``, by speeds that are measured now."""
     chosen = trainable(optimizer)
     if not chosen:
@@ -87,7 +84,7 @@ def update_seconds(optimizer: HostOptimizer) -> Callable[[float], float]:
     return lambda share: speeds.step_seconds(elements, share)
 
 
-def choose(optimizer: HostOptimizer, extra_seconds: Callable[[float], float]) -> float:
+def choose(optimizer: PlacedOptimizer, extra_seconds: Callable[[float], float]) -> float:
     """The host's share of least time, where a share also costs or saves time elsewhere.
 
     The search halves towards the cheaper side: what a share costs elsewhere falls with it, and the update's

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -10,17 +10,15 @@ from torch import Tensor
 from lowtide import private
 from lowtide.optim.errors import OptimError
 from lowtide.optim.pipeline import copies_of
+from lowtide.optim.placed import PlacedOptimizer
 from lowtide.optim.slots import Slot
 from lowtide.optim.tensors import flat_gradient, is_sharded, local
-
-if TYPE_CHECKING:
-    from lowtide.optim.host import HostOptimizer
 
 PENDING, STEPS = "delayed_pending", "delayed_steps"
 _OURS = ("fused", "foreach", "capturable", "differentiable")
 
 
-def show_state(optimizer: HostOptimizer, slot: Slot) -> None:
+def show_state(optimizer: PlacedOptimizer, slot: Slot) -> None:
     """Show a slot's state in ``optimizer.state``: live tensors, and pairs of (device, host) stretches for
     what is split.
     """
@@ -94,7 +92,7 @@ def copied(state_dict: dict[str, Any]) -> dict[str, Any]:
     return {**state_dict, "state": state}
 
 
-def move(optimizer: HostOptimizer, host_fraction: float | Any) -> None:
+def move(optimizer: PlacedOptimizer, host_fraction: float | Any) -> None:
     """Place all state anew, so that the host has ``host_fraction`` of it.
 
     Raises:
@@ -121,7 +119,7 @@ def move(optimizer: HostOptimizer, host_fraction: float | Any) -> None:
         raise
 
 
-def load(optimizer: HostOptimizer, state_dict: dict[str, Any]) -> None:
+def load(optimizer: PlacedOptimizer, state_dict: dict[str, Any]) -> None:
     """Fill an optimizer from a state dict.
 
     Raises:
@@ -157,7 +155,7 @@ def load(optimizer: HostOptimizer, state_dict: dict[str, Any]) -> None:
 
 
 def _matched(
-    optimizer: HostOptimizer, state_dict: dict[str, Any]
+    optimizer: PlacedOptimizer, state_dict: dict[str, Any]
 ) -> tuple[list[dict[str, Any]], dict[Tensor, dict[str, Any]]]:
     """The saved groups with our parameters, and the saved state by parameter."""
     packed = state_dict["param_groups"]
@@ -180,7 +178,7 @@ def _matched(
     return groups, {by_name[name]: entries for name, entries in state_dict["state"].items() if entries}
 
 
-def _check(optimizer: HostOptimizer, parameter: Tensor, entries: dict[str, Any]) -> None:
+def _check(optimizer: PlacedOptimizer, parameter: Tensor, entries: dict[str, Any]) -> None:
     group = optimizer._group_of(parameter)
     known = {
         "step",
@@ -209,7 +207,7 @@ def _check(optimizer: HostOptimizer, parameter: Tensor, entries: dict[str, Any])
                 raise OptimError(f"the saved {name} is placed {saved}, its parameter {here}")
 
 
-def _check_slot(optimizer: HostOptimizer, slot: Slot | None, entries: dict[str, Any]) -> None:
+def _check_slot(optimizer: PlacedOptimizer, slot: Slot | None, entries: dict[str, Any]) -> None:
     pending = bool(entries.get(PENDING, False))
     assert slot is not None, "whatever has saved state was placed"
     names = set(optimizer.kernel.names(optimizer._group_of(slot.parameter)))
@@ -225,7 +223,7 @@ def _check_slot(optimizer: HostOptimizer, slot: Slot | None, entries: dict[str, 
         )
 
 
-def _fill(optimizer: HostOptimizer, slot: Slot, entries: dict[str, Any]) -> None:
+def _fill(optimizer: PlacedOptimizer, slot: Slot, entries: dict[str, Any]) -> None:
     """Put saved state into a slot; what was not saved begins anew."""
     like, group = local(slot.parameter), optimizer._group_of(slot.parameter)
     optimizer._steps = max(optimizer._steps, int(entries.get(STEPS, 0)))

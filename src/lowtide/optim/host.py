@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from typing import Any, Literal
 
@@ -13,14 +13,14 @@ from torch import Tensor
 from lowtide import budget as budgets
 from lowtide.optim import budgeted, checkpoint
 from lowtide.optim.background import BackgroundUpdater
-from lowtide.optim.balance import Balance, balance
 from lowtide.optim.clip import clip_
 from lowtide.optim.elementwise import kernel_of
 from lowtide.optim.errors import OptimError
-from lowtide.optim.kernels import Group, Kernel, check_options
+from lowtide.optim.kernels import check_options
 from lowtide.optim.link import WHAT, Link, link_for
 from lowtide.optim.modes import check_modes, fraction_of
 from lowtide.optim.pipeline import Task, Updater
+from lowtide.optim.placed import PlacedOptimizer
 from lowtide.optim.slots import Placement, Slot
 from lowtide.optim.stream import GradientStream, sent
 from lowtide.optim.tasks import tasks_of
@@ -32,7 +32,7 @@ Host = Literal["auto", "memory", "disk"]
 _WARM_UP_STEPS = 40  # arXiv 2101.06840, section 6.2: delayed updates begin after 40 steps
 
 
-class HostOptimizer(torch.optim.Optimizer):
+class HostOptimizer(PlacedOptimizer):
     """An optimizer of `torch.optim` with ``host_fraction`` of its state, and of the update, on the host.
 
     To schedulers, clipping, accumulation, parameter groups, gradient scalers and checkpoints it is the
@@ -111,24 +111,23 @@ class HostOptimizer(torch.optim.Optimizer):
         **options: Any,
     ) -> None:
         self.kind = kind
-        self.kernel: Kernel = kernel_of(kind, options)
-        self.host_fraction: float | Literal["auto"] = fraction_of(host_fraction)
+        self.kernel = kernel_of(kind, options)
+        self.host_fraction = fraction_of(host_fraction)
         self.stream_gradients = stream_gradients
         self.overlap_update = overlap_update
         self.delayed = delayed
         self.delay_after = delay_after
-        self.balance: Balance | None = None
-        check_modes(self, host, host_folder, device_budget, chunk_bytes)
+        self.balance = None
+        check_modes(self, host, device_budget, chunk_bytes)
         self._device_budget = None if device_budget is None else budgets.parse(device_budget)
-        self._slots: dict[Tensor, Slot] = {}
-        self._whole = ""  # why the state is not whole, if it is not
+        self._slots = {}
+        self._whole = ""
         self._steps = 0
         self._holding_back = False
         self._opened = False
         super().__init__(params, self.kernel.defaults)
         device = self._one_device()
         self.link = link if link is not None else link_for(device)
-        """the way between device and host; it counts bytes"""
         self.host = host if host != "auto" else "disk" if self.link.direct else "memory"
         limit = None if host_limit is None else budgets.parse(host_limit)
         self._open(host_folder, limit, masters, chunk_bytes)
@@ -198,41 +197,6 @@ class HostOptimizer(torch.optim.Optimizer):
         return sum(pool.used_bytes for pool in pools)
 
     # ---- placement -------------------------------------------------------------------------------
-
-    def slot_of(self, parameter: Tensor) -> Slot:
-        """What is kept for a parameter, and where; made now for all trainable parameters that have nothing
-        yet.
-        """
-        if parameter not in self._slots:
-            self._place({parameter})
-        return self._slots[parameter]
-
-    def _place(self, also: Collection[Tensor] = ()) -> None:
-        """Give every trainable parameter that has none a slot, and those in ``also``, whose state is at hand
-        though they may be frozen.
-        """
-        wanted: list[tuple[Tensor, Group]] = []
-        for group in self.param_groups:
-            wanted += [
-                (p, group) for p in group["params"] if (p.requires_grad or p in also) and p not in self._slots
-            ]
-        if not wanted:
-            return
-        if self.host_fraction == "auto":
-            self.balance = balance(
-                self._updater, self._placement, wanted, self._device_budget, self.stream_gradients
-            )
-            fraction = self.balance.host_fraction
-        else:
-            fraction = self.host_fraction
-        made = self._placement.place(wanted, fraction)
-        try:
-            if self.stream_gradients or self.delayed:
-                self._stream.reserve(made.values(), twice=self.delayed)
-        except BaseException:
-            self._placement.forget(made.values())
-            raise
-        self._slots.update(made)
 
     def set_host_fraction(self, host_fraction: float) -> None:
         """Move state so that the host has this share of it. Not between backward and `step` with streamed
@@ -355,9 +319,6 @@ class HostOptimizer(torch.optim.Optimizer):
             self._whole = "an update that ran beside backward was never finished by step()"
         self._check_whole()
         self._background.update_early(slot, self._group_of(slot.parameter))
-
-    def _group_of(self, parameter: Tensor) -> dict[str, Any]:
-        return next(group for group in self.param_groups if any(p is parameter for p in group["params"]))
 
     @contextmanager
     def accumulating(self) -> Iterator[None]:

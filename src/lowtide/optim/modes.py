@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
 from lowtide.optim.errors import OptimError
-
-if TYPE_CHECKING:
-    from lowtide.optim.host import HostOptimizer
+from lowtide.optim.placed import PlacedOptimizer
 
 
 def fraction_of(given: Any) -> float | Literal["auto"]:
@@ -29,9 +27,7 @@ def fraction_of(given: Any) -> float | Literal["auto"]:
     return float(given)
 
 
-def check_modes(
-    optimizer: HostOptimizer, host: str, folder: Any, device_budget: Any, chunk_bytes: int
-) -> None:
+def check_modes(optimizer: PlacedOptimizer, host: str, device_budget: Any, chunk_bytes: int) -> None:
     """Refuse options that cannot take effect, alone or together.
 
     Raises:
@@ -39,8 +35,6 @@ def check_modes(
     """
     if host not in ("auto", "memory", "disk"):
         raise OptimError(f"host={host!r} is not known: use 'memory', 'disk', or 'auto'")
-    if folder is not None and host == "memory":
-        raise OptimError("host_folder= is for host='disk': leave it out, or put the state on disk")
     if device_budget is not None and optimizer.host_fraction != "auto":
         raise OptimError(
             f"device_budget= is for host_fraction='auto', not {optimizer.host_fraction}: give one of the two"

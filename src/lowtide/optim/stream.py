@@ -11,7 +11,7 @@ from __future__ import annotations
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import torch
 from torch import Tensor
@@ -24,9 +24,6 @@ from lowtide.optim.slots import HostGradient, Slot
 from lowtide.optim.tensors import check_gradient, flat_gradient, is_partial, local, sharded_like
 from lowtide.store.lanes import ThreadLane, Transfer
 from lowtide.store.pool import Pool
-
-if TYPE_CHECKING:
-    from lowtide.optim.host import HostOptimizer
 
 _IN_FLIGHT_CHUNKS = 4
 """Gradients under way may take so many chunks of device memory, or twice the largest of them."""
@@ -121,6 +118,18 @@ def sent(gradient: Tensor | None) -> SentGradient | None:
     return inner if isinstance(inner, SentGradient) else None
 
 
+class Owner(Protocol):
+    """Whose gradients they are: the optimizer."""
+
+    def slot_of(self, parameter: Tensor) -> Slot:
+        """What is kept for a parameter."""
+        ...
+
+    def gradient_sent(self, slot: Slot) -> None:
+        """A gradient has been sent or added to."""
+        ...
+
+
 class GradientStream:
     """Sends gradients to the host.
 
@@ -131,7 +140,7 @@ class GradientStream:
         owner: knows the slots, and is told when a gradient has been sent or added to.
     """
 
-    def __init__(self, updater: Updater, pool: Pool, keeps: bool, owner: HostOptimizer) -> None:
+    def __init__(self, updater: Updater, pool: Pool, keeps: bool, owner: Owner) -> None:
         self.updater = updater
         self.link = updater.link
         self.pool = pool

@@ -12,8 +12,8 @@ from importlib.resources import files
 from string import Template
 from typing import Any
 
-from lowtide import __version__
 from lowtide.report.report import Report, layer_of, part_of
+from lowtide.version import __version__
 
 _SCRIPTS = ("step.js", "tables.js", "charts.js", "main.js")
 

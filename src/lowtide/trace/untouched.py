@@ -122,7 +122,7 @@ def same_random(devices: Sequence[int] = ()) -> Iterator[None]:
         np.random.set_state(numbers)
 
 
-def generator_state(device: torch.device, generator: torch.Generator | None = None) -> bytes:
+def generator_state(device: torch.device, generator: torch.Generator | None) -> bytes:
     """The random state that an operation on ``device`` is about to use. It lies outside the memory that the
     budget is about.
     """

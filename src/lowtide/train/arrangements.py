@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 from lowtide import native
 from lowtide.errors import LowtideError
 from lowtide.train.errors import OptionError, require
-
-if TYPE_CHECKING:
-    from lowtide.train.options import TrainOptions
+from lowtide.train.settings import Settings
 
 DEFAULT_SCHEDULE = "1f1b"
 BACKENDS = ("inductor", "aot_eager")
@@ -39,7 +35,7 @@ def check_compile(compiled: bool, backend: str | None, policy: str | None, devic
             raise OptionError(f"--compile: {error}, or pass --compile-backend aot_eager") from error
 
 
-def check_compiled_run(options: TrainOptions) -> None:
+def check_compiled_run(options: Settings) -> None:
     """Refuse what does not go with a compiled step in a run.
 
     Raises:
@@ -71,7 +67,7 @@ def check_compiled_run(options: TrainOptions) -> None:
     )
 
 
-def check_sharding(options: TrainOptions) -> None:
+def check_sharding(options: Settings) -> None:
     """Refuse what does not go with shared parameters, before processes wait for each other.
 
     Raises:
@@ -112,7 +108,7 @@ def check_sharding(options: TrainOptions) -> None:
     )
 
 
-def check_pipeline(options: TrainOptions) -> None:
+def check_pipeline(options: Settings) -> None:
     """Refuse what a pipeline cannot do, before processes wait for each other.
 
     Raises:

@@ -18,7 +18,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, TypeVar
 
 import torch
 
@@ -26,6 +26,7 @@ from lowtide.errors import LowtideError
 from lowtide.run.limit.messages import LowtideWarning
 
 KEPT = 2
+Read = TypeVar("Read")
 _NAME = re.compile(r"step-(\d{8})\.json")
 _FORMAT = 1
 
@@ -90,8 +91,22 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for file in folder.iterdir() if (match := _NAME.fullmatch(file.name)))
 
 
+class Damaged(Exception):
+    """A checkpoint's content is not what was written."""
+
+
 def load(folder: Path) -> Checkpoint:
     """The newest undamaged checkpoint in a folder, on the CPU; a damaged one is passed over with a warning.
+
+    Raises:
+        CheckpointError: there is none.
+    """
+    return newest(folder, lambda step: _read(folder, step))
+
+
+def newest(folder: Path, read: Callable[[int], Read], warns: bool = True) -> Read:
+    """What ``read`` makes of the newest checkpoint in a folder for which it does not raise `Damaged`; each
+    that it passes over is ``warns`` of.
 
     Raises:
         CheckpointError: there is none.
@@ -101,24 +116,20 @@ def load(folder: Path) -> Checkpoint:
         raise CheckpointError(
             f"no checkpoint in {str(folder)!r}: check --checkpoint-dir, or leave out --resume to start anew"
         )
-    damage = []
+    damage: list[str] = []
     for step in reversed(found):
         try:
-            checkpoint = _read(folder, step)
-        except _Damaged as error:
+            checkpoint = read(step)
+        except Damaged as error:
             damage.append(str(error))
             continue
-        for text in damage:
-            warnings.warn(f"{text}; resuming from step {step} instead", LowtideWarning, stacklevel=2)
+        for text in damage if warns else ():
+            warnings.warn(f"{text}; resuming from step {step} instead", LowtideWarning, stacklevel=3)
         return checkpoint
     raise CheckpointError(
         f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): start anew in another "
         "--checkpoint-dir"
     )
-
-
-class _Damaged(Exception):
-    """A checkpoint's content is not what was written."""
 
 
 def manifest(folder: Path, step: int) -> Path:
@@ -138,13 +149,13 @@ def _read(folder: Path, step: int) -> Checkpoint:
         run, digest, data = about["run"], about["sha256"], folder / Path(about["file"]).name
         with data.open("rb") as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise _Damaged(f"checkpoint {name} is damaged: {data.name} is not what was written")
+                raise Damaged(f"checkpoint {name} is damaged: {data.name} is not what was written")
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise _Damaged(f"checkpoint {name} is damaged ({type(error).__name__}: {error})") from error
+        raise Damaged(f"checkpoint {name} is damaged ({type(error).__name__}: {error})") from error
     try:
         return Checkpoint(step, run, torch.load(data, map_location="cpu", weights_only=True))
     except (pickle.UnpicklingError, RuntimeError) as error:
-        raise _Damaged(f"checkpoint {name} holds something else than tensors and plain values") from error
+        raise Damaged(f"checkpoint {name} holds something else than tensors and plain values") from error
 
 
 class _Hashing:

@@ -24,8 +24,9 @@ from lowtide.progress import working
 from lowtide.run.limit.hidden_costs import with_overhead
 from lowtide.trace.fake.step import trace_fake
 from lowtide.train.arrangements import check_compile
-from lowtide.train.options import DTYPES, check_device, check_file, check_policy, checked_spec, require
+from lowtide.train.options import DTYPES, check_device, check_file, check_policy, require
 from lowtide.train.part import raised
+from lowtide.train.settings import checked_spec
 
 TIMED_BYTES = 2 << 30
 """Operations on more than this are estimated instead of timed: they would take minutes, and memory that the
@@ -35,7 +36,7 @@ step itself may not have.
 
 @dataclass(frozen=True)
 class PlanOptions:
-    """A step to plan; the attributes mean what they mean in `lowtide.train.options.TrainOptions`.
+    """A step to plan; the attributes mean what they mean in `lowtide.train.settings.Settings`.
 
     Attributes:
         device: ``cpu``, ``cuda``, ``cuda:N``, or an accelerator that need not be there

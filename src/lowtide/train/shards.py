@@ -14,7 +14,6 @@ import hashlib
 import json
 import os
 import pickle
-import warnings
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -25,7 +24,6 @@ from torch import Tensor, nn
 
 from lowtide.parallel.checkpoint import partitions_of
 from lowtide.parallel.partition import Partition
-from lowtide.run.limit.messages import LowtideWarning
 from lowtide.run.limit.optimizer_need import own_share
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
@@ -102,25 +100,15 @@ def newest(folder: Path, ranks: Ranks) -> Manifest:
     Raises:
         CheckpointError: there is none.
     """
-    found = checkpoint.steps(folder)
-    if not found:
-        raise CheckpointError(
-            f"no checkpoint in {str(folder)!r}: check --checkpoint-dir, or leave out --resume to start anew"
-        )
-    damage: list[str] = []
-    for step in reversed(found):
+
+    def read(step: int) -> Manifest:
         manifest, problem = _read(folder, step, ranks)
         problems = [text for text in ranks.gather(problem) if text]
         if problems or manifest is None:
-            damage.append(problems[0])
-            continue
-        for text in damage if ranks.rank == 0 else ():
-            warnings.warn(f"{text}; resuming from step {step} instead", LowtideWarning, stacklevel=2)
+            raise checkpoint.Damaged(problems[0])
         return manifest
-    raise CheckpointError(
-        f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): start anew in another "
-        "--checkpoint-dir"
-    )
+
+    return checkpoint.newest(folder, read, warns=ranks.rank == 0)
 
 
 def format_of(folder: Path) -> int | None:

@@ -159,7 +159,7 @@ class Relaxation(Columns):
             self.floors[budget] = max(bound, self.floors[budget])
         return bound, answer
 
-    def add_moment(self, event: int, entries: list[tuple[int, float]], budget: int) -> None:
+    def _add_moment(self, event: int, entries: list[tuple[int, float]], budget: int) -> None:
         """The row of what takes memory at an event, in shares of the budget."""
         scale = max(1, budget)
         right = (budget - float(self.standing[event])) / scale
@@ -174,7 +174,7 @@ class Relaxation(Columns):
         fresh = [e for e in self._violated(load) if e not in self.chosen]
         for event in fresh:
             self.chosen.add(event)
-            self.add_moment(event, self.held_at(event), budget)
+            self._add_moment(event, self.held_at(event), budget)
         return bool(fresh) or (windows and self._add_windows(load, budget))
 
     def _add_windows(self, load: Floats, budget: int) -> bool:
@@ -185,10 +185,11 @@ class Relaxation(Columns):
         most = min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))
         added = False
         for _, k in [(level, k) for level, k in tight if level < -0.9][:most]:
-            window = Window(self, k)
+            window = Window(self, self.standing, k)
             if window.columns + sum(other.columns for other in windows.values()) > _WINDOW_COLUMNS:
                 continue
-            window.add(budget, windows.values())
+            for event, entries in window.add(self.program, windows.values()):
+                self._add_moment(event, entries, budget)
             windows[k] = window
             added = True
         return added

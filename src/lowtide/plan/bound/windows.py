@@ -18,58 +18,56 @@ plain relaxation does not see.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
-if TYPE_CHECKING:
-    from lowtide.plan.bound.relaxation import Relaxation
+import numpy as np
+
+from lowtide.plan.bound.columns import Columns
+from lowtide.plan.bound.program import Program
 
 _DEPTH = 1
 """Stages before a window's own whose operations it follows, too."""
 
 
 class Window:
-    """The backward of stage ``stage``."""
+    """The backward of stage ``stage``, where ``standing`` is there in any case at every event."""
 
-    def __init__(self, relaxation: Relaxation, stage: int) -> None:
-        self.relaxation = relaxation
+    def __init__(self, columns: Columns, standing: np.ndarray, stage: int) -> None:
+        self.decisions = columns
         self.stage = stage
         self.again: dict[int, list[int]] = {}
-        sim = relaxation.sim
-        start, end = relaxation.stages.window_events[stage]
+        sim = columns.sim
+        start, end = columns.stages.window_events[stage]
         self.operations = [
-            i
-            for i in relaxation.stages.operations(max(0, stage - _DEPTH), stage + 1)
-            if i in relaxation.op_column
+            i for i in columns.stages.operations(max(0, stage - _DEPTH), stage + 1) if i in columns.op_column
         ]
         inside = set(self.operations)
         self.values = [
             v
-            for v in relaxation.values
+            for v in columns.values
             if sim.producer[v] in inside
             and sim.natural_end[sim.storage_of[v]] <= start
-            and relaxation.replay_column(v) is not None
+            and columns.replay_column(v) is not None
         ]
-        self.granules = self._granules(start, end)
+        self.granules = self._granules(start, end, standing)
 
     @property
     def columns(self) -> int:
         """About how many columns it takes."""
         return (len(self.operations) + len(self.values)) * (len(self.granules) + 1)
 
-    def _granules(self, start: int, end: int) -> list[tuple[int, set[int]]]:
+    def _granules(self, start: int, end: int, standing: np.ndarray) -> list[tuple[int, set[int]]]:
         """Per granule: the event with the most fixed bytes, and the values of the stage that it unpacks."""
-        sim = self.relaxation.sim
+        sim = self.decisions.sim
         events = sim.graph.events
         mine = set(self.values)
         granules: list[tuple[int, set[int]]] = []
         demanded: set[int] = set()
         first = start
         ran = False
-        fixed = self.relaxation.standing
 
         def close(until: int) -> None:
             if first < until:
-                worst = first + int(fixed[first:until].argmax())
+                worst = first + int(standing[first:until].argmax())
                 granules.append((worst, set(demanded)))
 
         for at in range(start, end):
@@ -86,10 +84,12 @@ class Window:
         close(end)
         return granules
 
-    def add(self, budget: int, others: Iterable[Window]) -> None:
-        """Put this window's columns and rows into the program; ``others`` are the windows that are there."""
-        rel, program = self.relaxation, self.relaxation.program
-        sim = rel.sim
+    def add(self, program: Program, others: Iterable[Window]) -> list[tuple[int, list[tuple[int, float]]]]:
+        """Put this window's columns and rows into the program, beside the ``others`` that are there; returns
+        moments and the entries that take memory at each.
+        """
+        decisions = self.decisions
+        sim = decisions.sim
         count = len(self.granules)
         again = {i: [program.column() for _ in range(count + 1)] for i in self.operations}
         self.again = again
@@ -103,42 +103,43 @@ class Window:
         for i in self.operations:
             for g in range(count):
                 program.row([(again[i][g], 1.0), (again[i][g + 1], -1.0)], 0.0)
-            program.row([(again[i][count], 1.0), (rel.op_column[i], -1.0)], 0.0)
+            program.row([(again[i][count], 1.0), (decisions.op_column[i], -1.0)], 0.0)
             for u in sim.reads[i]:
                 if u in mine:
                     for g in range(count + 1):
-                        there = [*self._stored(u, -1.0), *rel.moves_of(u, replayed_from=True)]
+                        there = [*self._stored(u, -1.0), *decisions.moves_of(u, replayed_from=True)]
                         program.row([(again[i][g], 1.0), *there, (again[sim.producer[u]][g], -1.0)], 0.0)
                 else:
-                    program.row([(again[i][count], 1.0), *rel.available(u)], 0.0)
-        memory: list[list[tuple[int, float]]] = [rel.held_at(moment, mine) for moment, _ in self.granules]
+                    program.row([(again[i][count], 1.0), *decisions.available(u)], 0.0)
+        memory: list[list[tuple[int, float]]] = [
+            decisions.held_at(moment, mine) for moment, _ in self.granules
+        ]
         for v in self.values:
-            self._add_value(v, memory)
-        for (moment, _), entries in zip(self.granules, memory, strict=True):
-            rel.add_moment(moment, entries, budget)
+            self._add_value(v, program, memory)
+        return [(moment, entries) for (moment, _), entries in zip(self.granules, memory, strict=True)]
 
     def _stored(self, value: int, factor: float) -> list[tuple[int, float]]:
         """Entry of s_v where ``value`` can be stored for replays."""
         return (
-            [(self.relaxation.column[value], factor)]
-            if self.relaxation.sim.graph.values[value].storable
+            [(self.decisions.column[value], factor)]
+            if self.decisions.sim.graph.values[value].storable
             else []
         )
 
-    def _add_value(self, v: int, memory: list[list[tuple[int, float]]]) -> None:
+    def _add_value(self, v: int, program: Program, memory: list[list[tuple[int, float]]]) -> None:
         """Where ``v`` is demanded and where it waits."""
-        rel, program, again = self.relaxation, self.relaxation.program, self.again
-        graph, sim = rel.sim.graph, rel.sim
+        decisions, again = self.decisions, self.again
+        graph, sim = decisions.sim.graph, decisions.sim
         p = sim.producer[v]
-        own = [(rel.column[v], 1.0)] if graph.values[v].storable or v in sim.saved_of else []
-        alone = sum(1 for w in graph.operations[p].writes if w in rel.column) == 1
+        own = [(decisions.column[v], 1.0)] if graph.values[v].storable or v in sim.saved_of else []
+        alone = sum(1 for w in graph.operations[p].writes if w in decisions.column) == 1
         last = sim.last_unpack.get(v, -1)
         size = float(sim.value_bytes[v])
         readers = [i for i in sim.readers[v] if i in again]
         for g, (moment, demanded) in enumerate(self.granules, start=1):
             if v in demanded:
-                program.row([*((c, -x) for c, x in own), (again[p][g], -1.0), *rel.moves_of(v)], -1.0)
-            if any(a <= moment < b for a, b in rel.handed[v]):
+                program.row([*((c, -x) for c, x in own), (again[p][g], -1.0), *decisions.moves_of(v)], -1.0)
+            if any(a <= moment < b for a, b in decisions.handed[v]):
                 continue
             if moment < last:
                 # An overwritten version that is kept lies in the block of the last version, which counts it.
@@ -156,14 +157,14 @@ class Window:
             elif readers and last < 0:
                 there = program.column()
                 stored = self._stored(v, 1.0) if alone else []
-                if v in rel.span and moment < rel.span[v][1]:
+                if v in decisions.span and moment < decisions.span[v][1]:
                     program.row([*self._stored(v, 1.0), (there, -1.0)], 0.0)
                 for i in readers:
                     program.row(
                         [
                             *stored,
                             (again[p][g], 1.0),
-                            (rel.op_column[i], 1.0),
+                            (decisions.op_column[i], 1.0),
                             (again[i][g], -1.0),
                             (there, -1.0),
                         ],

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,10 +13,25 @@ from numpy.typing import NDArray
 from lowtide.graph import Operation, StepGraph
 from lowtide.plan.data import Move, module_in_words
 
-if TYPE_CHECKING:
-    from lowtide.plan.simulate.replay import Held
-
 Bytes = NDArray[np.int64]
+
+
+class Held(NamedTuple):
+    """Which replayed copies are alive at one moment of a walk, for who wants to show them.
+
+    Attributes:
+        event: the moment is within it, or right after it.
+        operation: the operation that runs again then, or -1 after the event.
+        values: whose copies are alive.
+        bytes: of those, and of what is fetched ahead.
+        scratch_bytes: of the operation.
+    """
+
+    event: int
+    operation: int
+    values: frozenset[int]
+    bytes: int
+    scratch_bytes: int
 
 
 class StepIndex:

@@ -1,33 +1,13 @@
-"""What replays hold while backward runs: rules 4, 5 and 7 of docs/design.md."""
+"""What replays hold while backward runs: rules 8 to 10 of docs/design.md."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 from lowtide.plan.simulate.closure import replay_set
-from lowtide.plan.simulate.index import StepIndex
-
-
-class Held(NamedTuple):
-    """Which replayed copies are alive at one moment of a walk, for who wants to show them.
-
-    Attributes:
-        event: the moment is within it, or right after it.
-        operation: the operation that runs again then, or -1 after the event.
-        values: whose copies are alive.
-        bytes: of those, and of what is fetched ahead.
-        scratch_bytes: of the operation.
-    """
-
-    event: int
-    operation: int
-    values: frozenset[int]
-    bytes: int
-    scratch_bytes: int
+from lowtide.plan.simulate.index import Held, StepIndex
 
 
 class Walk:
-    """Rules 4, 5 and 7: which replayed copies are alive when; what a set of evicted values makes the executor
+    """Rules 8 to 10: which replayed copies are alive when; what a set of evicted values makes the executor
     do.
 
     Args:
@@ -284,7 +264,7 @@ class Walk:
             self._ends(value)
 
     def _again(self, value: int, event: int) -> None:
-        """Rule 7: a later unpack of the same saved tensor runs an uncached replay, or takes the copy that is
+        """Rule 10: a later unpack of the same saved tensor runs an uncached replay, or takes the copy that is
         still cached.
         """
         before = self.live

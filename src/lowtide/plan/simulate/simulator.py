@@ -1,9 +1,9 @@
 """The exact memory and time of a step under a set of stored values, by walking the step graph's events.
 
 In: a `StepGraph` and the ids of the values that are stored. Out: a `Simulation`: live bytes at every event,
-their peak and where it stands, the operations that run again, and their seconds. The rules are those of
-docs/design.md ("What the executor does with a plan"), so what is predicted here is what the meter reads
-there. A `Simulator` holds the graph's indices, because a planner asks thousands of times.
+their peak and where it stands, the operations that run again, and their seconds. The executor keeps to the
+same rules (docs/design.md, 5 to 10), so what is predicted here is what the meter reads there. A `Simulator`
+holds the graph's indices, because a planner asks thousands of times.
 """
 
 from __future__ import annotations
@@ -29,8 +29,7 @@ class Simulation:
 
     Attributes:
         stored: the stored values that were asked for.
-        replayed: indices of the operations that run again in backward (the set N of docs/design.md), in
-            forward order.
+        replayed: indices of the operations that run again in backward (rule 6), in forward order.
         evicted: ids of the saved values that are evicted.
         peak_bytes: the most live bytes at any moment, within operations and replays too.
         peak_event: index of the event at which the peak stands.
@@ -165,7 +164,7 @@ class Simulator(StepIndex):
         return sorted(needed, key=self.place) if self.moved else sorted(needed)
 
     def simulate(self, stored: Collection[int], links: Links | None = None) -> Simulation:
-        """The step under ``stored`` (rules 1 to 7 of docs/design.md; for values that move, see
+        """The step under ``stored`` (rules 5 to 10 of docs/design.md; for values that move, see
         docs/stores.md).
 
         Raises:
@@ -282,7 +281,7 @@ class Simulator(StepIndex):
     def _held_for_replays(
         self, order: list[int], evicted: list[int], flags: bytearray
     ) -> tuple[dict[int, int], dict[int, int]]:
-        """Rule 3: stored value -> the last release of an evicted saved tensor whose replay reads it; the same
+        """Rule 7: stored value -> the last release of an evicted saved tensor whose replay reads it; the same
         for replayed operations.
         """
         producer, release = self.producer, self.saved_release

@@ -8,7 +8,7 @@ The rules, which the executor (`lowtide.run.move.engine`) follows to the letter:
    oldest until they fit, and lets go of what it held for them; whatever is left is waited for when backward
    asks for its first saved tensor.
 3. In backward a moved value is an operation without inputs: it runs when somebody needs the value, and the
-   result is shared and freed like any replayed value (rules 4 to 7 of docs/design.md).
+   result is shared and freed like any replayed value (rules 8 to 10 of docs/design.md).
 4. After backward's first unpack, and after each replay, the moved values that will be asked for next are
    fetched ahead, in the predicted order, while what was fetched and is not in use yet fits the window.
 5. What is stored of a value is kept until the last saved tensor that rests on it is released.
@@ -28,7 +28,7 @@ from lowtide.plan.simulate.index import Bytes, StepIndex
 from lowtide.plan.simulate.replay import Walk
 
 
-def fetch_operations(graph: StepGraph, moved: Sequence[Move], slab: bool = False) -> list[Operation]:
+def fetch_operations(graph: StepGraph, moved: Sequence[Move], slab: bool) -> list[Operation]:
     """One operation for each moved value that writes it and reads nothing; they stand behind the graph's own.
     With a slab encoded forms arrive there."""
     return [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -12,11 +12,10 @@ from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.run.limit.watch import StepWatch
+from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.digest import digest
-from lowtide.run.record.tape import Ref, bring_back
-
-if TYPE_CHECKING:
-    from lowtide.run.move.engine import TransferEngine
+from lowtide.run.record.replay import bring_back
+from lowtide.run.record.tape import Ref
 
 
 class Kept:

@@ -49,11 +49,11 @@ def compiled(wait: bool = False) -> Any:
     """
     with _LOADED.lock:
         if _LOADED.module is None and interception.nobody_is_active():
-            from lowtide.run.record import handles, tape
+            from lowtide.run.record import handles, replay, tape
 
             module = extension(_SOURCE, "lowtide_recorder", wait=wait)
             if module is not None:
-                module.know(tape.LiveValue, tape.Node, handles.unpack, tape.bring_back, handles.overwritten)
+                module.know(tape.LiveValue, tape.Node, handles.unpack, replay.bring_back, handles.overwritten)
                 interception.let_in(module)
                 _LOADED.module = module
         return _LOADED.module

@@ -16,15 +16,13 @@ import threading
 from collections.abc import Callable
 from itertools import compress, tee
 from operator import eq, methodcaller
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
 from lowtide import private
+from lowtide.run.record.tape import Node
 from lowtide.trace.untouched import generator_state, set_generator_state
-
-if TYPE_CHECKING:
-    from lowtide.run.record.tape import Node
 
 Call = Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]
 

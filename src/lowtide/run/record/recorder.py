@@ -10,7 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -29,16 +29,15 @@ from lowtide.ops import (
     written_tensors,
 )
 from lowtide.run.limit.watch import StepWatch
+from lowtide.run.move.engine import Fetch, TransferEngine
 from lowtide.run.record.digest import digest, reach
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.native import compiled
 from lowtide.run.record.random_draws import drawn
-from lowtide.run.record.tape import LiveValue, Node, Ref, Standing, flat_results
+from lowtide.run.record.replay import flat_results
+from lowtide.run.record.tape import LiveValue, Node, Ref, Standing, Writer
 from lowtide.run.record.verify import Findings, copied, on_a_copy, why_not_reproduced
-
-if TYPE_CHECKING:
-    from lowtide.run.move.engine import Fetch, TransferEngine
 
 
 class Recorder(Interceptor):
@@ -332,21 +331,16 @@ class Recorder(Interceptor):
                 value.digest = None
             fetch.output = weakref.ref(value)
 
-    def _give(self, node: Node | Fetch, tensor: torch.Tensor, extent: int | None = None) -> LiveValue:
-        """Enter the value that ``node`` just wrote into the table of values that can come back.
-
-        Args:
-            node: writes it again.
-            tensor: shows it.
-            extent: how many of its bytes say something, where anybody asks.
+    def _give(self, node: Writer, tensor: torch.Tensor, extent: int) -> LiveValue:
+        """Enter the value that ``node`` just wrote, and that ``tensor`` shows, into the table of values that
+        can come back; the first ``extent`` of its bytes say something.
         """
         storage = tensor.untyped_storage()
         key = private.storage_address(storage)
         value = LiveValue(node, storage.nbytes())
-        if extent is not None:
-            value.extent = extent
+        value.extent = extent
         if self.verify:
-            value.digest = digest(tensor, value.extent)
+            value.digest = digest(tensor, extent)
         given = self._given
         given[key] = (value, weakref.ref(storage, lambda _: given.pop(key, None)))
         return value
@@ -365,11 +359,7 @@ class Recorder(Interceptor):
             value = entry[0]
             if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
                 value = self._written_behind(value, tensor)
-            if (
-                value.node is not None
-                and not isinstance(value.node, Node)
-                and not value.node.stored.replayable_from
-            ):
+            if isinstance(value.node, Fetch) and not value.node.stored.replayable_from:
                 raise Unrecordable  # too little of it comes back
             return value
         reference = self._held.get(key)

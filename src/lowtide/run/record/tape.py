@@ -1,4 +1,4 @@
-"""The tape: recorded operations, the values they wrote, and how a value that was evicted comes back.
+"""The tape: recorded operations, and the values that they wrote.
 
 Everything is linked by references and nothing is registered anywhere: autograd's graph holds handles, a
 handle holds a value, a value holds the node that wrote it, a node holds the values that it read. When
@@ -8,19 +8,32 @@ autograd lets its graph go, all of it goes.
 from __future__ import annotations
 
 import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-from lowtide.interception import compiled_recorder, unseen
-from lowtide.ops import op_info
-from lowtide.run.record.digest import words_of
-from lowtide.run.record.random_draws import drawn_again
 
-if TYPE_CHECKING:
-    from lowtide.run.move.engine import Fetch
+
+class Writer(Protocol):
+    """What writes a value again: a recorded operation, or the fetch of a value that moved.
+
+    Attributes:
+        func: for messages.
+        order: position in the forward.
+        exact: whether every bit comes back.
+        grad: whether gradients are on while it runs.
+    """
+
+    func: Any
+    order: float
+    exact: bool
+    grad: bool
+
+    def inputs(self) -> list[LiveValue]:
+        """The values that it reads."""
+        ...
 
 
 class LiveValue:
@@ -43,7 +56,7 @@ class LiveValue:
         "version",
     )  # fmt: skip
 
-    def __init__(self, node: Node | Fetch | None, nbytes: int) -> None:
+    def __init__(self, node: Writer | None, nbytes: int) -> None:
         self.node = node
         self.nbytes = nbytes
         self.extent = nbytes
@@ -172,7 +185,7 @@ class Node:
         "statistics", "waits", "written",
     )  # fmt: skip
 
-    def __init__(self, func: Any, order: int, device: torch.device) -> None:
+    def __init__(self, func: Any, order: float, device: torch.device) -> None:
         self.func = func
         self.order = order
         self.device = device
@@ -221,162 +234,3 @@ class Node:
     def __del__(self) -> None:
         if self.waits:
             self.has_read()
-
-
-def flat_results(result: Any) -> list[Any]:
-    """The results of an operation as a flat list."""
-    if isinstance(result, (tuple, list)):
-        return [part for item in result for part in (item if isinstance(item, (tuple, list)) else (item,))]
-    return [result]
-
-
-def bring_back(value: LiveValue) -> torch.Tensor:
-    """A tensor on the bytes of ``value``, replaying what it takes.
-
-    Operations run in forward order, each once; an output that others wait for is cached with its value, and a
-    cached value that nobody waits for any more is dropped. When the counts are used up (a second backward
-    over a retained graph), everything replayed here is private to this call.
-
-    Raises:
-        ReplayError: the replay starts from a tensor that was overwritten or freed.
-    """
-    base = value.here()
-    if base is not None:
-        return base
-    order: list[Node | Fetch] = []
-    seen: set[int] = set()
-    # Values that this call makes; those whose count says that somebody will come for them stay cached
-    # afterwards.
-    transient: dict[int, torch.Tensor] = {}
-    stack = [value]
-    while stack:
-        wanted = stack.pop()
-        node = wanted.node
-        if node is None or id(node) in seen:
-            continue
-        if wanted.here() is not None:
-            if wanted.cached is not None:
-                transient[id(wanted)] = (
-                    wanted.cached
-                )  # a count used up by an earlier replay would drop it before this call has done with it
-            continue
-        seen.add(id(node))
-        order.append(node)
-        stack.extend(node.inputs())
-    order.sort(key=lambda node: node.order)
-    uses: dict[int, int] = {}
-    for node in order:
-        for source in node.inputs():
-            uses[id(source)] = uses.get(id(source), 0) + 1
-    uses[id(value)] = uses.get(id(value), 0) + 1
-    with unseen(), private.replaying():
-        for node in order:
-            private.set_grad_enabled(node.grad)
-            _run(node, transient, uses)
-    found = transient.pop(id(value), None)
-    if found is None:
-        found = value.cached
-    if found is None:
-        raise ReplayError(
-            f"replaying {order[-1].func} did not produce the value asked for: please report this"
-        )
-    return found
-
-
-def _run(node: Node | Fetch, transient: dict[int, torch.Tensor], uses: dict[int, int]) -> None:
-    """Run one recorded operation again, or fetch what was moved, and put its outputs where they are waited
-    for.
-    """
-    if not isinstance(node, Node):
-        assert node.output is not None
-        _place(node.output(), node.fetch(), transient, uses)
-        return
-    substitutes: dict[int, torch.Tensor] = {}
-    inputs = node.inputs()
-    for ref, matters, _ in node.written:
-        old = ref.value
-        if not matters:
-            blank = torch.empty(old.nbytes, dtype=torch.uint8, device=node.device)
-            base = torch.empty(0, dtype=ref.dtype, device=node.device)
-            base.set_(blank.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore
-        else:
-            base = transient.get(id(old))
-            if base is None:
-                base = old.here()
-            assert base is not None
-            if old.held is not None or old.readers > 1 or uses.get(id(old), 0) > 1:
-                base = _clone_storage(base, ref)
-        substitutes[id(ref)] = base
-
-    if node.call is not None:
-        flat = compiled_recorder().again(node.call, [_base(node, value, transient) for value in inputs])
-    else:
-        args = [_argument(node, item, substitutes, transient) for item in node.args]
-        kwargs = {name: _argument(node, item, substitutes, transient) for name, item in node.kwargs.items()}
-        for position in node.statistics:
-            if isinstance(args[position], torch.Tensor):
-                args[position] = args[position].clone()
-        flat = flat_results(run_again(node, args, kwargs))
-        del args, kwargs
-    for position, output in node.outputs:
-        _place(output(), flat[position], transient, uses)
-    for ref, _, output in node.written:
-        _place(output(), substitutes[id(ref)], transient, uses)
-    del flat, substitutes
-    node.has_read()
-    for source in inputs:
-        left = uses.get(id(source), 0) - 1
-        uses[id(source)] = left
-        if left <= 0:
-            transient.pop(id(source), None)
-
-
-def _argument(
-    node: Node, item: Any, substitutes: dict[int, torch.Tensor], transient: dict[int, torch.Tensor]
-) -> Any:
-    """A recorded argument with tensors in place of references."""
-    if isinstance(item, Ref):
-        base = substitutes.get(id(item))
-        return item.view(_base(node, item.value, transient) if base is None else base)
-    if isinstance(item, Standing):
-        return item.here()
-    if isinstance(item, list):
-        return [_argument(node, part, substitutes, transient) for part in item]
-    return item
-
-
-def _base(node: Node, value: LiveValue, transient: dict[int, torch.Tensor]) -> torch.Tensor:
-    """A tensor on a value that a replay reads."""
-    base = transient.get(id(value))
-    if base is None:
-        base = value.here()
-    if base is None:
-        raise ReplayError(f"{node.func} lacks an input in its replay: please report this")
-    return base
-
-
-def _place(
-    value: LiveValue | None, tensor: torch.Tensor, transient: dict[int, torch.Tensor], uses: dict[int, int]
-) -> None:
-    if value is None:
-        return
-    if value.readers > 0 and value.cached is None:
-        value.cached = tensor
-    if uses.get(id(value), 0) > 0:
-        transient[id(value)] = tensor
-
-
-def _clone_storage(base: torch.Tensor, ref: Ref) -> torch.Tensor:
-    copy = words_of(base, torch.uint8, base.untyped_storage().nbytes()).clone()
-    view = torch.empty(0, dtype=ref.dtype, device=base.device)
-    return view.set_(copy.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore
-
-
-def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """One call with the recorded random state, leaving the generator as it was; a collective is waited
-    for.
-    """
-    if node.random_state is None:
-        result = node.func(*args, **kwargs)
-        return private.wait_for_collective(result) if op_info(node.func).collective else result
-    return drawn_again(node, tuple(args), kwargs)

@@ -11,7 +11,8 @@ import torch
 from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage
 from lowtide.run.record.digest import same_bytes, words_of
-from lowtide.run.record.tape import Node, flat_results, run_again
+from lowtide.run.record.replay import flat_results, run_again
+from lowtide.run.record.tape import Node
 
 Verify = Literal["first", "always", "never"]
 

@@ -1,4 +1,4 @@
-// How a value that was evicted comes back: lowtide.run.record.tape.bring_back, for calls that C++ took down.
+// How a value that was evicted comes back: lowtide.run.record.replay.bring_back, for calls that C++ took down.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
