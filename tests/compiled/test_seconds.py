@@ -83,7 +83,7 @@ def test_what_kernels_are_likely_to_be_given_is_near_what_they_are_given(look: L
         assert likely.masks_written == profile.traffic.masks_written
         assert likely.masks_read == profile.traffic.masks_read
         # a buffer that a kernel updates in place is given once, and is read and written
-        assert profile.traffic.bytes <= likely.bytes <= 2 * profile.traffic.bytes
+        assert profile.traffic.bytes <= likely.bytes <= 2.5 * profile.traffic.bytes
 
 
 def test_each_product_counts_in_the_half_that_runs_it(look: Look) -> None:
