@@ -245,21 +245,22 @@ def compiling(found: dict[str, Any]) -> list[str]:
         rows = [
             [
                 str(row["layers"]),
+                row["budget"],
                 *(
                     f"{row[who][f'{when}_seconds']:.1f}"
                     for when in ("cold", "warm")
                     for who in ("plain", "lowtide")
                 ),
                 f"{row['planning']:.1f}",
-                f"{row['lowering']:.1f}",
-                f"{row['solving']:.1f}" if "solving" in row else "",
+                *(f"{row.get(part, 0.0):.1f}" for part in ("lowering", "reading", "solving")),
                 f"{row['cold_ratio']:.2f}",
                 f"{row['warm_ratio']:.2f}",
             ]
             for row in whole
         ]
-        head = ["layers", "cold, plain s", "cold s", "warm, plain s", "warm s", "planning s", "lowering s"]
-        parts += [table([*head, "solving s", "cold less planning, to plain", "warm, to plain"], rows), ""]
+        head = ["layers", "budget", "cold, plain s", "cold s", "warm, plain s", "warm s", "planning s"]
+        head += ["lowering s", "reading s", "solving s", "cold less planning, to plain", "warm, to plain"]
+        parts += [table(head, rows), ""]
     if planned:
         rows = [
             [
@@ -343,7 +344,8 @@ def main() -> None:
         text = (
             "Seconds until the first compiled step is done, in a process of its own: cold, and warm from the "
             "cache on disk. Planning is part of the cold time; lowering is the part of it in which Inductor "
-            "says what it would allocate."
+            "says what it would allocate, reading the one in which what it generates is read. The budget is "
+            "a share of the plain step's peak, or the same in bytes, for which that need not be known."
         )
         parts += ["", "## Compiling under a budget", "", where(found), "", text, "", *compiling(found)]
     found = load("op_sweep")
