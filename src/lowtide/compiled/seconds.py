@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -43,26 +43,24 @@ def half_seconds(half: fx.GraphModule, traffic: Traffic, parts: Mapping[str, flo
 def likely_traffic(joint: Joint, half: fx.GraphModule) -> Traffic:
     """What the generated kernels of a half are likely to be given, while nobody has generated them: what each
     call of the joint graph reads and writes, and what goes from half to half though no kernel would else
-    write it. To be compared with other halves of the same graph.
+    write it. Masks that do not are computed where they are read. To be compared with other halves.
     """
-    nodes = {node.name: node for node in half.graph.nodes}
-    given = {name for name, node in nodes.items() if node.op == "placeholder"}
-    returned: Any = next(iter(reversed(half.graph.nodes))).args[0]
-    read: list[Key] = []
-    written: list[Key] = [one.name for one in returned if isinstance(one, fx.Node) and one.name not in given]
+    names = {node.name for node in half.graph.nodes if node.op == "call_function"}
+    kept: Any = next(iter(reversed(half.graph.nodes))).args[0]
+    masks = {key for key, root in joint.root.items() if root.meta["val"].dtype == torch.bool}
+
+    def crossing(nodes: Iterable[Any]) -> set[Key]:
+        found = {joint.key_of.get(joint.names.get(getattr(node, "name", ""), node)) for node in nodes}
+        return {key for key in found if key is not None}
+
+    written, read = crossing(kept), crossing(half.graph.find_nodes(op="placeholder"))
+    crossed = (written | read) - masks
+    moved = sum(joint.bytes[key] for key in crossed if joint.root[key] in joint.virtual)
     for call in joint.calls:
-        if call.node.name in nodes.keys() - given and joint.fusible is not None and joint.fusible(call.node):
-            read += call.reads
-            written += call.writes
-    virtual = {node.name for node in joint.virtual}
-    read += [name for name in given if name in virtual]
-    written = [key for key in dict.fromkeys(written) if key in joint.root]
-    masks_read, masks_written = (
-        sum(joint.bytes[key] for key in keys if joint.root[key].meta["val"].dtype == torch.bool)
-        for keys in (read, written)
-    )
-    moved = sum(joint.bytes[key] for key in (*read, *written))
-    return Traffic(moved - masks_read - masks_written, masks_written, masks_read)
+        if call.node.name in names and joint.fusible is not None and joint.fusible(call.node):
+            moved += sum(joint.bytes[key] for key in (*call.reads, *call.writes) if key not in masks)
+    masks_written, masks_read = (sum(map(joint.bytes.__getitem__, keys & masks)) for keys in (written, read))
+    return Traffic(moved, masks_written, masks_read)
 
 
 def parts_of(costs: Sequence[Cost]) -> dict[str, float]:
