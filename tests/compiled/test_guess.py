@@ -14,6 +14,9 @@ from lowtide.compiled import guess
 from lowtide.meter import peak, resident_bytes
 from lowtide.private import inductor
 
+Compiled = tuple[Any, int, int, nn.Module]
+"""A handle, what a step takes, how often the graph was lowered only to look, and the model."""
+
 
 class Block(nn.Module):
     def __init__(self, width: int) -> None:
@@ -33,10 +36,8 @@ class Model(nn.Sequential):
         return super().forward(x).square().mean()
 
 
-def compiled(budget: str | int) -> tuple[Any, int, int, nn.Module]:
-    """A step within a budget: its handle, what it takes, how often the graph was lowered only to look, and
-    the model with its gradients.
-    """
+def compiled(budget: str | int) -> Compiled:
+    """A step within a budget, and the model with its gradients."""
     torch.manual_seed(0)
     model, x = Model(), torch.randn(1024, 64)
     with mock.patch.object(inductor, "generated", side_effect=inductor.generated) as lowered:
@@ -49,38 +50,45 @@ def compiled(budget: str | int) -> tuple[Any, int, int, nn.Module]:
     return lowtide.handle_of(step), seen.peak_bytes + standing, lowered.call_count, model
 
 
-def test_a_plain_step_is_compiled_without_a_look_before() -> None:
-    for budget in ("100%", "1GiB"):
-        handle, real, lowered, _ = compiled(budget)
+@pytest.fixture(scope="module")
+def whole() -> Compiled:
+    """A step that fits as it is."""
+    return compiled("100%")
+
+
+def test_a_plain_step_is_compiled_without_a_look_before(whole: Compiled) -> None:
+    for budget, (handle, real, lowered, _) in (("100%", whole), ("1GiB", compiled("1GiB"))):
         assert lowered == 0, budget
         assert handle.plan.changes_nothing
         assert handle.plan.predicted_peak_bytes == handle.plan.plain_peak_bytes
         assert abs(real - handle.plan.predicted_peak_bytes) <= 16
 
 
-def test_bytes_are_held_by_a_cut_that_nobody_looked_at_before() -> None:
-    plain, most, _, whole = compiled("100%")
+def test_bytes_are_held_by_a_cut_that_nobody_looked_at_before(whole: Compiled) -> None:
+    plain, most, _, other = whole
     handle, real, lowered, model = compiled(int(0.8 * most))
     assert lowered == 0
     assert handle.plan.replayed and len(handle.plans) == 1
     assert abs(real - handle.plan.predicted_peak_bytes) <= 16
     assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
     assert handle.plain_peak_bytes == pytest.approx(plain.plain_peak_bytes, rel=guess.DOUBT)
-    for a, b in zip(model.parameters(), whole.parameters(), strict=True):
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
         torch.testing.assert_close(a.grad, b.grad, rtol=1e-4, atol=1e-6)
 
 
-def test_a_share_is_of_the_plain_peak_exactly() -> None:
-    whole, _, _, _ = compiled("100%")
+def test_a_share_is_of_the_plain_peak_exactly(whole: Compiled) -> None:
+    plain, _, _, _ = whole
     handle, real, lowered, _ = compiled("80%")
     assert lowered == 2, "the plain halves"
-    assert handle.plain_peak_bytes == whole.plain_peak_bytes
-    assert handle.plan.budget_bytes == int(0.8 * whole.plain_peak_bytes)
+    assert handle.plain_peak_bytes == plain.plain_peak_bytes
+    assert handle.plan.budget_bytes == int(0.8 * plain.plain_peak_bytes)
     assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
 
 
-def test_a_guess_that_leaves_much_of_the_budget_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    _, most, _, _ = compiled("100%")
+def test_a_guess_that_leaves_much_of_the_budget_is_refused(
+    monkeypatch: pytest.MonkeyPatch, whole: Compiled
+) -> None:
+    _, most, _, _ = whole
     monkeypatch.setattr(guess, "FIRST", 0.85)
     handle, real, lowered, _ = compiled(int(0.8 * most))
     assert lowered >= 4, "plain, and what was planned then"
@@ -88,7 +96,9 @@ def test_a_guess_that_leaves_much_of_the_budget_is_refused(monkeypatch: pytest.M
     assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
 
 
-def test_a_guess_that_takes_too_much_is_refused_before_its_backward_is_compiled() -> None:
+def test_a_guess_that_takes_too_much_is_refused_before_its_backward_is_compiled(
+    whole: Compiled,
+) -> None:
     looked: list[bool] = []
     look = guess.Trial._look
 
@@ -97,7 +107,7 @@ def test_a_guess_that_takes_too_much_is_refused_before_its_backward_is_compiled(
         self._standing += 1 << 30
         look(self, text, ends, strides, backward)
 
-    _, most, _, _ = compiled("100%")
+    _, most, _, _ = whole
     with mock.patch.object(guess.Trial, "_look", with_more):
         handle, real, lowered, _ = compiled(int(0.8 * most))
     assert looked == [False] and lowered >= 4
