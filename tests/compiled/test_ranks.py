@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 
+import pytest
 import torch
 import torch.distributed as dist
 from ranks import needs_gloo, on_ranks
@@ -56,7 +57,7 @@ def sharded_step() -> None:
     """Blocks compiled one by one and sharded one by one; a whole model that is sharded as one.
 
     Gloo's threads let go of what they gathered a moment after the step has gone on: some steps hold one
-    block's weights longer than others, and the step from which was planned may have been one of them.
+    block's weights longer than others. The one from which is planned waits for them.
     """
     from test_compile import Model
     from test_whole_steps import Open, squared
@@ -70,7 +71,6 @@ def sharded_step() -> None:
         torch.manual_seed(0)
         model = Open(layers=4, width=64) if regional else Model(layers=2, width=64)
         twin, x = copy.deepcopy(model), torch.randn(512, 64) + rank
-        late = max(resident_bytes(block) for block in (model.blocks if regional else [model]))
         for one in (model, twin):
             for block in one.blocks if regional else ():
                 fully_shard(block, mesh=mesh)
@@ -90,7 +90,7 @@ def sharded_step() -> None:
         handle = lowtide.handle_of(compiled)
         assert handle.plan.replayed
         real = min(readings, key=lambda reading: abs(reading - handle.predicted_peak_bytes))
-        assert handle.predicted_peak_bytes - late <= real <= 1.001 * handle.predicted_peak_bytes
+        assert real == pytest.approx(handle.predicted_peak_bytes, rel=1e-3)
         assert real <= handle.plan.budget_bytes
 
 

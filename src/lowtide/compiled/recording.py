@@ -7,6 +7,7 @@ reads; what is left stands whatever the plan decides.
 
 from __future__ import annotations
 
+import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -14,10 +15,14 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 
 from lowtide.compiled.joint import Key
 from lowtide.meter import Peak, peak
 from lowtide.private import at_backward_end, storage_key
+
+_TIDY_SECONDS = 0.001
+"""How long Gloo's threads get to let go of what a collective moved through."""
 
 
 @dataclass
@@ -211,6 +216,8 @@ class Recording:
 
     def _shut(self) -> None:
         assert self._segment is not None
+        if self.device == "cpu" and dist.is_available() and dist.is_initialized():
+            time.sleep(_TIDY_SECONDS)
         self._live += self._segment.live_bytes
         self._segment.__exit__(None, None, None)
         self._segment = None
