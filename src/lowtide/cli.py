@@ -286,19 +286,12 @@ def plan(
 
 @app.command()
 def doctor(
-    disk_path: Annotated[
-        Path | None,
-        typer.Option(help="Folder that offloaded values would go to. [default: that for temporary files]"),
-    ] = None,
-    disk: Annotated[
-        bool, typer.Option("--disk/--no-disk", help="Time the disk; takes a few seconds.")
-    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
 ) -> None:
     """Say what this machine has, what that means for a limited step, and what to do about it."""
     from lowtide.doctor import examine, report
 
-    found = examine(disk_path, measure_disk=disk)
+    found = examine()
     typer.echo(json.dumps(report(found), indent=1) if as_json else "\n".join(map(str, found)))
     if any(finding.state == "problem" for finding in found):
         raise typer.Exit(1)
