@@ -194,12 +194,6 @@ def train(
         Path | None, typer.Option(help="Folder for TensorBoard's curves (needs tensorboard).")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw live memory over one step into this file (.png, .pdf or .svg; needs matplotlib)."
-        ),
-    ] = None,
     report: Annotated[
         Path | None,
         typer.Option(help="Show one step and its plan in this file: a page (.html), or as lowtide report."),
@@ -215,7 +209,7 @@ def train(
     from lowtide.train.options import TrainOptions
     from lowtide.train.progress import ConsoleProgress, Silent
     from lowtide.train.resume import named_folder, resumed
-    from lowtide.train.summary import save_plot, show
+    from lowtide.train.summary import show
     from lowtide.train.trainer import train as run
 
     asked |= dict(
@@ -240,10 +234,8 @@ def train(
         progress.finish()
     if first and options.json is not None:
         _write_text(options.json, json.dumps(result.to_json(), indent=1) + "\n")
-    if first:
-        save_plot(result)
-        if result.report is not None and options.report is not None:
-            save_report(result.report, options.report)
+    if first and result.report is not None and options.report is not None:
+        save_report(result.report, options.report)
     show(result, console)
     if result.stopped:
         raise typer.Exit(130)

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from lowtide.report import save_picture, terminal_picture
+from lowtide.report import terminal_picture
 from lowtide.report.picture import Curve
 
 PLAIN = Curve("plain", [(i / 100, 100 - abs(50 - i)) for i in range(101)])
@@ -42,11 +39,3 @@ def test_the_terminal_picture_fits_its_size_and_names_what_it_shows() -> None:
 
 def test_a_step_without_memory_draws_all_the_same() -> None:
     assert "empty, peak 0 B" in terminal_picture([Curve("empty", [])]).plain
-
-
-@pytest.mark.parametrize("suffix", [".png", ".pdf", ".svg"])
-def test_the_picture_file_is_written(tmp_path: Path, suffix: str) -> None:
-    pytest.importorskip("matplotlib")
-    file = tmp_path / f"memory{suffix}"
-    save_picture(file, [PLAIN, PLANNED], budget_bytes=90, title="a step")
-    assert file.read_bytes()[:4] in (b"\x89PNG", b"%PDF", b"<?xm")

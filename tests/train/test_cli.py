@@ -143,7 +143,7 @@ def test_a_small_run_shows_the_whole_story(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    shorter = ["--steps", "4", "--budget", "70%", "--json", "r.json", "--plot", "memory.png"]
+    shorter = ["--steps", "4", "--budget", "70%", "--json", "r.json", "--report", "memory.png"]
     code, out, errors = main(monkeypatch, capsys, "train", *SMALL, *shorter)
     assert code == 0, errors
     output = words(out)

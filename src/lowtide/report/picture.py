@@ -1,12 +1,9 @@
-"""Live memory over one step, before and after: drawn with braille dots in a terminal, with matplotlib in a
-file.
-"""
+"""Live memory over one step, before and after, drawn with braille dots in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.text import Text
 
@@ -120,37 +117,3 @@ def terminal_picture(
     in_one_line = margin + 2 + sum(map(len, legend)) + 3 * (len(legend) - 1) <= width
     indent = " " * (margin + 2)
     return picture + Text(indent) + Text("   " if in_one_line else f"\n{indent}").join(legend)
-
-
-def save_picture(
-    path: Path, curves: Sequence[Curve], budget_bytes: int | None = None, title: str = ""
-) -> None:
-    """Draw the curves into a file; its name's ending says which format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    colours = ("tab:red", "tab:green", "tab:blue", "tab:purple")
-    for curve, colour in zip(curves, colours, strict=False):
-        when = [0.0, *(second for second, _ in curve.moments)]
-        live = [curve.moments[0][1] if curve.moments else 0, *(count for _, count in curve.moments)]
-        label = f"{curve.label}: peak {format_bytes(curve.peak_bytes)}, {seconds_text(curve.seconds)}"
-        axes.step(
-            when, [count / 2**20 for count in live], where="post", color=colour, linewidth=1, label=label
-        )
-    if budget_bytes is not None:
-        axes.axhline(
-            budget_bytes / 2**20,
-            color="tab:orange",
-            linestyle="--",
-            linewidth=1,
-            label=f"budget {format_bytes(budget_bytes)}",
-        )
-    axes.set(xlabel="seconds since the step began", ylabel="live memory (MiB)", title=title, ylim=(0, None))
-    axes.legend(loc="lower right", fontsize="small")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)

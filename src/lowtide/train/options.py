@@ -17,7 +17,6 @@ from lowtide.train.schedule import SHAPES
 from lowtide.train.settings import Settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 _COMPARED = "it shows the planned step beside the plain one, and this run ends without comparing them"
 
 
@@ -103,16 +102,6 @@ class TrainOptions(Settings):
                 self.stop_after,
                 f"choose a step from 1 to --steps {self.steps}",
             )
-        if self.plot is not None:
-            require(self.compares, "plot", self.plot, f"{_COMPARED}: {self._to_compare} or --plot")
-            require(
-                self.plot.suffix in PICTURE_SUFFIXES,
-                "plot",
-                self.plot,
-                f"choose a name that ends in {', '.join(PICTURE_SUFFIXES)}",
-            )
-            if importlib.util.find_spec("matplotlib") is None:
-                raise OptionError("--plot needs matplotlib: pip install 'lowtide[train]'")
         if self.report is not None:
             require(self.compares, "report", self.report, f"{_COMPARED}: {self._to_compare} or --report")
             check_ending(self.report)
@@ -121,7 +110,7 @@ class TrainOptions(Settings):
             require(fits, "tensorboard", self.tensorboard, "that is a file, and a folder is needed")
             if importlib.util.find_spec("tensorboard") is None:
                 raise OptionError("--tensorboard needs tensorboard: pip install 'lowtide[tensorboard]'")
-        for name, file in (("json", self.json), ("plot", self.plot), ("report", self.report)):
+        for name, file in (("json", self.json), ("report", self.report)):
             check_file(name, file)
         check_device(self.device)
         check_compile(self.compile, self.compile_backend, self.policy, self.device)

@@ -60,7 +60,7 @@ class Settings:
         compile: compile the step within the budget (`lowtide.compile`).
         compile_backend: ``inductor`` or ``aot_eager``; ``None`` is ``inductor``.
         tensorboard: folder for TensorBoard's curves.
-        json, plot: files for the results and for the picture of memory.
+        json: file for the results.
         report: file for the report of one step: a page, or what else its ending says
             (`lowtide.report.save_report`).
     """
@@ -107,7 +107,6 @@ class Settings:
     compile_backend: str | None = None
     tensorboard: Path | None = None
     json: Path | None = None
-    plot: Path | None = None
     report: Path | None = None
 
     @property

@@ -8,7 +8,7 @@ from rich.console import Console
 from rich.table import Table
 
 from lowtide.budget import format_bytes
-from lowtide.report import percent_text, save_picture, seconds_text, terminal_picture
+from lowtide.report import percent_text, seconds_text, terminal_picture
 from lowtide.train.compare import Comparison
 from lowtide.train.progress import say
 from lowtide.train.result import TrainResult
@@ -45,7 +45,6 @@ def show(result: TrainResult, console: Console) -> None:
             )
     for what, file in (
         ("results", result.options.json),
-        ("picture", result.options.plot),
         ("report", result.options.report if result.report is not None else None),
     ):
         if file is not None:
@@ -53,19 +52,6 @@ def show(result: TrainResult, console: Console) -> None:
     folder = result.options.checkpoint_dir
     if folder is not None:
         say(console, f"checkpoints in {folder}")
-
-
-def save_plot(result: TrainResult) -> None:
-    """Write the picture that the options ask for."""
-    comparison, path = result.comparison, result.options.plot
-    if comparison is None or path is None:
-        return
-    curves = [measured.curve for measured in (comparison.plain, comparison.planned) if measured is not None]
-    options = result.options
-    title = (
-        f"{options.model}, {options.batch} x {options.seq} tokens, {options.dtype}: live memory over one step"
-    )
-    save_picture(path, curves, comparison.plan.budget_bytes, title)
 
 
 def _losses(result: TrainResult) -> str:
