@@ -10,15 +10,13 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from lowtide.budget import rounded_up
-from lowtide.errors import BudgetError, LowtideError
+from lowtide.errors import LowtideError
 from lowtide.estimate.command import estimate_command
 from lowtide.estimate.simulate_command import simulate_command
 from lowtide.estimate.suggest_command import suggest_command
@@ -183,13 +181,6 @@ def train(
         str | None,
         typer.Option(help="Of the pipeline: 1f1b, gpipe, interleaved, zero-bubble, zbv. [default: 1f1b]"),
     ] = None,
-    silent_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="How long a process may say nothing before the others end the run; 0 is for ever. "
-            "[default: 30, longer in a debugger]"
-        ),
-    ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Folder for TensorBoard's curves (needs tensorboard).")
     ] = None,
@@ -337,12 +328,6 @@ def _main() -> None:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             app()
-    except BudgetError as error:
-        _fail(
-            str(error)
-            if error.smallest_bytes is None or "--budget" in str(error)
-            else f"{error}\n{_flags(error.smallest_bytes, error.remedies)}"
-        )
     except LowtideError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -356,23 +341,6 @@ def _main() -> None:
             f"the machine is out of memory ({str(error).splitlines()[0]}): lower --budget, --batch or --seq, "
             "or choose a smaller --model"
         )
-
-
-_FLAGS = {
-    "make the batch": "--batch, --seq",
-    "chunks": "--loss-chunks",
-    "host_fraction": "--optimizer-host-fraction",
-    "train a smaller one": "--model",
-}
-"""The options that a remedy of a `BudgetError` is on the command line, by words of it."""
-
-
-def _flags(smallest_bytes: int, remedies: Sequence[str]) -> str:
-    """What the remedies of a refusal are on the command line."""
-    said = "\n".join(remedies)
-    flags = [flag for words, flag in _FLAGS.items() if words in said]
-    others = f", or change {', '.join(flags)}" if flags else ""
-    return f"Give --budget {rounded_up(smallest_bytes)} or --budget min{others}."
 
 
 _plain_warning = warnings.showwarning
