@@ -26,8 +26,6 @@ from lowtide.train.planning import PlanOptions
         ({"warmup": 30, "steps": 20}, "--warmup 30: it is longer than the run of --steps 20"),
         ({"dtype": "fp16"}, "--dtype fp16: choose fp32 or bf16"),
         ({"checkpoint_every": 5}, "--checkpoint-every 5: it needs --checkpoint-dir"),
-        ({"silent_seconds": -1.0, "dp": 2}, r"--silent-seconds -1\.0: it cannot be negative"),
-        ({"silent_seconds": 60.0}, r"--silent-seconds 60\.0: one process waits for nobody"),
         ({"resume": True}, "--resume: it needs --checkpoint-dir"),
         ({"stop_after": 300}, "--stop-after 300: choose a step from 1 to --steps 100"),
         ({"report": Path("a.png"), "compare": False}, "leave out --no-compare"),

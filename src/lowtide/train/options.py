@@ -31,18 +31,6 @@ class TrainOptions(Settings):
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq", "grad_accum", "eval_batches", "tp", "dp", "pp"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
-        require(
-            self.silent_seconds is None or self.silent_seconds >= 0,
-            "silent-seconds",
-            self.silent_seconds,
-            "it cannot be negative; 0 waits for ever",
-        )
-        require(
-            self.silent_seconds is None or self.tp * self.dp * self.pp > 1,
-            "silent-seconds",
-            self.silent_seconds,
-            "one process waits for nobody: leave it out",
-        )
         for name in ("warmup", "weight_decay", "clip", "eval_every", "checkpoint_every", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "it cannot be negative")
         several = self.optimizer_host_fraction is not None and self.tp * self.dp * self.pp > 1

@@ -19,7 +19,6 @@ _OWN = {
     "resume",
     "stop_after",
     "compare",
-    "silent_seconds",
     "json",
     "report",
     "tensorboard",

@@ -50,9 +50,7 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
             be met, or the loss diverged.
     """
     with ranks_for(options) as ranks:
-        silent = options.silent_seconds
-        store = ranks.store
-        alive = Alive(store, ranks.rank, ranks.size, silent_seconds=silent) if store is not None else None
+        alive = None if ranks.store is None else Alive(ranks.store, ranks.rank, ranks.size)
         with guarded(alive):
             return _train(
                 options, ranks, progress if progress is not None and ranks.rank == 0 else Silent(), alive
