@@ -198,7 +198,7 @@ def train(
 
     from lowtide.report import save_report
     from lowtide.train.options import TrainOptions
-    from lowtide.train.progress import ConsoleProgress, Silent
+    from lowtide.train.progress import Progress
     from lowtide.train.resume import named_folder, resumed
     from lowtide.train.summary import show
     from lowtide.train.trainer import train as run
@@ -217,7 +217,7 @@ def train(
     options = TrainOptions(**asked)
     first = os.environ.get("RANK", "0") == "0"  # the others' results are in its
     console = Console(quiet=quiet or not first)
-    progress = Silent() if quiet else ConsoleProgress(console)
+    progress = Progress(console)
     try:
         with muted() if quiet else nullcontext():
             result = run(options, progress)

@@ -24,7 +24,7 @@ from lowtide.train.data import Blocks, batches, tokenize
 from lowtide.train.memory import BYTES_PER_PARAMETER, RunMeter, check_room
 from lowtide.train.options import TrainOptions
 from lowtide.train.part import Part, WholeModel
-from lowtide.train.progress import Progress, Silent
+from lowtide.train.progress import Progress
 from lowtide.train.ranks import Ranks, ranks_for
 from lowtide.train.result import TrainResult
 from lowtide.train.saved import find_checkpoint, going_on, restore, save
@@ -53,7 +53,7 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
         alive = None if ranks.store is None else Alive(ranks.store, ranks.rank, ranks.size)
         with guarded(alive):
             return _train(
-                options, ranks, progress if progress is not None and ranks.rank == 0 else Silent(), alive
+                options, ranks, progress if progress is not None and ranks.rank == 0 else Progress(), alive
             )
 
 
