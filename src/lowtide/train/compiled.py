@@ -16,10 +16,9 @@ from lowtide.meter import resident_bytes
 from lowtide.models import ModelSpec
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.progress import working
-from lowtide.report import Report
 from lowtide.train.compare import Comparison, compare
 from lowtide.train.options import TrainOptions
-from lowtide.train.part import Batch, Part, WholeModel, raised
+from lowtide.train.part import Batch, WholeModel, raised
 from lowtide.train.ranks import Ranks
 
 _RAISES = 3
@@ -131,6 +130,3 @@ class CompiledModel(WholeModel):
             yield
         finally:
             self._call = planned
-
-    def report(self, comparison: Comparison, curve: bool) -> Report | None:
-        return Part.report(self, comparison, curve)  # the planner's step graph is not kept

@@ -90,12 +90,11 @@ class Part(ABC):
         """
         raise OptionError("--compare: the comparison is of one process's step: leave it out with --pp")
 
-    def report(self, comparison: Comparison, curve: bool) -> Report | None:
+    def report(self, comparison: Comparison) -> Report | None:
         """All that is to be shown of the step that was compared; ``None`` where no plan is this part's own.
 
         Args:
             comparison: what was measured.
-            curve: whether to plan for other budgets, too, which takes seconds.
         """
         return None
 
@@ -222,11 +221,10 @@ class WholeModel(Part):
             agree=agree,
         )
 
-    def report(self, comparison: Comparison, curve: bool) -> Report | None:
+    def report(self, comparison: Comparison) -> Report | None:
         options, plain, planned = self.options, comparison.plain, comparison.planned
         return self._handle.make_report(
             f"{options.model}, {options.batch} x {options.seq} tokens, {options.dtype}",
-            points=None if curve else (),
             measured_plain=None
             if plain is None
             else Measured.of(plain.peak_bytes, plain.seconds, plain.curve),

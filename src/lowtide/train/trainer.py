@@ -179,9 +179,9 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
             doing("the comparison")
             progress.comparing()
             result.comparison = part.compare(drawn[0], optimizer)
-            if ranks.rank == 0 and (options.json is not None or options.report is not None):
+            if ranks.rank == 0 and options.report is not None:
                 doing("the report")
-                result.report = part.report(result.comparison, curve=options.report is not None)
+                result.report = part.report(result.comparison)
         result.plans, result.budget_bytes = part.plans, part.about().get("budget_bytes")
         part.release()
     result.seconds = time.perf_counter() - began
