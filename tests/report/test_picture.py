@@ -27,14 +27,15 @@ def test_a_shorter_curve_ends_earlier() -> None:
 
 
 def test_the_terminal_picture_fits_its_size_and_names_what_it_shows() -> None:
-    text = terminal_picture([PLAIN, PLANNED], budget_bytes=90, width=60, height=10).plain
-    rows = text.split("\n")
+    rows = terminal_picture([PLAIN, PLANNED], budget_bytes=90, width=60, height=4).plain.split("\n")
     assert max(len(row) for row in rows) <= 60
-    legend = [row.strip() for row in rows[10:]]
-    assert legend == ["━ plain, peak 100 B", "━ planned, peak 80 B", "┅ budget 90 B"]
-    wide = terminal_picture([PLAIN, PLANNED], budget_bytes=90, width=80, height=10).plain
-    assert [row.split() for row in wide.split("\n")[10:]] == [" ".join(legend).split()]
-    assert any(0x2800 < ord(character) <= 0x28FF for character in rows[0])  # the peak touches the top
+    assert [rows[0], rows[5], rows[10]] == [
+        "plain, peak 100 B, 1 s",
+        "planned, peak 80 B, 1.25 s",
+        "┄ budget 90 B",
+    ]
+    assert "█" in rows[1] and "█" not in rows[6], "only the plain step touches the top"
+    assert "┄" in rows[1] and "┄" in rows[6] and "┄" not in rows[2], "the budget lies in the top row"
 
 
 def test_a_step_without_memory_draws_all_the_same() -> None:

@@ -159,7 +159,7 @@ def test_a_small_run_shows_the_whole_story(
         "yes",
     ):
         assert expected in output
-    assert any(0x2800 < ord(character) <= 0x28FF for character in out)
+    assert "█" in out and "┄ budget" in out
     results = json.loads((tmp_path / "r.json").read_text())
     assert len(results["losses"]) == 4
     assert results["comparison"]["within_budget"] is True

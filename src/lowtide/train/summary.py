@@ -13,7 +13,7 @@ from lowtide.train.compare import Comparison
 from lowtide.train.progress import say
 from lowtide.train.result import TrainResult
 
-PICTURE_WIDTH, PICTURE_HEIGHT = 96, 16
+PICTURE_WIDTH = 96
 MEANINGS = {
     "time, predicted": "forecast before any step, from operations timed alone",
     "time, calibrated": "as the run's own steps took",
@@ -34,15 +34,13 @@ def show(result: TrainResult, console: Console) -> None:
     comparison = result.comparison
     if comparison is not None:
         console.print(_table(result, comparison))
-        if _draws_braille(console):
+        if _draws_blocks(console):
             curves = [
                 measured.curve for measured in (comparison.plain, comparison.planned) if measured is not None
             ]
             console.print("live memory over one step")
             width = min(console.width, PICTURE_WIDTH)
-            console.print(
-                terminal_picture(curves, comparison.plan.budget_bytes, width, PICTURE_HEIGHT), soft_wrap=True
-            )
+            console.print(terminal_picture(curves, comparison.plan.budget_bytes, width), soft_wrap=True)
     for what, file in (
         ("results", result.options.json),
         ("report", result.options.report if result.report is not None else None),
@@ -172,9 +170,9 @@ def _change(now: float, before: float) -> str:
     return percent_text(now / before - 1) if before else ""
 
 
-def _draws_braille(console: Console) -> bool:
+def _draws_blocks(console: Console) -> bool:
     try:
-        "\u28ff│└┤━┅".encode(console.encoding)
+        "▁█┄".encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
         return False
     return True
