@@ -46,12 +46,6 @@ class TrainOptions(Settings):
             self.optimizer_host_fraction,
             "the budget of --shard-parameters does not know of it: leave that out, or this",
         )
-        require(
-            not several or self.checkpoint_dir is None,
-            "optimizer-host-fraction",
-            self.optimizer_host_fraction,
-            "several processes cannot save a state that is split: leave out --checkpoint-dir, or this",
-        )
         if self.optimizer_host_fraction not in (None, "auto"):
             share = self.optimizer_host_fraction
             require(
