@@ -65,9 +65,6 @@ class CompiledModel(WholeModel):
             loss = super().step(batches, optimizer)
             if (plan := self._handle.plan) is not None:
                 work.done(in_one_line(plan))
-                if budgets.asks_for(self.options.budget) == "min" and plan.budget_bytes is not None:
-                    chosen = budgets.format_bytes(plan.budget_bytes)
-                    self.note = f"budget {chosen}, the smallest that works"
         return loss
 
     def _planned_backward(self, tokens: Tensor, targets: Tensor, count: int) -> float:
