@@ -21,9 +21,6 @@ from lowtide.train.options import TrainOptions
 from lowtide.train.part import Batch, WholeModel, raised
 from lowtide.train.ranks import Ranks
 
-_RAISES = 3
-"""Times that a budget is raised: the smallest that works may itself be found too small by a little."""
-
 
 class CompiledModel(WholeModel):
     """Every layer, compiled by `lowtide.compile` with the loss as one step.
@@ -68,13 +65,10 @@ class CompiledModel(WholeModel):
         return loss
 
     def _planned_backward(self, tokens: Tensor, targets: Tensor, count: int) -> float:
-        for _ in range(_RAISES):
-            try:
-                loss = self._loss(tokens, targets) / count
-                break
-            except BudgetError as error:  # one graph is planned before its first forward
-                self._take_smallest(error)
-        else:
+        try:
+            loss = self._loss(tokens, targets) / count
+        except BudgetError as error:  # one graph is planned before its first forward
+            self._take_smallest(error)
             loss = self._loss(tokens, targets) / count
         try:
             loss.backward()
@@ -84,9 +78,9 @@ class CompiledModel(WholeModel):
 
     def _take_smallest(self, error: BudgetError) -> None:
         """Where the budget may be raised to the smallest that works, do so."""
-        if not self.options.raises_budget or error.smallest_bytes is None:
+        if not self.options.raise_budget or error.smallest_bytes is None:
             raise error
-        self._handle.set_budget(error.smallest_bytes)
+        self._handle.set_budget("min")
         self.note = raised(self.options.budget, error)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
