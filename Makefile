@@ -53,7 +53,7 @@ $(LEAN): pyproject.toml constraints.txt
 train: $(LEAN)
 ifeq ($(filter --resume,$(ARGS)),)
 	@mkdir -p $(RUN)
-	$(BIN)/lowtide train --json $(RUN)/results.json --plot $(RUN)/memory.png --report $(RUN)/report.html --checkpoint-dir $(RUN) --checkpoint-every 50 $(ARGS)
+	$(BIN)/lowtide train --json $(RUN)/results.json --report $(RUN)/report.html --checkpoint-dir $(RUN) --checkpoint-every 50 $(ARGS)
 else
 	$(BIN)/lowtide train --checkpoint-every 50 $(ARGS)
 endif

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks.common import RESULTS, machine, paired, save
-from lowtide.optim import HostOptimizer, Move, ThrottledLink
+from benchmarks.throttled_link import Move, ThrottledLink
+from lowtide.optim import HostOptimizer
 
 SIZES = (10e6, 30e6, 100e6, 500e6)
 LAYERS, WIDTH = 16, 1024

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -14,9 +13,8 @@ from lowtide.cli import app
 from lowtide.doctor import Finding
 
 
-def found(**options: object) -> dict[str, Finding]:
-    found = doctor.examine(measure_disk=False, **options)  # type: ignore
-    return {finding.subject: finding for finding in found}
+def found() -> dict[str, Finding]:
+    return {finding.subject: finding for finding in doctor.examine()}
 
 
 def test_everything_is_looked_at() -> None:
@@ -24,7 +22,7 @@ def test_everything_is_looked_at() -> None:
     assert here["lowtide"].found.startswith(__version__)
     assert here["PyTorch"].found == torch.__version__
     assert "free" in here["cpu"].found
-    assert {"C++ compiler", "meter on the CPU", "CUDA", "known plans", "disk tier"} <= here.keys()
+    assert {"C++ compiler", "meter on the CPU", "CUDA"} <= here.keys()
     assert all(finding.means for finding in here.values())
 
 
@@ -37,33 +35,15 @@ def test_without_a_compiler_it_says_what_that_costs(monkeypatch: pytest.MonkeyPa
 
 def test_an_old_torch_is_a_problem_and_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "__version__", "2.9.1")
-    result = CliRunner().invoke(app, ["doctor", "--no-disk"])
+    result = CliRunner().invoke(app, ["doctor"])
     assert result.exit_code == 1
     assert "PROBLEM  PyTorch: 2.9.1" in result.output
     assert "pip install 'torch>=2.11'" in result.output
-    assert "disk tier" not in result.output
-
-
-def test_the_disk_is_timed_where_it_is_asked_for(tmp_path: Path) -> None:
-    (disk,) = [f for f in doctor.examine(tmp_path) if f.subject == "disk tier"]
-    if disk.state == "ok":  # a folder in main memory is said instead
-        assert str(tmp_path) in disk.found and "MB/s out" in disk.found
-    else:
-        assert "main memory" in disk.means and "--disk-path" in disk.fix
-
-
-def test_a_disk_that_is_not_there_is_said(tmp_path: Path) -> None:
-    (disk,) = [f for f in doctor.examine(tmp_path / "nowhere") if f.subject == "disk tier"]
-    assert disk.state == "note" and "--disk-path" in disk.fix
-
-
-def test_caches_that_are_off_are_said(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("LOWTIDE_CACHE", "off")
-    assert found()["known plans"].found == "off"
+    assert "compiler" not in result.output
 
 
 def test_as_json() -> None:
-    result = CliRunner().invoke(app, ["doctor", "--no-disk", "--json"])
+    result = CliRunner().invoke(app, ["doctor", "--json"])
     assert result.exit_code == 0
     subjects = [row["subject"] for row in json.loads(result.output)["findings"]]
     assert subjects[:2] == ["lowtide", "PyTorch"]

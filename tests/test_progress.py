@@ -28,7 +28,6 @@ class Terminal(io.StringIO):
 @pytest.fixture
 def terminal(monkeypatch: pytest.MonkeyPatch) -> Terminal:
     """Standard error as a person at a terminal has it."""
-    monkeypatch.setattr(progress, "_TEST", "NOT_A_TEST")
     for name in ("LOWTIDE_PROGRESS", "RANK"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -159,9 +158,7 @@ def test_a_real_terminal() -> None:
     )
     outer, inner = pty.openpty()
     environment = {
-        name: value
-        for name, value in os.environ.items()
-        if name not in ("PYTEST_CURRENT_TEST", "LOWTIDE_PROGRESS", "RANK")
+        name: value for name, value in os.environ.items() if name not in ("LOWTIDE_PROGRESS", "RANK")
     }
     with subprocess.Popen(
         [sys.executable, "-c", code], stderr=inner, env={**environment, "TERM": "xterm"}

@@ -34,30 +34,21 @@ if TYPE_CHECKING:
     from lowtide.store.stores import Stores
 
 _HOMES = {
-    "Chain": "lowtide.plan.data",
-    "Compress": "lowtide.plan.data",
-    "Offload": "lowtide.plan.data",
-    "Shard": "lowtide.plan.data",
-    "Stores": "lowtide.store.stores",
-    "Handle": "lowtide.run.limit.handle",
-    "Keep": "lowtide.plan.data",
-    "LowtideWarning": "lowtide.run.limit.messages",
-    "Measurement": "lowtide.meter",
-    "Plan": "lowtide.plan.data",
-    "Recompute": "lowtide.plan.data",
-    "StepGraph": "lowtide.graph",
-    "apply": "lowtide.run.apply",
-    "compile": "lowtide.compiled.api",
-    "compile_options": "lowtide.compiled.api",
-    "handle_of": "lowtide.run.limit.handle",
-    "checkpoint": "lowtide.run.scope.scope",
-    "checkpointing": "lowtide.run.scope.scope",
-    "layout": "lowtide.plan.layout",
-    "limit_memory": "lowtide.limits",
-    "measure": "lowtide.meter",
-    "measure_links": "lowtide.plan.moves.supply",
-    "policies": "lowtide.plan",
+    "lowtide.compiled.api": ("compile", "compile_options"),
+    "lowtide.graph": ("StepGraph",),
+    "lowtide.limits": ("limit_memory",),
+    "lowtide.meter": ("Measurement", "measure"),
+    "lowtide.plan": ("policies",),
+    "lowtide.plan.data": ("Chain", "Compress", "Keep", "Offload", "Plan", "Recompute", "Shard"),
+    "lowtide.plan.layout": ("layout",),
+    "lowtide.plan.moves.supply": ("measure_links",),
+    "lowtide.run.apply": ("apply",),
+    "lowtide.run.limit.handle": ("Handle", "handle_of"),
+    "lowtide.run.limit.messages": ("LowtideWarning",),
+    "lowtide.run.scope.scope": ("checkpoint", "checkpointing"),
+    "lowtide.store.stores": ("Stores",),
 }
+"""Where the names are that are loaded when they are first used."""
 
 __all__ = [
     "BudgetError",
@@ -96,7 +87,7 @@ __all__ = [
 def __getattr__(name: str) -> Any:
     if name in ("estimate", "plan"):  # rooms; the last is a verb, too
         return import_module(f"lowtide.{name}")
-    home = _HOMES.get(name)
+    home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module 'lowtide' has no attribute {name!r}")
     return getattr(import_module(home), name)

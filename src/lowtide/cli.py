@@ -10,15 +10,13 @@ import shutil
 import sys
 import traceback
 import warnings
-from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 import typer
 
-from lowtide.budget import rounded_up
-from lowtide.errors import BudgetError, LowtideError
+from lowtide.errors import LowtideError
 from lowtide.estimate.command import estimate_command
 from lowtide.estimate.simulate_command import simulate_command
 from lowtide.estimate.suggest_command import suggest_command
@@ -183,23 +181,10 @@ def train(
         str | None,
         typer.Option(help="Of the pipeline: 1f1b, gpipe, interleaved, zero-bubble, zbv. [default: 1f1b]"),
     ] = None,
-    silent_seconds: Annotated[
-        float | None,
-        typer.Option(
-            help="How long a process may say nothing before the others end the run; 0 is for ever. "
-            "[default: 30, longer in a debugger]"
-        ),
-    ] = None,
     tensorboard: Annotated[
         Path | None, typer.Option(help="Folder for TensorBoard's curves (needs tensorboard).")
     ] = None,
     json_file: Annotated[Path | None, typer.Option("--json", help="Write all results to this file.")] = None,
-    plot: Annotated[
-        Path | None,
-        typer.Option(
-            help="Draw live memory over one step into this file (.png, .pdf or .svg; needs matplotlib)."
-        ),
-    ] = None,
     report: Annotated[
         Path | None,
         typer.Option(help="Show one step and its plan in this file: a page (.html), or as lowtide report."),
@@ -213,9 +198,9 @@ def train(
 
     from lowtide.report import save_report
     from lowtide.train.options import TrainOptions
-    from lowtide.train.progress import ConsoleProgress, Silent
+    from lowtide.train.progress import Progress
     from lowtide.train.resume import named_folder, resumed
-    from lowtide.train.summary import save_plot, show
+    from lowtide.train.summary import show
     from lowtide.train.trainer import train as run
 
     asked |= dict(
@@ -232,7 +217,7 @@ def train(
     options = TrainOptions(**asked)
     first = os.environ.get("RANK", "0") == "0"  # the others' results are in its
     console = Console(quiet=quiet or not first)
-    progress = Silent() if quiet else ConsoleProgress(console)
+    progress = Progress(console)
     try:
         with muted() if quiet else nullcontext():
             result = run(options, progress)
@@ -240,10 +225,8 @@ def train(
         progress.finish()
     if first and options.json is not None:
         _write_text(options.json, json.dumps(result.to_json(), indent=1) + "\n")
-    if first:
-        save_plot(result)
-        if result.report is not None and options.report is not None:
-            save_report(result.report, options.report)
+    if first and result.report is not None and options.report is not None:
+        save_report(result.report, options.report)
     show(result, console)
     if result.stopped:
         raise typer.Exit(130)
@@ -286,19 +269,12 @@ def plan(
 
 @app.command()
 def doctor(
-    disk_path: Annotated[
-        Path | None,
-        typer.Option(help="Folder that offloaded values would go to. [default: that for temporary files]"),
-    ] = None,
-    disk: Annotated[
-        bool, typer.Option("--disk/--no-disk", help="Time the disk; takes a few seconds.")
-    ] = True,
     as_json: Annotated[bool, typer.Option("--json", help="Findings as JSON.")] = False,
 ) -> None:
     """Say what this machine has, what that means for a limited step, and what to do about it."""
     from lowtide.doctor import examine, report
 
-    found = examine(disk_path, measure_disk=disk)
+    found = examine()
     typer.echo(json.dumps(report(found), indent=1) if as_json else "\n".join(map(str, found)))
     if any(finding.state == "problem" for finding in found):
         raise typer.Exit(1)
@@ -352,12 +328,6 @@ def _main() -> None:
         with warnings.catch_warnings():
             warnings.showwarning = _show_warning
             app()
-    except BudgetError as error:
-        _fail(
-            str(error)
-            if error.smallest_bytes is None or "--budget" in str(error)
-            else f"{error}\n{_flags(error.smallest_bytes, error.remedies)}"
-        )
     except LowtideError as error:
         _fail(str(error))
     except KeyboardInterrupt:
@@ -371,23 +341,6 @@ def _main() -> None:
             f"the machine is out of memory ({str(error).splitlines()[0]}): lower --budget, --batch or --seq, "
             "or choose a smaller --model"
         )
-
-
-_FLAGS = {
-    "make the batch": "--batch, --seq",
-    "chunks": "--loss-chunks",
-    "host_fraction": "--optimizer-host-fraction",
-    "train a smaller one": "--model",
-}
-"""The options that a remedy of a `BudgetError` is on the command line, by words of it."""
-
-
-def _flags(smallest_bytes: int, remedies: Sequence[str]) -> str:
-    """What the remedies of a refusal are on the command line."""
-    said = "\n".join(remedies)
-    flags = [flag for words, flag in _FLAGS.items() if words in said]
-    others = f", or change {', '.join(flags)}" if flags else ""
-    return f"Give --budget {rounded_up(smallest_bytes)} or --budget min{others}."
 
 
 _plain_warning = warnings.showwarning

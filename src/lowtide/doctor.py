@@ -6,16 +6,13 @@ would fill, and none reaches for a network.
 
 from __future__ import annotations
 
-import importlib.metadata
 import os
 import platform
 import re
 import shutil
 import sys
-import tempfile
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 State = Literal["ok", "note", "problem"]
@@ -58,12 +55,8 @@ class Finding:
         return "\n".join([lines[0], *(f"         {line}" for line in lines[1:])])
 
 
-def examine(disk: str | os.PathLike[str] | None = None, *, measure_disk: bool = True) -> list[Finding]:
+def examine() -> list[Finding]:
     """Look at everything.
-
-    Args:
-        disk: the folder that offloaded values would go to; that for temporary files by default.
-        measure_disk: whether to time the disk, which takes a few seconds and 48 MiB there.
 
     Returns:
         Findings in the order in which they matter. Where PyTorch is missing or too old, nothing after that.
@@ -71,9 +64,7 @@ def examine(disk: str | os.PathLike[str] | None = None, *, measure_disk: bool = 
     found = _python()
     if any(finding.state == "problem" for finding in found):
         return found
-    checks: list[Callable[[], Iterable[Finding]]] = [_private, _compiler, _meter, _devices, _allocator]
-    checks += [_processes, _caches, lambda: _disk(disk, measure_disk), _extras]
-    for check in checks:
+    for check in (_private, _compiler, _meter, _devices, _allocator):
         found += check()
     return found
 
@@ -188,106 +179,3 @@ def _allocator() -> list[Finding]:
             fix = "MALLOC_MMAP_THRESHOLD_=2147483647 MALLOC_TRIM_THRESHOLD_=2147483647 keeps them"
             found.append(Finding("C allocator", "glibc's defaults", means, "note", fix))
     return found
-
-
-def _processes() -> list[Finding]:
-    import torch.distributed as dist
-
-    kinds = [
-        name for name in ("gloo", "nccl", "mpi") if dist.is_available() and dist.is_backend_available(name)
-    ]
-    if not kinds:
-        means = "no `torchrun`: parallel layers and pipelines cannot be used"
-        return [Finding("several processes", "no backend", means, "note", "install another build of PyTorch")]
-    return [Finding("several processes", ", ".join(kinds), "`torchrun -m lowtide train --tp 2` can run")]
-
-
-def _caches() -> list[Finding]:
-    from lowtide.native import BuildError, cache_dir
-    from lowtide.plan.cache import folder
-
-    found = []
-    try:
-        found.append(Finding("compiled helpers", str(cache_dir()), "compiled once, for all runs"))
-    except BuildError as error:
-        fix = "LOWTIDE_CACHE_DIR=... names a folder that only you can write to"
-        found.append(Finding("compiled helpers", "nowhere", str(error), "note", fix))
-    plans = folder()
-    if plans is None:
-        fix = "unset LOWTIDE_CACHE, or name a folder in it"
-        found.append(Finding("known plans", "off", "every run plans anew", "note", fix))
-    elif _writable(plans):
-        found.append(Finding("known plans", str(plans), "the next run begins from them"))
-    else:
-        fix = "LOWTIDE_CACHE=... names a folder that can be written"
-        found.append(
-            Finding("known plans", f"{plans} cannot be written", "every run plans anew", "note", fix)
-        )
-    return found
-
-
-def _writable(folder: Path) -> bool:
-    """Whether it, or the folder that it would be made in, can be written to."""
-    there = next((place for place in (folder, *folder.parents) if place.exists()), None)
-    return there is not None and os.access(there, os.W_OK | os.X_OK)
-
-
-def _disk(path: str | os.PathLike[str] | None, measured: bool) -> list[Finding]:
-    from lowtide import LowtideError, Offload, measure_links
-    from lowtide.budget import format_bytes
-
-    folder = str(path) if path is not None else tempfile.gettempdir()
-    try:
-        room = f"{folder}, {format_bytes(shutil.disk_usage(folder).free)} free"
-        if not measured:
-            return [Finding("disk tier", room, "not timed")]
-        (link,) = measure_links(Offload("disk", path=folder)).values()
-    except (LowtideError, OSError) as error:
-        fix = "lowtide doctor --disk-path FOLDER, and policies.offload('disk', path=FOLDER)"
-        return [Finding("disk tier", folder, f"values cannot be offloaded there: {error}", "note", fix)]
-    write, read = link.write_bytes_per_second, link.read_bytes_per_second
-    slower = min(write, read)
-    means = (
-        f"{slower / 1e6:,.0f} MB of activations can go there and come back for each second of forward and of "
-        "backward, hidden behind them"
-    )
-    return [Finding("disk tier", f"{room}, {write / 1e6:,.0f} MB/s out, {read / 1e6:,.0f} MB/s in", means)]
-
-
-def extras() -> dict[str, list[str]]:
-    """The packages that each extra asks for, by the extra's name; empty where lowtide was not installed."""
-    try:
-        asked = importlib.metadata.requires("lowtide") or []
-    except importlib.metadata.PackageNotFoundError:
-        return {}
-    found: dict[str, list[str]] = {}
-    for line in asked:
-        name = re.match(r"[\w.-]+", line)
-        extra = re.search(r"extra == ['\"]([\w-]+)['\"]", line)
-        if name is not None and extra is not None and name[0] != "lowtide":
-            found.setdefault(extra[1], []).append(name[0])
-    return found
-
-
-def _extras() -> list[Finding]:
-    found = []
-    for extra, packages in extras().items():
-        missing = [package for package in packages if not _installed(package)]
-        if extra == "dev":
-            continue  # for those who work on lowtide
-        if missing:
-            fix = f"pip install 'lowtide[{extra}]'"
-            found.append(
-                Finding(f"extra {extra}", f"without {', '.join(missing)}", "not needed", "note", fix)
-            )
-        else:
-            found.append(Finding(f"extra {extra}", ", ".join(packages), "there"))
-    return found
-
-
-def _installed(package: str) -> bool:
-    try:
-        importlib.metadata.version(package)
-    except importlib.metadata.PackageNotFoundError:
-        return False
-    return True

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import socket
-import sys
 from pathlib import Path
 
 
@@ -31,17 +30,3 @@ def lives(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except (OSError, IndexError):
         return True
-
-
-def debugged(pid: int | None = None) -> bool:
-    """Whether a debugger that stops all threads is attached to this process, or to another one of this
-    machine: gdb and its like (Linux says so), and debugpy and pydevd for this one. pdb stops one thread
-    only.
-    """
-    if pid is None and ("pydevd" in sys.modules or "debugpy" in sys.modules):
-        return True
-    try:
-        lines = Path(f"/proc/{pid or 'self'}/status").read_text().splitlines()
-    except OSError:
-        return False
-    return any(line.startswith("TracerPid:") and line.split()[1] != "0" for line in lines)

@@ -35,8 +35,6 @@ AFTER_SECONDS = 1.0
 """Work that is over sooner shows nothing on a terminal, and only its end in the log."""
 
 _REFRESH_SECONDS = 0.1
-_OFF = ("0", "false", "no", "off")
-_TEST = "PYTEST_CURRENT_TEST"
 
 _current: ContextVar[Work | None] = ContextVar("lowtide_progress", default=None)
 
@@ -107,13 +105,12 @@ class Work:
         """Take the bar away, and tell the line at the end unless it failed."""
         if self._bar is not None:
             self._bar.stop()
-        if failed or not self._line:
-            return
-        _tell(f"{self.past} in {self.seconds:.1f} s: {self._line}", self.seconds, self._shows)
+        if self._line and not failed:
+            took(self.past, self.seconds, self._line, self._shows)
 
 
 def took(past: str, seconds: float, result: str, progress: bool | None = None) -> None:
-    """Tell of work that is over, which could not be shown while it ran.
+    """Tell of work that is over.
 
     Args:
         past: what it is called, as in "planned".
@@ -121,12 +118,9 @@ def took(past: str, seconds: float, result: str, progress: bool | None = None) -
         result: what came of it.
         progress: whether a terminal is told; ``None`` goes by the environment.
     """
-    _tell(f"{past} in {seconds:.1f} s: {result}", seconds, shows(progress))
-
-
-def _tell(text: str, seconds: float, shown: bool) -> None:
+    text = f"{past} in {seconds:.1f} s: {result}"
     log.info("%s", text)
-    if shown and seconds >= AFTER_SECONDS and not log.isEnabledFor(logging.INFO):
+    if seconds >= AFTER_SECONDS and shows(progress) and not log.isEnabledFor(logging.INFO):
         print(f"lowtide: {text}", file=sys.stderr, flush=True)
 
 
@@ -178,9 +172,9 @@ def shows(progress: bool | None = None) -> bool:
     """Whether a bar belongs here: in the main thread of the first process, with a person at the terminal who
     did not turn it off.
     """
-    if progress is False or (progress is None and os.environ.get("LOWTIDE_PROGRESS", "").lower() in _OFF):
+    if progress is False or (progress is None and os.environ.get("LOWTIDE_PROGRESS") == "0"):
         return False
-    if log.level > logging.INFO or os.environ.get("RANK", "0") != "0" or _TEST in os.environ:
+    if log.level > logging.INFO or os.environ.get("RANK", "0") != "0":
         return False
     if threading.current_thread() is not threading.main_thread() or os.environ.get("TERM") == "dumb":
         return False

@@ -295,26 +295,6 @@ def test_columns_keep_their_names_at_80_characters(arguments: list[str]) -> None
     assert "…" not in table and max(map(len, table.splitlines())) <= 80
 
 
-@pytest.mark.parametrize(
-    "arguments",
-    [
-        ["suggest", "--model", "llama3-8b", "--devices", "4", "--memory", "80GB", "--seq", "8192"],
-        ["estimate", "--model", "175b", "--tp", "8", "--pp", "8", "--sequence-parallel", "--memory", "80GB"],
-    ],
-)
-def test_everything_is_said_in_60_characters(arguments: list[str]) -> None:
-    """Rows that are too wide become lines; commands are left whole, to be copied."""
-    wide, narrow = (
-        CliRunner().invoke(app, arguments, env={"COLUMNS": columns}).output for columns in ("200", "60")
-    )
-    lines = [line for line in narrow.splitlines() if "lowtide " not in line]
-    assert "…" not in narrow and max(map(len, lines)) <= 60
-    # no word of a wide terminal is missing, or broken
-    words = {word.strip(",") for word in narrow.split()}
-    rules = {word for word in wide.split() if set(word) <= {"─"}}
-    assert {word.strip(",") for word in wide.split()} - words <= rules
-
-
 def test_estimate_s_columns_and_header_at_80_characters() -> None:
     flags = ["--model", "530b", "--as-published", "--recompute", "full", "--device", "a100", "--brief"]
     text = CliRunner().invoke(app, ["estimate", *flags], env={"COLUMNS": "80"}).output

@@ -221,11 +221,11 @@ def test_command(tmp_path: Path) -> None:
         "--global-batch",
         "4",
     ]
-    done = CliRunner().invoke(app, flags, catch_exceptions=False, env={"COLUMNS": "60"})
-    assert "…" not in done.output and max(map(len, done.output.splitlines())) <= 60
+    done = CliRunner().invoke(app, flags, catch_exceptions=False, env={"COLUMNS": "80"})
+    assert "…" not in done.output and max(map(len, done.output.splitlines())) <= 80
     said = " ".join(done.output.split())
-    assert "kept for backward, 2 in flight" in said and "difference equal" in said
-    assert "the formulas leave them out" in said and "peak without optimizer" in said
+    assert "kept for backward, 2 in flight" in said and "32 KiB equal" in said
+    assert "a mean and an inverse" in said and "peak without" in said
     data = json.loads(
         CliRunner().invoke(app, [*flags, "--json", "--stage", "1"], catch_exceptions=False).output
     )

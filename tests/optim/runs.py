@@ -6,9 +6,10 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from benchmarks.throttled_link import ThrottledLink
 from torch import nn
 
-from lowtide.optim import HostOptimizer, ThrottledLink
+from lowtide.optim import HostOptimizer
 
 FRACTIONS = [round(0.1 * tenth, 1) for tenth in range(11)]
 ADAMW: dict[str, Any] = {"lr": 1e-2, "weight_decay": 0.1}

@@ -10,10 +10,11 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.throttled_link import ThrottledLink
 from torch import nn
 
 from lowtide import meter
-from lowtide.optim import HostOptimizer, ThrottledLink
+from lowtide.optim import HostOptimizer
 
 WIDTH = 256
 

@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.throttled_link import ThrottledLink
 from runs import ADAMW, FRACTIONS, IDS, KINDS, MODES, batch, equal, groups, model, same_state, train
 
-from lowtide.optim import HostOptimizer, OptimError, ThrottledLink
+from lowtide.optim import HostOptimizer, OptimError
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.throttled_link import ThrottledLink
 from runs import ADAMW, MODES, batch, equal, model, same_state, train
 
-from lowtide.optim import HostOptimizer, OptimError, ThrottledLink
+from lowtide.optim import HostOptimizer, OptimError
 
 
 @pytest.mark.parametrize("mode", MODES)
@@ -169,7 +170,8 @@ KILLED = """
     import sys, torch
     sys.path.insert(0, {folder!r})
     from runs import ADAMW, batch, model
-    from lowtide.optim import HostOptimizer, ThrottledLink
+    from benchmarks.throttled_link import ThrottledLink
+    from lowtide.optim import HostOptimizer
 
     class Telling(ThrottledLink):
         told = 0

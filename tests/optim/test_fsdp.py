@@ -15,10 +15,11 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from benchmarks.throttled_link import ThrottledLink
 from runs import ADAMW
 from torch import nn
 
-from lowtide.optim import HostOptimizer, OptimError, ThrottledLink
+from lowtide.optim import HostOptimizer, OptimError
 
 pytestmark = pytest.mark.skipif(not (dist.is_available() and dist.is_gloo_available()), reason="needs Gloo")
 

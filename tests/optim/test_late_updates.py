@@ -7,9 +7,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.throttled_link import ThrottledLink
 from runs import ADAMW, MODES, batch, equal, model, train
 
-from lowtide.optim import HostOptimizer, OptimError, ThrottledLink
+from lowtide.optim import HostOptimizer, OptimError
 
 
 def delayed_reference(steps: int, warm_up: int, clip: float | None = None) -> list[Any]:

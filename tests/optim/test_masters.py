@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.throttled_link import ThrottledLink
 from runs import ADAMW, FRACTIONS, MODES, batch, equal, model, train
 
-from lowtide.optim import HostOptimizer, ThrottledLink
+from lowtide.optim import HostOptimizer
 
 SIXTEEN = [torch.bfloat16, torch.float16]
 

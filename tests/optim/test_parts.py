@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 import torch
+from benchmarks.throttled_link import ThrottledLink
 from hypothesis import given
 from hypothesis import strategies as st
 from runs import ADAMW, batch, model
 
-from lowtide.optim import HostOptimizer, OptimError, Speeds, ThrottledLink
+from lowtide.optim import HostOptimizer, OptimError, Speeds
 from lowtide.optim.balance import choose
 from lowtide.optim.layout import cuts, spans
 from lowtide.optim.pipeline import Task, batches

@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.tensor  # once, before processes are made
+from benchmarks.throttled_link import ThrottledLink
 from ranks import needs_gloo, on_ranks
 from test_models_shared import make, tokens
 from torch import Tensor, nn
@@ -21,7 +22,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 
 from lowtide import parallel as lp
-from lowtide.optim import HostOptimizer, ThrottledLink
+from lowtide.optim import HostOptimizer
 
 pytestmark = needs_gloo
 ORDERS = (2.0, math.inf, 1.0)

@@ -1,10 +1,12 @@
-"""``lowtide report``: from a run, from a step that is planned, and what it refuses."""
+"""Pages of a run, of a step that is planned and not run, and of a handle; and what is refused."""
 
 from __future__ import annotations
 
 import json
+import re
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +14,8 @@ import torch
 import lowtide
 from lowtide import cli
 from lowtide.errors import PlanError
-from lowtide.report import Report
+from lowtide.report.timeline import KINDS
 from lowtide.train.options import OptionError, TrainOptions
-from lowtide.train.report_command import saved_report
 
 SMALL = ["--model", "gpt-nano", "--batch", "8", "--seq", "128"]
 
@@ -29,7 +30,14 @@ def main(
     return int(exit_.value.code or 0), out, errors
 
 
-def test_a_run_leaves_a_page_and_what_other_files_are_made_from(
+def embedded(text: str) -> dict[str, Any]:
+    """The data of a page."""
+    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.DOTALL)
+    assert found is not None
+    return json.loads(found.group(1))
+
+
+def test_a_run_leaves_a_page(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     files = ["--json", str(tmp_path / "results.json"), "--report", str(tmp_path / "report.html")]
@@ -38,58 +46,32 @@ def test_a_run_leaves_a_page_and_what_other_files_are_made_from(
     assert f"report in {tmp_path / 'report.html'}" in out.replace("\n", "")
     assert "gpt-nano, 8 x 128 tokens, fp32 - lowtide report" in (tmp_path / "report.html").read_text()
     results = json.loads((tmp_path / "results.json").read_text())
-    report = Report.from_json(results["report"])
-    assert report.summary["predicted_peak_bytes"] == results["comparison"]["predicted_peak_bytes"]
-    assert report.measured_planned is not None and report.measured_plain is not None
-    assert report.measured_planned.peak_bytes == results["comparison"]["planned"]["peak_bytes"]
-    assert (
-        max(live for _, live in report.measured_plain.curve) == results["comparison"]["plain"]["peak_bytes"]
-    )
-    assert any(span.kind == "optimizer" for span in report.planned.spans)
-    assert len(report.points) > 1
-
-    again = tmp_path / "again"
-    outs = ["-o", f"{again}.html", "-o", f"{again}.pickle"]
-    code, out, errors = main(monkeypatch, capsys, "report", str(tmp_path), *outs)
-    assert code == 0, errors
-    which = "(gpt-nano, 8 x 128 tokens, fp32)"
-    assert out.splitlines() == [f"report in {again}.html {which}", f"report in {again}.pickle {which}"]
-    assert Path(f"{again}.html").read_text() == (tmp_path / "report.html").read_text()
-    code, _, errors = main(monkeypatch, capsys, "report", str(tmp_path), "--batch", "4")
-    assert (code, errors.strip()) == (
-        2,
-        "lowtide: --batch: the report is of a run that is there; leave this out, or the run",
-    )
+    data = embedded((tmp_path / "report.html").read_text())
+    assert data["summary"]["predicted_peak_bytes"] == results["comparison"]["predicted_peak_bytes"]
+    for way in ("plain", "planned"):
+        assert data[f"measured_{way}"]["peak_bytes"] == results["comparison"][way]["peak_bytes"]
+    plain = data["measured_plain"]
+    assert max(live for _, live in plain["curve"]) == plain["peak_bytes"]
+    assert any(label[0] == KINDS.index("optimizer") for label in data["labels"])
+    assert len(data["points"]) > 1
 
 
 def test_a_step_is_planned_and_shown_without_a_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    file = tmp_path / "step.json"
-    code, out, errors = main(
-        monkeypatch, capsys, "report", *SMALL, "--budget", "70%", "-o", str(file), "--quiet"
-    )
-    assert (code, out) == (0, ""), errors
-    report = saved_report(file)
-    assert report.title == "gpt-nano, 8 x 128 tokens, fp32"
-    assert report.measured_planned is None
-    assert {span.module for span in report.planned.spans} >= {"blocks.0.mlp.down", "blocks.1.mlp.down"}
-
-
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (None, "cannot read .*results.json"),
-        ("no json", "is no JSON"),
-        ('{"lowtide": "train", "report": null}', "has nothing to report on"),
-        ('{"lowtide": "plan"}', "is no lowtide report"),
-    ],
-)
-def test_what_cannot_be_read_says_why(tmp_path: Path, content: str | None, message: str) -> None:
-    if content is not None:
-        (tmp_path / "results.json").write_text(content)
-    with pytest.raises(lowtide.LowtideError, match=message):
-        saved_report(tmp_path)
+    files = [tmp_path / "step.html", tmp_path / "step.pickle"]
+    outs = [word for file in files for word in ("-o", str(file))]
+    code, out, errors = main(monkeypatch, capsys, "report", *SMALL, "--budget", "70%", *outs)
+    assert code == 0, errors
+    which = "(gpt-nano, 8 x 128 tokens, fp32)"
+    assert out.splitlines() == [f"report in {file} {which}" for file in files]
+    data = embedded(files[0].read_text())
+    assert data["measured_planned"] is None
+    modules = {data["texts"][label[1]] for label in data["labels"]}
+    assert modules >= {"blocks.0.mlp.down", "blocks.1.mlp.down"}
+    assert files[1].stat().st_size > 1000
+    outs = ["-o", str(files[0]), "--quiet"]
+    assert main(monkeypatch, capsys, "report", *SMALL, "--budget", "70%", *outs)[:2] == (0, "")
 
 
 def test_names_and_runs_that_cannot_have_a_report_are_refused_at_once(tmp_path: Path) -> None:

@@ -40,23 +40,6 @@ def embedded(text: str) -> dict[str, object]:
     return json.loads(found.group(1))
 
 
-def test_a_report_survives_json(report: Report) -> None:
-    text = json.dumps(report.to_json())
-    back = Report.from_json(json.loads(text))
-    assert json.dumps(back.to_json()) == text
-    assert back.planned.spans == report.planned.spans
-    assert back.planned.peak_bytes == report.summary["predicted_peak_bytes"]
-    assert back.decided == report.decided
-    assert back.points == report.points
-    assert back.measured_plain is not None
-
-
-@pytest.mark.parametrize("damage", [{}, [], {"format": 1}, {"format": 99}, None])
-def test_what_is_no_report_is_refused(damage: object) -> None:
-    with pytest.raises(PlanError, match="report"):
-        Report.from_json(damage)
-
-
 def test_decisions_sum_to_the_plans_own_table() -> None:
     graph = transformer(3)
     for policy in ("keep_all", "full", "optimal"):
@@ -176,7 +159,7 @@ def test_a_charting_library_comes_with_its_licence() -> None:
     assert "MIT License" in assets.joinpath("uPlot.LICENSE").read_text()
 
 
-@pytest.mark.parametrize("ending", [".html", ".png", ".svg", ".pickle", ".json"])
+@pytest.mark.parametrize("ending", [".html", ".png", ".svg", ".pickle"])
 def test_the_ending_says_what_is_written(report: Report, tmp_path: Path, ending: str) -> None:
     if ending in (".png", ".svg"):
         pytest.importorskip("matplotlib")
@@ -187,7 +170,6 @@ def test_the_ending_says_what_is_written(report: Report, tmp_path: Path, ending:
         ".png": b"\x89PNG",
         ".svg": b"<?xml",
         ".pickle": b"\x80",
-        ".json": b'{"format',
     }
     assert file.read_bytes().startswith(begins[ending])
 

@@ -35,8 +35,9 @@ def save(folder: Path, step: int) -> None:
 
 
 def check(loaded: checkpoint.Checkpoint) -> int:
-    assert loaded.state["model"]["weight"].eq(loaded.step).all()
-    assert loaded.state["step"] == loaded.step
+    (state,) = loaded.contents()
+    assert state["model"]["weight"].eq(loaded.step).all()
+    assert state["step"] == loaded.step
     assert loaded.run == {"seed": 1}
     return loaded.step
 
@@ -114,9 +115,10 @@ def test_code_in_a_file_is_not_executed(tmp_path: Path, monkeypatch: pytest.Monk
     else:
         data.write_bytes(pickle.dumps({"model": Evil()}))
     about = json.loads(manifest.read_text())
-    manifest.write_text(json.dumps({**about, "sha256": hashlib.sha256(data.read_bytes()).hexdigest()}))
+    digest = hashlib.sha256(data.read_bytes()).hexdigest()
+    manifest.write_text(json.dumps({**about, "files": {data.name: digest}}))
     with pytest.raises(CheckpointError):
-        checkpoint.load(tmp_path)
+        list(checkpoint.load(tmp_path).contents())
     assert not (tmp_path / "executed").exists()
 
 
@@ -126,7 +128,9 @@ def test_a_json_cannot_point_out_of_its_folder(tmp_path: Path) -> None:
     other = files(tmp_path / "other", ".pt")[0]
     other.rename(other.with_name("elsewhere.pt"))
     manifest = files(tmp_path / "run", ".json")[0]
-    manifest.write_text(json.dumps({**json.loads(manifest.read_text()), "file": "../other/elsewhere.pt"}))
+    about = json.loads(manifest.read_text())
+    (digest,) = about["files"].values()
+    manifest.write_text(json.dumps({**about, "files": {"../other/elsewhere.pt": digest}}))
     with pytest.raises(CheckpointError):
         checkpoint.load(tmp_path / "run")
 
@@ -223,8 +227,9 @@ for _ in range(rounds):
     killed_writing += any(folder.glob("*.tmp"))
     found = checkpoint.load(folder)
     assert found.step in (told, told + 1), (found.step, told)
-    assert found.run == {"step": found.step} and found.state["step"] == found.step
-    assert found.state["weight"].eq(found.step).all()
+    (state,) = found.contents()
+    assert found.run == {"step": found.step} and state["step"] == found.step
+    assert state["weight"].eq(found.step).all()
     last = found.step
 print(last, killed_writing)
 """

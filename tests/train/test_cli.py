@@ -143,7 +143,7 @@ def test_a_small_run_shows_the_whole_story(
 ) -> None:
     pytest.importorskip("matplotlib")
     monkeypatch.chdir(tmp_path)
-    shorter = ["--steps", "4", "--budget", "70%", "--json", "r.json", "--plot", "memory.png"]
+    shorter = ["--steps", "4", "--budget", "70%", "--json", "r.json", "--report", "memory.png"]
     code, out, errors = main(monkeypatch, capsys, "train", *SMALL, *shorter)
     assert code == 0, errors
     output = words(out)
@@ -159,7 +159,7 @@ def test_a_small_run_shows_the_whole_story(
         "yes",
     ):
         assert expected in output
-    assert any(0x2800 < ord(character) <= 0x28FF for character in out)
+    assert "█" in out and "┄ budget" in out
     results = json.loads((tmp_path / "r.json").read_text())
     assert len(results["losses"]) == 4
     assert results["comparison"]["within_budget"] is True
@@ -211,7 +211,6 @@ def test_a_plan_is_printed_and_saved_without_training(
         (["train", "--model", "gpt3-175b"], "choose a smaller model"),
         (["train", "--budget", "1MiB", *SMALL], "the budget of 1.0 MiB is too small: parameters "),
         (["plan", "--budget", "1MiB", *SMALL], "the smallest that works"),
-        (["plan", "--budget", "1MiB", *SMALL], "or --budget min, or change --model."),
         (["plan", "--seq", "5000"], "has 1024 positions"),
     ],
 )

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 
+from lowtide.errors import LowtideError
 from lowtide.train.options import OptionError, TrainOptions
 from lowtide.train.planning import PlanOptions
 
@@ -25,20 +26,17 @@ from lowtide.train.planning import PlanOptions
         ({"warmup": 30, "steps": 20}, "--warmup 30: it is longer than the run of --steps 20"),
         ({"dtype": "fp16"}, "--dtype fp16: choose fp32 or bf16"),
         ({"checkpoint_every": 5}, "--checkpoint-every 5: it needs --checkpoint-dir"),
-        ({"silent_seconds": -1.0, "dp": 2}, r"--silent-seconds -1\.0: it cannot be negative"),
-        ({"silent_seconds": 60.0}, r"--silent-seconds 60\.0: one process waits for nobody"),
         ({"resume": True}, "--resume: it needs --checkpoint-dir"),
         ({"stop_after": 300}, "--stop-after 300: choose a step from 1 to --steps 100"),
-        ({"plot": Path("a.png"), "compare": False}, "leave out --no-compare"),
+        ({"report": Path("a.png"), "compare": False}, "leave out --no-compare"),
         (
             {"report": Path("a.html"), "pp": 2, "grad_accum": 2},
             "without comparing them: leave out --pp or --report$",
         ),
         (
-            {"plot": Path("a.png"), "dp": 2, "shard_parameters": True, "policy": "full"},
-            "leave out --shard-parameters or --plot$",
+            {"report": Path("a.png"), "dp": 2, "shard_parameters": True, "policy": "full"},
+            "leave out --shard-parameters or --report$",
         ),
-        ({"plot": Path("a.txt")}, r"--plot a.txt: choose a name that ends in \.png"),
         ({"json": Path("missing/a.json")}, "--json missing/a.json: cannot write a file there"),
         ({"lr_schedule": "steep"}, "--lr-schedule steep: choose one of cosine, linear, constant"),
         ({"device": "tpu9"}, "--device tpu9"),
@@ -72,13 +70,13 @@ def test_cuda_that_is_not_there_is_refused() -> None:
             options(device="cuda")
 
 
-def test_a_plot_without_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_picture_without_matplotlib_names_the_remedy(monkeypatch: pytest.MonkeyPatch) -> None:
     real = importlib.util.find_spec
     monkeypatch.setattr(
         importlib.util, "find_spec", lambda name: None if name == "matplotlib" else real(name)
     )
-    with pytest.raises(OptionError, match=r"pip install 'lowtide\[train\]'"):
-        TrainOptions(plot=Path("a.png"))
+    with pytest.raises(LowtideError, match=r"pip install 'lowtide\[train\]'"):
+        TrainOptions(report=Path("a.png"))
 
 
 def test_what_shapes_the_losses_is_in_the_trajectory_and_the_rest_is_not() -> None:

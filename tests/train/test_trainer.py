@@ -52,7 +52,8 @@ def trail(result: TrainResult) -> list[tuple[float, float]]:
 
 
 def weights(folder: Path) -> dict[str, torch.Tensor]:
-    return checkpoint.load(folder).state["model"]
+    (content,) = checkpoint.load(folder).contents()
+    return {piece["name"]: piece["tensors"]["weight"] for piece in content["pieces"]}
 
 
 @pytest.mark.skipif(not meter.available(), reason="needs a C++ compiler for the counting allocator")
@@ -327,7 +328,7 @@ def test_weights_and_tokenizer_of_a_folder_are_where_a_run_begins(text: Path, tm
     )
     curves = tmp_path / "curves"
     result = train(dataclasses.replace(begins, checkpoint_dir=tmp_path / "run", tensorboard=curves))
-    saved = checkpoint.load(tmp_path / "run").state["model"]
+    saved = weights(tmp_path / "run")
     for name, tensor in model.state_dict().items():
         assert torch.allclose(saved[f"model.{name}"], tensor), "so small a rate leaves them as they were"
     pytest.importorskip("tensorboard")

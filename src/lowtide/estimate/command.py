@@ -11,6 +11,7 @@ import typer
 from lowtide.budget import parse
 from lowtide.errors import BudgetError
 from lowtide.estimate.errors import EstimateError
+from lowtide.estimate.settings import RUN_SETTINGS, SHAPE_SETTINGS
 
 Mlp = Literal["gelu", "swiglu", "squared-relu"]
 Switch = bool | None
@@ -21,129 +22,130 @@ MODEL_HELP = (
 )
 
 
-def _option(text: str, *names: str) -> Any:
+def option(text: str, *names: str) -> Any:
+    """An option whose default its help names, if there is one."""
     return typer.Option(*names, help=text, show_default=False)
 
 
-ModelName = Annotated[str | None, _option(MODEL_HELP)]
-Layers = Annotated[int | None, _option("Transformer layers (L).")]
-Hidden = Annotated[int | None, _option("Hidden size (h).")]
-Heads = Annotated[int | None, _option("Attention heads (a).")]
-KvHeads = Annotated[int | None, _option("Key-value heads. [default: the heads]")]
-HeadWidth = Annotated[int | None, _option("Width of a head. [default: hidden / heads]")]
+ModelName = Annotated[str | None, option(MODEL_HELP)]
+Layers = Annotated[int | None, option("Transformer layers (L).")]
+Hidden = Annotated[int | None, option("Hidden size (h).")]
+Heads = Annotated[int | None, option("Attention heads (a).")]
+KvHeads = Annotated[int | None, option("Key-value heads. [default: the heads]")]
+HeadWidth = Annotated[int | None, option("Width of a head. [default: hidden / heads]")]
 Ffn = Annotated[
-    int | None, _option("Inner size of the MLP. [default: 4h; for swiglu 8h/3 up to a multiple of 256]")
+    int | None, option("Inner size of the MLP. [default: 4h; for swiglu 8h/3 up to a multiple of 256]")
 ]
-Vocab = Annotated[int | None, _option("Vocabulary (v). [default: 51200]")]
-MlpKind = Annotated[Mlp | None, _option("Kind of MLP. [default: gelu]")]
-NormKind = Annotated[Literal["layernorm", "rmsnorm"] | None, _option("Kind of norm. [default: layernorm]")]
+Vocab = Annotated[int | None, option("Vocabulary (v). [default: 51200]")]
+MlpKind = Annotated[Mlp | None, option("Kind of MLP. [default: gelu]")]
+NormKind = Annotated[Literal["layernorm", "rmsnorm"] | None, option("Kind of norm. [default: layernorm]")]
 Positions = Annotated[
-    Literal["learned", "rotary"] | None, _option("Kind of positions. [default: learned with gelu]")
+    Literal["learned", "rotary"] | None, option("Kind of positions. [default: learned with gelu]")
 ]
-Bias = Annotated[Switch, _option("Biases of linear layers. [default: with gelu]", "--bias/--no-bias")]
+Bias = Annotated[Switch, option("Biases of linear layers. [default: with gelu]", "--bias/--no-bias")]
 Tied = Annotated[
     Switch,
-    _option(
+    option(
         "Output layer shares the embedding. [default: the model's]", "--tied-embeddings/--untied-embeddings"
     ),
 ]
-Seq = Annotated[int | None, _option("Tokens in a sequence (s). [default: the model's longest]")]
-MicroBatch = Annotated[int | None, _option("Sequences in a micro-batch (b). [default: 1]")]
-GlobalBatch = Annotated[int | None, _option("Sequences in a step (B). [default: micro-batch x dp x pp]")]
-Tp = Annotated[int | None, _option("Tensor parallel size (t). [default: 1]")]
+Seq = Annotated[int | None, option("Tokens in a sequence (s). [default: the model's longest]")]
+MicroBatch = Annotated[int | None, option("Sequences in a micro-batch (b). [default: 1]")]
+GlobalBatch = Annotated[int | None, option("Sequences in a step (B). [default: micro-batch x dp x pp]")]
+Tp = Annotated[int | None, option("Tensor parallel size (t). [default: 1]")]
 SequenceParallel = Annotated[
     Switch,
-    _option("Split norms and dropouts along the sequence.", "--sequence-parallel/--no-sequence-parallel"),
+    option("Split norms and dropouts along the sequence.", "--sequence-parallel/--no-sequence-parallel"),
 ]
-Pp = Annotated[int | None, _option("Pipeline stages (p). [default: 1]")]
-Interleave = Annotated[int | None, _option("Model chunks on a stage (m). [default: 1]")]
-Dp = Annotated[int | None, _option("Data parallel size (d). [default: 1]")]
-Cp = Annotated[int | None, _option("Context parallel size: ranks that share each sequence. [default: 1]")]
+Pp = Annotated[int | None, option("Pipeline stages (p). [default: 1]")]
+Interleave = Annotated[int | None, option("Model chunks on a stage (m). [default: 1]")]
+Dp = Annotated[int | None, option("Data parallel size (d). [default: 1]")]
+Cp = Annotated[int | None, option("Context parallel size: ranks that share each sequence. [default: 1]")]
 Zero = Annotated[
     int | None,
-    _option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights: FSDP). [default: 0]"),
+    option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights: FSDP). [default: 0]"),
 ]
 Recompute = Annotated[
     str | None,
-    _option(
+    option(
         "none; selective (Megatron's: the attention core); full; selective-op, selective-layer "
         "(torchtitan's); sqrt; or a number of layers of each stage. [default: none]"
     ),
 ]
 Attention = Annotated[
     Literal["unfused", "fused", "flash-3"] | None,
-    _option(
+    option(
         "fused keeps no scores; nor does flash-3 (FlashAttention 3, TransformerEngine's on Hopper), which is "
         "faster. [default: the model's; unfused with bare sizes, as in arXiv 2205.05198]"
     ),
 ]
-Dropout = Annotated[float | None, _option("Dropout probability. [default: the model's; 0.1 with bare sizes]")]
+Dropout = Annotated[float | None, option("Dropout probability. [default: the model's; 0.1 with bare sizes]")]
 Dtype = Annotated[
     Literal["bf16", "bf16-true", "fp16", "fp32", "autocast"] | None,
-    _option(
+    option(
         "Of weights and activations; autocast: float32 weights, bfloat16 products; bf16-true: of the "
         "optimizer's state, too, without a float32 copy of the weights."
     ),
 ]
 GradientDtype = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"] | None,
-    _option("Of gradients. [default: fp32 without --zero (18 bytes a parameter), else the weights']"),
+    option("Of gradients. [default: fp32 without --zero (18 bytes a parameter), else the weights']"),
 ]
 ReduceDtype = Annotated[
     Literal["auto", "bf16", "fp16", "fp32"] | None,
-    _option(
+    option(
         "In which gradients are summed over data-parallel ranks (traffic only). [default: the gradients']"
     ),
 ]
-Optimizer = Annotated[Literal["adam", "adamw", "momentum", "sgd"] | None, _option("[default: adam]")]
+Optimizer = Annotated[Literal["adam", "adamw", "momentum", "sgd"] | None, option("[default: adam]")]
 OffloadOptimizer = Annotated[
-    float | None, _option("Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0]")
+    float | None, option("Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0]")
 ]
 PartitionActivations = Annotated[
-    Switch, _option("ZeRO-R's P_a: split kept layer inputs among tensor ranks.", "--partition-activations")
+    Switch, option("ZeRO-R's P_a: split kept layer inputs among tensor ranks.", "--partition-activations")
 ]
-OffloadActivations = Annotated[Switch, _option("Keep activations on the host.", "--offload-activations")]
+OffloadActivations = Annotated[Switch, option("Keep activations on the host.", "--offload-activations")]
 Loss = Annotated[
     Literal["torch", "torch-uncast", "in-place", "compiled", "chunked"] | None,
-    _option(
+    option(
         "Cross entropy: torch's on float32 logits, on logits as they are (torch-uncast), in place "
         "(Megatron's and lowtide's), torch's compiled, or in --loss-chunks pieces with the output layer. "
         "[default: torch at t = 1, in-place above]"
     ),
 ]
-LossChunks = Annotated[int | None, _option("Pieces of a chunked loss. [default: 8]")]
+LossChunks = Annotated[int | None, option("Pieces of a chunked loss. [default: 8]")]
 UnfusedMlp = Annotated[
-    Switch, _option("SwiGLU in separate operations, which also keep silu(gate).", "--unfused-mlp")
+    Switch, option("SwiGLU in separate operations, which also keep silu(gate).", "--unfused-mlp")
 ]
 KeepOutputs = Annotated[
     Switch,
-    _option("Stage outputs are not freed after sending (arXiv 2205.05198, App. B).", "--keep-output-tensors"),
+    option("Stage outputs are not freed after sending (arXiv 2205.05198, App. B).", "--keep-output-tensors"),
 ]
 KeepGathered = Annotated[
     Switch,
-    _option("Gathered inputs are kept under --sequence-parallel (DTensor, nanotron).", "--keep-gathered"),
+    option("Gathered inputs are kept under --sequence-parallel (DTensor, nanotron).", "--keep-gathered"),
 ]
 GatherLogits = Annotated[
-    Switch, _option("Every tensor rank gathers all logits for the loss (Hugging Face).", "--gather-logits")
+    Switch, option("Every tensor rank gathers all logits for the loss (Hugging Face).", "--gather-logits")
 ]
 NoSync = Annotated[
     Switch,
-    _option("Gradients that ZeRO splits are whole until the last micro-batch (FSDP's no_sync).", "--no-sync"),
+    option("Gradients that ZeRO splits are whole until the last micro-batch (FSDP's no_sync).", "--no-sync"),
 ]
 Compile = Annotated[
-    Switch, _option("Pointwise operations are fused, by torch.compile or by hand (times only).", "--compile")
+    Switch, option("Pointwise operations are fused, by torch.compile or by hand (times only).", "--compile")
 ]
-Float8 = Annotated[Switch, _option("The layers' products run in float8 (times only).", "--float8")]
+Float8 = Annotated[Switch, option("The layers' products run in float8 (times only).", "--float8")]
 OverlapTensor = Annotated[
     Switch,
-    _option(
+    option(
         "Tensor-parallel collectives run beside products: tp_comm_overlap, asynchronous TP (times only).",
         "--overlap-tensor",
     ),
 ]
 Reentrant = Annotated[
     Switch,
-    _option(
+    option(
         "Recomputed layers run to their end, as Megatron's do; else they stop where backward has all that it "
         "needs (FLOPs and times).",
         "--reentrant",
@@ -156,22 +158,22 @@ AsPublished = Annotated[
     ),
 ]
 IterationTime = Annotated[
-    float | None, _option("Measured seconds of a step, for MFU and HFU.", "--iteration-time")
+    float | None, option("Measured seconds of a step, for MFU and HFU.", "--iteration-time")
 ]
 PeakTflops = Annotated[
     float | None,
-    _option("Peak TFLOP/s of one device, for MFU and HFU. [default: the --device's]", "--peak-tflops"),
+    option("Peak TFLOP/s of one device, for MFU and HFU. [default: the --device's]", "--peak-tflops"),
 ]
 DeviceName = Annotated[
-    str | None, _option("a100, h100, h200, ...: its memory and peak rate, and a prediction of the time.")
+    str | None, option("a100, h100, h200, ...: its memory and peak rate, and a prediction of the time.")
 ]
-Memory = Annotated[str | None, _option("Memory of a device (80GB, 80GiB). [default: the --device's]")]
+Memory = Annotated[str | None, option("Memory of a device (80GB, 80GiB). [default: the --device's]")]
 ConfigFile = Annotated[
-    Path | None, _option("A JSON file with the flags' names as keys; flags go before it.", "--config")
+    Path | None, option("A JSON file with the flags' names as keys; flags go before it.", "--config")
 ]
 Json = Annotated[bool, typer.Option("--json", help="Print JSON.")]
 Csv = Annotated[bool, typer.Option("--csv", help="Print every line of every stage as CSV.")]
-Plot = Annotated[Path | None, _option("Draw the stages into this file (.png, .pdf, .svg; needs matplotlib).")]
+Plot = Annotated[Path | None, option("Draw the stages into this file (.png, .pdf, .svg; needs matplotlib).")]
 StageOption = Annotated[int, typer.Option("--stage", help="Pipeline stage to show line by line.")]
 Brief = Annotated[bool, typer.Option("--brief", help="Without the table of lines.")]
 
@@ -294,15 +296,8 @@ def estimate_command(
         render.show(found, Console(), stage, lines=not brief, name=model)
 
 
-SETTINGS = frozenset({
-    "layers", "hidden", "heads", "kv_heads", "head_width", "ffn", "vocab", "mlp", "norm", "positions",
-    "bias", "tied", "seq", "micro_batch",
-    "global_batch", "tp", "sequence_parallel", "pp", "interleave", "dp", "zero", "attention", "dropout",
-    "dtype", "gradient_dtype", "optimizer",
-    "offload_optimizer", "partition_activations", "offload_activations", "loss", "loss_chunks",
-    "unfused_mlp", "keep_output_tensors", "keep_gathered", "gather_logits", "no_sync", "cp", "compile",
-    "float8", "overlap_tensor", "reentrant", "reduce_dtype",
-})  # fmt: skip
+SETTINGS = {*RUN_SETTINGS, *SHAPE_SETTINGS} - {"recompute"}
+"""The parameters of a command that are settings as they are."""
 
 
 def make(

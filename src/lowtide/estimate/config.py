@@ -5,17 +5,20 @@ it.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 from lowtide.estimate.errors import EstimateError, divisors
 from lowtide.estimate.shape import Shape, check_size, kv_heads_per_rank
 
-RECOMPUTE = ("none", "selective", "selective-op", "selective-layer", "full", "sqrt")
-Recompute = Literal["none", "selective", "selective-op", "selective-layer", "full", "sqrt"] | int
+Ways = Literal["none", "selective", "selective-op", "selective-layer", "full", "sqrt"]
+RECOMPUTE = get_args(Ways)
+Recompute = Ways | int
+Attention = Literal["unfused", "fused", "flash-3"]
 Loss = Literal["auto", "torch", "torch-uncast", "in-place", "compiled", "chunked"]
 Dtype = Literal["bf16", "bf16-true", "fp16", "fp32", "autocast"]
+GradientDtype = Literal["auto", "bf16", "fp16", "fp32"]
 Optimizer = Literal["adam", "adamw", "momentum", "sgd"]
 
 OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
@@ -23,12 +26,12 @@ OPTIMIZER_STATES = {"adam": 2, "adamw": 2, "momentum": 1, "sgd": 0}
 
 _CHOICES: dict[str, tuple[Any, ...]] = {
     "zero": (0, 1, 2, 3),
-    "attention": ("unfused", "fused", "flash-3"),
-    "dtype": ("bf16", "bf16-true", "fp16", "fp32", "autocast"),
-    "gradient_dtype": ("auto", "bf16", "fp16", "fp32"),
-    "reduce_dtype": ("auto", "bf16", "fp16", "fp32"),
-    "optimizer": tuple(OPTIMIZER_STATES),
-    "loss": ("auto", "torch", "torch-uncast", "in-place", "compiled", "chunked"),
+    "attention": get_args(Attention),
+    "dtype": get_args(Dtype),
+    "gradient_dtype": get_args(GradientDtype),
+    "reduce_dtype": get_args(GradientDtype),
+    "optimizer": get_args(Optimizer),
+    "loss": get_args(Loss),
 }
 _SIZES = {
     "seq": 1 << 30,
@@ -40,11 +43,6 @@ _SIZES = {
     "cp": 1 << 14,
     "loss_chunks": 1 << 20,
 }
-_SWITCHES = (
-    "sequence_parallel", "partition_activations", "offload_activations", "unfused_mlp",
-    "keep_output_tensors", "keep_gathered", "gather_logits", "no_sync", "compile", "float8", "overlap_tensor",
-    "reentrant",
-)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -135,11 +133,11 @@ class Config:
     zero: int = 0
     recompute: Recompute = "none"
     reentrant: bool = False
-    attention: Literal["unfused", "fused", "flash-3"] = "unfused"
+    attention: Attention = "unfused"
     dropout: float = 0.1
     dtype: Dtype = "bf16"
-    gradient_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
-    reduce_dtype: Literal["auto", "bf16", "fp16", "fp32"] = "auto"
+    gradient_dtype: GradientDtype = "auto"
+    reduce_dtype: GradientDtype = "auto"
     optimizer: Optimizer = "adam"
     offload_optimizer: float = 0.0
     partition_activations: bool = False
@@ -167,9 +165,10 @@ class Config:
             value = getattr(self, name)
             if value not in known or isinstance(value, bool):
                 raise EstimateError(f"{flag(name)}={value!r}: choose {', '.join(str(k) for k in known)}")
-        for name in _SWITCHES:
-            if not isinstance(getattr(self, name), bool):
-                raise EstimateError(f"{flag(name)}={getattr(self, name)!r}: true or false is needed")
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if isinstance(field.default, bool) and not isinstance(value, bool):
+                raise EstimateError(f"{flag(field.name)}={value!r}: true or false is needed")
         for name, most, edge in (
             ("dropout", 1.0, "below 1"),
             ("offload_optimizer", 1.0 + 1e-12, "at most 1"),

@@ -24,8 +24,6 @@ class Framework:
         settings: what else of a configuration is always so; given settings go before these.
         models: presets that it has; all where ``None``.
         keep_gathered: as in `lowtide.estimate.config.Config`, under sequence parallelism.
-        host_option: its option for the share of the optimizer's state that lies on the host while gradients
-            stay on the device; not with ZeRO 3. Empty where it has none.
         command: the command that runs a model under a configuration, on nodes of so many devices.
     """
 
@@ -39,7 +37,6 @@ class Framework:
     settings: dict[str, Any] = field(default_factory=dict)
     models: frozenset[str] | None = None
     keep_gathered: bool = False
-    host_option: str = ""
 
 
 def launcher(config: Config, node: int) -> str:
@@ -157,7 +154,6 @@ FRAMEWORKS = {
         Framework(
             "lowtide", (0, 3), (0,), ("none", "full"), ("auto", "chunked"), (0.0,), _lowtide,
             dict(dtype="autocast", unfused_mlp=True, interleave=1), frozenset(LOWTIDE_MODELS),
-            host_option="--optimizer-host-fraction",
         ),
         Framework(
             "torchtitan", (3,), (), ("none", "selective-op", "full"), ("compiled",), (0.0,), _torchtitan,

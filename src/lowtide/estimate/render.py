@@ -18,13 +18,10 @@ from lowtide.budget import format_bytes
 from lowtide.estimate.config import Config
 from lowtide.estimate.errors import EstimateError
 from lowtide.estimate.lines import KINDS, Stage
-from lowtide.estimate.narrow import Fitting
 from lowtide.estimate.suggest import Suggestions
 from lowtide.estimate.total import Estimate, reserved
 
 SHOWN_STAGES = 8
-LINES_NEED = 78
-"""Characters in which the table of lines can be read: names and equations may wrap, a word a line not."""
 
 
 def flops_text(flops: float) -> str:
@@ -169,9 +166,9 @@ def figures(found: Estimate) -> Table:
 
 def report(found: Estimate, stage: int = 0, lines: bool = True, name: str | None = None) -> Group:
     """Everything, for a terminal."""
-    parts: list[RenderableType] = [header(found, name), Fitting(summary_table(found))]
+    parts: list[RenderableType] = [header(found, name), summary_table(found)]
     if lines:
-        parts.append(Fitting(line_table(found, found.stages[stage]), least=LINES_NEED))
+        parts.append(line_table(found, found.stages[stage]))
     parts.append(figures(found))
     if found.config.memory_bytes is not None:
         verdict = "fits" if found.fits else "does not fit"

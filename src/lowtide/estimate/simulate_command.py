@@ -11,16 +11,12 @@ from typing import Annotated, Any
 import typer
 
 from lowtide.estimate import command as options
-from lowtide.estimate.command import parse_recompute, refuse_zero
+from lowtide.estimate.command import option, parse_recompute, refuse_zero
 from lowtide.estimate.errors import EstimateError
 
 Stages = Annotated[
     str | None,
-    typer.Option(
-        "--stage",
-        help="Pipeline stages: 0, or 0,3,7, or all. [default: the first, one inside, the last]",
-        show_default=False,
-    ),
+    option("Pipeline stages: 0, or 0,3,7, or all. [default: the first, one inside, the last]", "--stage"),
 ]
 
 
@@ -59,14 +55,12 @@ def simulate_command(
     stage: Stages = None,
     policy: Annotated[
         str | None,
-        typer.Option(help="keep_all, full, sqrt or selective as lowtide.plan does them.", show_default=False),
+        option("keep_all, full, sqrt or selective as lowtide.plan does them."),
     ] = None,
-    budget: Annotated[
-        str | None, typer.Option(help="Plan every stage to stay below this (40GiB).", show_default=False)
-    ] = None,
+    budget: Annotated[str | None, option("Plan every stage to stay below this (40GiB).")] = None,
     device: Annotated[
         str | None,
-        typer.Option(help="Whose speed the plans for a budget weigh. [default: a100]", show_default=False),
+        option("Whose speed the plans for a budget weigh. [default: a100]"),
     ] = None,
     fresh_gradients: Annotated[
         bool, typer.Option("--fresh-gradients", help="The first backward makes the gradients.")
@@ -87,7 +81,7 @@ def simulate_command(
     json_out: options.Json = False,
     plot: Annotated[
         Path | None,
-        typer.Option(help="Draw the timeline into this file (needs matplotlib).", show_default=False),
+        option("Draw the timeline into this file (needs matplotlib)."),
     ] = None,
 ) -> None:
     """Trace a training step of any size on fake tensors, one rank of each stage, and print the closed form

@@ -113,16 +113,12 @@ class Suggestions:
         tried, fitting: how many were looked at, and how many of them fit. What a simpler one that fits makes
             pointless is not looked at.
         usable_bytes: the memory less what is reserved.
-        on_host: where none fits, one that would with all of the optimizer's state on the host, for a
-            framework that has an option for that; its bytes are those that it would need so, its time is
-            without what the host adds.
     """
 
     best: tuple[Suggestion, ...]
     tried: int
     fitting: int
     usable_bytes: int
-    on_host: Suggestion | None = None
 
     @property
     def fits(self) -> bool:
@@ -135,20 +131,6 @@ def peak_bytes(config: Config) -> int:
     the loss.
     """
     return max(stage_estimate(config, stage).total_bytes for stage in {0, config.pp - 1})
-
-
-def _with_state_on_host(found: Suggestion, option: str) -> Suggestion:
-    """The same configuration with all of the optimizer's state on the host, gradients on the device."""
-    config = found.config
-    stages = [stage_estimate(config, stage) for stage in {0, config.pp - 1}]
-    need = max(stage.total_bytes - stage.optimizer_bytes for stage in stages)
-    return replace(
-        found,
-        total_bytes=need,
-        reserved_bytes=reserved(config, need),
-        host_bytes=max(stage.optimizer_bytes for stage in stages),
-        command=f"{found.command} {option} 1",
-    )
 
 
 def suggest(
@@ -203,7 +185,6 @@ def suggest(
     by_sizes: dict[tuple[Any, ...], Suggestion] = {}
     least: Suggestion | None = None
     reasons: list[str] = []
-    on_host: list[Suggestion] = []
     stated = tuple((name, value) for name, value in given.items() if name not in (*VARIED, "seq"))
 
     def suggestion(config: Config) -> Suggestion:
@@ -230,10 +211,6 @@ def suggest(
                 found = suggestion(config)
                 if least is None or found.reserved_bytes < least.reserved_bytes:
                     least = found
-                if way.host_option and config.zero != 3 and not config.offload_optimizer:
-                    hosted = _with_state_on_host(found, way.host_option)
-                    if hosted.reserved_bytes <= usable:
-                        on_host.append(hosted)
                 if found.reserved_bytes <= usable:
                     fitting += 1
                     any_fits = True
@@ -260,8 +237,7 @@ def suggest(
     best = sorted(by_sizes.values(), key=lambda one: _order(one, min(map(_rank, by_sizes.values()))[0]))[
         :count
     ] or [least]
-    hosted = None if fitting else min(on_host, key=_rank, default=None)
-    return Suggestions(tuple(best), tried, fitting, usable, hosted)
+    return Suggestions(tuple(best), tried, fitting, usable)
 
 
 VARIED = (
@@ -309,14 +285,8 @@ def _with_framework(model: Any, way: Framework, asked: dict[str, Any]) -> dict[s
             runs = ", ".join(
                 f"{one:g}" if isinstance(one, float) else str(one) for one in sorted(known, key=str)
             )
-            own = (
-                f" ({way.name} has {way.host_option}, which moves the state and not the gradients: what it "
-                "would make fit is said where nothing else fits)"
-                if name == "offload_optimizer" and way.host_option
-                else ""
-            )
             raise EstimateError(
-                f"{flag(name)} {asked[name]}: with --for {way.name}, {flag(name)} can be {runs}{own}. Leave "
+                f"{flag(name)} {asked[name]}: with --for {way.name}, {flag(name)} can be {runs}. Leave "
                 "it out, or give --for any to look at all that there are formulas for"
             )
     return own | asked

@@ -9,7 +9,7 @@ import typer
 
 from lowtide.budget import format_bytes
 from lowtide.estimate import command as options
-from lowtide.estimate.command import parse_memory, parse_recompute, refuse_zero
+from lowtide.estimate.command import option, parse_memory, parse_recompute, refuse_zero
 
 
 def suggest_command(
@@ -20,71 +20,38 @@ def suggest_command(
         str, typer.Option(help="v100, a100, a100-40gb, h100, h200, b200, ...: peak rate, links, memory.")
     ] = "a100",
     peak_tflops: Annotated[
-        float | None,
-        typer.Option(help="Peak TFLOP/s of one device, instead of the --device's.", show_default=False),
+        float | None, option("Peak TFLOP/s of one device, instead of the --device's.")
     ] = None,
-    node: Annotated[
-        int | None, typer.Option(help="Devices in a node, instead of the --device's 8.", show_default=False)
-    ] = None,
-    node_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s that a device sends within a node.", show_default=False)
-    ] = None,
-    network_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s that a device sends to other nodes.", show_default=False)
-    ] = None,
-    host_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s to the host, one direction.", show_default=False)
-    ] = None,
-    memory_bandwidth: Annotated[
-        float | None, typer.Option(help="GB/s to a device's own memory.", show_default=False)
-    ] = None,
+    node: Annotated[int | None, option("Devices in a node, instead of the --device's 8.")] = None,
+    node_bandwidth: Annotated[float | None, option("GB/s that a device sends within a node.")] = None,
+    network_bandwidth: Annotated[float | None, option("GB/s that a device sends to other nodes.")] = None,
+    host_bandwidth: Annotated[float | None, option("GB/s to the host, one direction.")] = None,
+    memory_bandwidth: Annotated[float | None, option("GB/s to a device's own memory.")] = None,
     reserve: Annotated[
         float, typer.Option(help="Share of the memory left for the driver and communication buffers.")
     ] = 0.04,
     seq: options.Seq = None,
-    global_batch: Annotated[
-        int | None, typer.Option(help="Sequences in a step. [default: about 4M tokens]", show_default=False)
-    ] = None,
-    micro_batch: Annotated[
-        int | None, typer.Option(help="Sequences in a micro-batch (b). [default: varied]", show_default=False)
-    ] = None,
-    tp: Annotated[
-        int | None, typer.Option(help="Tensor parallel size (t). [default: varied]", show_default=False)
-    ] = None,
+    global_batch: Annotated[int | None, option("Sequences in a step. [default: about 4M tokens]")] = None,
+    micro_batch: Annotated[int | None, option("Sequences in a micro-batch (b). [default: varied]")] = None,
+    tp: Annotated[int | None, option("Tensor parallel size (t). [default: varied]")] = None,
     sequence_parallel: Annotated[
         bool | None,
-        typer.Option(
+        option(
+            "Split norms and dropouts along the sequence. [default: where t is above 1]",
             "--sequence-parallel/--no-sequence-parallel",
-            help="Split norms and dropouts along the sequence. [default: where t is above 1]",
-            show_default=False,
         ),
     ] = None,
-    pp: Annotated[
-        int | None, typer.Option(help="Pipeline stages (p). [default: varied]", show_default=False)
-    ] = None,
-    interleave: Annotated[
-        int | None, typer.Option(help="Model chunks on a stage (m). [default: varied]", show_default=False)
-    ] = None,
-    dp: Annotated[
-        int | None, typer.Option(help="Data parallel size (d). [default: varied]", show_default=False)
-    ] = None,
-    cp: Annotated[
-        int | None,
-        typer.Option(help="Context parallel size. [default: none, and not varied]", show_default=False),
-    ] = None,
+    pp: Annotated[int | None, option("Pipeline stages (p). [default: varied]")] = None,
+    interleave: Annotated[int | None, option("Model chunks on a stage (m). [default: varied]")] = None,
+    dp: Annotated[int | None, option("Data parallel size (d). [default: varied]")] = None,
+    cp: Annotated[int | None, option("Context parallel size. [default: none, and not varied]")] = None,
     zero: Annotated[
         int | None,
-        typer.Option(
-            help="ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights). [default: varied]",
-            show_default=False,
-        ),
+        option("ZeRO stage: 0, 1 (optimizer), 2 (and gradients), 3 (and weights). [default: varied]"),
     ] = None,
     recompute: Annotated[
         str | None,
-        typer.Option(
-            help="none, selective, full, sqrt, or a number of layers of each stage. [default: varied]",
-            show_default=False,
-        ),
+        option("none, selective, full, sqrt, or a number of layers of each stage. [default: varied]"),
     ] = None,
     attention: options.Attention = None,
     dropout: options.Dropout = None,
@@ -93,20 +60,17 @@ def suggest_command(
     optimizer: options.Optimizer = None,
     offload_optimizer: Annotated[
         float | None,
-        typer.Option(
-            help="Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0 or "
-            "1, varied]",
-            show_default=False,
+        option(
+            "Fraction of optimizer and gradients on the host: 1 is ZeRO-Offload. [default: 0 or 1, varied]"
         ),
     ] = None,
     loss: options.Loss = None,
     runs_with: Annotated[
         str | None,
-        typer.Option(
+        option(
+            "What shall run it: lowtide, torchtitan, megatron, or any. [default: lowtide, where it has the "
+            "model]",
             "--for",
-            help="What shall run it: lowtide, torchtitan, megatron, or any. [default: lowtide, where it has "
-            "the model]",
-            show_default=False,
         ),
     ] = None,
     count: Annotated[int, typer.Option(help="How many to show.")] = 8,
@@ -119,7 +83,9 @@ def suggest_command(
 
     Exits with 1 when nothing fits.
     """
-    given = {name: value for name, value in locals().items() if name in _SETTINGS and value is not None}
+    given = {
+        name: value for name, value in locals().items() if name in options.SETTINGS and value is not None
+    }
     from lowtide.estimate.config import flag
     from lowtide.estimate.devices import device as find_device
     from lowtide.estimate.frameworks import LOWTIDE_MODELS
@@ -151,7 +117,6 @@ def suggest_command(
             "fits": found.fits, "tried": found.tried, "fitting": found.fitting, "memory_bytes": memory_bytes,
             "usable_bytes": found.usable_bytes, "for": chosen,
             "suggestions": [one.to_json() for one in found.best],
-            "with_state_on_host": None if found.on_host is None else found.on_host.to_json(),
             "assumptions": list(ASSUMPTIONS),
         }  # fmt: skip
         typer.echo(json.dumps(data, indent=1))
@@ -170,7 +135,6 @@ def _show(
     from rich.console import Console
     from rich.text import Text
 
-    from lowtide.estimate.narrow import Fitting
     from lowtide.estimate.render import suggestion_table
     from lowtide.estimate.speed import ASSUMPTIONS
     from lowtide.estimate.suggest import ORDER
@@ -188,15 +152,13 @@ def _show(
     else:
         told = f"It does not fit: {where}. The least of {found.tried} configurations needs"
         console.print(Text(f"{told} {format_bytes(best.reserved_bytes)}.", style="bold red"))
-        console.print(_to_make_it_fit(found.on_host, chosen, fixed), highlight=False)
-        if found.on_host is not None:
-            console.print(f"  {found.on_host.command}", soft_wrap=True, highlight=False)
+        console.print(_to_make_it_fit(chosen, fixed), highlight=False)
     tokens = best.config.global_batch * best.config.seq
     console.print(
         f"A step is {best.config.global_batch} sequences ({tokens:,} tokens) on all devices together.",
         highlight=False,
     )
-    console.print("", Fitting(suggestion_table(found)), "", sep="\n")
+    console.print("", suggestion_table(found), "", sep="\n")
     console.print(
         "t tensor parallel (sp: and sequence parallel), p pipeline stages (x chunks), d data parallel, "
         "Z ZeRO's stage, b sequences in a micro-batch of one data-parallel rank, GiB reserved on the fullest "
@@ -216,23 +178,12 @@ def _show(
         console.print(f"assumed: {note}", style="dim", highlight=False)
 
 
-def _to_make_it_fit(on_host: Any, chosen: str, fixed: list[str]) -> str:
+def _to_make_it_fit(chosen: str, fixed: list[str]) -> str:
     """What to do where nothing fits."""
     given = f"Given and not varied: {', '.join(fixed)}; leave that out. " if fixed else ""
     ways = "Give more --devices, a --device with more memory or a shorter --seq"
     if chosen != "any":
         ways += f"; --for any looks beyond what {chosen} runs"
-    if on_host is None:
-        return f"{given}{ways}."
-    return (
-        f"{given}{ways}. With the optimizer's state on the host it would need "
-        f"{format_bytes(on_host.reserved_bytes)} and fit ({format_bytes(on_host.host_bytes)} of host memory "
-        "a device; steps take longer):"
-    )
-
-
-_SETTINGS = frozenset({
-    "seq", "global_batch", "micro_batch", "tp", "sequence_parallel", "pp", "interleave", "dp", "zero",
-    "attention", "dropout", "dtype",
-    "gradient_dtype", "optimizer", "offload_optimizer", "loss", "cp", "compile", "float8",
-})  # fmt: skip
+    if chosen == "lowtide":
+        ways += "; lowtide train --optimizer-host-fraction 1 keeps the optimizer's state on the host"
+    return f"{given}{ways}."

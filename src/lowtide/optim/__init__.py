@@ -11,7 +11,7 @@ from __future__ import annotations
 from lowtide.optim.balance import Balance, Speeds
 from lowtide.optim.errors import OptimError
 from lowtide.optim.host import HostOptimizer
-from lowtide.optim.link import CudaLink, DirectLink, Link, Move, ThrottledLink
+from lowtide.optim.link import CudaLink, DirectLink, Link
 
 __all__ = [
     "Balance",
@@ -19,8 +19,6 @@ __all__ = [
     "DirectLink",
     "HostOptimizer",
     "Link",
-    "Move",
     "OptimError",
     "Speeds",
-    "ThrottledLink",
 ]

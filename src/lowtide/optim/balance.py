@@ -131,7 +131,7 @@ def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, 
     link = updater.link
     piece = local(like)
     count = min(updater.chunk_elements * _BATCHES, max(32, piece.numel() // 32 * 32))
-    before = link.bytes_down, link.bytes_up, len(link.log)
+    before = link.bytes_down, link.bytes_up
     scratch = torch.zeros(count, dtype=piece.dtype, device=piece.device)
     gradient = torch.zeros_like(scratch)
     near = updater.staging.zeros([(count, piece.dtype)])[0]
@@ -174,8 +174,7 @@ def measure(updater: Updater, placement: Placement, like: Tensor, group: Group, 
         down = timed(lambda: link.down(near, scratch))
         up = timed(lambda: link.up(scratch, near))
     updater.staging.give_back([near])
-    link.bytes_down, link.bytes_up = before[0], before[1]
-    del link.log[before[2] :]
+    link.bytes_down, link.bytes_up = before
     return Speeds(device, host, down, up, link.parallel, streamed or link.direct, updater.chunk_elements)
 
 

@@ -5,11 +5,11 @@ picture, or in the form that PyTorch's memory viewer reads.
 """
 
 from lowtide.report.formats import percent_text, seconds_text
-from lowtide.report.picture import save_picture, terminal_picture
+from lowtide.report.picture import terminal_picture
 from lowtide.report.report import Measured, Report, make_report
 from lowtide.report.save import ENDINGS, check_ending, save_report
 
 __all__ = [
-    "ENDINGS", "Measured", "Report", "check_ending", "make_report", "percent_text", "save_picture",
-    "save_report", "seconds_text", "terminal_picture",
+    "ENDINGS", "Measured", "Report", "check_ending", "make_report", "percent_text", "save_report",
+    "seconds_text", "terminal_picture",
 ]  # fmt: skip

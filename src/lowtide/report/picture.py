@@ -1,20 +1,16 @@
-"""Live memory over one step, before and after: drawn with braille dots in a terminal, with matplotlib in a
-file.
-"""
+"""Live memory over one step, before and after, drawn with blocks in a terminal."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from rich.text import Text
 
 from lowtide.budget import format_bytes
 from lowtide.report.formats import seconds_text
 
-# Dots of a braille cell, by row from the top and column: bits of the code point above U+2800.
-_DOTS = ((0x01, 0x08), (0x02, 0x10), (0x04, 0x20), (0x40, 0x80))
+_EIGHTHS = " ▁▂▃▄▅▆▇█"
 _STYLES = ("red", "green", "blue", "magenta")
 
 
@@ -61,96 +57,32 @@ class Curve:
 
 
 def terminal_picture(
-    curves: Sequence[Curve], budget_bytes: int | None = None, width: int = 80, height: int = 12
+    curves: Sequence[Curve], budget_bytes: int | None = None, width: int = 80, height: int = 6
 ) -> Text:
-    """The curves over one time axis, with the budget as a line.
+    """The curves one below the other, on one scale of time and of bytes, with the budget as a line.
 
     Args:
         curves: up to four.
         budget_bytes: where to draw the line.
-        width, height: in characters, axis labels included; a legend stands below.
+        width, height: in characters, of each curve.
     """
     top = max([curve.peak_bytes for curve in curves] + [budget_bytes or 0, 1])
     seconds = max([curve.seconds for curve in curves] + [1e-9])
-    margin = 10
-    across, down = max(10, width - margin - 2), max(3, height - 2)
-    bits = [[0] * across for _ in range(down)]
-    styles = [["dim"] * across for _ in range(down)]
-
-    def dot(x: int, y: int, style: str) -> None:
-        row, column = y // 4, x // 2
-        bits[row][column] |= _DOTS[y % 4][x % 2]
-        styles[row][column] = style
-
-    def level(live: int) -> int:
-        return min(down * 4 - 1, round((1 - live / top) * (down * 4 - 1)))
-
-    if budget_bytes is not None:
-        for x in range(0, across * 2, 3):
-            dot(x, level(budget_bytes), "yellow")
-    for curve, style in zip(curves, _STYLES, strict=False):
-        before: int | None = None
-        for x, live in enumerate(curve.columns(across * 2, seconds)):
-            if live is None:
-                break
-            y = level(live)
-            for between in range(
-                min(y, y if before is None else before), max(y, y if before is None else before) + 1
-            ):
-                dot(x, between, style)
-            before = y
-
+    steps = len(_EIGHTHS) - 1
+    limit = None if budget_bytes is None else min(height - 1, int(height * budget_bytes / top))
     picture = Text()
-    for row in range(down):
-        label = format_bytes(top) if row == 0 else "0 B" if row == down - 1 else ""
-        picture.append(
-            f"{label:>{margin}} │" if row not in (0, down - 1) else f"{label:>{margin}} ┤", style="dim"
-        )
-        for code, style in zip(bits[row], styles[row], strict=True):
-            picture.append(chr(0x2800 + code), style=style)
-        picture.append("\n")
-    picture.append(" " * (margin + 1) + "└" + "─" * across + "\n", style="dim")
-    picture.append(" " * (margin + 2) + "0 s" + f"{seconds_text(seconds):>{across - 3}}" + "\n", style="dim")
-    named = [
-        ("━", style, f"{curve.label}, peak {format_bytes(curve.peak_bytes)}")
-        for curve, style in zip(curves, _STYLES, strict=False)
-    ]
-    named += [("┅", "yellow", f"budget {format_bytes(budget_bytes)}")] if budget_bytes is not None else []
-    legend = [Text.assemble((mark, style), f" {name}") for mark, style, name in named]
-    in_one_line = margin + 2 + sum(map(len, legend)) + 3 * (len(legend) - 1) <= width
-    indent = " " * (margin + 2)
-    return picture + Text(indent) + Text("   " if in_one_line else f"\n{indent}").join(legend)
-
-
-def save_picture(
-    path: Path, curves: Sequence[Curve], budget_bytes: int | None = None, title: str = ""
-) -> None:
-    """Draw the curves into a file; its name's ending says which format.
-
-    Raises:
-        ImportError: matplotlib is not installed.
-    """
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    colours = ("tab:red", "tab:green", "tab:blue", "tab:purple")
-    for curve, colour in zip(curves, colours, strict=False):
-        when = [0.0, *(second for second, _ in curve.moments)]
-        live = [curve.moments[0][1] if curve.moments else 0, *(count for _, count in curve.moments)]
-        label = f"{curve.label}: peak {format_bytes(curve.peak_bytes)}, {seconds_text(curve.seconds)}"
-        axes.step(
-            when, [count / 2**20 for count in live], where="post", color=colour, linewidth=1, label=label
-        )
+    for curve, style in zip(curves, _STYLES, strict=False):
+        levels = [round(steps * height * (live or 0) / top) for live in curve.columns(width, seconds)]
+        words = f"{curve.label}, peak {format_bytes(curve.peak_bytes)}, {seconds_text(curve.seconds)}\n"
+        picture.append(words, style=style)
+        for row in reversed(range(height)):
+            for level in levels:
+                filled = max(0, min(steps, level - steps * row))
+                if filled or row != limit:
+                    picture.append(_EIGHTHS[filled], style=style)
+                else:
+                    picture.append("┄", style="yellow")
+            picture.append("\n")
     if budget_bytes is not None:
-        axes.axhline(
-            budget_bytes / 2**20,
-            color="tab:orange",
-            linestyle="--",
-            linewidth=1,
-            label=f"budget {format_bytes(budget_bytes)}",
-        )
-    axes.set(xlabel="seconds since the step began", ylabel="live memory (MiB)", title=title, ylim=(0, None))
-    axes.legend(loc="lower right", fontsize="small")
-    axes.grid(alpha=0.3)
-    figure.savefig(path, dpi=150)
+        picture.append(f"┄ budget {format_bytes(budget_bytes)}", style="yellow")
+    return picture

@@ -1,8 +1,7 @@
 """A report: all that is shown of one step and its plan, as plain data.
 
 In: a step graph, a plan for it, and what was measured. Out: a `Report`, from which the page (`page`), the
-picture (`picture`) and the trace for PyTorch's memory viewer (`viewer`) are made; `Report.to_json` goes
-into a run's results, so that all three can be made later and elsewhere.
+picture (`stacked`) and the trace for PyTorch's memory viewer (`viewer`) are made.
 """
 
 from __future__ import annotations
@@ -17,10 +16,9 @@ from lowtide.plan.data import Plan
 from lowtide.plan.simulate import Simulator
 from lowtide.plan.split.blocks import block_of
 from lowtide.report.picture import Curve
-from lowtide.report.timeline import KINDS, Span, Tick, Timeline, in_words, timeline
+from lowtide.report.timeline import KINDS, Span, Timeline, in_words, timeline
 from lowtide.report.tradeoff import Point, tradeoff
 
-REPORT_FORMAT = 1
 DECISIONS = ("kept", "recomputed", "offloaded", "compressed", "sharded")
 _CURVE_COLUMNS = 600
 
@@ -94,11 +92,10 @@ class Report:
     measured_extra: float | None = None
 
     def to_json(self) -> dict[str, Any]:
-        """This report as a dictionary of plain values; `from_json` reads it back."""
+        """This report as a dictionary of plain values."""
         texts: dict[str, int] = {}
         labels: dict[tuple[Any, ...], int] = {}
         return {
-            "format": REPORT_FORMAT,
             "title": self.title,
             "summary": self.summary,
             "plain": _packed(self.plain, texts, labels),
@@ -111,36 +108,6 @@ class Report:
             "texts": list(texts),
             "labels": [list(label) for label in labels],
         }
-
-    @classmethod
-    def from_json(cls, data: Any) -> Report:
-        """The report that `to_json` wrote.
-
-        Raises:
-            PlanError: it is none, or one of another format.
-        """
-        try:
-            if data["format"] != REPORT_FORMAT:
-                raise PlanError(
-                    f"this report has format {data['format']!r}; this version of lowtide reads format "
-                    f"{REPORT_FORMAT}: run the step again"
-                )
-            texts, labels = data["texts"], data["labels"]
-            return cls(
-                data["title"],
-                data["summary"],
-                _unpacked(data["plain"], texts, labels),
-                _unpacked(data["planned"], texts, labels),
-                tuple(
-                    Decided(**{**row, "saved_bytes": tuple(row["saved_bytes"])}) for row in data["decided"]
-                ),
-                tuple(Point(**point) for point in data["points"]),
-                _measured(data["measured_plain"]),
-                _measured(data["measured_planned"]),
-                data["measured_extra"],
-            )
-        except (KeyError, TypeError, ValueError, IndexError) as error:
-            raise PlanError(f"this is no lowtide report ({type(error).__name__}: {error})") from None
 
 
 def make_report(
@@ -268,29 +235,8 @@ def _packed(line: Timeline, texts: dict[str, int], labels: dict[tuple[Any, ...],
     }
 
 
-def _unpacked(data: dict[str, Any], texts: list[str], labels: list[list[int]]) -> Timeline:
-    ticks, spans = data["ticks"], data["spans"]
-    columns = zip(ticks["seconds"], ticks["operation"], ticks["module"], ticks["phase"], strict=True)
-    phases: Any = ("forward", "backward", "replay")
-    blocks = zip(spans["born"], spans["gone"], spans["bytes"], spans["label"], strict=True)
-    return Timeline(
-        tuple(Tick(when, texts[op], texts[module], phases[phase]) for when, op, module, phase in columns),
-        tuple(
-            Span(born, gone, size, KINDS[labels[k][0]], *(texts[t] for t in labels[k][1:]))
-            for born, gone, size, k in blocks
-        ),
-        data["seconds"],
-    )
-
-
 def _plain_data(measured: Measured | None) -> dict[str, Any] | None:
     if measured is None:
         return None
     curve = [[float(f"{when:.6g}"), live] for when, live in measured.curve]
     return {"peak_bytes": measured.peak_bytes, "seconds": measured.seconds, "curve": curve}
-
-
-def _measured(data: dict[str, Any] | None) -> Measured | None:
-    if data is None:
-        return None
-    return Measured(data["peak_bytes"], data["seconds"], tuple((when, live) for when, live in data["curve"]))

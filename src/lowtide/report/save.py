@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import json
 import pickle
 from pathlib import Path
 
@@ -13,7 +12,7 @@ from lowtide.report.report import Report
 from lowtide.report.stacked import stacked_picture
 from lowtide.report.viewer import snapshot
 
-ENDINGS = (".html", ".png", ".pdf", ".svg", ".pickle", ".json")
+ENDINGS = (".html", ".png", ".pdf", ".svg", ".pickle")
 
 
 def save_report(report: Report, path: str | Path) -> None:
@@ -22,8 +21,7 @@ def save_report(report: Report, path: str | Path) -> None:
     Args:
         report: what to show.
         path: ``.html`` for the page, ``.png``, ``.pdf`` or ``.svg`` for a picture of memory over time,
-            ``.pickle`` for the planned step in the form that PyTorch's memory viewer reads, ``.json`` for the
-            data.
+            ``.pickle`` for the planned step in the form that PyTorch's memory viewer reads.
 
     Raises:
         LowtideError: there is no such ending, matplotlib is missing, or the file cannot be written.
@@ -35,8 +33,6 @@ def save_report(report: Report, path: str | Path) -> None:
             file.write_text(page(report), encoding="utf-8")
         elif file.suffix == ".pickle":
             file.write_bytes(pickle.dumps(snapshot(report.planned)))
-        elif file.suffix == ".json":
-            file.write_text(json.dumps(report.to_json()), encoding="utf-8")
         else:
             stacked_picture(report).savefig(file, dpi=150)
     except OSError as error:
@@ -53,7 +49,7 @@ def check_ending(path: str | Path) -> None:
     if ending not in ENDINGS:
         raise LowtideError(
             f"a report cannot be written to {str(path)!r}: choose a name that ends in .html for the page, "
-            ".png, .pdf or .svg for a picture, .pickle for PyTorch's memory viewer, or .json for the data"
+            ".png, .pdf or .svg for a picture, or .pickle for PyTorch's memory viewer"
         )
     if ending in (".png", ".pdf", ".svg") and importlib.util.find_spec("matplotlib") is None:
         raise LowtideError(

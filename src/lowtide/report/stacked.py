@@ -9,7 +9,6 @@ import numpy as np
 from lowtide.budget import format_bytes
 from lowtide.report.formats import seconds_text
 from lowtide.report.report import Report
-from lowtide.report.timeline import KINDS, Timeline
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
@@ -29,16 +28,6 @@ _WORDS = (
 )
 
 
-def kinds_over_time(line: Timeline) -> np.ndarray:
-    """Bytes of each kind at each tick: shape (kinds, ticks)."""
-    change = np.zeros((len(KINDS), len(line.ticks) + 1), dtype=np.int64)
-    for span in line.spans:
-        row = KINDS.index(span.kind)
-        change[row, span.born] += span.bytes
-        change[row, span.gone] -= span.bytes
-    return np.cumsum(change, axis=1)[:, :-1]
-
-
 def stacked_picture(report: Report) -> Figure:
     """The plain and the planned step side by side.
 
@@ -53,7 +42,7 @@ def stacked_picture(report: Report) -> Figure:
     budget = report.summary["budget_bytes"]
     for axes, line, name in zip(sides, (report.plain, report.planned), ("plain", "planned"), strict=True):
         when = [*(tick.seconds for tick in line.ticks), line.seconds]
-        rows = kinds_over_time(line) / 2**20
+        rows = line.bytes_by_kind() / 2**20
         rows = np.concatenate([rows, rows[:, -1:]], axis=1)
         there = rows.max(axis=1, initial=0) > 0
         axes.stackplot(

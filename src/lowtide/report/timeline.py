@@ -88,12 +88,18 @@ class Timeline:
     spans: tuple[Span, ...]
     seconds: float
 
+    def bytes_by_kind(self) -> NDArray[np.int64]:
+        """The most live bytes of each of `KINDS` within each tick: shape (kinds, ticks)."""
+        change = np.zeros((len(KINDS), len(self.ticks) + 1), dtype=np.int64)
+        for span in self.spans:
+            row = KINDS.index(span.kind)
+            change[row, span.born] += span.bytes
+            change[row, span.gone] -= span.bytes
+        return np.cumsum(change, axis=1)[:, :-1]
+
     def live_bytes(self) -> NDArray[np.int64]:
         """The most live bytes within each tick: shape (ticks,)."""
-        change = np.zeros(len(self.ticks) + 1, dtype=np.int64)
-        np.add.at(change, [span.born for span in self.spans], [span.bytes for span in self.spans])
-        np.add.at(change, [span.gone for span in self.spans], [-span.bytes for span in self.spans])
-        return np.cumsum(change[:-1])
+        return self.bytes_by_kind().sum(axis=0)
 
     @property
     def peak_tick(self) -> int:

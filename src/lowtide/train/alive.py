@@ -2,11 +2,10 @@
 
 A collective whose partner is gone either fails with a text about sockets or waits for its timeout. So every
 rank says once a second, in the store under which the ranks met, that it lives and what it is doing, and a
-thread listens to the others. A process on the same machine is missed as soon as it is gone; one elsewhere, or
-one that was stopped, after `SILENT_SECONDS` or those that ``--silent-seconds`` names. One in a debugger is
-waited for: it says so as it beats, or the system says so of a process on the same machine. The thread then
-gives the main thread `GRACE_SECONDS` to end with an error of its own, which most collectives raise by
-themselves, and ends the process otherwise.
+thread listens to the others. A process on the same machine is missed as soon as it is gone (one that a
+debugger has stopped is not), one elsewhere after `SILENT_SECONDS`. The thread then gives the main thread
+`GRACE_SECONDS` to end with an error of its own, which most collectives raise by themselves, and ends the
+process otherwise.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from lowtide.errors import LowtideError
-from lowtide.processes import debugged, lives, machine
+from lowtide.processes import lives, machine
 
 BEAT_SECONDS = 1.0
 SILENT_SECONDS = 30.0
@@ -43,33 +42,23 @@ class Alive:
         store: where the ranks met; a connection of its own is made to it.
         rank, size: of this process.
         end: what ends the process when the main thread does not; it gets the message.
-        silent_seconds: how long a rank may say nothing; ``None`` is `SILENT_SECONDS`, 0 for ever.
     """
 
-    def __init__(
-        self,
-        store: Any,
-        rank: int,
-        size: int,
-        *,
-        end: Callable[[str], None] | None = None,
-        silent_seconds: float | None = None,
-    ) -> None:
+    def __init__(self, store: Any, rank: int, size: int, *, end: Callable[[str], None] | None = None) -> None:
         self._doing = "the start"
         self._store = store.clone()
         # torchrun's store outlives an attempt
         self._prefix = f"lowtide/alive/{os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}"
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._others = [other for other in range(size) if other != rank]
         self._hosts = rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         self._end = end or _end
-        self._silent_seconds = SILENT_SECONDS if silent_seconds is None else silent_seconds
         self._found = threading.Event()
         self._stop = threading.Event()
         self._lock = threading.Lock()
         self._cause = ""
-        self._waited_for: set[int] = set()
         self._peers: dict[int, dict[str, Any]] = {}
-        self._heard: dict[int, tuple[int, float]] = {}
+        self._heard = dict.fromkeys(self._others, (0, time.monotonic()))
         self._beat = 0
         self._last: dict[str, Any] = {}
         self._say()
@@ -108,7 +97,7 @@ class Alive:
         """Stay until the others have read what happened: the store ends with this process."""
         until = time.monotonic() + GRACE_SECONDS + 2 * BEAT_SECONDS
         while time.monotonic() < until:
-            peers = [self._read(rank) for rank in range(self._size) if rank != self._rank]
+            peers = [self._read(rank) for rank in self._others]
             if all(
                 about is None or about.get("failed") or about.get("done") or _gone(about) for about in peers
             ):
@@ -124,13 +113,14 @@ class Alive:
                 "machine": machine(),
                 "host": socket.gethostname(),
                 "doing": self._doing,
-                "debugged": debugged(),
+                **self._last,
             }
-            about.update(self._last)
             self._store.set(f"{self._prefix}/{self._rank}", json.dumps(about))
 
     def _watch(self) -> None:
-        while not self._stop.wait(BEAT_SECONDS if len(self._peers) == self._size - 1 else BEAT_SECONDS / 10):
+        while not self._stop.wait(
+            BEAT_SECONDS if len(self._peers) == len(self._others) else BEAT_SECONDS / 10
+        ):
             cause = self._look()
             if cause and not self._stop.is_set():
                 self._cause = cause
@@ -142,79 +132,48 @@ class Alive:
 
     def _look(self) -> str:
         """What happened to another rank, or empty."""
-        gone = [  # known without the store, which may be gone with its owner
-            rank for rank, about in self._peers.items() if not about.get("done") and _gone(about)
-        ]
-        told = [words for rank in gone if (words := self._last_words(rank))]
-        if told:
-            return told[0]
-        for rank in gone:
-            about = self._peers[rank]
-            if not about.get("done"):
-                return f"rank {rank} (process {about['pid']} on {about['host']}) died during {about['doing']}"
+        gone = [rank for rank, about in self._peers.items() if _gone(about)]
+        lost = ""
         try:
             self._say()
-            now = time.monotonic()
-            for rank in range(self._size):
-                if rank != self._rank and (cause := self._hear(rank, now)):
-                    return cause
+            for rank in self._others:  # after the look at processes: what one said at last counts
+                if (about := self._read(rank)) is not None:
+                    self._peers[rank] = about
         except RuntimeError as error:
-            return (
+            lost = (
                 "the store that connects the ranks is gone, and with it rank 0 or torchrun "
                 f"({str(error).splitlines()[0]})"
             )
-        return ""
+        told = [words for rank, about in self._peers.items() if (words := _error_of(rank, about))]
+        died = [
+            f"rank {rank} {_place(about)} died during {about['doing']}"
+            for rank in gone
+            if not (about := self._peers[rank]).get("done")
+        ]
+        return next(iter([*told, *died, lost] if lost else [*told, *died, *self._silent()]), "")
 
-    def _hear(self, rank: int, now: float) -> str:
-        """Listen to one rank."""
-        about = self._read(rank)
-        if about is None:
-            beat, since = self._heard.setdefault(rank, (0, now))
-        else:
-            self._peers[rank] = about
-            if told := _error_of(rank, about):
-                return told
-            beat, since = self._heard.get(rank, (0, now))
-            if about["beat"] != beat or about.get("done"):
-                self._heard[rank] = (about["beat"], now)
-                self._waited_for.discard(rank)
-                return ""
-        if 0 < self._silent_seconds < now - since:
-            if about is not None and _in_debugger(about):
-                self._wait_for(rank, about)
-                return ""
-            where = (
-                "has never been heard of"
-                if about is None
-                else f"(process {about['pid']} on {about['host']}) was last heard during {about['doing']}"
-            )
-            return f"rank {rank} {where} and has been silent for {now - since:.0f} seconds"
-        return ""
-
-    def _wait_for(self, rank: int, about: dict[str, Any]) -> None:
-        """A silent rank is in a debugger: say so once."""
-        if rank not in self._waited_for:
-            self._waited_for.add(rank)
-            print(
-                f"lowtide: rank {rank} (process {about['pid']} on {about['host']}) is in a debugger: waiting "
-                "for it",
-                file=sys.stderr,
-                flush=True,
-            )
+    def _silent(self) -> Iterator[str]:
+        """Which ranks on other machines have said nothing for long."""
+        now = time.monotonic()
+        for rank in self._others:
+            about = self._peers.get(rank)
+            beat, since = self._heard[rank]
+            if about is not None and (
+                about["beat"] != beat or about.get("done") or about["machine"] == machine()
+            ):
+                self._heard[rank] = about["beat"], now
+            elif now - since > SILENT_SECONDS:
+                where = (
+                    "has never been heard of"
+                    if about is None
+                    else f"{_place(about)} was last heard during {about['doing']}"
+                )
+                yield f"rank {rank} {where} and has been silent for {now - since:.0f} seconds"
 
     def _read(self, rank: int) -> dict[str, Any] | None:
         key = f"{self._prefix}/{rank}"
         with self._lock:
             return json.loads(self._store.get(key)) if self._store.check([key]) else None
-
-    def _last_words(self, rank: int) -> str:
-        """What a rank that is gone said at last: that it is done, or its error."""
-        with contextlib.suppress(RuntimeError):
-            about = self._read(rank)
-            if about is not None:
-                self._peers[rank] = about
-                return _error_of(rank, about)
-        return ""
 
 
 @contextmanager
@@ -250,9 +209,8 @@ def _gone(about: dict[str, Any]) -> bool:
     return about["machine"] == machine() and not lives(about["pid"])
 
 
-def _in_debugger(about: dict[str, Any]) -> bool:
-    """Whether a rank said that it has a debugger, or has got one since on this machine."""
-    return bool(about.get("debugged")) or (about["machine"] == machine() and debugged(about["pid"]))
+def _place(about: dict[str, Any]) -> str:
+    return f"(process {about['pid']} on {about['host']})"
 
 
 def _error_of(rank: int, about: dict[str, Any]) -> str:

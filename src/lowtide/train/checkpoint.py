@@ -1,9 +1,11 @@
-"""Checkpoints that survive a kill at any moment, and that load without executing anything from the file.
+"""A run's checkpoints on disk, of one process or of several. They survive the end of the process at any
+moment, and execute nothing when they are read.
 
-A checkpoint is two files: one with the tensors (``step-00000100-DIGEST.pt``), and ``step-00000100.json``,
-which names it, with its SHA-256 and what the run was. Each is written under a temporary name, flushed to the
-disk and renamed, the JSON last: a checkpoint exists when its JSON does, and nothing older is deleted before.
-Loading takes the newest whose digest is right, and says when it passed one over.
+A checkpoint is a file from each rank that holds something of its own (``step-00000100-00000-DIGEST.pt``), and
+``step-00000100.json``, which names them, with their SHA-256 and what the run was. Each is written under a
+temporary name, flushed to the disk and renamed, the JSON last and from one rank, when every file is down: a
+checkpoint exists when its JSON does, and nothing older is deleted before. A rank that dies on the way leaves
+files that no JSON names. Loading takes the newest whose digests are right, and says when it passed one over.
 """
 
 from __future__ import annotations
@@ -15,20 +17,20 @@ import os
 import pickle
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, BinaryIO, TypeVar
+from typing import Any, BinaryIO
 
 import torch
 
 from lowtide.errors import LowtideError
 from lowtide.run.limit.messages import LowtideWarning
+from lowtide.train.ranks import Ranks
 
 KEPT = 2
-Read = TypeVar("Read")
 _NAME = re.compile(r"step-(\d{8})\.json")
-_FORMAT = 1
+_FORMAT = 3
 
 
 class CheckpointError(LowtideError):
@@ -37,39 +39,76 @@ class CheckpointError(LowtideError):
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What `load` found.
+    """A checkpoint in a folder.
 
     Attributes:
+        folder: where it lies.
         step: optimizer steps done.
         run: what `save` was told about the run.
-        state: what `save` was given: nested dictionaries of tensors and plain values.
+        files: its files, with their SHA-256.
     """
 
+    folder: Path
     step: int
     run: dict[str, Any]
-    state: dict[str, Any]
+    files: dict[str, str]
+
+    def contents(self) -> Iterator[Any]:
+        """What each rank that wrote a file gave, on the CPU; read from the disk where it is used.
+
+        Raises:
+            CheckpointError: it is something else than tensors and plain values.
+        """
+        for file in self.files:
+            try:
+                yield torch.load(self.folder / file, map_location="cpu", weights_only=True, mmap=True)
+            except (pickle.UnpicklingError, RuntimeError, OSError) as error:
+                raise CheckpointError(f"{file} holds something else than tensors and plain values") from error
 
 
-def save(folder: Path, step: int, state: dict[str, Any], run: dict[str, Any]) -> Path:
-    """Write a checkpoint and delete all but the newest `KEPT`; returns the tensors' file.
+def save(folder: Path, step: int, content: Any, run: dict[str, Any], ranks: Ranks | None = None) -> None:
+    """Write a checkpoint, and delete all but the newest `KEPT`. A collective: every rank calls it.
+
+    Args:
+        folder: of the run.
+        step: optimizer steps done.
+        content: what this rank writes: tensors and plain values in containers; ``None`` for nothing.
+        run: what the checkpoint is to say about the run.
+        ranks: of the run; one process without them.
 
     Raises:
-        CheckpointError: the folder or the disk does not take it. What was there stays valid.
+        CheckpointError: a rank could not write; on every rank. What was there stays valid.
     """
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-        _remove_leftovers(folder)
-        digest, temporary = write(folder, lambda file: torch.save(state, file))
-        data = folder / f"step-{step:08d}-{digest[:12]}.pt"
-        rename(temporary, data)
-        finish(
-            folder, step, {"format": _FORMAT, "step": step, "file": data.name, "sha256": digest, "run": run}
-        )
-    except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
-        raise CheckpointError(
-            f"cannot write a checkpoint to {str(folder)!r}: {getattr(error, 'strerror', None) or error}"
-        ) from error
-    return data
+    ranks = ranks or Ranks()
+    mine: tuple[str, str] | str | None = None
+    if content is not None:
+        name = f"step-{step:08d}-{ranks.rank:05d}"
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            digest, temporary = write(
+                folder, lambda file: torch.save(content, file), f"{name}-{os.getpid()}.tmp"
+            )
+            mine = f"{name}-{digest[:12]}.pt", digest
+            rename(temporary, folder / mine[0])
+        except (OSError, RuntimeError) as error:  # torch.save turns a full disk into a RuntimeError
+            mine = str(getattr(error, "strerror", None) or error)
+    found = ranks.gather(mine)
+    _raise_any(folder, found)
+    problem = ""
+    if ranks.rank == 0:
+        files = dict(item for item in found if item is not None)
+        try:
+            finish(folder, step, {"format": _FORMAT, "step": step, "files": files, "run": run})
+        except (OSError, RuntimeError) as error:
+            problem = str(getattr(error, "strerror", None) or error)
+    _raise_any(folder, ranks.gather(problem))
+
+
+def _raise_any(folder: Path, found: Sequence[Any]) -> None:
+    for rank, item in enumerate(found):
+        if isinstance(item, str) and item:
+            who = f"rank {rank} " if len(found) > 1 else ""
+            raise CheckpointError(f"{who}cannot write a checkpoint to {str(folder)!r}: {item}")
 
 
 def finish(folder: Path, step: int, about: dict[str, Any]) -> None:
@@ -91,26 +130,14 @@ def steps(folder: Path) -> list[int]:
     return sorted(int(match[1]) for file in folder.iterdir() if (match := _NAME.fullmatch(file.name)))
 
 
-class Damaged(Exception):
-    """A checkpoint's content is not what was written."""
-
-
-def load(folder: Path) -> Checkpoint:
-    """The newest undamaged checkpoint in a folder, on the CPU; a damaged one is passed over with a warning.
+def load(folder: Path, ranks: Ranks | None = None) -> Checkpoint:
+    """The newest undamaged checkpoint in a folder; a damaged one is passed over with a warning. A collective:
+    every rank checks some of the files.
 
     Raises:
         CheckpointError: there is none.
     """
-    return newest(folder, lambda step: _read(folder, step))
-
-
-def newest(folder: Path, read: Callable[[int], Read], warns: bool = True) -> Read:
-    """What ``read`` makes of the newest checkpoint in a folder for which it does not raise `Damaged`; each
-    that it passes over is ``warns`` of.
-
-    Raises:
-        CheckpointError: there is none.
-    """
+    ranks = ranks or Ranks()
     found = steps(folder)
     if not found:
         raise CheckpointError(
@@ -118,14 +145,15 @@ def newest(folder: Path, read: Callable[[int], Read], warns: bool = True) -> Rea
         )
     damage: list[str] = []
     for step in reversed(found):
-        try:
-            checkpoint = read(step)
-        except Damaged as error:
-            damage.append(str(error))
-            continue
-        for text in damage if warns else ():
-            warnings.warn(f"{text}; resuming from step {step} instead", LowtideWarning, stacklevel=3)
-        return checkpoint
+        checkpoint = _read(folder, step, ranks)
+        problems = [
+            text for text in ranks.gather("" if isinstance(checkpoint, Checkpoint) else checkpoint) if text
+        ]
+        if isinstance(checkpoint, Checkpoint) and not problems:
+            for text in damage if ranks.rank == 0 else ():
+                warnings.warn(f"{text}; resuming from step {step} instead", LowtideWarning, stacklevel=2)
+            return checkpoint
+        damage.append(problems[0])
     raise CheckpointError(
         f"every checkpoint in {str(folder)!r} is damaged ({'; '.join(damage)}): start anew in another "
         "--checkpoint-dir"
@@ -137,25 +165,21 @@ def manifest(folder: Path, step: int) -> Path:
     return folder / f"step-{step:08d}.json"
 
 
-def _read(folder: Path, step: int) -> Checkpoint:
+def _read(folder: Path, step: int, ranks: Ranks) -> Checkpoint | str:
+    """A checkpoint whose files, those that this rank checks, are as they were written; or what is wrong."""
     name = manifest(folder, step).name
     try:
         about = json.loads(manifest(folder, step).read_text(encoding="utf-8"))
-        version = about["format"]
-        if version != _FORMAT:
-            raise CheckpointError(
-                f"checkpoint {name} has format {version!r}; a run of one process reads format {_FORMAT}"
-            )
-        run, digest, data = about["run"], about["sha256"], folder / Path(about["file"]).name
-        with data.open("rb") as file:
-            if hashlib.file_digest(file, "sha256").hexdigest() != digest:
-                raise Damaged(f"checkpoint {name} is damaged: {data.name} is not what was written")
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise Damaged(f"checkpoint {name} is damaged ({type(error).__name__}: {error})") from error
-    try:
-        return Checkpoint(step, run, torch.load(data, map_location="cpu", weights_only=True))
-    except (pickle.UnpicklingError, RuntimeError) as error:
-        raise Damaged(f"checkpoint {name} holds something else than tensors and plain values") from error
+        if about["format"] != _FORMAT:
+            return f"checkpoint {name} has format {about['format']!r}, and this lowtide reads {_FORMAT}"
+        files = {Path(file).name: str(digest) for file, digest in about["files"].items()}
+        for file, digest in list(files.items())[ranks.rank :: ranks.size]:
+            with (folder / file).open("rb") as opened:
+                if hashlib.file_digest(opened, "sha256").hexdigest() != digest:
+                    return f"checkpoint {name} is damaged: {file} is not what was written"
+        return Checkpoint(folder, int(about["step"]), dict(about["run"]), files)
+    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
+        return f"checkpoint {name} is damaged ({type(error).__name__}: {error})"
 
 
 class _Hashing:
@@ -210,7 +234,7 @@ def _remove_leftovers(folder: Path) -> None:
     for step in steps(folder):
         with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
             about = json.loads(manifest(folder, step).read_text(encoding="utf-8"))
-            named.update(about["files"] if "files" in about else [about["file"]])
+            named.update(about["files"])
     for file in (*folder.glob("step-*.tmp"), *folder.glob("step-*.pt")):
         if file.name not in named:
             file.unlink(missing_ok=True)

@@ -16,14 +16,10 @@ from lowtide.meter import resident_bytes
 from lowtide.models import ModelSpec
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.progress import working
-from lowtide.report import Report
 from lowtide.train.compare import Comparison, compare
 from lowtide.train.options import TrainOptions
-from lowtide.train.part import Batch, Part, WholeModel, raised
+from lowtide.train.part import Batch, WholeModel, raised
 from lowtide.train.ranks import Ranks
-
-_RAISES = 3
-"""Times that a budget is raised: the smallest that works may itself be found too small by a little."""
 
 
 class CompiledModel(WholeModel):
@@ -66,19 +62,13 @@ class CompiledModel(WholeModel):
             loss = super().step(batches, optimizer)
             if (plan := self._handle.plan) is not None:
                 work.done(in_one_line(plan))
-                if budgets.asks_for(self.options.budget) == "min" and plan.budget_bytes is not None:
-                    chosen = budgets.format_bytes(plan.budget_bytes)
-                    self.note = f"budget {chosen}, the smallest that works"
         return loss
 
     def _planned_backward(self, tokens: Tensor, targets: Tensor, count: int) -> float:
-        for _ in range(_RAISES):
-            try:
-                loss = self._loss(tokens, targets) / count
-                break
-            except BudgetError as error:  # one graph is planned before its first forward
-                self._take_smallest(error)
-        else:
+        try:
+            loss = self._loss(tokens, targets) / count
+        except BudgetError as error:  # one graph is planned before its first forward
+            self._take_smallest(error)
             loss = self._loss(tokens, targets) / count
         try:
             loss.backward()
@@ -88,9 +78,9 @@ class CompiledModel(WholeModel):
 
     def _take_smallest(self, error: BudgetError) -> None:
         """Where the budget may be raised to the smallest that works, do so."""
-        if not self.options.raises_budget or error.smallest_bytes is None:
+        if not self.options.raise_budget or error.smallest_bytes is None:
             raise error
-        self._handle.set_budget(error.smallest_bytes)
+        self._handle.set_budget("min")
         self.note = raised(self.options.budget, error)
 
     def _loss(self, tokens: Tensor, targets: Tensor) -> Tensor:
@@ -131,6 +121,3 @@ class CompiledModel(WholeModel):
             yield
         finally:
             self._call = planned
-
-    def report(self, comparison: Comparison, curve: bool) -> Report | None:
-        return Part.report(self, comparison, curve)  # the planner's step graph is not kept

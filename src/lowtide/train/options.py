@@ -17,7 +17,6 @@ from lowtide.train.schedule import SHAPES
 from lowtide.train.settings import Settings
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16}
-PICTURE_SUFFIXES = (".png", ".pdf", ".svg")
 _COMPARED = "it shows the planned step beside the plain one, and this run ends without comparing them"
 
 
@@ -32,18 +31,6 @@ class TrainOptions(Settings):
     def __post_init__(self) -> None:
         for name in ("steps", "batch", "seq", "grad_accum", "eval_batches", "tp", "dp", "pp"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "at least 1 is needed")
-        require(
-            self.silent_seconds is None or self.silent_seconds >= 0,
-            "silent-seconds",
-            self.silent_seconds,
-            "it cannot be negative; 0 waits for ever",
-        )
-        require(
-            self.silent_seconds is None or self.tp * self.dp * self.pp > 1,
-            "silent-seconds",
-            self.silent_seconds,
-            "one process waits for nobody: leave it out",
-        )
         for name in ("warmup", "weight_decay", "clip", "eval_every", "checkpoint_every", "seed"):
             require(getattr(self, name) >= 0, name, getattr(self, name), "it cannot be negative")
         several = self.optimizer_host_fraction is not None and self.tp * self.dp * self.pp > 1
@@ -58,12 +45,6 @@ class TrainOptions(Settings):
             "optimizer-host-fraction",
             self.optimizer_host_fraction,
             "the budget of --shard-parameters does not know of it: leave that out, or this",
-        )
-        require(
-            not several or self.checkpoint_dir is None,
-            "optimizer-host-fraction",
-            self.optimizer_host_fraction,
-            "several processes cannot save a state that is split: leave out --checkpoint-dir, or this",
         )
         if self.optimizer_host_fraction not in (None, "auto"):
             share = self.optimizer_host_fraction
@@ -103,16 +84,6 @@ class TrainOptions(Settings):
                 self.stop_after,
                 f"choose a step from 1 to --steps {self.steps}",
             )
-        if self.plot is not None:
-            require(self.compares, "plot", self.plot, f"{_COMPARED}: {self._to_compare} or --plot")
-            require(
-                self.plot.suffix in PICTURE_SUFFIXES,
-                "plot",
-                self.plot,
-                f"choose a name that ends in {', '.join(PICTURE_SUFFIXES)}",
-            )
-            if importlib.util.find_spec("matplotlib") is None:
-                raise OptionError("--plot needs matplotlib: pip install 'lowtide[train]'")
         if self.report is not None:
             require(self.compares, "report", self.report, f"{_COMPARED}: {self._to_compare} or --report")
             check_ending(self.report)
@@ -121,7 +92,7 @@ class TrainOptions(Settings):
             require(fits, "tensorboard", self.tensorboard, "that is a file, and a folder is needed")
             if importlib.util.find_spec("tensorboard") is None:
                 raise OptionError("--tensorboard needs tensorboard: pip install 'lowtide[tensorboard]'")
-        for name, file in (("json", self.json), ("plot", self.plot), ("report", self.report)):
+        for name, file in (("json", self.json), ("report", self.report)):
             check_file(name, file)
         check_device(self.device)
         check_compile(self.compile, self.compile_backend, self.policy, self.device)

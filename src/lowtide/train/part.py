@@ -29,7 +29,6 @@ from lowtide.train.options import DTYPES, OptionError, TrainOptions
 from lowtide.train.ranks import Ranks
 
 Batch = tuple[Tensor, Tensor]
-_RAISES = 4  # at most: a first step, one beside gradients, and one beside the optimizer's state
 
 
 class Part(ABC):
@@ -90,12 +89,11 @@ class Part(ABC):
         """
         raise OptionError("--compare: the comparison is of one process's step: leave it out with --pp")
 
-    def report(self, comparison: Comparison, curve: bool) -> Report | None:
+    def report(self, comparison: Comparison) -> Report | None:
         """All that is to be shown of the step that was compared; ``None`` where no plan is this part's own.
 
         Args:
             comparison: what was measured.
-            curve: whether to plan for other budgets, too, which takes seconds.
         """
         return None
 
@@ -142,33 +140,21 @@ class WholeModel(Part):
         return len(self._handle.plans)
 
     def limit(self, optimizer: torch.optim.Optimizer) -> None:
-        self._optimizer = optimizer
-        asked = budgets.asks_for(self.options.budget)
-        if asked == "auto":
-            self._limit(self.auto_budget(resident_bytes(self.model)))
-        else:  # every step needs more than a byte, and the refusal says how much
-            self._limit(1 if asked == "min" else self.options.budget)
-
-    def _limit(self, budget: str | int | None) -> None:
+        budget: str | int | None = self.options.budget
+        if budgets.asks_for(budget) == "auto":
+            budget = self.auto_budget(resident_bytes(self.model))
         self._handle = lowtide.limit_memory(
-            self.model, budget, policy=self.options.policy, optimizer=self._optimizer
+            self.model, budget, policy=self.options.policy, optimizer=optimizer
         )
 
     def _raise_budget(self, error: BudgetError, tokens: Tensor, targets: Tensor) -> None:
         """Where the budget may be raised to the smallest that works: do so, and plan within it."""
-        for _ in range(_RAISES):
-            if not self.options.raises_budget or error.smallest_bytes is None:
-                break
-            self._handle.remove()
-            self._limit(error.smallest_bytes)
-            self.note = raised(self.options.budget, error)
-            try:
-                with self.autocast():
-                    self._handle.prepare(tokens, targets)
-                return
-            except BudgetError as larger:
-                error = larger
-        raise error
+        if not self.options.raise_budget or error.smallest_bytes is None:
+            raise error
+        self._handle.set_budget("min")
+        self.note = raised(self.options.budget, error)
+        with self.autocast():
+            self._handle.prepare(tokens, targets)
 
     def _planned_backward(self, tokens: Tensor, targets: Tensor, count: int) -> float:
         """One of ``count`` parts of the loss, from a micro-batch; its gradients are added to the
@@ -197,7 +183,11 @@ class WholeModel(Part):
         return loss
 
     def step(self, batches: Sequence[Batch], optimizer: torch.optim.Optimizer) -> float:
+        before = self._handle.plan
         loss = self._backward(batches)
+        plan = self._handle.plan
+        if before is None and plan is not None and budgets.asks_for(self.options.budget) == "min":
+            self.note = f"budget {budgets.format_bytes(plan.budget_bytes)}, the smallest that works"
         if not self.ranks.alone:
             allreduce_sequence_parallel_gradients(optimizer)
             average_gradients(self.model.parameters(), self.ranks.data)
@@ -222,11 +212,10 @@ class WholeModel(Part):
             agree=agree,
         )
 
-    def report(self, comparison: Comparison, curve: bool) -> Report | None:
+    def report(self, comparison: Comparison) -> Report | None:
         options, plain, planned = self.options, comparison.plain, comparison.planned
         return self._handle.make_report(
             f"{options.model}, {options.batch} x {options.seq} tokens, {options.dtype}",
-            points=None if curve else (),
             measured_plain=None
             if plain is None
             else Measured.of(plain.peak_bytes, plain.seconds, plain.curve),

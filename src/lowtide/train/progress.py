@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import math
 import os
-from abc import ABC, abstractmethod
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TaskID, TextColumn, TimeRemainingColumn
-from rich.progress import Progress as RichProgress
+from rich.progress import Progress as Bar
 
 from lowtide.budget import format_bytes
 
@@ -27,76 +26,39 @@ def say(console: Console, text: str) -> None:
     console.print(text, highlight=False, soft_wrap=not folds)
 
 
-class Progress(ABC):
-    """What the trainer tells."""
+class Progress:
+    """A bar with loss, tokens per second and live peak on a terminal; a line now and then in a log.
 
-    @abstractmethod
-    def start(self, first: int, steps: int, what: str) -> None:
-        """The run of ``what`` begins after ``first`` of ``steps`` steps."""
+    Args:
+        console: where to; a quiet one, or none, hears nothing.
+    """
 
-    @abstractmethod
-    def note(self, text: str) -> None:
-        """Something was chosen that nobody asked for."""
-
-    @abstractmethod
-    def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None:
-        """A step has ended; ``peak_bytes`` is the most live memory within it, if known."""
-
-    @abstractmethod
-    def evaluated(self, done: int, loss: float, bytes_per_token: float) -> None:
-        """The validation loss per token after ``done`` steps."""
-
-    @abstractmethod
-    def finish(self) -> None:
-        """The last step has ended, or the run failed."""
-
-    @abstractmethod
-    def comparing(self) -> None:
-        """The plain and the planned step are measured now."""
-
-
-class Silent(Progress):
-    """Says nothing."""
-
-    def start(self, first: int, steps: int, what: str) -> None: ...
-
-    def note(self, text: str) -> None: ...
-
-    def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None: ...
-
-    def evaluated(self, done: int, loss: float, bytes_per_token: float) -> None: ...
-
-    def finish(self) -> None: ...
-
-    def comparing(self) -> None: ...
-
-
-class ConsoleProgress(Progress):
-    """A bar with loss, tokens per second and live peak on a terminal; a line now and then in a log."""
-
-    def __init__(self, console: Console) -> None:
-        self._console = console
-        self._bar: RichProgress | None = None
+    def __init__(self, console: Console | None = None) -> None:
+        self._console = console or Console(quiet=True)
+        self._bar: Bar | None = None
         self._task: TaskID | None = None
         self._first = self._steps = 0
         self._smooth_rate: float | None = None
 
     def start(self, first: int, steps: int, what: str) -> None:
+        """The run of ``what`` begins after ``first`` of ``steps`` steps."""
         self._first, self._steps = first, steps
         say(self._console, what)
 
     def note(self, text: str) -> None:
+        """Something was chosen that nobody asked for."""
         say(self._console, text)
 
     def step(self, done: int, loss: float, tokens_per_second: float, peak_bytes: int | None) -> None:
+        """A step has ended; ``peak_bytes`` is the most live memory within it, if known."""
         if done - self._first > 1:  # the first step plans
             before = self._smooth_rate or tokens_per_second
             self._smooth_rate = 0.9 * before + 0.1 * tokens_per_second
         rate = self._smooth_rate or tokens_per_second
         peak = "not counted" if peak_bytes is None else format_bytes(peak_bytes)
-        if self._console.is_terminal:
+        if self._console.is_terminal and not self._console.quiet:
             if self._bar is None:  # only now: planning shows its own progress during the first step
-                self._bar = RichProgress(
+                self._bar = Bar(
                     BarColumn(bar_width=None if self._console.width > NARROW else 8),
                     MofNCompleteColumn(),
                     TextColumn(
@@ -116,13 +78,16 @@ class ConsoleProgress(Progress):
             say(self._console, text)
 
     def evaluated(self, done: int, loss: float, bytes_per_token: float) -> None:
+        """The validation loss per token after ``done`` steps."""
         bits = loss / math.log(2) / bytes_per_token
         say(self._console, f"step {done}/{self._steps}  validation {loss:.3f} ({bits:.2f} bits a byte)")
 
     def finish(self) -> None:
+        """The last step has ended, or the run failed."""
         if self._bar is not None:
             self._bar.stop()
             self._bar = None
 
     def comparing(self) -> None:
+        """The plain and the planned step are measured now."""
         say(self._console, "measuring the plain and the planned step in turn ...")

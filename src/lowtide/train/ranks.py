@@ -23,7 +23,7 @@ from lowtide.train.options import OptionError, TrainOptions
 
 TIMEOUT = timedelta(minutes=10)
 """How long a collective waits for a rank that lives. One that died is noticed within seconds by
-`lowtide.train.watch`.
+`lowtide.train.alive`.
 """
 
 
@@ -36,7 +36,7 @@ class Ranks:
         tensor, data, pipeline: the ranks that share its layers, its place in the batch, the stages of its
             copy of the model.
         device: where it computes.
-        store: what `lowtide.train.watch` writes to; ``None`` for a process alone or a group that somebody
+        store: what `lowtide.train.alive` writes to; ``None`` for a process alone or a group that somebody
             else set up.
     """
 

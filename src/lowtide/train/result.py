@@ -109,7 +109,6 @@ class TrainResult:
             "steps_over_budget": self.steps_over_budget,
             "plans": self.plans,
             "comparison": None if self.comparison is None else self.comparison.to_json(),
-            "report": None if self.report is None else self.report.to_json(),
             "stopped": self.stopped,
             "ranks": self.ranks,
             "seconds": self.seconds,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 from collections.abc import Collection
 from pathlib import Path
@@ -20,9 +19,7 @@ _OWN = {
     "resume",
     "stop_after",
     "compare",
-    "silent_seconds",
     "json",
-    "plot",
     "report",
     "tensorboard",
 }
@@ -101,9 +98,6 @@ def resumed(asked: dict[str, Any], given: Collection[str]) -> dict[str, Any]:
     step = (checkpoint.steps(folder) or [0])[-1]
     if options["json"] is None and (folder / "results.json").exists():
         options["json"] = folder / f"results-from-{step}.json"
-    picture = (folder / "memory.png").exists() and importlib.util.find_spec("matplotlib") is not None
-    if options["plot"] is None and picture and options["compare"] is not False:
-        options["plot"] = folder / f"memory-from-{step}.png"
     page = (folder / "report.html").exists() and options["compare"] is not False
     if options["report"] is None and page:
         options["report"] = folder / f"report-from-{step}.html"

@@ -15,9 +15,7 @@ from lowtide.train.ranks import Ranks
 from lowtide.train.resume import check_same
 
 
-def find_checkpoint(
-    options: TrainOptions, corpus: Corpus, ranks: Ranks
-) -> checkpoint.Checkpoint | shards.Manifest | None:
+def find_checkpoint(options: TrainOptions, corpus: Corpus, ranks: Ranks) -> checkpoint.Checkpoint | None:
     """The checkpoint to go on from, checked against the options; ``None`` for a fresh start.
 
     Raises:
@@ -34,19 +32,13 @@ def find_checkpoint(
                 "or another folder"
             )
         return None
-    shared = not ranks.alone or shards.format_of(folder) == shards.FORMAT
-    loaded = shards.newest(folder, ranks) if shared else checkpoint.load(folder)
+    loaded = checkpoint.load(folder, ranks)
     now = options.trajectory(corpus.digest, corpus.vocabulary)
     check_same(folder, loaded.run, now, loaded.step, options.stop_after or options.steps)
-    if "loader" not in loaded.run:
-        raise OptionError(
-            f"--resume: the run in {folder} was begun by an older lowtide, which drew its batches in another "
-            "order: start anew in another folder"
-        )
     return loaded
 
 
-def going_on(options: TrainOptions, resumed: checkpoint.Checkpoint | shards.Manifest) -> str:
+def going_on(options: TrainOptions, resumed: checkpoint.Checkpoint) -> str:
     """Which run is gone on with, and from where to where."""
     text = f"going on with the run in {options.checkpoint_dir} after step {resumed.step} of {options.steps}"
     before = resumed.run.get("steps", options.steps)
@@ -72,35 +64,24 @@ def save(
     assert options.checkpoint_dir is not None
     run = {**options.trajectory(corpus.digest, corpus.vocabulary), "options": options.to_json()}
     run["loader"] = loader
-    if not ranks.alone:
-        shards.save(options.checkpoint_dir, step, modules, optimizer, run, ranks)
-        return
-    (model,) = modules
-    state = {
-        "model": model.state_dict(),
-        "optimizer": optimizer.state_dict(),
-        "random": torch.get_rng_state(),
-        "random_cuda": torch.cuda.get_rng_state(ranks.device) if ranks.device.type == "cuda" else None,
-    }
-    checkpoint.save(options.checkpoint_dir, step, state, run)
+    content: dict[str, Any] = {"pieces": shards.pieces(modules, optimizer, ranks)}
+    if ranks.alone:
+        content["random"] = torch.get_rng_state()
+        if ranks.device.type == "cuda":
+            content["random_cuda"] = torch.cuda.get_rng_state(ranks.device)
+    checkpoint.save(options.checkpoint_dir, step, content if content["pieces"] else None, run, ranks)
 
 
 def restore(
-    options: TrainOptions,
-    loaded: checkpoint.Checkpoint | shards.Manifest,
+    loaded: checkpoint.Checkpoint,
     modules: Sequence[nn.Module],
     optimizer: torch.optim.Optimizer,
-    device: torch.device,
+    ranks: Ranks,
 ) -> None:
     """Put back what `save` wrote."""
-    if isinstance(loaded, shards.Manifest):
-        assert options.checkpoint_dir is not None
-        shards.load(options.checkpoint_dir, loaded, modules, optimizer)
-        return
-    (model,) = modules
-    model.load_state_dict(loaded.state["model"])
-    optimizer.load_state_dict(loaded.state["optimizer"])
-    torch.set_rng_state(loaded.state["random"])
-    if device.type == "cuda":
-        torch.cuda.set_rng_state(loaded.state["random_cuda"], device)
-    loaded.state.clear()
+    contents = list(loaded.contents())
+    shards.load([content["pieces"] for content in contents], modules, optimizer)
+    if ranks.alone and "random" in contents[0]:
+        torch.set_rng_state(contents[0]["random"].clone())
+    if ranks.alone and "random_cuda" in contents[0] and ranks.device.type == "cuda":
+        torch.cuda.set_rng_state(contents[0]["random_cuda"].clone(), ranks.device)

@@ -55,12 +55,10 @@ class Settings:
         sequence_parallel: the ``tp`` processes share the sequence, too.
         shard_parameters: the ``dp`` processes share parameters, gradients and optimizer state, too (FSDP2).
         schedule: of the pipeline's micro-batches, one of `lowtide.parallel.pipeline.SCHEDULES`.
-        silent_seconds: how long a process may say nothing before the others end the run; 0 is for ever,
-            ``None`` half a minute. One in a debugger is waited for.
         compile: compile the step within the budget (`lowtide.compile`).
         compile_backend: ``inductor`` or ``aot_eager``; ``None`` is ``inductor``.
         tensorboard: folder for TensorBoard's curves.
-        json, plot: files for the results and for the picture of memory.
+        json: file for the results.
         report: file for the report of one step: a page, or what else its ending says
             (`lowtide.report.save_report`).
     """
@@ -102,12 +100,10 @@ class Settings:
     sequence_parallel: bool = False
     shard_parameters: bool = False
     schedule: str | None = None
-    silent_seconds: float | None = None
     compile: bool = False
     compile_backend: str | None = None
     tensorboard: Path | None = None
     json: Path | None = None
-    plot: Path | None = None
     report: Path | None = None
 
     @property

@@ -1,22 +1,13 @@
-"""Checkpoints of runs with several ranks: a file from each rank that holds something of its own, and one
-manifest that makes them count.
+"""What a checkpoint holds of the model: pieces of whole parameters and of their optimizer state, with where
+they lie, so that a run can go on at another number of ranks.
 
-Each file holds pieces of whole parameters and of their optimizer state, with where they lie, so a run can go
-on at another number of ranks. Where FSDP shards parameters over the data-parallel ranks, a piece is some rows
-of what a tensor-parallel rank holds. They are written as `lowtide.train.checkpoint` writes: a temporary name,
-flushed, renamed; the manifest comes last and from one rank, when every file is down. A rank that dies on the
-way leaves files that no manifest names, and the checkpoint before stays the newest.
+Where FSDP shards parameters over the data-parallel ranks, a piece is some rows of what a tensor-parallel rank
+holds.
 """
 
 from __future__ import annotations
 
-import hashlib
-import json
-import os
-import pickle
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -25,127 +16,50 @@ from torch import Tensor, nn
 from lowtide.parallel.checkpoint import partitions_of
 from lowtide.parallel.partition import Partition
 from lowtide.run.limit.optimizer_need import own_share
-from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 from lowtide.train.ranks import Ranks
 
-FORMAT = 2
 _WEIGHT = "weight"
 
 
-@dataclass(frozen=True)
-class Manifest:
-    """A checkpoint in a folder.
-
-    Attributes:
-        step: optimizer steps done.
-        run: what `save` was told about the run.
-        files: its files, with their SHA-256.
-    """
-
-    step: int
-    run: dict[str, Any]
-    files: dict[str, str]
-
-
-def save(
-    folder: Path,
-    step: int,
-    modules: Sequence[nn.Module],
-    optimizer: torch.optim.Optimizer,
-    run: dict[str, Any],
-    ranks: Ranks,
-) -> None:
-    """Write this rank's part, and with all parts there the manifest. A collective: every rank calls it.
-
-    Raises:
-        CheckpointError: a rank could not write; on every rank. What was there stays valid.
-    """
-    mine: tuple[str, str] | str | None = None
-    if ranks.data.rank == 0 or any(
-        _is_sharded(parameter) for module in modules for parameter in module.parameters()
-    ):
-        name = f"step-{step:08d}-{ranks.rank:05d}"
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            content = list(_pieces(modules, optimizer, ranks))
-            digest, temporary = checkpoint.write(
-                folder, lambda file: torch.save(content, file), f"{name}-{os.getpid()}.tmp"
-            )
-            data = folder / f"{name}-{digest[:12]}.pt"
-            checkpoint.rename(temporary, data)
-            mine = data.name, digest
-        except (OSError, RuntimeError) as error:
-            mine = str(getattr(error, "strerror", None) or error)
-    found = ranks.gather(mine)
-    _raise_any(folder, found)
-    problem = ""
-    if ranks.rank == 0:
-        about = {
-            "format": FORMAT,
-            "step": step,
-            "files": dict(item for item in found if item is not None),
-            "run": run,
-        }
-        try:
-            checkpoint.finish(folder, step, about)
-        except (OSError, RuntimeError) as error:
-            problem = str(getattr(error, "strerror", None) or error)
-    _raise_any(folder, ranks.gather(problem))
-
-
-def newest(folder: Path, ranks: Ranks) -> Manifest:
-    """The newest undamaged checkpoint in a folder; a damaged one is passed over with a warning. A collective.
-
-    Raises:
-        CheckpointError: there is none.
-    """
-
-    def read(step: int) -> Manifest:
-        manifest, problem = _read(folder, step, ranks)
-        problems = [text for text in ranks.gather(problem) if text]
-        if problems or manifest is None:
-            raise checkpoint.Damaged(problems[0])
-        return manifest
-
-    return checkpoint.newest(folder, read, warns=ranks.rank == 0)
-
-
-def format_of(folder: Path) -> int | None:
-    """The format of the newest checkpoint whose manifest can be read, ``None`` without one."""
-    for step in reversed(checkpoint.steps(folder)):
-        try:
-            return int(json.loads(checkpoint.manifest(folder, step).read_text(encoding="utf-8"))["format"])
-        except (OSError, ValueError, KeyError, TypeError):
-            continue
-    return None
+def pieces(
+    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ranks: Ranks
+) -> list[dict[str, Any]]:
+    """What this rank writes of each parameter and buffer: what no rank before it holds."""
+    packed = optimizer.state_dict()["state"]
+    states = {parameter: packed.get(number, {}) for number, parameter in enumerate(_parameters(optimizer))}
+    return list(_pieces(modules, states, ranks))
 
 
 @torch.no_grad()
 def load(
-    folder: Path, manifest: Manifest, modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer
+    contents: Iterable[list[dict[str, Any]]], modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer
 ) -> None:
-    """Fill this rank's parts of the parameters and of their optimizer state from whatever ranks wrote the
-    files.
+    """Fill this rank's parts of the parameters and of their optimizer state from what any ranks wrote.
 
     Raises:
-        CheckpointError: the files hold another model.
+        CheckpointError: they hold another model.
     """
     wanted = dict(_targets(modules))
     found: dict[str, list[dict[str, Any]]] = {name: [] for name in wanted}
-    for file in manifest.files:
-        try:
-            # read when a parameter is put together
-            content = torch.load(folder / file, map_location="cpu", weights_only=True, mmap=True)
-        except (pickle.UnpicklingError, RuntimeError, OSError) as error:
-            raise CheckpointError(f"{file} holds something else than tensors and plain values") from error
+    for content in contents:
         for piece in content:
             if piece["name"] in found:
                 found[piece["name"]].append(piece)
+    states: dict[Tensor, dict[str, Tensor]] = {}
     for name, (tensor, where) in wanted.items():
         if not found[name]:
             raise CheckpointError(f"the checkpoint does not hold {name}: it is of another model")
-        _fill(name, tensor, where, _whole(found.pop(name)), optimizer)
+        state = _fill(name, tensor, where, _whole(found.pop(name)))
+        if state:
+            states[tensor] = state
+    packed = {number: states[p] for number, p in enumerate(_parameters(optimizer)) if p in states}
+    optimizer.load_state_dict({**optimizer.state_dict(), "state": packed})
+
+
+def _parameters(optimizer: torch.optim.Optimizer) -> list[Tensor]:
+    """In the order in which a state dict numbers them."""
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
 def _whole(pieces: list[dict[str, Any]]) -> dict[str, Tensor]:
@@ -185,18 +99,15 @@ def _joined(pieces: list[dict[str, Any]]) -> Iterator[dict[str, Any]]:
 
 
 def _pieces(
-    modules: Sequence[nn.Module], optimizer: torch.optim.Optimizer, ranks: Ranks
+    modules: Sequence[nn.Module], states: Mapping[Tensor, dict[str, Any]], ranks: Ranks
 ) -> Iterator[dict[str, Any]]:
-    """What this rank writes of each parameter and buffer: what no rank before it holds."""
     for name, (tensor, where) in _targets(modules):
         cut = where is not None and where.dimension is not None
         sharded = _is_sharded(tensor)
         if (not cut and ranks.tensor.rank) or (not sharded and ranks.data.rank):
             continue
         tensors = {_WEIGHT: tensor.detach()}
-        tensors.update(
-            {key: item for key, item in optimizer.state.get(tensor, {}).items() if isinstance(item, Tensor)}
-        )
+        tensors |= {key: item for key, item in states.get(tensor, {}).items() if isinstance(item, Tensor)}
         if sharded:
             yield {
                 "name": name,
@@ -243,8 +154,8 @@ def _fill(
     tensor: Tensor,
     where: Partition | None,
     entries: dict[str, Tensor],
-    optimizer: torch.optim.Optimizer,
-) -> None:
+) -> dict[str, Tensor]:
+    """Put a parameter's part in place; returns that of its optimizer state."""
     expected = tuple(tensor.shape) if where is None else where.shape
     if tuple(entries[_WEIGHT].shape) != tuple(expected):
         raise CheckpointError(
@@ -259,8 +170,7 @@ def _fill(
         return own.to(tensor.device, copy=True)
 
     tensor.copy_(part(entries.pop(_WEIGHT)))
-    if entries:
-        optimizer.state[tensor] = {key: part(item) for key, item in entries.items()}
+    return {key: part(item) for key, item in entries.items()}
 
 
 def _is_sharded(tensor: Any) -> bool:
@@ -292,27 +202,3 @@ def _sharded_like(tensor: Any, local: Tensor) -> Tensor:
         shape=tensor.shape,
         stride=tensor.stride(),
     )
-
-
-def _read(folder: Path, step: int, ranks: Ranks) -> tuple[Manifest | None, str]:
-    """A manifest whose files are as they were written, each checked by one rank; or what is wrong."""
-    name = checkpoint.manifest(folder, step).name
-    try:
-        about = json.loads(checkpoint.manifest(folder, step).read_text(encoding="utf-8"))
-        if about["format"] != FORMAT:
-            return None, f"checkpoint {name} was written by a run of one process: resume it with one"
-        files = {Path(file).name: str(digest) for file, digest in about["files"].items()}
-        for number, (file, digest) in enumerate(files.items()):
-            if number % ranks.size == ranks.rank:
-                with (folder / file).open("rb") as opened:
-                    if hashlib.file_digest(opened, "sha256").hexdigest() != digest:
-                        return None, f"checkpoint {name} is damaged: {file} is not what was written"
-        return Manifest(int(about["step"]), dict(about["run"]), files), ""
-    except (OSError, ValueError, KeyError, TypeError, AttributeError) as error:
-        return None, f"checkpoint {name} is damaged ({type(error).__name__}: {error})"
-
-
-def _raise_any(folder: Path, found: Sequence[Any]) -> None:
-    for rank, item in enumerate(found):
-        if isinstance(item, str) and item:
-            raise CheckpointError(f"rank {rank} cannot write a checkpoint to {str(folder)!r}: {item}")

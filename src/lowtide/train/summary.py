@@ -8,12 +8,12 @@ from rich.console import Console
 from rich.table import Table
 
 from lowtide.budget import format_bytes
-from lowtide.report import percent_text, save_picture, seconds_text, terminal_picture
+from lowtide.report import percent_text, seconds_text, terminal_picture
 from lowtide.train.compare import Comparison
 from lowtide.train.progress import say
 from lowtide.train.result import TrainResult
 
-PICTURE_WIDTH, PICTURE_HEIGHT = 96, 16
+PICTURE_WIDTH = 96
 MEANINGS = {
     "time, predicted": "forecast before any step, from operations timed alone",
     "time, calibrated": "as the run's own steps took",
@@ -34,18 +34,15 @@ def show(result: TrainResult, console: Console) -> None:
     comparison = result.comparison
     if comparison is not None:
         console.print(_table(result, comparison))
-        if _draws_braille(console):
+        if _draws_blocks(console):
             curves = [
                 measured.curve for measured in (comparison.plain, comparison.planned) if measured is not None
             ]
             console.print("live memory over one step")
             width = min(console.width, PICTURE_WIDTH)
-            console.print(
-                terminal_picture(curves, comparison.plan.budget_bytes, width, PICTURE_HEIGHT), soft_wrap=True
-            )
+            console.print(terminal_picture(curves, comparison.plan.budget_bytes, width), soft_wrap=True)
     for what, file in (
         ("results", result.options.json),
-        ("picture", result.options.plot),
         ("report", result.options.report if result.report is not None else None),
     ):
         if file is not None:
@@ -53,19 +50,6 @@ def show(result: TrainResult, console: Console) -> None:
     folder = result.options.checkpoint_dir
     if folder is not None:
         say(console, f"checkpoints in {folder}")
-
-
-def save_plot(result: TrainResult) -> None:
-    """Write the picture that the options ask for."""
-    comparison, path = result.comparison, result.options.plot
-    if comparison is None or path is None:
-        return
-    curves = [measured.curve for measured in (comparison.plain, comparison.planned) if measured is not None]
-    options = result.options
-    title = (
-        f"{options.model}, {options.batch} x {options.seq} tokens, {options.dtype}: live memory over one step"
-    )
-    save_picture(path, curves, comparison.plan.budget_bytes, title)
 
 
 def _losses(result: TrainResult) -> str:
@@ -186,9 +170,9 @@ def _change(now: float, before: float) -> str:
     return percent_text(now / before - 1) if before else ""
 
 
-def _draws_braille(console: Console) -> bool:
+def _draws_blocks(console: Console) -> bool:
     try:
-        "\u28ff│└┤━┅".encode(console.encoding)
+        "▁█┄".encode(console.encoding)
     except (UnicodeEncodeError, LookupError):
         return False
     return True

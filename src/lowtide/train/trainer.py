@@ -13,7 +13,6 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from lowtide import meter
 from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec
 from lowtide.optim import HostOptimizer
@@ -24,7 +23,7 @@ from lowtide.train.data import Blocks, batches, tokenize
 from lowtide.train.memory import BYTES_PER_PARAMETER, RunMeter, check_room
 from lowtide.train.options import TrainOptions
 from lowtide.train.part import Part, WholeModel
-from lowtide.train.progress import Progress, Silent
+from lowtide.train.progress import Progress
 from lowtide.train.ranks import Ranks, ranks_for
 from lowtide.train.result import TrainResult
 from lowtide.train.saved import find_checkpoint, going_on, restore, save
@@ -50,12 +49,10 @@ def train(options: TrainOptions, progress: Progress | None = None) -> TrainResul
             be met, or the loss diverged.
     """
     with ranks_for(options) as ranks:
-        silent = options.silent_seconds
-        store = ranks.store
-        alive = Alive(store, ranks.rank, ranks.size, silent_seconds=silent) if store is not None else None
+        alive = None if ranks.store is None else Alive(ranks.store, ranks.rank, ranks.size)
         with guarded(alive):
             return _train(
-                options, ranks, progress if progress is not None and ranks.rank == 0 else Silent(), alive
+                options, ranks, progress if progress is not None and ranks.rank == 0 else Progress(), alive
             )
 
 
@@ -94,9 +91,7 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
         part.limit(optimizer)
         result = TrainResult(options, str(corpus), part.parameters, first_step=0)
         if resumed is not None:
-            restore(options, resumed, part.modules, optimizer, device)
-            # the loaded state is the checkpoint's own tensors
-            memory.adopt(meter.resident_tensors(optimizer=optimizer))
+            restore(resumed, part.modules, optimizer, ranks)
             result.first_step = resumed.step
             loader.load_state_dict(resumed.run["loader"])
         order = iter(loader)
@@ -181,9 +176,9 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
             doing("the comparison")
             progress.comparing()
             result.comparison = part.compare(drawn[0], optimizer)
-            if ranks.rank == 0 and (options.json is not None or options.report is not None):
+            if ranks.rank == 0 and options.report is not None:
                 doing("the report")
-                result.report = part.report(result.comparison, curve=options.report is not None)
+                result.report = part.report(result.comparison)
         result.plans, result.budget_bytes = part.plans, part.about().get("budget_bytes")
         part.release()
     result.seconds = time.perf_counter() - began

@@ -11,8 +11,7 @@ from rich.table import Table
 from rich.text import Text
 
 from lowtide.budget import format_bytes
-from lowtide.estimate.narrow import Fitting
-from lowtide.estimate.render import LINES_NEED, drawing, gib
+from lowtide.estimate.render import drawing, gib
 from lowtide.estimate.render import title as config_title
 from lowtide.estimate.simulation.compose import FINE_TURNS
 from lowtide.estimate.simulation.simulate import StageSimulation, StepSimulation
@@ -72,9 +71,9 @@ def row_table(stage: StageSimulation) -> Table:
 
 def report(found: StepSimulation) -> Group:
     """Everything, for a terminal."""
-    parts: list[RenderableType] = [Fitting(stage_table(found))]
+    parts: list[RenderableType] = [stage_table(found)]
     for stage in found.stages:
-        parts.append(Fitting(row_table(stage), least=LINES_NEED))
+        parts.append(row_table(stage))
         peak = stage.timeline.peak
         where = f"{peak.operation} in {peak.module or 'the model'}{', recomputed' if peak.in_replay else ''}"
         parts.append(

@@ -74,7 +74,7 @@ class Handle:
 
         Args:
             path: ``.html`` for a page, ``.png``, ``.pdf`` or ``.svg`` for a picture, ``.pickle`` for
-                PyTorch's memory viewer, ``.json`` for the data.
+                PyTorch's memory viewer.
             title: which step it is; empty for the model's class.
 
         Raises:
