@@ -3,7 +3,7 @@
 
 #include <chrono>
 
-#include "replay.h"
+#include "tape.h"
 
 namespace lowtide {
 
@@ -65,7 +65,7 @@ class Evicted {
   Tensor replayed() {
     using Clock = std::chrono::steady_clock;
     auto begin = Clock::now();
-    Tensor base = Replay(value_).run();
+    Tensor base = classes->bring_back(value_).cast<Tensor>();
     replays_->seconds += std::chrono::duration<double>(Clock::now() - begin).count();
     return base;
   }
