@@ -24,7 +24,7 @@ from lowtide.run.limit import limiter
 from lowtide.run.record.native import compiled
 from lowtide.run.record.recorder import Recorder
 
-pytestmark = pytest.mark.skipif(compiled(wait=True) is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(compiled() is None, reason="there is no C++ compiler")
 
 N = 16
 
