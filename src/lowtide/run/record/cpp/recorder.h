@@ -46,7 +46,6 @@ class Core {
   Core(py::object recorder, std::shared_ptr<Program> program) : program_(std::move(program)) {
     given_ = recorder.attr("_given");
     held_ = recorder.attr("_held");
-    blank_ = recorder.attr("_blank");
     recorder_ = weak(recorder);
   }
 
@@ -54,8 +53,7 @@ class Core {
   ~Core() {  // the last to hold it may be a kernel, which does not hold the interpreter's lock
     py::gil_scoped_acquire gil;
     program_.reset();
-    for (py::object* object : {&recorder_, static_cast<py::object*>(&given_), static_cast<py::object*>(&held_),
-                               static_cast<py::object*>(&blank_)})
+    for (py::object* object : {&recorder_, static_cast<py::object*>(&given_), static_cast<py::object*>(&held_)})
       object->release().dec_ref();
   }
 
@@ -170,7 +168,7 @@ class Core {
     for (auto& one : shown_) {
       if (std::find(arguments.begin(), arguments.end(), one.argument) == arguments.end()) continue;
       py::int_ key(one.key);
-      if (entry_of(given_, key) || entry_of(held_, key) || entry_of(blank_, key)) return true;
+      if (entry_of(given_, key) || entry_of(held_, key)) return true;
     }
     return false;
   }
@@ -183,7 +181,6 @@ class Core {
       if (!chance.isDouble() || chance.toDouble() != 0.0) return false;
     }
     py::gil_scoped_acquire gil;
-    if (blank_.size()) return false;
     c10::SmallVector<py::object, 4> inputs;
     py::object call = Boxed<Call>::of(op);
     if (!take_down(*Boxed<Call>::in(call), *stack, inputs)) return false;
@@ -282,7 +279,7 @@ class Core {
   std::shared_ptr<Program> program_;
   std::shared_ptr<Replays> replays_ = std::make_shared<Replays>();
   py::object recorder_;
-  py::dict given_, held_, blank_;
+  py::dict given_, held_;
   Hooks hooks_;
   bool python_ran_ = false;
   size_t at_ = 0, first_ = 0;  // in the program; of the operation's arguments on the stack
