@@ -427,7 +427,6 @@ class Limiter:
             program=kind.programs[ran.light],
         )
         ran.findings = recorder.findings
-        watch.replays = recorder.core.replays if recorder.core is not None else None
         with ExitStack() as stack:
             stack.enter_context(self._inside())
             stack.enter_context(recorder.recording())

@@ -47,11 +47,11 @@ def compiled() -> Any:
     """
     with _LOCK:
         if interception.compiled_recorder() is None and interception.nobody_is_active():
-            from lowtide.run.record import handles, replay, tape
+            from lowtide.run.record import handles, tape
 
             module = extension(_SOURCE, "lowtide_recorder")
             if module is not None:
-                module.know(tape.LiveValue, tape.Node, handles.unpack, replay.bring_back, handles.overwritten)
+                module.know(tape.LiveValue, tape.Node, handles.unpack, handles.replayed, handles.overwritten)
                 interception.let_in(module)
         return interception.compiled_recorder()
 
@@ -72,17 +72,16 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
     for step in steps:
         func = _overload(step.name)
         if func is None:
-            made.add(step.name, "", _CLOSER, [], [], -1, -1, step.stored, step.claimed, None)
+            made.add(step.name, "", _CLOSER, [], [], -1, step.stored, step.claimed, None)
             continue
         info = op_info(func)
         places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
         writes = [where if isinstance(where, int) else places[where] for where in info.written]
         statistics = list(info.running_statistics)
         training = -1 if info.training_position is None else info.training_position
-        dropout = -1 if info.dropout_position is None or not info.random else info.dropout_position
         name, _, overload = func.name().partition(".")
         kind = _kind(step, info)
-        made.add(name, overload, kind, writes, statistics, training, dropout, step.stored, step.claimed, func)
+        made.add(name, overload, kind, writes, statistics, training, step.stored, step.claimed, func)
     return made
 
 
