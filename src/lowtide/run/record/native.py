@@ -8,21 +8,19 @@ operation by operation; both work on the same tables and the same tape. Without 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from dataclasses import dataclass
-from pathlib import Path
+from functools import cache
 from typing import Any
 
 import torch
 
 from lowtide import interception, private
-from lowtide.native import extension
+from lowtide.native import BuildError, compiler
 from lowtide.ops import OpInfo, op_info
 from lowtide.plan.data import ProgramStep
 
 _PASS, _RECORD, _CLOSER = 0, 1, 2
-_SOURCE = Path(__file__).parent / "cpp" / "module.cpp"
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,29 +36,29 @@ class Overhead:
     replayed_seconds: float
 
 
-_LOCK = threading.Lock()
-
-
+@cache
 def compiled() -> Any:
-    """The compiled module, or ``None`` where it cannot be compiled. It is compiled where it is asked for
-    first (half a minute, once for each PyTorch and Python).
+    """The compiled module, or ``None`` where it cannot be compiled. It is compiled where operations are
+    intercepted first (half a minute, once for each PyTorch and Python).
     """
-    with _LOCK:
-        if interception.compiled_recorder() is None and interception.nobody_is_active():
-            from lowtide.run.record import handles, tape
+    from lowtide.run.record import handles, tape
 
-            module = extension(_SOURCE, "lowtide_recorder")
-            if module is not None:
-                module.know(tape.LiveValue, tape.Node, handles.unpack, handles.replayed, handles.overwritten)
-                interception.let_in(module)
-        return interception.compiled_recorder()
+    module = interception.compiled_recorder()
+    if module is not None:
+        module.know(tape.LiveValue, tape.Node, handles.unpack, handles.replayed, handles.overwritten)
+    return module
 
 
 def executor_overhead() -> Overhead:
-    """What the executor adds here, as `benchmarks/recorder.py` reads it with cold caches. It is the host's
-    time; what of it hides behind a GPU's see `lowtide.run.limit.hidden_costs`.
+    """What the executor adds here, as `benchmarks/recorder.py` reads it with cold caches: without a compiler
+    Python does it all. It is the host's time; what of it hides behind a GPU's see
+    `lowtide.run.limit.hidden_costs`.
     """
-    return Overhead(1e-6, 9e-6) if compiled() is not None else Overhead(20e-6, 35e-6)
+    try:
+        compiler()
+    except BuildError:
+        return Overhead(20e-6, 35e-6)
+    return Overhead(1e-6, 9e-6)
 
 
 def compiled_program(steps: Sequence[ProgramStep]) -> Any:
