@@ -44,7 +44,7 @@ def main(names: list[str]) -> int:
     if unknown:
         print(f"there is no benchmark {unknown[0]!r}: choose of {', '.join(NAMES)}", file=sys.stderr)
         return 2
-    compiled(wait=True)  # else the first minute is measured without it
+    compiled()  # else the first measure waits for it
     codes = [import_module(f"benchmarks.{name}").main() for name in names or NAMES]
     return next((code for code in codes if code), 0)
 

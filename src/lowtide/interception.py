@@ -16,11 +16,13 @@ import sys
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from lowtide import private
+from lowtide.native import extension
 from lowtide.ops import returns_views
 
 _KEY = "Fake"
@@ -48,7 +50,6 @@ class Interceptor:
         """From here on, until `stop`, on this thread."""
         with _LOCK:
             _register()
-            _registered().active += 1
         thread = self._thread_state = _thread()
         thread.active = [*thread.active, self]
         thread.choose()
@@ -61,8 +62,6 @@ class Interceptor:
         thread, self._thread_state = self._thread_state, None
         if thread is None:
             return
-        with _LOCK:
-            _registered().active -= 1
         thread.active = [one for one in thread.active if one is not self]
         thread.choose()
         if not thread.active and thread.level < 0:
@@ -253,6 +252,7 @@ def _overload(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
+_RECORDER = Path(__file__).parent / "run" / "record" / "cpp" / "module.cpp"
 _PYTHON_KEY = "TESTING_ONLY_GenericWrapper"
 """Where Python's kernels stand beside compiled ones, which call them there: nothing else uses this key."""
 
@@ -264,8 +264,8 @@ class _Registered:
         libraries: hold our kernels, by namespace.
         known: overloads that have been looked at.
         definitions: as of `_definitions` when they were.
-        native: the compiled recorder, or ``None``.
-        active: how many interceptors are, on all threads.
+        native: the compiled recorder, or ``None``; it has kernels of its own, which call those in Python for
+            what they do not take.
     """
 
     def __init__(self) -> None:
@@ -274,8 +274,7 @@ class _Registered:
         self.libraries: dict[str, Any] = {}
         self.known: set[str] = set()
         self.definitions: tuple[Any, ...] = ()
-        self.native: Any = None
-        self.active = 0
+        self.native: Any = extension(_RECORDER, "lowtide_recorder")
 
 
 _LOCK = threading.RLock()
@@ -292,23 +291,8 @@ def _registered() -> _Registered:
         return _made()
 
 
-def let_in(native: Any) -> None:
-    """From here on compiled kernels stand at the key, and call those in Python for what they do not take."""
-    with _LOCK:
-        registered = _registered()
-        registered.libraries.clear()
-        registered.known.clear()
-        registered.definitions, registered.native = (), native
-        _register()
-
-
-def nobody_is_active() -> bool:
-    """Whether no thread has an interceptor now."""
-    return not _registered().active
-
-
 def compiled_recorder() -> Any:
-    """The compiled recorder that was let in, or ``None``."""
+    """The compiled recorder, or ``None`` where it cannot be compiled."""
     return _registered().native
 
 

@@ -1,6 +1,5 @@
-"""Compile the C++ files of this package into the per-user cache, each once per source and machine; who asks
-has a slower way to do the same. What takes long is compiled by a process of its own, which stands still while
-something is timed.
+"""Compile the C++ files of this package into the per-user cache, each once per source and machine. Where that
+cannot be done, who asks has a slower way to do the same.
 """
 
 from __future__ import annotations
@@ -13,22 +12,23 @@ import os
 import platform
 import shlex
 import shutil
-import signal
 import subprocess
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
 
-_SECONDS = 600
-_COMPILE = '''trap "" HUP; trap 'rm -f "$made" "$mark"' EXIT; made=$1 mark=$2 target=$3; shift 3
-nice -n 10 "$@" && mv "$made" "$target"'''
+from lowtide.progress import working
+
+try:
+    import fcntl
+except ImportError:  # on Windows
+    fcntl = None
 
 
 class BuildError(Exception):
@@ -120,15 +120,42 @@ def built(recipe: Recipe) -> Path:
     target = recipe.target
     if target.exists():
         return target
+    name = recipe.source.name
     try:
-        with tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder:
+        with (
+            _lock(target),
+            tempfile.TemporaryDirectory(prefix="building-", dir=target.parent) as folder,
+            working("compiling", f"compiled {name}") as work,
+        ):
+            if target.exists():  # another process was at it
+                return target
             made = Path(folder) / target.name
-            subprocess.run(recipe.line(made), capture_output=True, text=True, timeout=_SECONDS, check=True)
-            os.replace(made, target)  # atomic: whoever comes second replaces it by its equal
+            with subprocess.Popen(recipe.line(made), stderr=subprocess.PIPE, text=True) as process:
+                said = ""
+                while process.returncode is None:
+                    work.say(f"compiling {name}, once for this PyTorch and Python")
+                    with suppress(subprocess.TimeoutExpired):
+                        _, said = process.communicate(timeout=0.5)
+            if process.returncode:
+                raise BuildError(f"compiling {name} failed: {said.strip()[-600:]}")
+            os.replace(made, target)
+            work.done("once for this PyTorch and Python")
     except (OSError, subprocess.SubprocessError) as error:
-        said = getattr(error, "stderr", None) or str(error)
-        raise BuildError(f"compiling {recipe.source.name} failed: {said.strip()[-600:]}") from error
+        raise BuildError(f"compiling {name} failed: {error}") from error
     return target
+
+
+@contextmanager
+def _lock(target: Path) -> Iterator[None]:
+    """One process of this machine compiles the file, the others wait; the system opens the lock of one that
+    dies.
+    """
+    if fcntl is None:
+        yield
+        return
+    with target.with_suffix(".lock").open("w") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
 
 
 @cache
@@ -172,21 +199,13 @@ def with_torch(source: Path, python: bool = False) -> Recipe:
     return Recipe(source, flags, libraries, (torch.__version__, str(torch.version.git_version), sys.version))
 
 
-def extension(source: Path, name: str, *, wait: bool) -> ModuleType | None:
+@cache
+def extension(source: Path, name: str) -> ModuleType | None:
     """The Python module ``name`` made from a file that uses PyTorch's own C++, or ``None`` where that cannot
-    be done or is not done yet.
-
-    Args:
-        source: the file. It takes half a minute to compile, once for each PyTorch and Python.
-        name: of the module.
-        wait: compile it here; else another process does, and who asks again finds it.
+    be done. It takes half a minute to compile, once for each PyTorch and Python.
     """
     try:
-        recipe = with_torch(source, python=True)
-        if not wait and not recipe.target.exists():
-            _beside().start(recipe)
-            return None
-        loader = importlib.machinery.ExtensionFileLoader(name, str(built(recipe)))
+        loader = importlib.machinery.ExtensionFileLoader(name, str(built(with_torch(source, python=True))))
         spec = importlib.util.spec_from_loader(name, loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)
@@ -194,65 +213,3 @@ def extension(source: Path, name: str, *, wait: bool) -> ModuleType | None:
         return module
     except (BuildError, ImportError):
         return None
-
-
-@dataclass
-class _Beside:
-    """Compilers that run beside this process, and how many who time something want them to stand still.
-
-    Each is a process group of this session: when this process is gone, however it ended, the system lets a
-    group go on that stands still.
-    """
-
-    started: dict[Path, subprocess.Popen[bytes]] = field(default_factory=dict)
-    waiting: int = 0
-
-    def start(self, recipe: Recipe) -> None:
-        """Start compiling, unless this process has, or another one is at it."""
-        if recipe.source in self.started:
-            return
-        target = recipe.target
-        made, mark = (target.with_suffix(f".{what}") for what in ("made", "building"))
-        with suppress(OSError):
-            if mark.exists() and time.time() - mark.stat().st_mtime > _SECONDS:
-                mark.unlink(missing_ok=True)  # whoever made it is gone
-            mark.touch(exist_ok=False)
-            self.started[recipe.source] = subprocess.Popen(
-                ["sh", "-c", _COMPILE, "sh", str(made), str(mark), str(target), *recipe.line(made)],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.DEVNULL,
-                process_group=0,
-            )
-            if self.waiting:
-                self.tell(signal.SIGSTOP)
-
-    def tell(self, what: signal.Signals) -> None:
-        """Tell those that still run."""
-        for process in self.started.values():
-            if process.poll() is None:
-                with suppress(ProcessLookupError):
-                    os.killpg(process.pid, what)
-
-
-@cache
-def _beside() -> _Beside:
-    return _Beside()
-
-
-@contextmanager
-def builds_paused() -> Iterator[None]:
-    """What is compiled beside this process stands still meanwhile: something is timed.
-
-    A compiler on one of two cores makes operations that run on both take five times as long.
-    """
-    beside = _beside()
-    beside.waiting += 1
-    if beside.waiting == 1:
-        beside.tell(signal.SIGSTOP)
-    try:
-        yield
-    finally:
-        beside.waiting -= 1
-        if not beside.waiting:
-            beside.tell(signal.SIGCONT)

@@ -124,14 +124,13 @@ class OpInfo:
 
     @property
     def replays_plainly(self) -> bool:
-        """Whether calling it once more with its arguments is all that a replay takes, where it draws no
-        numbers.
+        """Whether calling it once more with its arguments is all that a replay takes.
 
         Everything else is Python's (`lowtide.run.record.replay.run_again`); the compiled recorder leaves it
         alone.
         """
         special = self.written or self.running_statistics or self.collective or self.loose or self.reason
-        return not special and (not self.random or self.dropout_position is not None)
+        return not special and not self.random
 
 
 @cache

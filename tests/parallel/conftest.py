@@ -8,13 +8,13 @@ from pathlib import Path
 import pytest
 
 import lowtide.limits
-from lowtide.run.record.overhead import executor_overhead
+from lowtide.run.record.native import compiled
 
 sys.path[:0] = [str(Path(__file__).parent), str(Path(__file__).parents[2])]
 
 
 @pytest.fixture(scope="session", autouse=True)
 def _once() -> None:
-    """Processes that are made from this one limit memory with what it has imported, built and measured."""
+    """Processes that are made from this one limit memory with what it has imported and built."""
     assert lowtide.limits
-    executor_overhead()
+    compiled()

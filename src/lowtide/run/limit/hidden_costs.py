@@ -10,7 +10,7 @@ import torch
 
 from lowtide.graph import Event, StepGraph
 from lowtide.ops import FUNCTIONAL_COLLECTIVES
-from lowtide.run.record.overhead import executor_overhead
+from lowtide.run.record.native import executor_overhead
 
 
 def overlapped_bytes(graph: StepGraph) -> int:

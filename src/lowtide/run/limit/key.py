@@ -10,7 +10,6 @@ import torch
 
 from lowtide import private
 from lowtide.meter.resident import gradient_of
-from lowtide.run.record.native import loaded
 
 
 class StepKey(NamedTuple):
@@ -82,7 +81,7 @@ def _leaf(item: Any) -> Any:
 class Members:
     """What a model is made of now, in one walk without names.
 
-    Every step takes one, and names take ten times as long. Where the compiled recorder is there, it walks.
+    Every step takes one, and names take ten times as long.
 
     Args:
         model: it.
@@ -95,16 +94,6 @@ class Members:
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        native = loaded()
-        found = native.members(model) if native is not None else None
-        if found is None:
-            self._walk(model)
-        else:
-            (
-                self.modules, self.parameters, self.buffers, self.kinds, self.compiled, self.training
-            ) = found  # fmt: skip
-
-    def _walk(self, model: torch.nn.Module) -> None:
         self.modules = modules = [model]
         seen: set[torch.nn.Module | None] = {model, None}
         parameters: list[torch.nn.Parameter | None] = []
@@ -136,9 +125,6 @@ class Members:
         """Of each parameter, as bytes: whether it is trainable, whether it has a gradient, and its type and
         size.
         """
-        native = loaded()
-        if native is not None:
-            return native.standing(self.parameters)
         types = [part for one in self.parameters for part in (id(one.dtype), hash(one.nbytes))]
         return (
             bytes([one.requires_grad for one in self.parameters]),

@@ -228,8 +228,7 @@ class Ran:
     @property
     def evicted_bytes(self) -> int:
         """The most that it would have held besides, had nothing been evicted."""
-        here = self.findings.evicted_bytes if self.findings is not None else 0
-        return here + (self.watch.replays.evicted_bytes if self.watch.replays is not None else 0)
+        return self.findings.evicted_bytes if self.findings is not None else 0
 
 
 def learn(kind: Kind, ran: Ran, measured_bytes: int, may_be_light: bool) -> str:

@@ -43,8 +43,7 @@ from lowtide.run.limit.watch import StepWatch
 from lowtide.run.look.look import Look, look_aside
 from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import PlanDirector
-from lowtide.run.record.native import compiled_program
-from lowtide.run.record.overhead import executor_overhead
+from lowtide.run.record.native import compiled, compiled_program
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
 from lowtide.store.stores import Stores
@@ -294,7 +293,7 @@ class Limiter:
     # ---- looking ---------------------------------------------------------------------------------
 
     def _look(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        executor_overhead()  # now, and not when backward has ended
+        compiled()  # it takes half a minute once: now, and not when backward has ended
         look = Look(
             self.model,
             self.device,
@@ -428,7 +427,6 @@ class Limiter:
             program=kind.programs[ran.light],
         )
         ran.findings = recorder.findings
-        watch.replays = recorder.core.replays if recorder.core is not None else None
         with ExitStack() as stack:
             stack.enter_context(self._inside())
             stack.enter_context(recorder.recording())

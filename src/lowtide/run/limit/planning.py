@@ -14,7 +14,6 @@ from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import gradient_of
-from lowtide.native import builds_paused
 from lowtide.plan import make
 from lowtide.plan.cache import Cache, folder
 from lowtide.plan.carry import CARRIED, carried, keep
@@ -95,8 +94,7 @@ class Planner:
         """
         if not self._asked:
             self._asked, self.agreement = True, agreement_of(self.model) or agreement_over(self.groups())
-        # tiers and codecs are timed
-        with builds_paused(), working("planning", "planned", self.progress) as work:
+        with working("planning", "planned", self.progress) as work:
             work.say(f"planning {len(looked.operations):,} operations")
             graph = self._agreed(with_overhead(self._whole(looked)))
             if kind.without_claims is not None:

@@ -31,7 +31,7 @@ class StepWatch:
         began: whether a backward through the step is under way, or has failed.
         backwards: how many backwards through the step have ended.
         recording_seconds: time around the forward; it says nothing on a GPU, where the host runs ahead.
-        replays: knows how long the compiled recorder's replays took, or ``None``.
+        replay_seconds: time that bringing values back took; it says nothing on a GPU.
     """
 
     def __init__(
@@ -41,8 +41,7 @@ class StepWatch:
         self.began = False
         self.backwards = 0
         self.recording_seconds = 0.0
-        self.replays: Any = None
-        self._replay_seconds = 0.0
+        self.replay_seconds = 0.0
         self._on_end, self._on_gone = on_end, on_gone
         self._awaited: weakref.ref[_Mark] | None = None
         self._peak = open_peak(device)
@@ -54,11 +53,6 @@ class StepWatch:
         measured.
         """
         return self._peak.peak_bytes if self._peak is not None else None
-
-    @property
-    def replay_seconds(self) -> float:
-        """Time that bringing values back took; it says nothing on a GPU."""
-        return self._replay_seconds + (self.replays.seconds if self.replays is not None else 0.0)
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The forward returned ``outputs``: backward is expected to come from there."""
@@ -96,7 +90,7 @@ class StepWatch:
         self.backward_begins()
         begin = time.perf_counter()
         found = unpack()
-        self._replay_seconds += time.perf_counter() - begin
+        self.replay_seconds += time.perf_counter() - begin
         return found
 
     def _backward_ends(self) -> None:

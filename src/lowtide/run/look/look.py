@@ -21,7 +21,6 @@ from lowtide import private
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors, unseen
-from lowtide.native import builds_paused
 from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.run.limit.compiled_submodules import left_alone
 from lowtide.run.limit.watch import StepWatch
@@ -87,7 +86,6 @@ class Look:
         until backward has ended, belongs to the step, too.
         """
         tracer, recorder = self.tracer, self.recorder
-        self._stack.enter_context(builds_paused())
         try:
             with ExitStack() as stack:
                 stack.callback(recorder.close)
@@ -305,7 +303,7 @@ class _LittleMemory(Recorder):
             return Kept(tensor)
         # the operation that saves it is about to write it, as rrelu does its noise: there is nothing to copy
         # yet
-        if key in self._blank:
+        if self._tracer.is_blank(tensor):
             return Kept(tensor)
         value = entry[0] if entry is not None else self._value_of(tensor)
         return self._evict(value, tensor)
@@ -347,7 +345,6 @@ class _LittleMemory(Recorder):
     def close(self) -> None:
         """Forget what would hold tensors."""
         self._given.clear()
-        self._blank.clear()
 
     def copy_before_write(self, written: list[torch.Tensor]) -> None:
         """What replays start from is overwritten before backward, by another forward of the model perhaps.

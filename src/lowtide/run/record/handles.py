@@ -15,7 +15,7 @@ from lowtide.run.limit.watch import StepWatch
 from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.digest import digest
 from lowtide.run.record.replay import bring_back
-from lowtide.run.record.tape import Ref
+from lowtide.run.record.tape import LiveValue, Ref
 
 
 class Kept:
@@ -153,6 +153,11 @@ def _is_content(part: Any) -> bool:
     return isinstance(part, torch.Tensor) and (
         part.is_floating_point() or part.is_complex() or is_wrapper(part)
     )
+
+
+def replayed(value: LiveValue, watch: StepWatch | None) -> torch.Tensor:
+    """`bring_back` for the compiled recorder, timed where a step is watched."""
+    return bring_back(value) if watch is None else watch.unpacks(lambda: bring_back(value))
 
 
 def unpack(packed: Any) -> torch.Tensor:

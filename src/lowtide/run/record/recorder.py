@@ -73,7 +73,6 @@ class Recorder(Interceptor):
         self.findings = Findings()
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
         self._held: dict[int, weakref.ref[LiveValue]] = {}
-        self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._order = 0
         self._wanted = False  # whether the latest operation is recorded, if it can be
         if program is not None and not self.check:
@@ -134,7 +133,6 @@ class Recorder(Interceptor):
         """Forget every value that no saved tensor rests on."""
         self._given.clear()
         self._held.clear()
-        self._blank.clear()
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -159,7 +157,7 @@ class Recorder(Interceptor):
         if touched:
             self._copy_on_write(touched)
         if node is not None and info.random and draws(info, args, kwargs):
-            result = drawn(node, self._call, args, kwargs, info.fills)
+            result = drawn(node, self._call, args, kwargs)
         else:
             result = self._call(func, args, kwargs)
         flat = flat_results(result)
@@ -175,10 +173,7 @@ class Recorder(Interceptor):
         if not fresh and not written:
             return result
         stays = self.director.stays(info, len(fresh) + len(written))
-        if info.uninitialized:
-            for position in fresh.values():
-                self._mark_blank(flat[position])
-        self._forget(touched, info)
+        self._forget(touched)
         if self.mover is not None and isinstance(self.director, PlanDirector) and self.director.moves:
             with unseen():
                 self._move(
@@ -206,13 +201,11 @@ class Recorder(Interceptor):
         """Make the call that runs an operation a second time."""
         return call()
 
-    def _forget(self, touched: list[torch.Tensor], info: OpInfo) -> None:
+    def _forget(self, touched: list[torch.Tensor]) -> None:
         """Tensors are being overwritten: what was known of their values is of older ones."""
         for tensor in touched:
-            key = private.storage_key(tensor) if has_plain_storage(tensor) else None
-            if key is not None and not (key in self._blank and info.fills and not covers_storage(tensor)):
-                self._blank.pop(key, None)
-            if key is not None:
+            if has_plain_storage(tensor):
+                key = private.storage_key(tensor)
                 self._given.pop(key, None)
                 self._held.pop(key, None)
 
@@ -231,12 +224,6 @@ class Recorder(Interceptor):
             return None
         fills = {id(t) for t in written if info.fills and covers_storage(t)}
         statistics = hidden_statistics(info, args)
-        ignored = fills | {id(args[p]) for p in statistics if isinstance(args[p], torch.Tensor)}
-        for tensor in inputs:
-            if is_sparse(tensor):
-                continue
-            if id(tensor) not in ignored and private.storage_key(tensor) in self._blank:
-                return None
         device = inputs[0].device if inputs else torch.device(kwargs.get("device") or "cpu")
         node = Node(func, self._order, device)
         self._order += 1
@@ -344,12 +331,6 @@ class Recorder(Interceptor):
         given = self._given
         given[key] = (value, weakref.ref(storage, lambda _: given.pop(key, None)))
         return value
-
-    def _mark_blank(self, tensor: torch.Tensor) -> None:
-        storage = tensor.untyped_storage()
-        key = private.storage_address(storage)
-        blank = self._blank
-        blank[key] = weakref.ref(storage, lambda _: blank.pop(key, None))
 
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:
         """The value that a tensor shows now; one that stays is held from here on."""

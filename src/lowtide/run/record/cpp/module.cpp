@@ -5,17 +5,14 @@
 //
 //   recorder.h   the operations of a forward, and what autograd saves
 //   saved.h      what autograd holds instead
-//   replay.h     how that comes back
 //   tape.h       values, and the nodes that wrote them; call.h and python.h: what they are made of
 //   hooks.h      when autograd calls the recorder at all
-//   members.h    what a model is made of: each step asks, and Python takes long
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <unordered_map>
 
-#include "members.h"
 #include "recorder.h"
 
 namespace lowtide {
@@ -74,16 +71,12 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   Boxed<Kept>::make_type("lowtide_recorder.Kept");
   Boxed<Evicted>::make_type("lowtide_recorder.Evicted");
   Packer::make_type("lowtide_recorder.Packer");
-  py::class_<Replays, std::shared_ptr<Replays>>(m, "Replays")
-      .def_readonly("seconds", &Replays::seconds)
-      .def_readonly("evicted_bytes", &Replays::evicted_bytes);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>()).def("add", &Program::add);
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
       .def(py::init<py::object, std::shared_ptr<Program>>())
       .def_property("on", [](Core& core) { return core.on.load(); }, &Core::turn)
       .def("hooks_found", &Core::hooks_found)
       .def("hooks_end", &Core::hooks_end)
-      .def_property_readonly("replays", &Core::replays)
       .def_property_readonly("pack", [](std::shared_ptr<Core> core) {
         return function_of<&packed>("pack", Packer::of(std::move(core)));
       });
@@ -93,8 +86,6 @@ PYBIND11_MODULE(lowtide_recorder, m) {
     classes = new Classes{{value_type}, {node_type}, unpack, bring_back, overwritten};
   });
   m.def("let_in", torch::wrap_pybind_function(&let_in));
-  m.def("members", &members);
-  m.def("standing", &standing);
   m.attr("unpack") = function_of<&unpacked>("unpack", py::none());
   m.def("again", torch::wrap_pybind_function(&again));
 }

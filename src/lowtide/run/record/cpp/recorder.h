@@ -4,6 +4,7 @@
 
 #include <torch/csrc/Storage.h>
 
+#include <algorithm>
 #include <atomic>
 
 #include "hooks.h"
@@ -19,7 +20,7 @@ struct Operation {
   size_t arguments;                // how many it takes
   std::vector<size_t> writes;      // arguments that it overwrites
   std::vector<size_t> statistics;  // arguments that it overwrites in training
-  long training, dropout;          // which argument says so, or with which probability it draws; -1 for none
+  long training;                   // which argument says so; -1 for none
   std::vector<bool> stored;
   bool claimed;
   py::object func;
@@ -29,13 +30,12 @@ struct Program {
   std::vector<Operation> operations;
 
   void add(const std::string& name, const std::string& overload, int does, std::vector<size_t> writes,
-           std::vector<size_t> statistics, long training, long dropout, std::vector<bool> stored,
-           bool claimed, py::object func) {
+           std::vector<size_t> statistics, long training, std::vector<bool> stored, bool claimed,
+           py::object func) {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
     size_t arguments = op ? op->schema().arguments().size() : 0;
     operations.push_back({op, op ? Does(does) : Does::Closer, arguments, std::move(writes),
-                          std::move(statistics), training, dropout, std::move(stored), claimed,
-                          std::move(func)});
+                          std::move(statistics), training, std::move(stored), claimed, std::move(func)});
   }
 };
 
@@ -46,7 +46,8 @@ class Core {
   Core(py::object recorder, std::shared_ptr<Program> program) : program_(std::move(program)) {
     given_ = recorder.attr("_given");
     held_ = recorder.attr("_held");
-    blank_ = recorder.attr("_blank");
+    watch_ = recorder.attr("watch");
+    findings_ = recorder.attr("findings");
     recorder_ = weak(recorder);
   }
 
@@ -54,12 +55,9 @@ class Core {
   ~Core() {  // the last to hold it may be a kernel, which does not hold the interpreter's lock
     py::gil_scoped_acquire gil;
     program_.reset();
-    for (py::object* object : {&recorder_, static_cast<py::object*>(&given_), static_cast<py::object*>(&held_),
-                               static_cast<py::object*>(&blank_)})
+    for (py::object* object : {&recorder_, &watch_, &findings_, static_cast<py::object*>(&given_), static_cast<py::object*>(&held_)})
       object->release().dec_ref();
   }
-
-  std::shared_ptr<Replays> replays() const { return replays_; }
 
   // Runs an operation, unless Python has to look at it.
   bool takes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
@@ -110,7 +108,7 @@ class Core {
     if (type == THPVariableClass) {
       if (PyObject* entry = entry_of(given_, py::int_(storage_key(tensor)))) {
         auto value = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 0));
-        return Boxed<Evicted>::of(tensor, std::move(value), replays_);
+        return Boxed<Evicted>::of(tensor, std::move(value), watch_, findings_);
       }
     }
     return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
@@ -170,7 +168,7 @@ class Core {
     for (auto& one : shown_) {
       if (std::find(arguments.begin(), arguments.end(), one.argument) == arguments.end()) continue;
       py::int_ key(one.key);
-      if (entry_of(given_, key) || entry_of(held_, key) || entry_of(blank_, key)) return true;
+      if (entry_of(given_, key) || entry_of(held_, key)) return true;
     }
     return false;
   }
@@ -178,12 +176,7 @@ class Core {
   // ---- operations that are recorded --------------------------------------------------------------
 
   bool record(const Operation& known, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
-    if (known.dropout >= 0) {
-      const IValue& chance = (*stack)[first_ + known.dropout];
-      if (!chance.isDouble() || chance.toDouble() != 0.0) return false;
-    }
     py::gil_scoped_acquire gil;
-    if (blank_.size()) return false;
     c10::SmallVector<py::object, 4> inputs;
     py::object call = Boxed<Call>::of(op);
     if (!take_down(*Boxed<Call>::in(call), *stack, inputs)) return false;
@@ -280,9 +273,8 @@ class Core {
   }
 
   std::shared_ptr<Program> program_;
-  std::shared_ptr<Replays> replays_ = std::make_shared<Replays>();
-  py::object recorder_;
-  py::dict given_, held_, blank_;
+  py::object recorder_, watch_, findings_;
+  py::dict given_, held_;
   Hooks hooks_;
   bool python_ran_ = false;
   size_t at_ = 0, first_ = 0;  // in the program; of the operation's arguments on the stack

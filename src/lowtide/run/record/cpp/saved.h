@@ -1,16 +1,9 @@
 // What autograd holds in place of a saved tensor: lowtide.run.record.handles.
 #pragma once
 
-#include <chrono>
-
-#include "replay.h"
+#include "tape.h"
 
 namespace lowtide {
-
-struct Replays {  // of one step
-  double seconds = 0;
-  size_t evicted_bytes = 0;
-};
 
 // Python raises what autograd would.
 inline void check_version(uint32_t now, uint32_t expected, const Tensor& like, at::IntArrayRef shape) {
@@ -31,18 +24,19 @@ struct Kept {
 
 class Evicted {
  public:
-  Evicted(const Tensor& shown, py::object value, std::shared_ptr<Replays> replays)
+  Evicted(const Tensor& shown, py::object value, py::object watch, const py::object& findings)
       : counter_(shown.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.current_version()),
         value_(std::move(value)),
         geometry_(shown),
         options_(shown.options()),
-        replays_(std::move(replays)) {
+        watch_(std::move(watch)) {
     auto& v = classes->value;
     add_reader(value_);
     if (v.evicted(value_) == Py_True) return;
     v.evicted.set(value_, py::bool_(true));
-    replays_->evicted_bytes += PyLong_AsSize_t(v.nbytes(value_));
+    size_t before = findings.attr("evicted_bytes").cast<size_t>();
+    findings.attr("evicted_bytes") = before + PyLong_AsSize_t(v.nbytes(value_));
   }
   Evicted(const Evicted&) = delete;
   ~Evicted() {
@@ -53,7 +47,7 @@ class Evicted {
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
     Tensor base = here(value_);
-    if (!base.defined()) base = replayed();
+    if (!base.defined()) base = classes->bring_back(value_, watch_).cast<Tensor>();
     if (!asked_) {
       asked_ = true;
       read(value_);
@@ -62,20 +56,12 @@ class Evicted {
   }
 
  private:
-  Tensor replayed() {
-    using Clock = std::chrono::steady_clock;
-    auto begin = Clock::now();
-    Tensor base = Replay(value_).run();
-    replays_->seconds += std::chrono::duration<double>(Clock::now() - begin).count();
-    return base;
-  }
-
   c10::VariableVersion counter_;
   uint32_t version_;
   py::object value_;
   Geometry geometry_;
   at::TensorOptions options_;
-  std::shared_ptr<Replays> replays_;
+  py::object watch_;
   bool asked_ = false;
 };
 
