@@ -4,8 +4,9 @@ All threads of a process share PyTorch's default generator. Whoever reads its st
 that state to draw again is disturbed by another thread (one that loads data, say) that draws in between, and
 disturbs it. So on the CPU an operation that may run again draws from a generator of its thread's own, which
 begins where the shared one stands; then the shared one goes on from where the own one ends, so that the
-numbers are those of the plain step. A thread that draws meanwhile may draw the same ones. A replay draws from
-the own generator alone.
+numbers are those of the plain step. Where another thread has drawn meanwhile, nothing says whose turn it was:
+the shared one stays as it is, and an operation that only fills a tensor draws anew, from where a number of
+the shared one says. A replay draws from the own generator alone.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from __future__ import annotations
 import functools
 import threading
 from collections.abc import Callable
+from itertools import compress, tee
+from operator import eq, methodcaller
 from typing import Any
 
 import torch
@@ -56,13 +59,30 @@ def _with(
     return args, {**kwargs, "generator": generator}
 
 
-def drawn(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+_STATE, _NUMPY, _BYTES = methodcaller("get_state"), methodcaller("numpy"), methodcaller("tobytes")
+
+
+def _went_on(generator: torch.Generator, before: bytes, after: torch.Tensor) -> bool:
+    """Set a generator's state to ``after`` if it is ``before``; whether it was.
+
+    All of it runs within iterators that Python brings along, between which no other thread gets its turn: one
+    that did would have thousands of its numbers drawn again. The state that is compared is held until all is
+    done, since letting go of a tensor gives others their turn, too.
+    """
+    states, _held = tee(map(_STATE, (generator,)))
+    arrays, _held_too = tee(map(_NUMPY, states))
+    now = map(_BYTES, arrays)
+    return bool(list(map(generator.set_state, compress((after,), map(eq, now, (before,))))))
+
+
+def drawn(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], fills: bool) -> Any:
     """Run a random operation in the forward, and take down from where it draws.
 
     Args:
         node: the operation as it is recorded.
         call: runs an operation.
         args, kwargs: what it is called with.
+        fills: whether it only overwrites what it is given, so that it may run once more.
     """
     given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
     node.generator = given[0] if given else None
@@ -70,11 +90,14 @@ def drawn(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any])
     func, position = taking_generator(node.func)
     if func is None or node.device.type != "cpu":
         return call(node.func, args, kwargs)
-    own = _OWN.generator
+    own, shared = _OWN.generator, node.generator or torch.default_generator
     set_generator_state(node.device, own, node.random_state)
     args, kwargs = _with(own, position, args, kwargs)
     result = call(func, args, kwargs)
-    (node.generator or torch.default_generator).set_state(own.get_state())
+    if not _went_on(shared, node.random_state, own.get_state()) and fills:
+        own.manual_seed(int(torch.empty((), dtype=torch.int64).random_(generator=shared)))
+        node.random_state = generator_state(node.device, own)
+        result = call(func, args, kwargs)
     return result
 
 

@@ -157,7 +157,7 @@ class Recorder(Interceptor):
         if touched:
             self._copy_on_write(touched)
         if node is not None and info.random and draws(info, args, kwargs):
-            result = drawn(node, self._call, args, kwargs)
+            result = drawn(node, self._call, args, kwargs, info.fills)
         else:
             result = self._call(func, args, kwargs)
         flat = flat_results(result)
