@@ -21,7 +21,7 @@ from lowtide.plan.data.decisions import (
 from lowtide.plan.data.move import Move
 from lowtide.plan.data.table import ModuleRow, format_seconds, module_in_words, table
 
-PLAN_FORMAT = 4
+PLAN_FORMAT = 5
 
 
 class ProgramStep(NamedTuple):
@@ -32,15 +32,12 @@ class ProgramStep(NamedTuple):
         replayed: whether it may run again in backward, so that it is recorded.
         stored: for each value that it writes, whether that stays.
         moves: for each value that it writes, its place in `Plan.moves`, or -1; empty when none of them moves.
-        claimed: whether a layer that could save what the result is made from is to save the result, since
-            that comes back anyway.
     """
 
     name: str
     replayed: bool
     stored: tuple[bool, ...]
     moves: tuple[int, ...] = ()
-    claimed: bool = False
 
 
 @dataclass(frozen=True)
@@ -183,8 +180,8 @@ class Plan:
             data["modules"] = tuple(ModuleRow(**row) for row in data["modules"])
             data["notes"] = tuple(data["notes"])
             data["program"] = tuple(
-                ProgramStep(name, again, tuple(stored), tuple(moves), claimed)
-                for name, again, stored, moves, claimed in data["program"]
+                ProgramStep(name, again, tuple(stored), tuple(moves))
+                for name, again, stored, moves in data["program"]
             )
             return cls(**data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -178,7 +178,6 @@ def program_of(
             tuple(number.get(value, -1) for value in operation.writes)
             if any(value in number for value in operation.writes)
             else (),
-            operation.index in graph.claims and operation.index in again,
         )
         for operation in graph.operations
         if operation.phase == "forward"

@@ -45,8 +45,6 @@ class Kind:
         stays_bytes: what a step took under a plan that stays since no other fits, which was said; or 0.
         unseen_backward: backward runs on a thread whose operations are not seen: the next look runs one of
             its own.
-        claims: gathers whose results layers save, in the next look.
-        without_claims: the graph and plan of a step without claims, to compare with.
         verified: digest of the program whose operations were seen to reproduce, at this or another size.
         strange: its program is another than the one that was verified at another size.
         sizes: of smaller steps that were seen, the latest last: whether one keeps the budget without a plan.
@@ -68,8 +66,6 @@ class Kind:
     margin_bytes: int = 0
     stays_bytes: int = 0
     unseen_backward: bool = False
-    claims: frozenset[int] = frozenset()
-    without_claims: tuple[StepGraph, Plan] | None = None
     verified: str = ""
     strange: bool = False
     sizes: dict[StepKey, bool] = field(default_factory=dict)
@@ -109,9 +105,6 @@ class Kind:
         """So many bytes more stand before each step than when it was looked at."""
         if self.graph is not None:
             self.graph = replace(self.graph, resident_bytes=self.graph.resident_bytes + more)
-        if self.without_claims is not None:
-            graph, plan = self.without_claims
-            self.without_claims = replace(graph, resident_bytes=graph.resident_bytes + more), plan
 
     # ---- smaller steps ---------------------------------------------------------------------------
 
@@ -183,7 +176,7 @@ def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
 def keeps_all(program: Sequence[ProgramStep]) -> tuple[ProgramStep, ...]:
     """The program with nothing evicted; a recorder still evicts what a step runs besides."""
     kept = ((step, (True,) * len(step.stored)) for step in program)
-    return tuple(step._replace(replayed=False, stored=stored, claimed=False) for step, stored in kept)
+    return tuple(step._replace(replayed=False, stored=stored) for step, stored in kept)
 
 
 def same_but_gradients(kinds: dict[Any, Kind], key: StepKey) -> Kind | None:

@@ -153,7 +153,7 @@ class Known:
         kind.looks += 1
         kind.backwards = max(kind.backwards, look.watch.backwards)
         kind.varies = kind.varies or look.tracer.asks
-        if kind.graph is None or kind.claims or len(graph.operations) > len(kind.graph.operations):
+        if kind.graph is None or len(graph.operations) > len(kind.graph.operations):
             self._plan(kind, graph, look.tracer.checkpoints)
         else:
             kind.look_again = ""

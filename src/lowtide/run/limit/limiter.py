@@ -300,7 +300,6 @@ class Limiter:
             self.device,
             verify=self.known.is_to_verify(kind),
             on_end=lambda look: self._looked(look, kind),
-            claims=kind.claims,
         )
         self.local.look = (look, kind)
         try:
@@ -376,7 +375,6 @@ class Limiter:
                 kwargs,
                 lambda result: loss_to_plan_for(result, self.loss_fn, self.model),
                 verify=self.verify != "never",
-                claims=kind.claims,
             )
         with self.known.lock:
             self.known.looked(kind, look, graph)

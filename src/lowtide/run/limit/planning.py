@@ -31,7 +31,6 @@ from lowtide.run.limit.hidden_costs import (
 from lowtide.run.limit.kinds import Kind
 from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
 from lowtide.run.ranks.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
-from lowtide.run.ranks.claims import beside, replayed_gathers, same_forward, with_seconds_of
 from lowtide.trace.settle import with_collectives
 
 Policy = str | Callable[..., Plan]
@@ -99,8 +98,6 @@ class Planner:
         with builds_paused(), working("planning", "planned", self.progress) as work:
             work.say(f"planning {len(looked.operations):,} operations")
             graph = self._agreed(with_overhead(self._whole(looked)))
-            if kind.without_claims is not None:
-                graph = with_seconds_of(graph, kind.without_claims[0])
             unseen = overlapped_bytes(graph) + checkpoint_bytes(graph, checkpoints)
             kind.margin_bytes = max(kind.margin_bytes, unseen)
             refusal: BudgetError | None = None
@@ -113,7 +110,6 @@ class Planner:
                 refusal = self._neighbours.refusal(refusal)
             if refusal is not None:
                 raise refusal
-            self._compare_claims(kind)
             assert kind.plan is not None
             work.done(in_one_line(kind.plan))
 
@@ -320,30 +316,6 @@ class Planner:
             return with_collectives(replace(graph, events=self.agreement.from_first(graph.events)))
         self.agreement, self._neighbours = None, self.agreement  # on every rank alike
         return graph
-
-    def _compare_claims(self, kind: Kind) -> None:
-        """Of the plans with and without layers that save what is gathered again, take the better; where that
-        is not known yet, look once more.
-        """
-        graph, plan = kind.graph, kind.plan
-        assert graph is not None and plan is not None
-        if self.agreement is None:
-            return
-        if kind.without_claims is None:
-            kind.claims = replayed_gathers(graph, plan)
-            if kind.claims:
-                kind.without_claims = graph, plan
-                kind.look_again = "layers may save what the plan gathers again"
-            return
-        before, plan_before = kind.without_claims
-        # a layer saves only what comes back by running again
-        again = bool(graph.claims) and set(graph.claims) <= set(plan.replayed)
-        usable = again and same_forward(graph, before)
-        if all(self.agreement.share(usable)):
-            plan = beside(plan, plan_before)
-        if not usable or plan.predicted_extra_seconds > plan_before.predicted_extra_seconds:
-            graph, plan = before, plan_before
-        kind.takes(graph, plan)
 
     # ---- what a step needs beside what it was seen to take ---------------------------------------
 

@@ -68,7 +68,7 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
     for step in steps:
         func = _overload(step.name)
         if func is None:
-            made.add(step.name, "", _CLOSER, [], [], -1, -1, step.stored, step.claimed, None)
+            made.add(step.name, "", _CLOSER, [], [], -1, -1, step.stored, None)
             continue
         info = op_info(func)
         places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
@@ -78,7 +78,7 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
         dropout = -1 if info.dropout_position is None or not info.random else info.dropout_position
         name, _, overload = func.name().partition(".")
         kind = _kind(step, info)
-        made.add(name, overload, kind, writes, statistics, training, dropout, step.stored, step.claimed, func)
+        made.add(name, overload, kind, writes, statistics, training, dropout, step.stored, func)
     return made
 
 

@@ -122,13 +122,10 @@ class Recorder(Interceptor):
             self.director = before
 
     def will_evict(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` comes back for whoever saves it: all that a scope wrote does, and what a plan
-        says that layers save.
+        """Whether ``tensor`` comes back for whoever saves it, as all that a scope wrote does. Under a plan
+        layers save what they saved in the step that it was made from.
         """
-        entry = self._given.get(private.storage_key(tensor))
-        if entry is None or not isinstance(self.director, PlanDirector):
-            return entry is not None
-        return isinstance(entry[0].node, Node) and entry[0].node.claimed
+        return not isinstance(self.director, PlanDirector) and private.storage_key(tensor) in self._given
 
     def close(self) -> None:
         """Forget every value that no saved tensor rests on."""
@@ -191,7 +188,6 @@ class Recorder(Interceptor):
             if reason:
                 self._not_reproduced(info.name, reason)
                 return result
-        node.claimed = isinstance(self.director, PlanDirector) and self.director.claimed
         self._link(node, fresh, flat, writes, written, stays)
         return result
 

@@ -21,7 +21,6 @@ struct Operation {
   std::vector<size_t> statistics;  // arguments that it overwrites in training
   long training, dropout;          // which argument says so, or with which probability it draws; -1 for none
   std::vector<bool> stored;
-  bool claimed;
   py::object func;
 };
 
@@ -30,12 +29,11 @@ struct Program {
 
   void add(const std::string& name, const std::string& overload, int does, std::vector<size_t> writes,
            std::vector<size_t> statistics, long training, long dropout, std::vector<bool> stored,
-           bool claimed, py::object func) {
+           py::object func) {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
     size_t arguments = op ? op->schema().arguments().size() : 0;
     operations.push_back({op, op ? Does(does) : Does::Closer, arguments, std::move(writes),
-                          std::move(statistics), training, dropout, std::move(stored), claimed,
-                          std::move(func)});
+                          std::move(statistics), training, dropout, std::move(stored), std::move(func)});
   }
 };
 
@@ -202,7 +200,7 @@ class Core {
     if (!same) departs();
     ++at_;
     ++passed_;
-    py::object node = new_node(known.func, order_++, known.claimed, std::move(call));
+    py::object node = new_node(known.func, order_++, std::move(call));
     reads(node, inputs);
     c10::SmallVector<py::object, 4> outputs;
     for (size_t at = 0; at < places.size(); ++at) {

@@ -18,7 +18,7 @@ struct Classes {
     Slot func{type, "func"}, order{type, "order"}, device{type, "device"}, exact{type, "exact"},
         args{type, "args"}, kwargs{type, "kwargs"}, written{type, "written"}, outputs{type, "outputs"},
         statistics{type, "statistics"}, random_state{type, "random_state"}, generator{type, "generator"},
-        grad{type, "grad"}, claimed{type, "claimed"}, waits{type, "waits"}, inputs{type, "_inputs"},
+        grad{type, "grad"}, waits{type, "waits"}, inputs{type, "_inputs"},
         call{type, "call"};
   } node;
   py::object unpack, bring_back, overwritten;  // functions in Python
@@ -84,7 +84,7 @@ inline const Call* call_of(py::handle node) {  // or null: it is Python's
 }
 
 // A node without what it read and wrote.
-inline py::object new_node(const py::object& func, long order, bool claimed, py::object call) {
+inline py::object new_node(const py::object& func, long order, py::object call) {
   auto& n = classes->node;
   py::object node = fresh(n.type);
   n.func.set(node, func);
@@ -94,7 +94,6 @@ inline py::object new_node(const py::object& func, long order, bool claimed, py:
   n.kwargs.set(node, classes->no_names);
   for (const Slot* slot : {&n.device, &n.random_state, &n.generator}) slot->set(node, py::none());
   n.grad.set(node, py::bool_(c10::GradMode::is_enabled()));
-  n.claimed.set(node, py::bool_(claimed));
   n.waits.set(node, py::bool_(true));
   n.call.set(node, std::move(call));
   return node;
