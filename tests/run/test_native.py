@@ -20,7 +20,7 @@ from lowtide.meter import measure
 from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
-from lowtide.run.limit import key, limiter
+from lowtide.run.limit import limiter
 from lowtide.run.record.native import compiled
 from lowtide.run.record.recorder import Recorder
 
@@ -418,28 +418,3 @@ def test_a_recorder_may_end_within_an_operation(twins: Any) -> None:
             assert end() is None
     finally:
         gc.enable()
-
-
-def test_the_compiled_walk_finds_the_members_that_python_finds(monkeypatch: pytest.MonkeyPatch) -> None:
-    class Odd(nn.Parameter):
-        """Of a type of its own."""
-
-    block = Block()
-    block.norm.register_buffer("none", None)
-    block.down.weight = Odd(block.down.weight.detach().double(), requires_grad=False)  # type: ignore
-    block.up.weight.grad = torch.zeros_like(block.up.weight)
-    block.act._compiled_call_impl = block.act._call_impl  # as `compile()` leaves it
-    scripted = torch.jit.script(nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)))
-    shared = nn.BatchNorm1d(4)
-    for model in (nn.ModuleList([block, shared, nn.Sequential(shared, block.act)]), nn.Sequential(scripted)):
-        model[0].eval()
-        found = key.Members(model)
-        with monkeypatch.context() as patch:
-            patch.setattr(key, "loaded", lambda: None)
-            reference = key.Members(model)
-            expected = key.step_key(reference, (batch(),), {})
-        assert set(map(type, found.kinds)) == set(map(type, reference.kinds))
-        assert found.compiled == reference.compiled and found.training == reference.training
-        for name in ("modules", "parameters", "buffers"):
-            assert list(map(id, getattr(found, name))) == list(map(id, getattr(reference, name)))
-        assert key.step_key(found, (batch(),), {}) == expected

@@ -107,7 +107,7 @@ class Limiter:
         planner = Planner(
             self.model, budget, self.policy, optimizer, lambda: self.stores.groups, self.progress
         )
-        self.known = Known(planner, self.verify)
+        self.known = Known(planner)
         self.measured_bytes: int | None = None  # of the latest step that ended
         self.local = _Local()
         self.engagement: Engagement | None = None
@@ -298,7 +298,7 @@ class Limiter:
         look = Look(
             self.model,
             self.device,
-            verify=self.known.is_to_verify(kind),
+            verify=self.verify != "never",
             on_end=lambda look: self._looked(look, kind),
         )
         self.local.look = (look, kind)
@@ -333,7 +333,8 @@ class Limiter:
         with self.known.lock:
             peak = look.peak_bytes
             graph = look.graph(self.model)
-            if not self.known.looked(kind, look, graph) or peak is None or kind.graph is None:
+            self.known.looked(kind, look, graph)
+            if peak is None or kind.graph is None:
                 return
             self.measured_bytes = kind.graph.resident_bytes + peak
             self._tell_above(kind, graph, peak)

@@ -36,11 +36,6 @@ class _Loaded:
 _LOADED = _Loaded()
 
 
-def loaded() -> Any:
-    """The compiled module where it is loaded already, or ``None``."""
-    return _LOADED.module
-
-
 def compiled(wait: bool = False) -> Any:
     """The compiled module, or ``None`` where it cannot be compiled or is not compiled yet.
 

@@ -8,14 +8,12 @@
 //   replay.h     how that comes back
 //   tape.h       values, and the nodes that wrote them; call.h and python.h: what they are made of
 //   hooks.h      when autograd calls the recorder at all
-//   members.h    what a model is made of: each step asks, and Python takes long
 
 #include <torch/csrc/autograd/graph_task.h>
 #include <torch/library.h>
 
 #include <unordered_map>
 
-#include "members.h"
 #include "recorder.h"
 
 namespace lowtide {
@@ -93,8 +91,6 @@ PYBIND11_MODULE(lowtide_recorder, m) {
     classes = new Classes{{value_type}, {node_type}, unpack, bring_back, overwritten};
   });
   m.def("let_in", torch::wrap_pybind_function(&let_in));
-  m.def("members", &members);
-  m.def("standing", &standing);
   m.attr("unpack") = function_of<&unpacked>("unpack", py::none());
   m.def("again", torch::wrap_pybind_function(&again));
 }
