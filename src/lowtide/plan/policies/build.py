@@ -122,7 +122,6 @@ def make_plan(
         device=graph.device,
         window_bytes=window if rows else 0,
         transfer_seconds=simulation.traffic.seconds if simulation.traffic else 0.0,
-        crowding_seconds=simulation.traffic.crowding_seconds if simulation.traffic else 0.0,
         slab_bytes=laid.bytes,
         loose_peak_bytes=loose.peak_bytes if laid.bytes else 0,
     )

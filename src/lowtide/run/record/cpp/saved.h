@@ -1,14 +1,11 @@
 // What autograd holds in place of a saved tensor: lowtide.run.record.handles.
 #pragma once
 
-#include <chrono>
-
 #include "replay.h"
 
 namespace lowtide {
 
 struct Replays {  // of one step
-  double seconds = 0;
   size_t evicted_bytes = 0;
 };
 
@@ -53,7 +50,7 @@ class Evicted {
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
     Tensor base = here(value_);
-    if (!base.defined()) base = replayed();
+    if (!base.defined()) base = Replay(value_).run();
     if (!asked_) {
       asked_ = true;
       read(value_);
@@ -62,14 +59,6 @@ class Evicted {
   }
 
  private:
-  Tensor replayed() {
-    using Clock = std::chrono::steady_clock;
-    auto begin = Clock::now();
-    Tensor base = Replay(value_).run();
-    replays_->seconds += std::chrono::duration<double>(Clock::now() - begin).count();
-    return base;
-  }
-
   c10::VariableVersion counter_;
   uint32_t version_;
   py::object value_;
