@@ -14,10 +14,10 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-GRAPH_FORMAT = 4
+GRAPH_FORMAT = 5
 
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "backward"]
 """Where a storage comes from: it stood before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
@@ -165,8 +165,6 @@ class StepGraph:
         replay_overhead_seconds: extra seconds to dispatch one replayed operation.
         device: the device that the budget is about, for example ``cpu`` or ``cuda``.
         source: how the graph was made: ``fake`` or ``real`` tensors.
-        claims: indices of the operations that layers were told run again, so that they saved the results and
-            not what these are made from.
     """
 
     operations: tuple[Operation, ...]
@@ -180,7 +178,6 @@ class StepGraph:
     replay_overhead_seconds: float = 0.0
     device: str = "cpu"
     source: Literal["fake", "real"] = "fake"
-    claims: tuple[int, ...] = field(default=())
 
     def __repr__(self) -> str:
         forward = sum(1 for operation in self.operations if operation.phase == "forward")
@@ -238,7 +235,7 @@ class StepGraph:
                 kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in item.items()}) for item in items
             )
 
-        parts = ("format", "operations", "storages", "values", "saved", "events", "claims")
+        parts = ("format", "operations", "storages", "values", "saved", "events")
         rest = {k: v for k, v in data.items() if k not in parts}
         return cls(
             operations=rows(Operation, data["operations"]),
@@ -246,6 +243,5 @@ class StepGraph:
             values=rows(Value, data["values"]),
             saved=rows(Saved, data["saved"]),
             events=tuple(Event(kind, index) for kind, index in data["events"]),
-            claims=tuple(data.get("claims", ())),
             **rest,
         )

@@ -42,7 +42,6 @@ class StepTracer(Tracer, Interceptor):
     Args:
         model: names parameters, buffers and modules.
         device: whose memory and time are measured.
-        claims: indices of operations that are to run again: layers that ask (`will_evict`) save the results.
 
     Attributes:
         asks: whether the forward asked for values, which may change what it does from step to step.
@@ -53,11 +52,8 @@ class StepTracer(Tracer, Interceptor):
         opaque: how many compiled submodules are being run.
     """
 
-    def __init__(
-        self, model: torch.nn.Module | None, device: torch.device, claims: frozenset[int] = frozenset()
-    ) -> None:
+    def __init__(self, model: torch.nn.Module | None, device: torch.device) -> None:
         super().__init__(model, device)
-        self.claims = claims
         self.asks = False
         self.crowded = False
         self.checkpoints = 0
@@ -170,17 +166,6 @@ class StepTracer(Tracer, Interceptor):
         finally:
             self.opaque -= 1
         return result
-
-    def will_evict(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` is taken to come back for whoever saves it."""
-        if not self.claims or self.closed or not self.in_region or not has_plain_storage(tensor):
-            return False
-        value = self.value_of(tensor)
-        producer = self.values[value]["producer"]
-        if producer not in self.claims or self._wanted(value) is False:
-            return False
-        self._claimed.add(producer)
-        return True
 
     # ---- costs -----------------------------------------------------------------------------------
 

@@ -103,7 +103,6 @@ class Tracer:
         self._uninitialized: set[int] = set()
         # made in the step, later written by a kernel whose schema does not say so
         self._updated: set[int] = set()
-        self._claimed: set[int] = set()
         self._scopes: list[Any] = []  # directors of the checkpointing scopes that are open
         # for each operation, whether the scope around it evicts what it writes; None outside of all
         self._evicts: list[bool | None] = []
@@ -380,7 +379,7 @@ class Tracer:
                 "module": self.module,
                 "shape": tuple(tensor.shape),
                 "dtype": str(tensor.dtype).removeprefix("torch."),
-                "forced": wanted is True or self.values[value]["producer"] in self._claimed,
+                "forced": wanted is True,
             }
         )
         self.unreleased += 1
@@ -470,5 +469,4 @@ class Tracer:
             plain_seconds=sum(operation.seconds for operation in operations),
             device=self.device.type,
             source=self.source,
-            claims=tuple(sorted(self._claimed)),
         )

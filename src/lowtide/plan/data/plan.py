@@ -21,7 +21,7 @@ from lowtide.plan.data.decisions import (
 from lowtide.plan.data.move import Move
 from lowtide.plan.data.table import ModuleRow, format_seconds, module_in_words, table
 
-PLAN_FORMAT = 4
+PLAN_FORMAT = 5
 
 
 class ProgramStep(NamedTuple):
@@ -32,15 +32,12 @@ class ProgramStep(NamedTuple):
         replayed: whether it may run again in backward, so that it is recorded.
         stored: for each value that it writes, whether that stays.
         moves: for each value that it writes, its place in `Plan.moves`, or -1; empty when none of them moves.
-        claimed: whether a layer that could save what the result is made from is to save the result, since
-            that comes back anyway.
     """
 
     name: str
     replayed: bool
     stored: tuple[bool, ...]
     moves: tuple[int, ...] = ()
-    claimed: bool = False
 
 
 @dataclass(frozen=True)
@@ -74,8 +71,7 @@ class Plan:
         window_bytes: the most bytes that wait for their copy out at one time, and the most that are fetched
             ahead of need.
         transfer_seconds: what of `predicted_extra_seconds` is waiting for transfers, encoding and decoding,
-            and `crowding_seconds`.
-        crowding_seconds: by how much the operations that run beside transfers take longer.
+            and by how much the operations that run beside transfers take longer.
         slab_bytes: of the slab that fetched and gathered values come back into; it stands for the whole step
             and is part of the predicted peak. 0 where each has memory of its own.
         loose_peak_bytes: the predicted peak without that slab.
@@ -102,7 +98,6 @@ class Plan:
     device: str = "cpu"
     window_bytes: int = 0
     transfer_seconds: float = 0.0
-    crowding_seconds: float = 0.0
     slab_bytes: int = 0
     loose_peak_bytes: int = 0
     calibrated_plain_seconds: float | None = None
@@ -183,8 +178,8 @@ class Plan:
             data["modules"] = tuple(ModuleRow(**row) for row in data["modules"])
             data["notes"] = tuple(data["notes"])
             data["program"] = tuple(
-                ProgramStep(name, again, tuple(stored), tuple(moves), claimed)
-                for name, again, stored, moves, claimed in data["program"]
+                ProgramStep(name, again, tuple(stored), tuple(moves))
+                for name, again, stored, moves in data["program"]
             )
             return cls(**data)
         except (KeyError, TypeError, ValueError, AttributeError) as error:

@@ -122,7 +122,6 @@ def make_plan(
         device=graph.device,
         window_bytes=window if rows else 0,
         transfer_seconds=simulation.traffic.seconds if simulation.traffic else 0.0,
-        crowding_seconds=simulation.traffic.crowding_seconds if simulation.traffic else 0.0,
         slab_bytes=laid.bytes,
         loose_peak_bytes=loose.peak_bytes if laid.bytes else 0,
     )
@@ -178,7 +177,6 @@ def program_of(
             tuple(number.get(value, -1) for value in operation.writes)
             if any(value in number for value in operation.writes)
             else (),
-            operation.index in graph.claims and operation.index in again,
         )
         for operation in graph.operations
         if operation.phase == "forward"

@@ -45,16 +45,11 @@ class Kind:
         stays_bytes: what a step took under a plan that stays since no other fits, which was said; or 0.
         unseen_backward: backward runs on a thread whose operations are not seen: the next look runs one of
             its own.
-        claims: gathers whose results layers save, in the next look.
-        without_claims: the graph and plan of a step without claims, to compare with.
-        verified: digest of the program whose operations were seen to reproduce, at this or another size.
-        strange: its program is another than the one that was verified at another size.
         sizes: of smaller steps that were seen, the latest last: whether one keeps the budget without a plan.
         steps: how many steps have run under the plan.
         programs: the plan's, as the compiled recorder knows it; under ``True`` one that keeps all.
         timed: watches the time of the latest step.
-        seconds: of the latest steps that were timed under the plan, and of recording and replaying in them
-            where the host knows.
+        seconds: of the latest steps that were timed under the plan.
     """
 
     key: StepKey
@@ -68,15 +63,11 @@ class Kind:
     margin_bytes: int = 0
     stays_bytes: int = 0
     unseen_backward: bool = False
-    claims: frozenset[int] = frozenset()
-    without_claims: tuple[StepGraph, Plan] | None = None
-    verified: str = ""
-    strange: bool = False
     sizes: dict[StepKey, bool] = field(default_factory=dict)
     steps: int = 0
     programs: dict[bool, Any] = field(default_factory=dict)
     timed: StepWatch | None = None
-    seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
+    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
 
     @property
     def wants_look(self) -> bool:
@@ -109,9 +100,6 @@ class Kind:
         """So many bytes more stand before each step than when it was looked at."""
         if self.graph is not None:
             self.graph = replace(self.graph, resident_bytes=self.graph.resident_bytes + more)
-        if self.without_claims is not None:
-            graph, plan = self.without_claims
-            self.without_claims = replace(graph, resident_bytes=graph.resident_bytes + more), plan
 
     # ---- smaller steps ---------------------------------------------------------------------------
 
@@ -151,22 +139,14 @@ class Kind:
         return self.timed is None and (not self.settled or self.steps % _PACE_EVERY == 0)
 
     def calibrated(self) -> Plan:
-        """The plan with the times of the steps that were timed beside its forecast: of whole steps, and of
-        recording and replaying in them.
-        """
+        """The plan with the time of the steps that were timed beside its forecast, divided as that is."""
         assert self.plan is not None
         plan = self.plan
         predicted = plan.plain_seconds + plan.predicted_extra_seconds
         if len(self.seconds) < _PACE_STEPS_AT_LEAST or not predicted:
             return plan
-        whole = statistics.median(seconds for seconds, _ in self.seconds)
-        replays = [again for _, again in self.seconds if again is not None]
-        if replays:
-            # which no clock of the executor sees
-            extra = min(whole, statistics.median(replays) + plan.crowding_seconds)
-        else:
-            extra = plan.predicted_extra_seconds * whole / predicted
-        return plan.calibrated(whole - extra, extra)
+        pace = statistics.median(self.seconds) / predicted
+        return plan.calibrated(plan.plain_seconds * pace, plan.predicted_extra_seconds * pace)
 
 
 def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
@@ -183,7 +163,7 @@ def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
 def keeps_all(program: Sequence[ProgramStep]) -> tuple[ProgramStep, ...]:
     """The program with nothing evicted; a recorder still evicts what a step runs besides."""
     kept = ((step, (True,) * len(step.stored)) for step in program)
-    return tuple(step._replace(replayed=False, stored=stored, claimed=False) for step, stored in kept)
+    return tuple(step._replace(replayed=False, stored=stored) for step, stored in kept)
 
 
 def same_but_gradients(kinds: dict[Any, Kind], key: StepKey) -> Kind | None:
@@ -208,8 +188,9 @@ class Ran:
         watch: saw what it took.
         director: saw which operations ran, or ``None`` where it ran as it is.
         findings: of its forward.
+        replays: what the compiled recorder evicted, or ``None``.
         light: it ran as it is, since steps of its size were seen to need no plan.
-        taught_bytes: by how much plans are to take less, since it took more than its own said.
+        margin_bytes: what its plan left for what steps before it took besides.
     """
 
     key: StepKey
@@ -217,8 +198,9 @@ class Ran:
     watch: StepWatch
     director: PlanDirector | None = None
     findings: Findings | None = None
+    replays: Any = None
     light: bool = False
-    taught_bytes: int = 0
+    margin_bytes: int = 0
 
     @property
     def departed(self) -> int:
@@ -246,10 +228,9 @@ def learn(kind: Kind, ran: Ran, measured_bytes: int, may_be_light: bool) -> str:
     plan, limit = ran.plan, ran.plan.budget_bytes
     if limit is None:
         return ""
-    kept = ran.watch.backwards > kind.backwards
-    if kept and ran.taught_bytes:  # it took more since its graph was kept, and only so
-        kind.margin_bytes -= ran.taught_bytes
-        ran.taught_bytes, kind.solve_again = 0, ""
+    if ran.watch.backwards > kind.backwards and kind.margin_bytes > ran.margin_bytes:
+        # it took more since its graph was kept, and only so
+        kind.margin_bytes, kind.solve_again = ran.margin_bytes, ""
     if measured_bytes <= limit + budgets.slack_bytes(limit):
         if not (ran.light or plan.changes_nothing):
             sure = may_be_light and ran.watch.backwards == 1 and not (ran.departed or plan.moves)
@@ -279,14 +260,13 @@ def _remedy(kind: Kind, ran: Ran, measured_bytes: int, limit: int) -> str:
             else "it ran other operations than the step that was planned for"
         )
         return f"{what}, and lowtide looks at the next one"
-    if ran.watch.backwards > kind.backwards:
+    if ran.watch.backwards > kind.backwards:  # planned for with less, it takes as much
         return (
             "backward runs more than once through what one forward saved (retain_graph=True), where a plan "
             "is for one backward. Of several losses, add them up and run one backward; else give a smaller "
             "budget"
         )
     more = max(0, measured_bytes - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
-    kind.margin_bytes += more - ran.taught_bytes  # of a step with several backwards each teaches
-    ran.taught_bytes = more
+    kind.margin_bytes = ran.margin_bytes + more  # of a step with several backwards each teaches
     kind.solve_again = "a step took more than predicted"
     return "lowtide plans again with that much less"

@@ -12,8 +12,6 @@ import torch
 
 from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
-from lowtide.plan.cache import program_digest
-from lowtide.progress import log
 from lowtide.run.limit.arguments import refuse_sharded
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
@@ -21,7 +19,6 @@ from lowtide.run.limit.messages import OWN_OFF, own_checkpointing, warn
 from lowtide.run.limit.optimizer_need import own_share
 from lowtide.run.limit.planning import Planner
 from lowtide.run.look.look import Look
-from lowtide.run.record.verify import Verify
 
 _BUDGET_CHANGED = "the budget was changed"
 
@@ -31,7 +28,6 @@ class Known:
 
     Args:
         planner: makes their plans.
-        verify: as of `limit_memory`.
 
     Attributes:
         kinds: by key, the latest last.
@@ -39,10 +35,9 @@ class Known:
         lock: held while a kind or its plan changes.
     """
 
-    def __init__(self, planner: Planner, verify: Verify) -> None:
+    def __init__(self, planner: Planner) -> None:
         self.planner = planner
         self.model = planner.model
-        self.verify: Verify = verify
         self.kinds: dict[StepKey, Kind] = {}
         self.latest: Kind | None = None
         self.lock = threading.RLock()
@@ -68,12 +63,10 @@ class Known:
                     kind = larger
                 else:
                     refuse_sharded(self.model)
-                    if self.kinds:
-                        log.info("another kind of step: %s", key.difference(next(reversed(self.kinds))))
                     without = same_but_gradients(self.kinds, key) if key.gradients else None
                     kind = Kind(key)
                     if without is not None:
-                        self._plan_standing(kind, without)
+                        self.planner.plan_standing(kind, without)
                     self.kinds[key] = kind
                     if len(self.kinds) > MOST_KINDS:
                         self.kinds.pop(next(iter(self.kinds)))
@@ -82,17 +75,6 @@ class Known:
                 self._solve_again(kind)
             self.latest = kind if kind.plan is not None else self.latest
             return kind
-
-    def _plan_standing(self, kind: Kind, without: Kind) -> None:
-        """Plan for steps that add to gradients, if need be without what one step took besides."""
-        try:
-            self.planner.plan_standing(kind, without)
-        except BudgetError as error:
-            if not without.margin_bytes:
-                raise
-            without.margin_bytes = 0
-            self.planner.plan_standing(kind, without)
-            self.tell("stays", f"lowtide plans as if no step had taken more than predicted: {error}")
 
     def _solve_again(self, kind: Kind) -> None:
         """Make the plan again; where none fits that leaves what one step took besides, the one that is there
@@ -125,40 +107,21 @@ class Known:
 
     # ---- looks -----------------------------------------------------------------------------------
 
-    def is_to_verify(self, kind: Kind) -> bool:
-        """Whether a look runs each operation twice: not those that were verified at another size."""
-        if self.verify == "never" or kind.looks or kind.strange or self.planner.kept:
-            return self.verify != "never"
-        return not any(
-            other.verified and other.key.differs_in_size(kind.key) for other in self.kinds.values()
-        )
-
-    def looked(self, kind: Kind, look: Look, graph: StepGraph) -> bool:
+    def looked(self, kind: Kind, look: Look, graph: StepGraph) -> None:
         """A step of a kind was looked at: plan for the longest one seen.
-
-        Returns:
-            Whether anything could be made of it. A look that trusted another size's verification and met
-            another program is to be repeated.
 
         Raises:
             BudgetError: no plan fits.
         """
         self._tell_of(look)
-        program = program_digest(graph)
-        if not look.verified and self.verify != "never":
-            kind.strange = all(other.verified != program for other in self.kinds.values())
-            if kind.strange:
-                return False
-        kind.verified = program
         kind.looks += 1
         kind.backwards = max(kind.backwards, look.watch.backwards)
         kind.varies = kind.varies or look.tracer.asks
-        if kind.graph is None or kind.claims or len(graph.operations) > len(kind.graph.operations):
+        if kind.graph is None or len(graph.operations) > len(kind.graph.operations):
             self._plan(kind, graph, look.tracer.checkpoints)
         else:
             kind.look_again = ""
         self.latest = kind
-        return True
 
     def _plan(self, kind: Kind, graph: StepGraph, checkpoints: int) -> None:
         """Plan for a kind from a step of it that was looked at, ``checkpoints`` parts of which checkpoint by
@@ -168,7 +131,7 @@ class Known:
             BudgetError: no plan fits.
         """
         try:
-            self.planner.plan(kind, graph, checkpoints)
+            self.planner.plan(kind, graph)
         except BudgetError as error:
             made = [p for p in self.model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")]
             if made and not kind.key.gradients:

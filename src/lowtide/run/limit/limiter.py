@@ -106,7 +106,7 @@ class Limiter:
         planner = Planner(
             self.model, budget, self.policy, optimizer, lambda: self.stores.groups, self.progress
         )
-        self.known = Known(planner, self.verify)
+        self.known = Known(planner)
         self.measured_bytes: int | None = None  # of the latest step that ended
         self.local = _Local()
         self.engagement: Engagement | None = None
@@ -224,7 +224,6 @@ class Limiter:
                 self.stop_waiting()  # it is told what stands in the way
                 self.known.tell(*unlimited)
             return self._plainly(args, kwargs)
-        begin = time.perf_counter()
         self.stop_waiting()
         self._settle()
         if self.local.look is not None:  # its step has several forwards before its backward
@@ -246,7 +245,7 @@ class Limiter:
                     raise
         if kind.wants_look:
             return self._look(kind, args, kwargs)
-        return self._step(kind, key, members, args, kwargs, begin)
+        return self._step(kind, key, members, args, kwargs)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._inside():
@@ -297,9 +296,8 @@ class Limiter:
         look = Look(
             self.model,
             self.device,
-            verify=self.known.is_to_verify(kind),
+            verify=self.verify != "never",
             on_end=lambda look: self._looked(look, kind),
-            claims=kind.claims,
         )
         self.local.look = (look, kind)
         try:
@@ -333,7 +331,8 @@ class Limiter:
         with self.known.lock:
             peak = look.peak_bytes
             graph = look.graph(self.model)
-            if not self.known.looked(kind, look, graph) or peak is None or kind.graph is None:
+            self.known.looked(kind, look, graph)
+            if peak is None or kind.graph is None:
                 return
             self.measured_bytes = kind.graph.resident_bytes + peak
             self._tell_above(kind, graph, peak)
@@ -375,7 +374,6 @@ class Limiter:
                 kwargs,
                 lambda result: loss_to_plan_for(result, self.loss_fn, self.model),
                 verify=self.verify != "never",
-                claims=kind.claims,
             )
         with self.known.lock:
             self.known.looked(kind, look, graph)
@@ -392,7 +390,6 @@ class Limiter:
         members: Members,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
-        begin: float,
     ) -> Any:
         plan = kind.plan
         assert plan is not None
@@ -401,15 +398,15 @@ class Limiter:
         if plan.budget_bytes is not None and watch.peak_bytes is None:
             self.known.tell("unmeasured", UNMEASURED)
         self.local.watch = watch
-        ran = Ran(key, plan, watch, light=kind.is_light(key))
+        ran = Ran(key, plan, watch, light=kind.is_light(key), margin_bytes=kind.margin_bytes)
         steady = plan.budget_bytes is None or not kind.varies
         if steady and (ran.light or plan.changes_nothing):
             kind.steps += 1
             result = self._plainly(args, kwargs)
             watch.forward_ends(tensors_inside(result))
             return result
-        timing = kind.steps > 0 and kind.wants_pace()
-        kind.timed = watch if timing else kind.timed
+        if kind.steps > 0 and kind.wants_pace():
+            kind.timed = watch
         mover = (
             TransferEngine(plan, self.stores, self.verify != "never" and kind.steps == 0)
             if plan.moves
@@ -422,7 +419,6 @@ class Limiter:
         recorder = Recorder(
             ran.director,
             check=self.verify == "always",
-            watch=watch if timing else None,
             mover=mover,
             program=kind.programs[ran.light],
         )
@@ -431,16 +427,13 @@ class Limiter:
             stack.enter_context(self._inside())
             stack.enter_context(recorder.recording())
             stack.enter_context(left_alone(members.compiled))
-            inside = time.perf_counter()
             result = self.forward(*args, **kwargs)
-            outside = time.perf_counter()
         kind.steps += 1
         if mover is not None and mover.notes and kind.steps == 1:
             warn(
                 f"{len(mover.notes)} values do not fit their codec and stay as they are, on top of the "
                 f"predicted peak ({mover.notes[0]})"
             )
-        watch.recording_seconds += inside - begin + time.perf_counter() - outside
         watch.forward_ends(tensors_inside(result))
         return result
 

@@ -4,36 +4,39 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lowtide import budget as budgets
-from lowtide.errors import BudgetError, PlanError
+from lowtide.errors import BudgetError, LowtideError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import gradient_of
 from lowtide.plan import make
 from lowtide.plan.cache import Cache, folder
-from lowtide.plan.carry import CARRIED, carried, keep
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
+from lowtide.plan.policies import make_plan
+from lowtide.plan.search.planner import planner_of
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
 from lowtide.run.limit.hidden_costs import (
-    checkpoint_bytes,
     overlapped_bytes,
     with_overhead,
     with_standing_gradients,
 )
 from lowtide.run.limit.kinds import Kind
-from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
+from lowtide.run.limit.optimizer_need import OptimizerNeed, missing_gradient_bytes, optimizer_need
 from lowtide.run.ranks.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
-from lowtide.run.ranks.claims import beside, replayed_gathers, same_forward, with_seconds_of
 from lowtide.trace.settle import with_collectives
 
 Policy = str | Callable[..., Plan]
+
+KNOWN = "as an earlier process planned such a step"
+"""A note of plans that were not searched for."""
 
 
 class Planner:
@@ -51,7 +54,7 @@ class Planner:
         kept: operations that do not reproduce, with the reason: every plan keeps what they write.
         moved_bytes: of the optimizer's state, to the host.
         solved: how many plans have been searched for. Where the step fits as it is, there is nothing to
-            search; where decisions that were made before lie near the bound, nothing to win.
+            search, nor where an earlier process did.
     """
 
     def __init__(
@@ -78,29 +81,27 @@ class Planner:
         # whether other ranks share the model: a copy of a model is not whole yet when this is made
         self._asked = False
         self._cache = Cache(folder())
-        self._need = KnownNeed()
+        # a step of a twin takes as long as a small model's plan: each look asks once
+        self._need: OptimizerNeed | None = None
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
 
-    def plan(self, kind: Kind, looked: StepGraph, checkpoints: int) -> None:
+    def plan(self, kind: Kind, looked: StepGraph) -> None:
         """Plan for a kind of step from one of it that was looked at.
 
         Args:
             kind: gets the plan.
             looked: the step.
-            checkpoints: how many parts of it are under ``torch.utils.checkpoint``.
 
         Raises:
             BudgetError: no plan fits.
         """
+        self._need = None
         if not self._asked:
             self._asked, self.agreement = True, agreement_of(self.model) or agreement_over(self.groups())
         with working("planning", "planned", self.progress) as work:
             work.say(f"planning {len(looked.operations):,} operations")
             graph = self._agreed(with_overhead(self._whole(looked)))
-            if kind.without_claims is not None:
-                graph = with_seconds_of(graph, kind.without_claims[0])
-            unseen = overlapped_bytes(graph) + checkpoint_bytes(graph, checkpoints)
-            kind.margin_bytes = max(kind.margin_bytes, unseen)
+            kind.margin_bytes = max(kind.margin_bytes, overlapped_bytes(graph))
             refusal: BudgetError | None = None
             try:
                 self._solve(kind, graph)
@@ -111,7 +112,6 @@ class Planner:
                 refusal = self._neighbours.refusal(refusal)
             if refusal is not None:
                 raise refusal
-            self._compare_claims(kind)
             assert kind.plan is not None
             work.done(in_one_line(kind.plan))
 
@@ -153,7 +153,7 @@ class Planner:
     def count(self, optimizer: torch.optim.Optimizer | None) -> int:
         """Count this optimizer from now on; by how many bytes more stands before each step."""
         before = self.optimizer_bytes + self.moved_bytes
-        self.optimizer, self.moved_bytes = optimizer, 0
+        self.optimizer, self.moved_bytes, self._need = optimizer, 0, None
         return self.optimizer_bytes - before
 
     def note_pace(self, kind: Kind) -> None:
@@ -164,10 +164,8 @@ class Planner:
             return
         watch, kind.timed = kind.timed, None
         seconds = watch.seconds() if watch is not None else None
-        if watch is not None and seconds is not None:
-            assert kind.graph is not None
-            extra = watch.replay_seconds + watch.recording_seconds + kind.graph.overhead_seconds
-            kind.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
+        if seconds is not None:
+            kind.seconds.append(seconds)
 
     def limit(self, graph: StepGraph, margin_bytes: int) -> int | None:
         """The budget in bytes; a percentage is of the plain step, or of a larger one that was planned. The
@@ -217,7 +215,7 @@ class Planner:
         ):
             plan = without_slab(plan)  # it would stand beside optimizer.step(), too
         self._greatest_plain = self._plain_peak(graph)
-        self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
+        self.solved += not (plan.changes_nothing or KNOWN in plan.notes)
         plan = replace(plan, budget_bytes=limit)
         kind.takes(graph, plan)
         return plan
@@ -242,10 +240,27 @@ class Planner:
         if limit is None or enough <= limit or self.policy != "optimal":
             return self._searched(graph, limit, target, margin_bytes, enough)
         room = limit - margin_bytes
-        plan = carried(graph, max(1, target or 0), self._cache.of(graph), room)
-        plan = plan or self._searched(graph, limit, target, margin_bytes, enough)
-        keep(self._cache, graph, plan, room)
+        plan = self._planned_before(graph, room)
+        if plan is None:
+            plan = self._searched(graph, limit, target, margin_bytes, enough)
+            self._cache.keep(graph, room, plan.stored)
         return plan
+
+    def _planned_before(self, graph: StepGraph, room: int) -> Plan | None:
+        """The plan that an earlier process found for such a step, where it is within ``room`` here, too."""
+        planner = planner_of(graph)
+        for stored in self._cache.of(graph, room):
+            with suppress(LowtideError), planner.lock:
+                return make_plan(
+                    graph,
+                    stored=stored,
+                    policy="optimal",
+                    budget=room,
+                    notes=(KNOWN,),
+                    simulator=planner.sim,
+                    bound=planner.bound(room),
+                )
+        return None
 
     def _searched(
         self, graph: StepGraph, limit: int | None, target: int | None, margin_bytes: int, enough: int
@@ -319,30 +334,6 @@ class Planner:
         self.agreement, self._neighbours = None, self.agreement  # on every rank alike
         return graph
 
-    def _compare_claims(self, kind: Kind) -> None:
-        """Of the plans with and without layers that save what is gathered again, take the better; where that
-        is not known yet, look once more.
-        """
-        graph, plan = kind.graph, kind.plan
-        assert graph is not None and plan is not None
-        if self.agreement is None:
-            return
-        if kind.without_claims is None:
-            kind.claims = replayed_gathers(graph, plan)
-            if kind.claims:
-                kind.without_claims = graph, plan
-                kind.look_again = "layers may save what the plan gathers again"
-            return
-        before, plan_before = kind.without_claims
-        # a layer saves only what comes back by running again
-        again = bool(graph.claims) and set(graph.claims) <= set(plan.replayed)
-        usable = again and same_forward(graph, before)
-        if all(self.agreement.share(usable)):
-            plan = beside(plan, plan_before)
-        if not usable or plan.predicted_extra_seconds > plan_before.predicted_extra_seconds:
-            graph, plan = before, plan_before
-        kind.takes(graph, plan)
-
     # ---- what a step needs beside what it was seen to take ---------------------------------------
 
     def _plain_peak(self, graph: StepGraph) -> int:
@@ -382,7 +373,9 @@ class Planner:
 
     def _optimizer_need(self) -> OptimizerNeed:
         assert self.optimizer is not None
-        return self._need.of(self.optimizer)
+        if self._need is None or hasattr(self.optimizer, "device_state_bytes"):  # whose share may change
+            self._need = optimizer_need(self.optimizer)
+        return replace(self._need, missing_gradient_bytes=missing_gradient_bytes(self.optimizer))
 
     def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
         """Why the optimizer's own step cannot meet the budget, or ``None``."""

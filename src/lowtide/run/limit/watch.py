@@ -30,8 +30,6 @@ class StepWatch:
     Attributes:
         began: whether a backward through the step is under way, or has failed.
         backwards: how many backwards through the step have ended.
-        recording_seconds: time around the forward; it says nothing on a GPU, where the host runs ahead.
-        replay_seconds: time that bringing values back took; it says nothing on a GPU.
     """
 
     def __init__(
@@ -40,8 +38,6 @@ class StepWatch:
         self.device = device
         self.began = False
         self.backwards = 0
-        self.recording_seconds = 0.0
-        self.replay_seconds = 0.0
         self._on_end, self._on_gone = on_end, on_gone
         self._awaited: weakref.ref[_Mark] | None = None
         self._peak = open_peak(device)
@@ -84,14 +80,6 @@ class StepWatch:
         if len(self._marks) == 2:
             self._marks.append(_now(self.device))
         private.at_backward_end(self._backward_ends)
-
-    def unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What ``unpack`` brings back for backward, timed."""
-        self.backward_begins()
-        begin = time.perf_counter()
-        found = unpack()
-        self.replay_seconds += time.perf_counter() - begin
-        return found
 
     def _backward_ends(self) -> None:
         self.began = False

@@ -43,7 +43,6 @@ class Look:
         device: whose memory the graph is about.
         verify: run every operation twice and compare.
         on_end: called with this once backward has ended.
-        claims: as of `lowtide.trace.eager.StepTracer`.
 
     Attributes:
         verified: every operation ran twice and was compared.
@@ -63,9 +62,8 @@ class Look:
         *,
         verify: bool = True,
         on_end: Callable[[Look], None] | None = None,
-        claims: frozenset[int] = frozenset(),
     ) -> None:
-        self.tracer = StepTracer(model, device, claims)
+        self.tracer = StepTracer(model, device)
         self.recorder = _LittleMemory(self.tracer, verify)
         self.tracer.before_write = self.recorder.copy_before_write
         self.verified = verify
@@ -235,20 +233,19 @@ def look_aside(
     *,
     may_run_backward: bool = False,
     verify: bool = True,
-    claims: frozenset[int] = frozenset(),
 ) -> tuple[Look, StepGraph]:
     """Look at a step that is nobody's training step: afterwards gradients, buffers, module attributes and
     random states are what they were.
 
     Args:
-        model, device, verify, claims: as of `Look`.
+        model, device, verify: as of `Look`.
         modules: what the step may change.
         step, args, kwargs: the forward.
         loss_of: from what it returned to what backward begins at.
         may_run_backward: it may be a whole step, which runs its own backward.
     """
     with untouched(modules), torch.enable_grad():
-        look = Look(model, device, verify=verify, claims=claims)
+        look = Look(model, device, verify=verify)
         given, named = without_history((args, kwargs))
         gradients = Gradients(modules)
         result = look.run(step, given, named)
@@ -309,7 +306,7 @@ class _LittleMemory(Recorder):
         return self._evict(value, tensor)
 
     def will_evict(self, tensor: torch.Tensor) -> bool:
-        """Layers save what they would in a plain step; which claims there are the tracer says."""
+        """Layers save what they would in a plain step."""
         return False
 
     def _second_run(self, call: Callable[[], Any]) -> Any:

@@ -1,5 +1,4 @@
 """Ranks that share a model share a plan.
 
-In: the step graphs of several ranks. Out: one plan, and what one of them learned told to all (`agree.py`);
-which gathers layers save instead of their inputs (`claims.py`).
+In: the step graphs of several ranks. Out: one plan, and what one of them learned told to all (`agree.py`).
 """

@@ -67,8 +67,6 @@ class PlanDirector:
         self.missed = 0
         self.moves: tuple[int, ...] = ()
         """for each value that the latest operation wrote, its place among the plan's moves, or -1"""
-        self.claimed = False
-        """whether layers save what the latest operation wrote"""
 
     def _find(self, info: OpInfo) -> int | None:
         program, at = self._program, self.at
@@ -122,7 +120,7 @@ class PlanDirector:
 
     def stays(self, info: OpInfo, writes: int) -> tuple[bool, ...]:
         """What the plan says of it; on to the next."""
-        self.moves, self.claimed = (), False
+        self.moves = ()
         at = self._find(info)
         if at is None:
             self.departed += 1
@@ -135,7 +133,7 @@ class PlanDirector:
             self.departed += 1
             self.missed += 1
             return ()
-        self.moves, self.claimed = step.moves, step.claimed
+        self.moves = step.moves
         return step.stored
 
 

@@ -11,11 +11,10 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
-from lowtide.run.limit.watch import StepWatch
 from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.digest import digest
 from lowtide.run.record.replay import bring_back
-from lowtide.run.record.tape import LiveValue, Ref
+from lowtide.run.record.tape import Ref
 
 
 class Kept:
@@ -44,14 +43,14 @@ class Kept:
 class Evicted:
     """A saved tensor that is brought back when asked for."""
 
-    __slots__ = ("asked", "digest", "mover", "ref", "version", "watch", "witness")
+    __slots__ = ("around", "asked", "digest", "mover", "ref", "version", "witness")
 
     def __init__(
         self,
         ref: Ref,
         tensor: torch.Tensor,
         checked: int | None,
-        watch: StepWatch | None = None,
+        around: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None,
         mover: TransferEngine | None = None,
     ) -> None:
         self.mover = mover
@@ -60,7 +59,7 @@ class Evicted:
         self.witness = private.version_witness(tensor)
         self.version = private.version(self.witness)
         self.digest = checked
-        self.watch = watch
+        self.around = around
         self.asked = False
         ref.value.readers += 1
 
@@ -70,7 +69,7 @@ class Evicted:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, replayed or from the cache of an earlier replay."""
-        return self._unpack() if self.watch is None else self.watch.unpacks(self._unpack)
+        return self._unpack() if self.around is None else self.around(self._unpack)
 
     def _unpack(self) -> torch.Tensor:
         if self.mover is None:
@@ -153,11 +152,6 @@ def _is_content(part: Any) -> bool:
     return isinstance(part, torch.Tensor) and (
         part.is_floating_point() or part.is_complex() or is_wrapper(part)
     )
-
-
-def replayed(value: LiveValue, watch: StepWatch | None) -> torch.Tensor:
-    """`bring_back` for the compiled recorder, timed where a step is watched."""
-    return bring_back(value) if watch is None else watch.unpacks(lambda: bring_back(value))
 
 
 def unpack(packed: Any) -> torch.Tensor:

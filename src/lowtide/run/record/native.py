@@ -41,11 +41,11 @@ def compiled() -> Any:
     """The compiled module, or ``None`` where it cannot be compiled. It is compiled where operations are
     intercepted first (half a minute, once for each PyTorch and Python).
     """
-    from lowtide.run.record import handles, tape
+    from lowtide.run.record import handles, replay, tape
 
     module = interception.compiled_recorder()
     if module is not None:
-        module.know(tape.LiveValue, tape.Node, handles.unpack, handles.replayed, handles.overwritten)
+        module.know(tape.LiveValue, tape.Node, handles.unpack, replay.bring_back, handles.overwritten)
     return module
 
 
@@ -70,7 +70,7 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
     for step in steps:
         func = _overload(step.name)
         if func is None:
-            made.add(step.name, "", _CLOSER, [], [], -1, step.stored, step.claimed, None)
+            made.add(step.name, "", _CLOSER, [], [], -1, step.stored, None)
             continue
         info = op_info(func)
         places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
@@ -79,7 +79,7 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
         training = -1 if info.training_position is None else info.training_position
         name, _, overload = func.name().partition(".")
         kind = _kind(step, info)
-        made.add(name, overload, kind, writes, statistics, training, step.stored, step.claimed, func)
+        made.add(name, overload, kind, writes, statistics, training, step.stored, func)
     return made
 
 

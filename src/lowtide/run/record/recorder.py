@@ -28,7 +28,6 @@ from lowtide.ops import (
     tensors_of,
     written_tensors,
 )
-from lowtide.run.limit.watch import StepWatch
 from lowtide.run.move.engine import Fetch, TransferEngine
 from lowtide.run.record.digest import digest, reach
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
@@ -48,7 +47,7 @@ class Recorder(Interceptor):
         verify: run every recorded operation a second time at once and compare, and check what is evicted for
             writes that the dispatcher did not see.
         check: compare every replayed tensor with the digest of the original.
-        watch: is told when backward asks for the first saved tensor.
+        around: runs around each replay that backward asks for.
         mover: carries out the plan's moves.
         program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
             What is verified or checked is Python's.
@@ -60,7 +59,7 @@ class Recorder(Interceptor):
         *,
         verify: bool = False,
         check: bool = False,
-        watch: StepWatch | None = None,
+        around: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None,
         mover: TransferEngine | None = None,
         program: Any = None,
     ) -> None:
@@ -68,7 +67,7 @@ class Recorder(Interceptor):
         self.director = director
         self.verify = verify
         self.check = check or verify
-        self.watch = watch
+        self.around = around
         self.mover = mover
         self.findings = Findings()
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
@@ -121,13 +120,10 @@ class Recorder(Interceptor):
             self.director = before
 
     def will_evict(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` comes back for whoever saves it: all that a scope wrote does, and what a plan
-        says that layers save.
+        """Whether ``tensor`` comes back for whoever saves it, as all that a scope wrote does. Under a plan
+        layers save what they saved in the step that it was made from.
         """
-        entry = self._given.get(private.storage_key(tensor))
-        if entry is None or not isinstance(self.director, PlanDirector):
-            return entry is not None
-        return isinstance(entry[0].node, Node) and entry[0].node.claimed
+        return not isinstance(self.director, PlanDirector) and private.storage_key(tensor) in self._given
 
     def close(self) -> None:
         """Forget every value that no saved tensor rests on."""
@@ -186,7 +182,6 @@ class Recorder(Interceptor):
             if reason:
                 self._not_reproduced(info.name, reason)
                 return result
-        node.claimed = isinstance(self.director, PlanDirector) and self.director.claimed
         self._link(node, fresh, flat, writes, written, stays)
         return result
 
@@ -425,7 +420,7 @@ class Recorder(Interceptor):
         if not value.evicted:
             value.evicted = True
             self.findings.evicted_bytes += value.nbytes
-        return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
+        return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.around, self.mover)
 
 
 class Unrecordable(Exception):

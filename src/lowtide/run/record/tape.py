@@ -175,12 +175,11 @@ class Node:
         exact: whether its replay starts from the very bits of the forward.
         grad: whether gradients were on, which some kernels look at.
         call: the call as the compiled recorder took it down, instead of ``args`` and ``kwargs``, or ``None``.
-        claimed: whether layers that ask are told to save what it writes.
         waits: whether it counts among the readers of what it reads: until it has run once more, or is gone.
     """
 
     __slots__ = (
-        "__weakref__", "_inputs", "args", "call", "claimed", "device", "exact", "func", "generator", "grad",
+        "__weakref__", "_inputs", "args", "call", "device", "exact", "func", "generator", "grad",
         "kwargs", "order", "outputs", "random_state",
         "statistics", "waits", "written",
     )  # fmt: skip
@@ -199,7 +198,6 @@ class Node:
         self.random_state: bytes | None = None
         self.generator: torch.Generator | None = None
         self.grad = torch.is_grad_enabled()
-        self.claimed = False
         self.waits = False
         self._inputs: list[LiveValue] | None = None
 

@@ -22,7 +22,6 @@ struct Operation {
   std::vector<size_t> statistics;  // arguments that it overwrites in training
   long training;                   // which argument says so; -1 for none
   std::vector<bool> stored;
-  bool claimed;
   py::object func;
 };
 
@@ -30,12 +29,12 @@ struct Program {
   std::vector<Operation> operations;
 
   void add(const std::string& name, const std::string& overload, int does, std::vector<size_t> writes,
-           std::vector<size_t> statistics, long training, std::vector<bool> stored, bool claimed,
+           std::vector<size_t> statistics, long training, std::vector<bool> stored,
            py::object func) {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
     size_t arguments = op ? op->schema().arguments().size() : 0;
     operations.push_back({op, op ? Does(does) : Does::Closer, arguments, std::move(writes),
-                          std::move(statistics), training, std::move(stored), claimed, std::move(func)});
+                          std::move(statistics), training, std::move(stored), std::move(func)});
   }
 };
 
@@ -46,7 +45,6 @@ class Core {
   Core(py::object recorder, std::shared_ptr<Program> program) : program_(std::move(program)) {
     given_ = recorder.attr("_given");
     held_ = recorder.attr("_held");
-    watch_ = recorder.attr("watch");
     findings_ = recorder.attr("findings");
     recorder_ = weak(recorder);
   }
@@ -55,7 +53,8 @@ class Core {
   ~Core() {  // the last to hold it may be a kernel, which does not hold the interpreter's lock
     py::gil_scoped_acquire gil;
     program_.reset();
-    for (py::object* object : {&recorder_, &watch_, &findings_, static_cast<py::object*>(&given_), static_cast<py::object*>(&held_)})
+    for (py::object* object : {&recorder_, &findings_, static_cast<py::object*>(&given_),
+                               static_cast<py::object*>(&held_)})
       object->release().dec_ref();
   }
 
@@ -108,7 +107,7 @@ class Core {
     if (type == THPVariableClass) {
       if (PyObject* entry = entry_of(given_, py::int_(storage_key(tensor)))) {
         auto value = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 0));
-        return Boxed<Evicted>::of(tensor, std::move(value), watch_, findings_);
+        return Boxed<Evicted>::of(tensor, std::move(value), findings_);
       }
     }
     return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
@@ -195,7 +194,7 @@ class Core {
     if (!same) departs();
     ++at_;
     ++passed_;
-    py::object node = new_node(known.func, order_++, known.claimed, std::move(call));
+    py::object node = new_node(known.func, order_++, std::move(call));
     reads(node, inputs);
     c10::SmallVector<py::object, 4> outputs;
     for (size_t at = 0; at < places.size(); ++at) {
@@ -273,7 +272,7 @@ class Core {
   }
 
   std::shared_ptr<Program> program_;
-  py::object recorder_, watch_, findings_;
+  py::object recorder_, findings_;
   py::dict given_, held_;
   Hooks hooks_;
   bool python_ran_ = false;

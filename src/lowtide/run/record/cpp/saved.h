@@ -24,13 +24,12 @@ struct Kept {
 
 class Evicted {
  public:
-  Evicted(const Tensor& shown, py::object value, py::object watch, const py::object& findings)
+  Evicted(const Tensor& shown, py::object value, const py::object& findings)
       : counter_(shown.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.current_version()),
         value_(std::move(value)),
         geometry_(shown),
-        options_(shown.options()),
-        watch_(std::move(watch)) {
+        options_(shown.options()) {
     auto& v = classes->value;
     add_reader(value_);
     if (v.evicted(value_) == Py_True) return;
@@ -47,7 +46,7 @@ class Evicted {
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
     Tensor base = here(value_);
-    if (!base.defined()) base = classes->bring_back(value_, watch_).cast<Tensor>();
+    if (!base.defined()) base = classes->bring_back(value_).cast<Tensor>();
     if (!asked_) {
       asked_ = true;
       read(value_);
@@ -61,7 +60,6 @@ class Evicted {
   py::object value_;
   Geometry geometry_;
   at::TensorOptions options_;
-  py::object watch_;
   bool asked_ = false;
 };
 

@@ -14,7 +14,7 @@ struct Classes {
   } value;
   struct OfNode {
     py::object type;
-    Slot exact{type, "exact"}, outputs{type, "outputs"}, claimed{type, "claimed"}, waits{type, "waits"},
+    Slot exact{type, "exact"}, outputs{type, "outputs"}, waits{type, "waits"},
         inputs{type, "_inputs"}, call{type, "call"};
   } node;
   py::object unpack, bring_back, overwritten;  // functions in Python
@@ -64,10 +64,9 @@ inline Tensor here(py::handle value) {
 }
 
 // A node without what it read and wrote.
-inline py::object new_node(const py::object& func, long order, bool claimed, py::object call) {
+inline py::object new_node(const py::object& func, long order, py::object call) {
   auto& n = classes->node;
   py::object node = n.type(func, order, py::none());
-  n.claimed.set(node, py::bool_(claimed));
   n.waits.set(node, py::bool_(true));
   n.call.set(node, std::move(call));
   return node;
