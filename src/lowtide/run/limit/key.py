@@ -6,6 +6,7 @@ import math
 from typing import Any, NamedTuple
 
 import torch
+from torch.nn.modules.lazy import LazyModuleMixin
 
 from lowtide import private
 from lowtide.meter.resident import gradient_of
@@ -78,8 +79,8 @@ class Members:
 
     def are_lazy(self) -> bool:
         """Whether some of it is not initialized yet."""
-        lazy = torch.nn.modules.lazy.LazyModuleMixin
-        return any(isinstance(one, lazy) and one.has_uninitialized_params() for one in self.modules)
+        lazy: list[Any] = [one for one in self.modules if isinstance(one, LazyModuleMixin)]  # pyright: ignore
+        return any(one.has_uninitialized_params() for one in lazy)
 
     @property
     def compiled(self) -> list[torch.nn.Module]:
