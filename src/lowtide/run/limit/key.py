@@ -79,7 +79,7 @@ class Members:
 
     def are_lazy(self) -> bool:
         """Whether some of it is not initialized yet."""
-        lazy = (one for one in self.modules if isinstance(one, LazyModuleMixin))
+        lazy: list[Any] = [one for one in self.modules if isinstance(one, LazyModuleMixin)]  # pyright: ignore
         return any(one.has_uninitialized_params() for one in lazy)
 
     @property
