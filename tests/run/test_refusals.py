@@ -47,6 +47,11 @@ def test_a_refused_budget_is_one_error_with_the_loss_outside(loss_fn: Any) -> No
         (dict(loss_fn=3), "loss_fn=3: give a function"),
         (dict(optimizer="adam"), "optimizer= takes a torch.optim.Optimizer .* not str"),
         (dict(optimizer=torch.optim.AdamW), "not AdamW, a class"),
+        (dict(loss_fn=nn.functional.mse_loss), "loss_fn=mse_loss .* is given the model's output alone"),
+        (
+            dict(loss_fn=nn.CrossEntropyLoss()),
+            "loss_fn=CrossEntropyLoss .* is given the model's output alone",
+        ),
         (
             dict(optimizer=torch.optim.AdamW(nn.Linear(2, 2).parameters())),
             "AdamW that holds none of this model's parameters: give",
@@ -59,6 +64,12 @@ def test_an_argument_that_cannot_be_is_refused_at_once(given: dict[str, Any], sa
     with pytest.raises(PlanError, match=says):
         lowtide.limit_memory(model, "80%", **given)
     assert "forward" not in model.__dict__
+
+
+def test_a_function_that_takes_two_arguments_is_a_type_error() -> None:
+    with pytest.raises(TypeError, match="output alone"):
+        two: Any = lambda output, target: (output - target).sum()  # noqa: E731
+        lowtide.limit_memory(small(), "80%", loss_fn=two)
 
 
 @pytest.mark.parametrize(

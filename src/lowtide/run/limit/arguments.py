@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import inspect
 import sys
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.plan import resolve
 from lowtide.store.stores import Stores
+
+
+class CallError(PlanError, TypeError):
+    """A function that cannot be called as it will be."""
 
 
 def refuse_other_kinds(
@@ -18,12 +25,19 @@ def refuse_other_kinds(
     """Whether every argument of `limit_memory` is of its kind, and goes with the model.
 
     Raises:
-        PlanError: one does not.
+        PlanError: one does not; as a `TypeError`, too, where ``loss_fn`` takes other arguments than it will
+            be given.
     """
     if policy is not None:
         resolve(policy)
     if loss_fn is not None and not callable(loss_fn):
         raise PlanError(f"loss_fn={loss_fn!r}: give a function from the model's output to the loss")
+    if loss_fn is not None and not _takes_one(loss_fn):
+        raise CallError(
+            f"loss_fn={_name(loss_fn)} cannot be called with one argument: it is given the model's output "
+            "alone. Put the rest into a function of the output, as in loss_fn=lambda output: "
+            "criterion(output, target)"
+        )
     if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
         given = optimizer.__name__ + ", a class" if isinstance(optimizer, type) else type(optimizer).__name__
         raise PlanError(f"optimizer= takes a torch.optim.Optimizer of the model's parameters, not {given}")
@@ -35,6 +49,27 @@ def refuse_other_kinds(
         )
     if stores is not None and not isinstance(stores, Stores):
         raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
+
+
+def _takes_one(function: Callable[..., Any]) -> bool:
+    """Whether a function can be called with one argument, as far as it says what it takes."""
+    if isinstance(function, torch.nn.Module):
+        if private.forward_pre_hooks(function):  # which may add arguments
+            return True
+        function = function.forward
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):
+        return True
+    try:
+        signature.bind(None)
+    except TypeError:
+        return False
+    return True
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__qualname__", type(function).__name__)
 
 
 def _strange(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import ExitStack
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -11,6 +11,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter import storages
+from lowtide.run.limit.messages import warn
 from lowtide.trace.fake.tensors import Faker
 from lowtide.trace.fake.tracer import FakeTracer
 
@@ -23,24 +24,29 @@ class OptimizerNeed:
         state_bytes: its state, present or still to come.
         step_bytes: the most that one ``step()`` allocates beyond its state.
         missing_gradient_bytes: gradients that its trainable parameters do not have yet.
+        unknown: why ``step_bytes`` could not be worked out (they are 0 then), or nothing.
     """
 
     state_bytes: int
     step_bytes: int
     missing_gradient_bytes: int
+    unknown: str = ""
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
     """Run one step of a twin of ``optimizer`` on fake tensors and watch what it allocates. Of sharded
     parameters (FSDP2) this process's share counts.
 
+    Optimizers whose step cannot run on fake tensors (it asks NumPy, say) are known by the state that they
+    have; what their step allocates is not known then, and the caller has to say so.
+
     Raises:
-        PlanError: this optimizer cannot be run so (it asks NumPy, say).
+        PlanError: this optimizer cannot be run so, and has no state yet.
     """
     faker = Faker()
     parameters = _parameters(optimizer)
     present = _bytes(own_share(item) for state in optimizer.state.values() for item in state.values())
-    missing = missing_gradient_bytes(optimizer)
+    missing = _missing_bytes(optimizer)
     if hasattr(optimizer, "device_state_bytes"):  # an optimizer on the host says so itself
         return OptimizerNeed(optimizer.device_state_bytes(), optimizer.step_bytes(), missing)  # type: ignore
     try:
@@ -69,20 +75,69 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
             peaks = [_step_peak(twin, type(optimizer)) for _ in range(2)]  # the first makes the state
             total = _bytes(item for state in twin.state.values() for item in state.values())
     except Exception as error:  # an optimizer is anybody's code, and this one meets fake tensors
+        if present:
+            return OptimizerNeed(present, 0, missing, f"{type(error).__name__}: {error}")
         raise PlanError(
-            f"the memory of {type(optimizer).__name__} cannot be worked out ({type(error).__name__}: "
-            f"{error}): leave optimizer= out, and subtract its state and what "
-            "lowtide.measure(optimizer.step) reads from the budget"
+            f"the memory of {type(optimizer).__name__} cannot be worked out before its first step "
+            f"({type(error).__name__}: {error}): run one step first, or leave optimizer= out and subtract "
+            "its state from the budget"
         ) from error
     return OptimizerNeed(total, max(0, peaks[0] - (total - present), peaks[1]), missing)
+
+
+class KnownNeed:
+    """An optimizer's need, worked out again only where its parameters, options or state are others than
+    before.
+
+    A step of a twin takes as long as a small model's plan, and each kind of step and each new plan asks for
+    it.
+    """
+
+    def __init__(self) -> None:
+        self._known: tuple[tuple[Any, ...], OptimizerNeed] | None = None
+        self._told = False
+
+    def of(self, optimizer: torch.optim.Optimizer) -> OptimizerNeed:
+        """As `optimizer_need`; says once what is not known."""
+        if hasattr(optimizer, "device_state_bytes"):
+            return optimizer_need(optimizer)
+        rests_on = _rests_on(optimizer)
+        if self._known is None or self._known[0] != rests_on:
+            self._known = (rests_on, optimizer_need(optimizer))
+            if self._known[1].unknown and not self._told:
+                self._told = True
+                warn(
+                    f"what a step of {type(optimizer).__name__} allocates beside its state cannot be worked "
+                    f"out ({self._known[1].unknown}), so only the state counts against the budget: measure "
+                    "one with lowtide.measure(optimizer.step), and leave as much of the budget free"
+                )
+        return replace(self._known[1], missing_gradient_bytes=_missing_bytes(optimizer))
+
+
+def _rests_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """What an optimizer's state and its step's memory follow from, to be compared: its options, its
+    parameters and the forms of its state.
+    """
+
+    def form(item: Any) -> Any:
+        own = own_share(item)
+        if not isinstance(own, torch.Tensor):
+            return repr(own)
+        return id(item), own.shape, own.dtype, own.device, own.requires_grad
+
+    state = [
+        (name, form(item))
+        for p in _parameters(optimizer)
+        for name, item in optimizer.state.get(p, {}).items()
+    ]
+    return optimizer, repr(optimizer), [form(p) for p in _parameters(optimizer)], state
 
 
 def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
     return [parameter for group in optimizer.param_groups for parameter in group["params"]]
 
 
-def missing_gradient_bytes(optimizer: torch.optim.Optimizer) -> int:
-    """Of the gradients that an optimizer's trainable parameters do not have yet."""
+def _missing_bytes(optimizer: torch.optim.Optimizer) -> int:
     return sum(
         own_share(p).nbytes
         for p in _parameters(optimizer)

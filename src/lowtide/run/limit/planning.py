@@ -29,7 +29,7 @@ from lowtide.run.limit.hidden_costs import (
     with_standing_gradients,
 )
 from lowtide.run.limit.kinds import Kind
-from lowtide.run.limit.optimizer_need import OptimizerNeed, missing_gradient_bytes, optimizer_need
+from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
 from lowtide.run.ranks.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
 from lowtide.trace.settle import with_collectives
 
@@ -81,8 +81,7 @@ class Planner:
         # whether other ranks share the model: a copy of a model is not whole yet when this is made
         self._asked = False
         self._cache = Cache(folder())
-        # a step of a twin takes as long as a small model's plan: each look asks once
-        self._need: OptimizerNeed | None = None
+        self._need = KnownNeed()
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
 
     def plan(self, kind: Kind, looked: StepGraph) -> None:
@@ -95,7 +94,6 @@ class Planner:
         Raises:
             BudgetError: no plan fits.
         """
-        self._need = None
         if not self._asked:
             self._asked, self.agreement = True, agreement_of(self.model) or agreement_over(self.groups())
         with working("planning", "planned", self.progress) as work:
@@ -153,7 +151,7 @@ class Planner:
     def count(self, optimizer: torch.optim.Optimizer | None) -> int:
         """Count this optimizer from now on; by how many bytes more stands before each step."""
         before = self.optimizer_bytes + self.moved_bytes
-        self.optimizer, self.moved_bytes, self._need = optimizer, 0, None
+        self.optimizer, self.moved_bytes = optimizer, 0
         return self.optimizer_bytes - before
 
     def note_pace(self, kind: Kind) -> None:
@@ -246,6 +244,8 @@ class Planner:
             self._cache.keep(graph, room, plan.stored)
         return plan
 
+    def _searched(
+        self, graph: StepGraph, limit: int | None, target: int | None, margin_bytes: int, enough: int
     def _planned_before(self, graph: StepGraph, room: int) -> Plan | None:
         """The plan that an earlier process found for such a step, where it is within ``room`` here, too."""
         planner = planner_of(graph)
@@ -262,8 +262,6 @@ class Planner:
                 )
         return None
 
-    def _searched(
-        self, graph: StepGraph, limit: int | None, target: int | None, margin_bytes: int, enough: int
     ) -> Plan:
         """The policy's plan for ``target`` bytes, or for the least that works where that is within the
         limit.
@@ -373,9 +371,7 @@ class Planner:
 
     def _optimizer_need(self) -> OptimizerNeed:
         assert self.optimizer is not None
-        if self._need is None or hasattr(self.optimizer, "device_state_bytes"):  # whose share may change
-            self._need = optimizer_need(self.optimizer)
-        return replace(self._need, missing_gradient_bytes=missing_gradient_bytes(self.optimizer))
+        return self._need.of(self.optimizer)
 
     def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
         """Why the optimizer's own step cannot meet the budget, or ``None``."""
