@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch.fx.traceback import annotate
 from torch.utils.checkpoint import checkpoint as torch_checkpoint
-from torch.utils.checkpoint import noop_context_fn
 
 from lowtide.errors import PlanError
 from lowtide.private.partitioning import REGION, region_of
@@ -50,11 +49,12 @@ def honour_regions() -> None:
         early_stop: bool = True,
         **kwargs: Any,
     ) -> Any:
-        plain = context_fn is None or context_fn is noop_context_fn
-        refused = _refusal(use_reentrant, preserve_rng_state, plain, determinism_check, debug, early_stop)
+        refused = _refusal(use_reentrant, preserve_rng_state, determinism_check, debug, early_stop)
         if refused is not None:
             raise PlanError(refused)
-        return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+        if context_fn is None:
+            return torch_checkpoint(function, *args, use_reentrant=False, **kwargs)
+        return torch_checkpoint(function, *args, use_reentrant=False, context_fn=context_fn, **kwargs)
 
     @torch.compiler.substitute_in_graph(checkpointing, skip_signature_check=True)  # type: ignore[arg-type]
     def traced_checkpointing(policy: Any = None, *, verify: str = "first") -> Any:

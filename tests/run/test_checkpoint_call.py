@@ -7,9 +7,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from scoped_model import Mlp, N, backward, batch
 from torch import nn
-from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    checkpoint,
+    create_selective_checkpoint_contexts,
+    noop_context_fn,
+)
 
 import lowtide
 from lowtide import PlanError, ReplayError
@@ -99,7 +105,7 @@ def test_arguments_results_and_gradients_off() -> None:
         ({"determinism_check": "shapes"}, "use 'default' or 'none'"),
         ({"context_fn": lambda: (1, 2)}, "Drop context_fn"),
         (
-            {"context_fn": functools.partial(create_selective_checkpoint_contexts, [aten.gelu])},
+            {"context_fn": functools.partial(create_selective_checkpoint_contexts, [aten.gelu], True)},
             "Drop context_fn",
         ),
     ],
@@ -121,3 +127,36 @@ def test_without_a_determinism_check_nothing_is_verified(monkeypatch: pytest.Mon
     lowtide.checkpoint(function, x, determinism_check="none").sum().backward()
     with pytest.raises(ReplayError, match="verified"):
         lowtide.checkpoint(function, x)
+
+
+def keeps_products(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    assert not ctx.is_recompute
+    return CheckpointPolicy.MUST_SAVE if op is aten.addmm.default else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [keeps_products, [aten.addmm.default], lambda ctx, op, *args: op is aten.addmm.default],
+    ids=["function", "list", "lambda"],
+)
+def test_policies_of_selective_checkpointing(same: Any, policy: Any) -> None:
+    context_fn = functools.partial(create_selective_checkpoint_contexts, policy)
+    expected, model = grads(Stack(plainly)), Stack(lowtide.checkpoint, context_fn=context_fn)
+    assert all(map(same, expected, grads(model)))
+    torch.manual_seed(1)
+    log = backward(model(batch()))
+    assert log.count("addmm") == 0 and log.count("gelu") == 3
+
+
+def test_a_policy_that_offloads_is_refused() -> None:
+    def offloads(ctx: Any, op: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+        return CheckpointPolicy.MUST_CPU_OFFLOAD
+
+    if not hasattr(CheckpointPolicy, "MUST_CPU_OFFLOAD"):
+        pytest.skip("this PyTorch has no such policy")
+    with pytest.raises(PlanError, match="keeps or evicts"):
+        lowtide.checkpoint(
+            F.gelu,
+            batch().requires_grad_(),
+            context_fn=functools.partial(create_selective_checkpoint_contexts, offloads),
+        )

@@ -8,6 +8,11 @@ from collections.abc import Callable, Collection
 from typing import Any
 
 import torch
+from torch.utils.checkpoint import (
+    CheckpointPolicy,
+    SelectiveCheckpointContext,
+    create_selective_checkpoint_contexts,
+)
 
 from lowtide import private
 from lowtide.errors import PlanError
@@ -154,3 +159,47 @@ def _known(operation: object) -> str:
             "seen (aten.mm and aten.addmm for a linear layer, say): name them"
         )
     return str(found)
+
+
+def selective(context_fn: Callable[..., Any]) -> RegionDirector:
+    """What a policy of PyTorch's selective checkpointing says, as a scope's director.
+
+    Args:
+        context_fn: ``functools.partial(create_selective_checkpoint_contexts, policy)``.
+
+    Raises:
+        PlanError: it is anything else.
+    """
+    given = context_fn if isinstance(context_fn, functools.partial) else None
+    if (
+        given is None
+        or given.func is not create_selective_checkpoint_contexts
+        or len(given.args) + len(given.keywords) != 1
+        or not (given.args or "policy_fn_or_list" in given.keywords)
+    ):
+        raise PlanError(
+            "lowtide.checkpoint(context_fn=...): nothing of the function runs a second time, so there is no "
+            "second run to put into a context. Drop context_fn, or give "
+            "functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy), or use "
+            "lowtide.checkpointing(policy=...)"
+        )
+    policy = given.args[0] if given.args else given.keywords["policy_fn_or_list"]
+    if isinstance(policy, Collection):
+        kept = _among(policy)  # type: ignore[arg-type]
+        return RuleDirector(lambda func, args, kwargs: not kept(func, args, kwargs))
+    context = SelectiveCheckpointContext(is_recompute=False)
+
+    def evicts(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+        answer = policy(context, func, *args, **kwargs)
+        if isinstance(answer, bool):
+            return not answer
+        if answer in (CheckpointPolicy.MUST_SAVE, CheckpointPolicy.PREFER_SAVE):
+            return False
+        if answer in (CheckpointPolicy.MUST_RECOMPUTE, CheckpointPolicy.PREFER_RECOMPUTE):
+            return True
+        raise PlanError(
+            f"lowtide.checkpoint: the policy answered {answer!r} for {func}, and a scope keeps or evicts: "
+            "give 'mixed' or lowtide.policies.offload to lowtide.limit_memory"
+        )
+
+    return RuleDirector(evicts)

@@ -18,7 +18,7 @@ from lowtide.interception import watchers
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.verify import Verify
 from lowtide.run.scope.reproduced import ScopeRecorder
-from lowtide.run.scope.rules import RegionPolicy, director_for
+from lowtide.run.scope.rules import RegionPolicy, director_for, selective
 
 
 def checkpointing(policy: RegionPolicy = None, *, verify: Verify = "first") -> AbstractContextManager[None]:
@@ -81,7 +81,8 @@ def checkpoint(
         args, kwargs: what to call it with.
         use_reentrant: ``None`` or ``False``.
         preserve_rng_state: ``True``; random states are always those of the forward.
-        context_fn: ``None``; which operations to evict, a rule of `checkpointing` says.
+        context_fn: ``None``, or a policy of selective checkpointing:
+            ``functools.partial(torch.utils.checkpoint.create_selective_checkpoint_contexts, policy)``.
         determinism_check: ``default`` compares bit by bit where the function runs for the first time, or with
             other shapes than before; ``none`` trusts.
         debug: ``False``; an operation that does not reproduce is named anyway.
@@ -101,20 +102,20 @@ def checkpoint(
         >>> layer, x = torch.nn.Linear(4, 4), torch.randn(2, 4, requires_grad=True)
         >>> lowtide.checkpoint(lambda h: torch.nn.functional.gelu(layer(h)), x).sum().backward()
     """
-    plain = context_fn is None or context_fn is noop_context_fn
-    refused = refusal_of(use_reentrant, preserve_rng_state, plain, determinism_check, debug, early_stop)
+    refused = refusal_of(use_reentrant, preserve_rng_state, determinism_check, debug, early_stop)
     if refused is not None:
         raise PlanError(refused)
+    plain = context_fn is None or context_fn is noop_context_fn
+    director = RegionDirector() if plain else selective(context_fn)  # pyright: ignore
     name = getattr(function, "__module__", ""), getattr(function, "__qualname__", type(function).__qualname__)
     place = hash((_place(sys._getframe(1)), *name))
-    with _scope(RegionDirector(), "first" if determinism_check == "default" else "never", place):
+    with _scope(director, "first" if determinism_check == "default" else "never", place):
         return function(*args, **kwargs)
 
 
 def refusal_of(
     use_reentrant: bool | None,
     preserve_rng_state: bool,
-    plain_context: bool,
     determinism_check: str,
     debug: bool,
     early_stop: bool,
@@ -126,12 +127,6 @@ def refusal_of(
         (debug, "debug", "an operation that does not reproduce is named anyway: drop it"),
         (not early_stop, "early_stop", "what nobody needs is never replayed: drop it"),
     ]
-    if not plain_context:
-        return (
-            "lowtide.checkpoint(context_fn=...): nothing of the function runs a second time, so there is no "
-            "second run to put into a context. Drop context_fn, and say which operations' results are "
-            "evicted: lowtide.checkpointing(policy=[torch.ops.aten.gelu]), or a function of an operation"
-        )
     for refused, name, why in dropped:
         if refused:
             return f"lowtide.checkpoint({name}={name in ('use_reentrant', 'debug')}): {why}"
