@@ -244,8 +244,6 @@ class Planner:
             self._cache.keep(graph, room, plan.stored)
         return plan
 
-    def _searched(
-        self, graph: StepGraph, limit: int | None, target: int | None, margin_bytes: int, enough: int
     def _planned_before(self, graph: StepGraph, room: int) -> Plan | None:
         """The plan that an earlier process found for such a step, where it is within ``room`` here, too."""
         planner = planner_of(graph)
@@ -262,6 +260,8 @@ class Planner:
                 )
         return None
 
+    def _searched(
+        self, graph: StepGraph, limit: int | None, target: int | None, margin_bytes: int, enough: int
     ) -> Plan:
         """The policy's plan for ``target`` bytes, or for the least that works where that is within the
         limit.
