@@ -212,9 +212,8 @@ class Blockwise(Chunked):
     the range (an activation's output lies to one side of zero) and the unbiased rounding. A block's least
     number and step are bfloat16, rounded so that the range is covered.
 
-    The error of 4 bits is large enough to bias what goes through a function first, so policies use them where
-    backward is linear in the value (`lowtide.plan.moves.linear`), 8 bits elsewhere, and replay nothing from
-    them.
+    The error of 4 bits is large enough to bias what goes through a function first, so nothing is replayed
+    from them.
 
     Args:
         bits: 8 or 4.
@@ -232,7 +231,6 @@ class Blockwise(Chunked):
         self.bits, self.block, self.seed = bits, block, seed
         self.levels = (1 << bits) - 1
         self.name = f"int{bits}"
-        self.gentler = "int8" if bits == 4 else ""
         self.replayable_from = bits == 8
         self.error = (
             f"absolute, 1/{self.levels} of the range of each block of {block} (and 1/128 of its largest "
