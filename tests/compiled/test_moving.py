@@ -41,7 +41,7 @@ def nothing_left() -> Iterator[None]:
     yield
     gc.collect()
     left = [tier.arena.taken_bytes for tier in stores().tiers.values()]
-    stores().retire()
+    stores().close()
     assert not any(left)
 
 
@@ -195,7 +195,7 @@ def test_inductor_gives_the_same_as_without_moves_as_predicted() -> None:
     compiled = compiled_by(gone, model)
     compiled(x).backward()
     assert same(model, twin)
-    assert the_tier().counts.reads > 0
+    assert the_tier().counts.read_bytes > 0
     assert gone.predicted < 0.8 * kept.predicted
     assert abs(peak_of(compiled, model, x) - gone.predicted) <= 0.01 * gone.predicted
 
@@ -256,7 +256,7 @@ def test_forwards_whose_backwards_come_in_any_order() -> None:
 def test_a_tier_that_is_retired_under_a_step_serves_it_to_its_end() -> None:
     compiled, model, twin, x = moving()
     loss = compiled(x)
-    stores().retire()
+    stores().close()
     loss.backward()
     assert same(model, twin)
     model.zero_grad()

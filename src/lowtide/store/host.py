@@ -54,7 +54,7 @@ class Host(Tier):
             return super().write(data, slot, at)
         # whoever reads this memory holds the slot, so the copy comes after all reads of what was here before
         slot.writing = self._ways[0].copy(self._pairs(slot.start + at, data), data)
-        self.counts.wrote(data.numel())
+        self.counts.written_bytes += data.numel()
         return slot.writing
 
     def read(self, slot: Slot, out: Tensor, at: int = 0) -> Transfer:
@@ -66,7 +66,7 @@ class Host(Tier):
         after = [lane.streams.mark(lane.streams.current())]
         after += [written.event] if isinstance(written, Queued) else []
         reading = lane.copy(pairs, (out, slot), after)
-        self.counts.read(out.numel())
+        self.counts.read_bytes += out.numel()
         return reading
 
     def _write(self, data: Tensor, start: int, ready: Event | None) -> None:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 from abc import ABC, abstractmethod
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +30,6 @@ class Counts:
 
     Attributes:
         written_bytes, read_bytes: payload of the transfers that finished.
-        writes, reads: how many.
         slab_bytes: size of the slab now.
         most_slab_bytes: the most bytes of the slab that were taken at once.
         allocations: how many times the slab was made or made larger.
@@ -38,21 +37,9 @@ class Counts:
 
     written_bytes: int = 0
     read_bytes: int = 0
-    writes: int = 0
-    reads: int = 0
     slab_bytes: int = 0
     most_slab_bytes: int = 0
     allocations: int = 0
-
-    def wrote(self, bytes_: int) -> None:
-        """A write is through."""
-        self.written_bytes += bytes_
-        self.writes += 1
-
-    def read(self, bytes_: int) -> None:
-        """A read is through."""
-        self.read_bytes += bytes_
-        self.reads += 1
 
 
 class Slot:
@@ -72,13 +59,11 @@ class Slot:
         return self.region.start
 
     def release(self) -> None:
-        """Give the bytes back, once nothing is being written to them any more."""
+        """Give the bytes back. What is still being written there is written before what comes next: a lane
+        does what it is given in order.
+        """
         region, self.region = self.region, None
-        if region is None:
-            return
-        if self.writing is not None and not self.writing.done:
-            self.tier.after_writes(lambda: self.tier.free(region))
-        else:
+        if region is not None:
             self.tier.free(region)
 
     def __del__(self) -> None:
@@ -107,7 +92,7 @@ class Tier(ABC):
         self.streams = streams_of(self.device)
         self.arena = Arena(align)
         self._lock = threading.Lock()
-        self._closed = self._retiring = False
+        self._closed = False
         self._returned: deque[Region] = deque()
         self._lanes: list[ThreadLane] = []
 
@@ -135,9 +120,7 @@ class Tier(ABC):
         """
         with self._lock:
             if self._closed:
-                raise StoreError(
-                    f"the {self.name} store is closed: its limit was removed while a step was under way"
-                )
+                raise StoreError(f"the {self.name} store is closed")
             self._collect()
             region = self.arena.take(bytes_, number)
             try:
@@ -154,11 +137,8 @@ class Tier(ABC):
         if self._lock.acquire(blocking=False):
             try:
                 self._collect()
-                over = self._retiring and not self.arena.taken_bytes
             finally:
                 self._lock.release()
-            if over:
-                self.close()
 
     def _collect(self) -> None:
         """Take in what was given back; the lock is held."""
@@ -178,13 +158,6 @@ class Tier(ABC):
         if not self._lanes:
             self._lanes = [ThreadLane(f"{self.name}-{what}") for what in ("write", "read")]
         return self._lanes
-
-    def after_writes(self, job: Callable[[], None]) -> None:
-        """Do ``job`` when everything that is being written now has been, in the order of the lane."""
-        if self._lanes:
-            self._lanes[0].do(job)
-        else:
-            job()
 
     def write(self, data: torch.Tensor, slot: Slot, at: int = 0) -> Transfer:
         """Start copying a flat tensor of bytes into a slot, from ``at`` (a multiple of the tier's alignment)
@@ -215,10 +188,10 @@ class Tier(ABC):
                 tensor, _ = given.pop()
                 if what == "write":
                     self._write(tensor, start, ready)
-                    self.counts.wrote(count)
+                    self.counts.written_bytes += count
                 else:
                     self._read(start, tensor, ready)
-                    self.counts.read(count)
+                    self.counts.read_bytes += count
             except StoreError:
                 raise
             except BaseException as error:
@@ -228,17 +201,10 @@ class Tier(ABC):
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def retire(self) -> None:
-        """Close as soon as nothing is stored any more."""
-        with self._lock:
-            self._retiring = True
-            self._collect()
-            over = not self.arena.taken_bytes
-        if over:
-            self.close()
-
     def close(self) -> None:
-        """Finish what is under way, end the threads, give the bytes back."""
+        """Finish what is under way, end the threads, give the bytes back. It happens by itself when nobody
+        refers to the tier and nothing is stored there any more.
+        """
         with self._lock:
             if self._closed:
                 return
