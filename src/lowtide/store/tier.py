@@ -153,12 +153,6 @@ class Tier(ABC):
 
     # ---- transfers -------------------------------------------------------------------------------
 
-    def lanes(self) -> list[ThreadLane]:
-        """The threads that write and read, begun when first asked for."""
-        if not self._lanes:
-            self._lanes = [ThreadLane(f"{self.name}-{what}") for what in ("write", "read")]
-        return self._lanes
-
     def write(self, data: torch.Tensor, slot: Slot, at: int = 0) -> Transfer:
         """Start copying a flat tensor of bytes into a slot, from ``at`` (a multiple of the tier's alignment)
         on; ``data`` may not change until the transfer is done."""
@@ -197,7 +191,9 @@ class Tier(ABC):
             except BaseException as error:
                 raise self._explain(what, error) from error
 
-        return self.lanes()[what == "read"].do(job)
+        if not self._lanes:
+            self._lanes = [ThreadLane(f"{self.name}-{way}") for way in ("write", "read")]
+        return self._lanes[what == "read"].do(job)
 
     # ---- the end ---------------------------------------------------------------------------------
 

@@ -83,11 +83,8 @@ def missing_links(
                 f"before, by all: links=lowtide.measure_links(Shard({first.group!r}, {first.size}), "
                 "stores=...)"
             )
-        missing: list[Moving] = []
         if isinstance(first, Compress) and not set(codecs_behind(first.codec)) <= given.keys():
-            missing.append(first)
+            found |= link_speeds(first, tuple(codecs), device)
         if then is not None and then.tier not in given:
-            missing.append(then)
-        for part in missing:
-            found |= link_speeds(part, tuple(codecs), device)
+            found |= link_speeds(then, tuple(codecs), device)
     return {**found, **given}
