@@ -136,7 +136,7 @@ def test_the_host_tier_on_streams(locked: list[int]) -> None:
         host.read(slot, out).join()
         del out
         streams.compute(lambda turn=turn: seen.append((back.clone(), noise(600, turn))))
-        slot.release()
+        del slot
     assert streams.waits == 0 and not seen
     streams.synchronize()
     assert len(seen) == 5 and all(torch.equal(a, b) for a, b in seen)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -43,31 +42,21 @@ class Counts:
 
 
 class Slot:
-    """Bytes that are taken in a tier until they are released, and what is being written there."""
+    """Bytes of a tier, taken as long as somebody holds this, and what is being written there.
+
+    What still is when nobody does is written before what comes next: a lane does what it is given in order.
+    """
 
     __slots__ = ("region", "tier", "writing")
 
     def __init__(self, tier: Tier, region: Region) -> None:
-        self.tier = tier
-        self.region: Region | None = region
+        self.tier, self.region = tier, region
         self.writing: Transfer | None = None
 
     @property
     def start(self) -> int:
         """Where it begins in the slab."""
-        assert self.region is not None, "the slot was released"
         return self.region.start
-
-    def release(self) -> None:
-        """Give the bytes back. What is still being written there is written before what comes next: a lane
-        does what it is given in order.
-        """
-        region, self.region = self.region, None
-        if region is not None:
-            self.tier.free(region)
-
-    def __del__(self) -> None:
-        self.release()
 
 
 class Tier(ABC):
@@ -93,7 +82,6 @@ class Tier(ABC):
         self.arena = Arena(align)
         self._lock = threading.Lock()
         self._closed = False
-        self._returned: deque[Region] = deque()
         self._lanes: list[ThreadLane] = []
 
     # ---- slots -----------------------------------------------------------------------------------
@@ -108,7 +96,6 @@ class Tier(ABC):
             StoreError: there is no room for it.
         """
         with self._lock:
-            self._collect()
             self.arena.expect(offsets, sizes)
             self._ensure(self.arena.static_bytes)
 
@@ -121,29 +108,14 @@ class Tier(ABC):
         with self._lock:
             if self._closed:
                 raise StoreError(f"the {self.name} store is closed")
-            self._collect()
             region = self.arena.take(bytes_, number)
             try:
                 self._ensure(region.end)
             except StoreError:
-                self.arena.free(region)
+                del region  # which the error's frames would hold
                 raise
             self.counts.most_slab_bytes = max(self.counts.most_slab_bytes, self.arena.taken_bytes)
         return Slot(self, region)
-
-    def free(self, region: Region) -> None:
-        """Give a region back. Never waits: the garbage collector may call this in the middle of `take`."""
-        self._returned.append(region)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._collect()
-            finally:
-                self._lock.release()
-
-    def _collect(self) -> None:
-        """Take in what was given back; the lock is held."""
-        while self._returned:
-            self.arena.free(self._returned.popleft())
 
     def _ensure(self, end: int) -> None:
         if end > self.counts.slab_bytes:
@@ -153,15 +125,16 @@ class Tier(ABC):
 
     # ---- transfers -------------------------------------------------------------------------------
 
-    def write(self, data: torch.Tensor, slot: Slot, at: int = 0) -> Transfer:
-        """Start copying a flat tensor of bytes into a slot, from ``at`` (a multiple of the tier's alignment)
-        on; ``data`` may not change until the transfer is done."""
-        slot.writing = self._move("write", data, slot.start + at)
+    def write(self, data: torch.Tensor, slot: Slot) -> Transfer:
+        """Start copying a flat tensor of bytes into a slot; ``data`` may not change until the transfer is
+        done.
+        """
+        slot.writing = self._move("write", data, slot.start)
         return slot.writing
 
-    def read(self, slot: Slot, out: torch.Tensor, at: int = 0) -> Transfer:
-        """Start copying a slot, from ``at`` on, into a flat tensor of bytes."""
-        return self._move("read", out, slot.start + at, slot, slot.writing)
+    def read(self, slot: Slot, out: torch.Tensor) -> Transfer:
+        """Start copying a slot into a flat tensor of bytes."""
+        return self._move("read", out, slot.start, slot, slot.writing)
 
     def _move(
         self,
