@@ -84,7 +84,7 @@ def test_a_static_layout_allocates_once_and_steps_reuse_it(make: Make) -> None:
         slots = [tier.take(size, k) for k, size in enumerate(sizes)]
         for k, slot in enumerate(slots):
             tier.write(noise(sizes[k], step), slot).wait()
-        slots.clear()
+        del slot, slots
     assert tier.counts.allocations == 1
     assert tier.arena.taken_bytes == 0
     assert tier.counts.slab_bytes == tier.arena.static_bytes == tier.counts.most_slab_bytes
@@ -141,6 +141,7 @@ def test_regions_never_meet_whatever_kinds_of_steps_take_turns() -> None:
                 assert region.end - region.start == sizes[number]
                 assert all(region.end <= other.start or other.end <= region.start for other in taken)
                 taken.append(region)
+                del region
             elif taken:
                 del taken[source.randrange(len(taken))]
             assert arena.taken_bytes == sum(region.end - region.start for region in taken)
