@@ -312,10 +312,10 @@ def test_another_budget_and_removal_give_the_file_back() -> None:
     twin(x).backward()
     compiled = lowtide.compile(model, "min", backend="aot_eager", tiers="disk")
     compiled(x).backward()
-    tier, handle = the_tier(), lowtide.handle_of(compiled)
+    file, handle = the_tier()._file, lowtide.handle_of(compiled)
     for change in (lambda: handle.set_budget("100%"), handle.remove):
         change()
-        assert not stores().tiers and tier._closed
+        assert not stores().tiers and file.closed
         model.zero_grad()
         compiled(x).backward()
         assert same(model, twin)
