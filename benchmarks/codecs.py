@@ -50,8 +50,7 @@ SHAPE = dict(
     vocabulary=256,
     positions=64,
 )
-EVERYWHERE = " everywhere"
-CODECS = ("none", "auto", "sparse0.6", "bfloat16", "int8", "int4", "int4" + EVERYWHERE)
+CODECS = ("none", "auto", "sparse0.6", "bfloat16", "int8", "int4")
 LOSSLESS = ("auto", "sparse0.6")
 
 
@@ -64,7 +63,7 @@ def text() -> torch.Tensor:
 
 def policy_of(name: str) -> Any:
     """The policy of a row."""
-    return policies.compress(name.removesuffix(EVERYWHERE), min_bytes=1, everywhere=name.endswith(EVERYWHERE))
+    return policies.compress(name, min_bytes=1)
 
 
 def model(seed: int = 0, dropout: float = 0.1) -> torch.nn.Module:
@@ -91,7 +90,7 @@ def gradient(net: torch.nn.Module, given: dict[str, torch.Tensor]) -> torch.Tens
 
 def speeds(name: str) -> dict[str, Any]:
     """Bytes and seconds of the codec itself on a million normal numbers, half of them zero."""
-    codec = codec_named("mask" if name == "auto" else name.removesuffix(EVERYWHERE))
+    codec = codec_named("mask" if name == "auto" else name)
     x = torch.randn(1 << 20)
     x = torch.where(torch.rand(1 << 20) < 0.5, x, torch.zeros(()))
     if name == "auto":

@@ -211,13 +211,12 @@ def stores() -> list[str]:
     found = load("codecs")
     if found:
         text = (
-            "A small GPT. Bytes are of what the policy compresses, and of all that autograd saves. A "
-            "bounded codec is used where backward is linear in the value and its gentler form (`int8` for "
-            "`int4`) elsewhere; *everywhere* is the user's `everywhere=True`. The gradient's bias is that "
-            f"of the mean of {found['draws']} draws, *by chance* what a codec without bias shows. Losses are "
-            "compared with the plain training's: the mean, the least and the largest difference over the "
-            "seeds. The first row is two plain trainings that begin a millionth apart in one parameter: "
-            "nearer than that no codec can be told from none. It *holds* where the mean is within 1 %."
+            "A small GPT. Bytes are of what the policy compresses, and of all that autograd saves. The "
+            f"gradient's bias is that of the mean of {found['draws']} draws, *by chance* what a codec "
+            "without bias shows. Losses are compared with the plain training's: the mean, the least and the "
+            "largest difference over the seeds. The first row is two plain trainings that begin a millionth "
+            "apart in one parameter: nearer than that no codec can be told from none. It *holds* where the mean "
+            "is within 1 %."
         )
         parts += ["", "## Codecs", "", where(found), "", text, "", codecs(found)]
     return parts + layouts()

@@ -74,7 +74,7 @@ def test_the_optimizers_pool_and_the_stores_lock_the_same_way() -> None:
         host = on_streams(Host, LazyStreams())
         slot = host.take(8192)
         assert sorted(runtime.registered.values()) == [8192]
-        slot.release()
+        del slot
         host.close()
         gc.collect()
     assert runtime.there == [True] * 3

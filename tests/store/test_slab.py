@@ -65,7 +65,7 @@ def test_nothing_is_allocated_after_the_first_step_and_the_peak_is_exact(
         assert standing + plan.slab_bytes + measured.peak_bytes <= plan.predicted_peak_bytes
     else:
         assert standing + plan.slab_bytes + measured.peak_bytes == plan.predicted_peak_bytes
-    assert stores.slab.placed >= 3 * sum(m.place >= 0 for m in plan.moves) > 0
+    assert any(m.place >= 0 for m in plan.moves)
     handle.remove()
     assert stores.slab is None
 

@@ -67,7 +67,7 @@ def test_what_goes_in_comes_out_under_random_delays(make: Make, monkeypatch: pyt
             out = torch.empty(expected[which].numel(), dtype=torch.uint8)
             tier.read(slots[which], out).wait()  # at once after its write: ordered
             assert torch.equal(out, expected.pop(which))
-            slots.pop(which).release()
+            del slots[which]
     reading = [(k, torch.empty(expected[k].numel(), dtype=torch.uint8)) for k in expected]
     transfers = [tier.read(slots[k], out) for k, out in reading]
     for transfer in transfers:
@@ -84,8 +84,7 @@ def test_a_static_layout_allocates_once_and_steps_reuse_it(make: Make) -> None:
         slots = [tier.take(size, k) for k, size in enumerate(sizes)]
         for k, slot in enumerate(slots):
             tier.write(noise(sizes[k], step), slot).wait()
-        for slot in slots:
-            slot.release()
+        del slot, slots
     assert tier.counts.allocations == 1
     assert tier.arena.taken_bytes == 0
     assert tier.counts.slab_bytes == tier.arena.static_bytes == tier.counts.most_slab_bytes
@@ -114,8 +113,8 @@ def test_no_fragmentation_after_many_steps_of_varying_sizes() -> None:
         most = max(most, arena.taken_bytes)
         assert max(r.end for r in taken) == arena.taken_bytes  # packed without a hole
         source.shuffle(taken)
-        for region in taken:
-            arena.free(region)
+        while taken:
+            taken.pop()
     assert arena.taken_bytes == 0
     assert arena.take(most).start == 0
 
@@ -142,8 +141,9 @@ def test_regions_never_meet_whatever_kinds_of_steps_take_turns() -> None:
                 assert region.end - region.start == sizes[number]
                 assert all(region.end <= other.start or other.end <= region.start for other in taken)
                 taken.append(region)
+                del region
             elif taken:
-                arena.free(taken.pop(source.randrange(len(taken))))
+                del taken[source.randrange(len(taken))]
             assert arena.taken_bytes == sum(region.end - region.start for region in taken)
 
 

@@ -152,7 +152,7 @@ def test_a_departing_step_is_given_no_lossy_moves(departure: str) -> None:
     torch.manual_seed(0)
     plain, limited = Departs(), Departs()
     limited.load_state_dict(plain.state_dict())
-    handle = lowtide.limit_memory(limited, policy=policies.compress("int8", min_bytes=1, everywhere=True))
+    handle = lowtide.limit_memory(limited, policy=policies.compress("int8", min_bytes=1))
     grads: list[list[torch.Tensor]] = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", lowtide.LowtideWarning)

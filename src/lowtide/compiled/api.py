@@ -119,7 +119,7 @@ class CompiledHandle:
     def _close(self) -> None:
         """Give back what lies in tiers as soon as no step under way needs it."""
         if self._tiers:
-            stores().retire()
+            stores().close()
 
     def remove(self) -> None:
         """From the next step on the model runs as `torch.compile` alone compiles it."""

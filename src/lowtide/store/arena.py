@@ -8,28 +8,27 @@ the first one's backward finds its places taken and gets others, which are reuse
 
 from __future__ import annotations
 
-from bisect import insort
+import weakref
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 
-@dataclass(frozen=True, order=True, slots=True)
+@dataclass(frozen=True, slots=True, weakref_slot=True)
 class Region:
-    """Bytes from ``start`` to ``end`` of a slab."""
+    """Bytes from ``start`` to ``end`` of a slab, taken as long as somebody refers to this."""
 
     start: int
     end: int
 
 
 class Arena:
-    """Takes and frees regions; keeps no bytes itself.
+    """Hands out regions; keeps no bytes itself.
 
     Args:
         align: regions begin at multiples of this.
 
     Attributes:
         static_bytes: what the static layout takes.
-        taken_bytes: bytes of the regions that are taken now.
 
     Example:
         >>> arena = Arena(align=4)
@@ -43,47 +42,41 @@ class Arena:
     def __init__(self, align: int = 1) -> None:
         self.align = align
         self.static_bytes = 0
-        self.taken_bytes = 0
-        self._static: list[Region] = []
-        self._taken: list[Region] = []
-        """in order"""
+        self._static: list[tuple[int, int]] = []
+        self._taken: list[weakref.ref[Region]] = []
+
+    @property
+    def taken_bytes(self) -> int:
+        """Bytes of the regions that are taken now."""
+        return sum(region.end - region.start for region in self._regions())
 
     def expect(self, offsets: Sequence[int], sizes: Sequence[int]) -> None:
         """Keep these places for what every step takes from now on."""
-        self._static = [
-            Region(at, at + self._whole(bytes_)) for at, bytes_ in zip(offsets, sizes, strict=True)
-        ]
-        ends = (region.end for region, bytes_ in zip(self._static, sizes, strict=True) if bytes_)
+        self._static = [(at, at + self._whole(bytes_)) for at, bytes_ in zip(offsets, sizes, strict=True)]
+        ends = (end for (_, end), bytes_ in zip(self._static, sizes, strict=True) if bytes_)
         self.static_bytes = max(self.static_bytes, max(ends, default=0))
 
     def take(self, bytes_: int, number: int = -1) -> Region:
         """A region of at least ``bytes_``: the ``number``-th of the layout when it is free, else the lowest
         that is free above the layout.
         """
-        whole = self._whole(bytes_)
-        if 0 <= number < len(self._static):
-            region = self._static[number]
-            if region.end - region.start >= whole and not self._meets(region):
-                return self._took(region)
-        start = self.static_bytes
-        for other in self._taken:
-            if other.start - start >= whole:
-                break
-            start = max(start, other.end)
-        return self._took(Region(start, start + whole))
-
-    def free(self, region: Region) -> None:
-        """Give a region back."""
-        self._taken.remove(region)
-        self.taken_bytes -= region.end - region.start
-
-    def _took(self, region: Region) -> Region:
-        insort(self._taken, region)
-        self.taken_bytes += region.end - region.start
+        whole, taken = self._whole(bytes_), self._regions()
+        start, end = self._static[number] if 0 <= number < len(self._static) else (0, 0)
+        if end - start < whole or any(other.start < end and start < other.end for other in taken):
+            start = self.static_bytes
+            for other in taken:
+                if other.start - start >= whole:
+                    break
+                start = max(start, other.end)
+            end = start + whole
+        region = Region(start, end)
+        self._taken = [weakref.ref(other) for other in (*taken, region)]
         return region
 
-    def _meets(self, region: Region) -> bool:
-        return any(other.start < region.end and region.start < other.end for other in self._taken)
+    def _regions(self) -> list[Region]:
+        """Those that are taken, in order."""
+        found = [region for reference in self._taken if (region := reference()) is not None]
+        return sorted(found, key=lambda region: region.start)
 
     def _whole(self, bytes_: int) -> int:
         return -(-max(bytes_, 1) // self.align) * self.align

@@ -212,30 +212,25 @@ class Blockwise(Chunked):
     the range (an activation's output lies to one side of zero) and the unbiased rounding. A block's least
     number and step are bfloat16, rounded so that the range is covered.
 
-    The error of 4 bits is large enough to bias what goes through a function first, so policies use them where
-    backward is linear in the value (`lowtide.plan.moves.linear`), 8 bits elsewhere, and replay nothing from
-    them.
+    The error of 4 bits is large enough to bias what goes through a function first, so nothing is replayed
+    from them.
 
     Args:
         bits: 8 or 4.
-        block: elements that share a range, a multiple of 8 that divides `CHUNK`; by default 256 for 8 bits,
-            64 for 4.
-        seed: of the generator that rounds.
+
+    Attributes:
+        block: elements that share a range.
     """
 
-    def __init__(self, bits: int = 8, block: int | None = None, seed: int = 0) -> None:
+    def __init__(self, bits: int = 8) -> None:
         if bits not in (4, 8):
             raise CodecError(f"Blockwise(bits={bits}): give 8 or 4")
-        block = (256 if bits == 8 else 64) if block is None else block
-        if block < 8 or block % 8 or CHUNK % block:
-            raise CodecError(f"Blockwise(block={block}): give a multiple of 8 that divides {CHUNK}")
-        self.bits, self.block, self.seed = bits, block, seed
+        self.bits, self.block = bits, 256 if bits == 8 else 64
         self.levels = (1 << bits) - 1
         self.name = f"int{bits}"
-        self.gentler = "int8" if bits == 4 else ""
         self.replayable_from = bits == 8
         self.error = (
-            f"absolute, 1/{self.levels} of the range of each block of {block} (and 1/128 of its largest "
+            f"absolute, 1/{self.levels} of the range of each block of {self.block} (and 1/128 of its largest "
             "number), unbiased"
         )
         self.scratch_bytes = 24 * CHUNK
@@ -249,7 +244,7 @@ class Blockwise(Chunked):
 
     def _generator(self, device: torch.device) -> torch.Generator:
         if device not in self._generators:
-            self._generators[device] = torch.Generator(device).manual_seed(self.seed)
+            self._generators[device] = torch.Generator(device).manual_seed(0)
         return self._generators[device]
 
     def encode(self, flat: torch.Tensor) -> Parts:

@@ -57,8 +57,6 @@ class Codec(ABC):
         lossless: whether `decode` gives back every bit, or at least what leaves gradients bitwise the same.
         replayable_from: whether an operation may be replayed from what `decode` gives back.
         error: the bound on the error in words, empty for a lossless one.
-        gentler: the name of the codec that policies use instead where backward is not linear in the value
-            (`lowtide.plan.moves.linear`), so that this one's error would bias the gradients; empty for none.
         scratch_bytes: the most it allocates beyond what it returns, for `CHUNK` elements or more; see
             `scratch`.
 
@@ -83,7 +81,6 @@ class Codec(ABC):
     lossless: bool = False
     replayable_from: bool = True
     error: str = ""
-    gentler: str = ""
     scratch_bytes: int = 16 * CHUNK
 
     @property

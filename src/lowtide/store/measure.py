@@ -78,8 +78,6 @@ def measure_tier(
             seconds[writes].append(max(clock() - begin, 1e-9))
             for transfer in moving:
                 transfer.wait()  # raises what went wrong
-    for slot in slots:
-        slot.release()
     writing, reading = statistics.median(seconds[True]), statistics.median(seconds[False])
     busy = (statistics.median(lost[True]) * writing + statistics.median(lost[False]) * reading) / (
         writing + reading

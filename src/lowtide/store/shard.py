@@ -4,24 +4,15 @@ ahead of need (ZeRO-R's P_a).
 
 from __future__ import annotations
 
-import hashlib
-import os
-import time
-
 import torch
 import torch.distributed as dist
 
 from lowtide.errors import PlanError
-from lowtide.processes import lives, machine
 from lowtide.store.tier import StoreError
-
-_GONE_SECONDS = 3.0
-"""How long to look for the process whose end made a gather fail: its sockets close before it is gone."""
 
 
 class Replicas:
-    """A process group over which some values are replicated. Its ranks make theirs together: they tell each
-    other who they are.
+    """A process group over which some values are replicated.
 
     Args:
         group: the process group.
@@ -36,8 +27,6 @@ class Replicas:
         self.rank = dist.get_rank(group)
         self.gathers = 0
         self.gathered_bytes = 0
-        self._machine = int.from_bytes(hashlib.blake2b(machine().encode(), digest_size=7).digest(), "big")
-        self._processes = self._everyone([os.getpid(), self._machine])
 
     def part_elements(self, elements: int) -> int:
         """Elements of each part; the last part is padded, by less than one element a rank."""
@@ -52,18 +41,6 @@ class Replicas:
         part = flat.new_zeros(each)
         part[: mine.numel()] = mine
         return part
-
-    def _everyone(self, mine: list[int]) -> list[list[int]]:
-        """Some numbers of every rank's."""
-        device = (
-            torch.device("cuda", torch.cuda.current_device())
-            if dist.get_backend(self.group) == "nccl"
-            else torch.device("cpu")
-        )
-        own = torch.tensor(mine, dtype=torch.int64, device=device)
-        found = own.new_empty(self.size * len(mine))
-        dist.all_gather_into_tensor(found, own, group=self.group)
-        return found.view(self.size, len(mine)).tolist()
 
     def gather(self, part: torch.Tensor, out: torch.Tensor) -> Gather:
         """Start putting the parts together in ``out``, flat bytes for all of them; returns what to wait for.
@@ -82,23 +59,12 @@ class Replicas:
         return Gather(self, work)
 
     def explain(self, error: BaseException) -> StoreError:
-        """An error that names the ranks whose processes have ended."""
-        gone: list[str] = []
-        until = time.monotonic() + _GONE_SECONDS
-        while not gone and time.monotonic() < until:
-            for number, (process, where) in enumerate(self._processes):
-                if number != self.rank and where == self._machine and not lives(process):
-                    gone.append(f"rank {dist.get_global_rank(self.group, number)} (process {process})")
-            time.sleep(0.02)
-        who = (
-            f"{' and '.join(gone)} died"
-            if gone
-            else "none of this machine's has ended, so look at the others' messages"
-        )
+        """An error that says what to do."""
         ranks = ", ".join(str(dist.get_global_rank(self.group, number)) for number in range(self.size))
         return StoreError(
-            f"the parts of a saved value could not be gathered over the ranks {ranks}: {who} ({error}). This "
-            "step's gradients are not complete: start the ranks again, from the last checkpoint"
+            f"the parts of a saved value could not be gathered over the ranks {ranks}: one of them has ended "
+            f"({error}). This step's gradients are not complete: start the ranks again, from the last "
+            "checkpoint"
         )
 
     def check(self, digest: int, what: str) -> None:
@@ -107,7 +73,15 @@ class Replicas:
         Raises:
             PlanError: they differ.
         """
-        if any(other != [digest] for other in self._everyone([digest])):
+        device = (
+            torch.device("cuda", torch.cuda.current_device())
+            if dist.get_backend(self.group) == "nccl"
+            else torch.device("cpu")
+        )
+        own = torch.tensor([digest], dtype=torch.int64, device=device)
+        found = own.new_empty(self.size)
+        dist.all_gather_into_tensor(found, own, group=self.group)
+        if bool((found != digest).any()):
             raise PlanError(
                 f"{what} differs between the ranks of its group, so it cannot be kept in parts: it is "
                 "already sharded (along the sequence, for one, where sequence parallelism leaves 1/n of it "

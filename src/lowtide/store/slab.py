@@ -74,7 +74,6 @@ class Slab:
 
     Attributes:
         memory: all of it.
-        placed: how often a place was taken.
 
     Example:
         >>> slab = Slab(torch.device("cpu"), 1024)
@@ -88,7 +87,6 @@ class Slab:
 
     def __init__(self, device: torch.device, bytes_: int) -> None:
         self.memory = torch.empty(bytes_, dtype=torch.uint8, device=device)
-        self.placed = 0
         self._taken: list[Place] = []
         self._lock = threading.Lock()
 
@@ -107,5 +105,4 @@ class Slab:
             tensor = from_dlpack(to_dlpack(self.memory[start:end]))
             place = Place(self.memory, start, bytes_, tensor)
             self._taken = [other for other in self._taken if other not in beside] + [place]
-            self.placed += 1
         return place, tensor

@@ -117,16 +117,9 @@ class Stores:
         return found
 
     def close(self) -> None:
-        """Finish what is under way and give everything back."""
-        for tier in self.tiers.values():
-            tier.close()
-        self.tiers.clear()
-        self.prepared = self.slab = None
-
-    def retire(self) -> None:
-        """Close each tier as soon as nothing is stored there any more: steps that are under way finish."""
-        for tier in self.tiers.values():
-            tier.retire()
+        """Give everything back. A tier in which something is stored lasts until that is gone: steps that are
+        under way finish.
+        """
         self.tiers.clear()
         self.prepared = self.slab = None
 

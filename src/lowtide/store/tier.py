@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import threading
 from abc import ABC, abstractmethod
-from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +29,6 @@ class Counts:
 
     Attributes:
         written_bytes, read_bytes: payload of the transfers that finished.
-        writes, reads: how many.
         slab_bytes: size of the slab now.
         most_slab_bytes: the most bytes of the slab that were taken at once.
         allocations: how many times the slab was made or made larger.
@@ -38,51 +36,27 @@ class Counts:
 
     written_bytes: int = 0
     read_bytes: int = 0
-    writes: int = 0
-    reads: int = 0
     slab_bytes: int = 0
     most_slab_bytes: int = 0
     allocations: int = 0
 
-    def wrote(self, bytes_: int) -> None:
-        """A write is through."""
-        self.written_bytes += bytes_
-        self.writes += 1
-
-    def read(self, bytes_: int) -> None:
-        """A read is through."""
-        self.read_bytes += bytes_
-        self.reads += 1
-
 
 class Slot:
-    """Bytes that are taken in a tier until they are released, and what is being written there."""
+    """Bytes of a tier, taken as long as somebody holds this, and what is being written there.
+
+    What still is when nobody does is written before what comes next: a lane does what it is given in order.
+    """
 
     __slots__ = ("region", "tier", "writing")
 
     def __init__(self, tier: Tier, region: Region) -> None:
-        self.tier = tier
-        self.region: Region | None = region
+        self.tier, self.region = tier, region
         self.writing: Transfer | None = None
 
     @property
     def start(self) -> int:
         """Where it begins in the slab."""
-        assert self.region is not None, "the slot was released"
         return self.region.start
-
-    def release(self) -> None:
-        """Give the bytes back, once nothing is being written to them any more."""
-        region, self.region = self.region, None
-        if region is None:
-            return
-        if self.writing is not None and not self.writing.done:
-            self.tier.after_writes(lambda: self.tier.free(region))
-        else:
-            self.tier.free(region)
-
-    def __del__(self) -> None:
-        self.release()
 
 
 class Tier(ABC):
@@ -107,8 +81,7 @@ class Tier(ABC):
         self.streams = streams_of(self.device)
         self.arena = Arena(align)
         self._lock = threading.Lock()
-        self._closed = self._retiring = False
-        self._returned: deque[Region] = deque()
+        self._closed = False
         self._lanes: list[ThreadLane] = []
 
     # ---- slots -----------------------------------------------------------------------------------
@@ -123,7 +96,6 @@ class Tier(ABC):
             StoreError: there is no room for it.
         """
         with self._lock:
-            self._collect()
             self.arena.expect(offsets, sizes)
             self._ensure(self.arena.static_bytes)
 
@@ -135,35 +107,15 @@ class Tier(ABC):
         """
         with self._lock:
             if self._closed:
-                raise StoreError(
-                    f"the {self.name} store is closed: its limit was removed while a step was under way"
-                )
-            self._collect()
+                raise StoreError(f"the {self.name} store is closed")
             region = self.arena.take(bytes_, number)
             try:
                 self._ensure(region.end)
             except StoreError:
-                self.arena.free(region)
+                del region  # which the error's frames would hold
                 raise
             self.counts.most_slab_bytes = max(self.counts.most_slab_bytes, self.arena.taken_bytes)
         return Slot(self, region)
-
-    def free(self, region: Region) -> None:
-        """Give a region back. Never waits: the garbage collector may call this in the middle of `take`."""
-        self._returned.append(region)
-        if self._lock.acquire(blocking=False):
-            try:
-                self._collect()
-                over = self._retiring and not self.arena.taken_bytes
-            finally:
-                self._lock.release()
-            if over:
-                self.close()
-
-    def _collect(self) -> None:
-        """Take in what was given back; the lock is held."""
-        while self._returned:
-            self.arena.free(self._returned.popleft())
 
     def _ensure(self, end: int) -> None:
         if end > self.counts.slab_bytes:
@@ -173,28 +125,16 @@ class Tier(ABC):
 
     # ---- transfers -------------------------------------------------------------------------------
 
-    def lanes(self) -> list[ThreadLane]:
-        """The threads that write and read, begun when first asked for."""
-        if not self._lanes:
-            self._lanes = [ThreadLane(f"{self.name}-{what}") for what in ("write", "read")]
-        return self._lanes
-
-    def after_writes(self, job: Callable[[], None]) -> None:
-        """Do ``job`` when everything that is being written now has been, in the order of the lane."""
-        if self._lanes:
-            self._lanes[0].do(job)
-        else:
-            job()
-
-    def write(self, data: torch.Tensor, slot: Slot, at: int = 0) -> Transfer:
-        """Start copying a flat tensor of bytes into a slot, from ``at`` (a multiple of the tier's alignment)
-        on; ``data`` may not change until the transfer is done."""
-        slot.writing = self._move("write", data, slot.start + at)
+    def write(self, data: torch.Tensor, slot: Slot) -> Transfer:
+        """Start copying a flat tensor of bytes into a slot; ``data`` may not change until the transfer is
+        done.
+        """
+        slot.writing = self._move("write", data, slot.start)
         return slot.writing
 
-    def read(self, slot: Slot, out: torch.Tensor, at: int = 0) -> Transfer:
-        """Start copying a slot, from ``at`` on, into a flat tensor of bytes."""
-        return self._move("read", out, slot.start + at, slot, slot.writing)
+    def read(self, slot: Slot, out: torch.Tensor) -> Transfer:
+        """Start copying a slot into a flat tensor of bytes."""
+        return self._move("read", out, slot.start, slot, slot.writing)
 
     def _move(
         self,
@@ -215,30 +155,25 @@ class Tier(ABC):
                 tensor, _ = given.pop()
                 if what == "write":
                     self._write(tensor, start, ready)
-                    self.counts.wrote(count)
+                    self.counts.written_bytes += count
                 else:
                     self._read(start, tensor, ready)
-                    self.counts.read(count)
+                    self.counts.read_bytes += count
             except StoreError:
                 raise
             except BaseException as error:
                 raise self._explain(what, error) from error
 
-        return self.lanes()[what == "read"].do(job)
+        if not self._lanes:
+            self._lanes = [ThreadLane(f"{self.name}-{way}") for way in ("write", "read")]
+        return self._lanes[what == "read"].do(job)
 
     # ---- the end ---------------------------------------------------------------------------------
 
-    def retire(self) -> None:
-        """Close as soon as nothing is stored any more."""
-        with self._lock:
-            self._retiring = True
-            self._collect()
-            over = not self.arena.taken_bytes
-        if over:
-            self.close()
-
     def close(self) -> None:
-        """Finish what is under way, end the threads, give the bytes back."""
+        """Finish what is under way, end the threads, give the bytes back. It happens by itself when nobody
+        refers to the tier and nothing is stored there any more.
+        """
         with self._lock:
             if self._closed:
                 return

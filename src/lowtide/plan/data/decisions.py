@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 from lowtide.errors import PlanError
@@ -102,6 +102,7 @@ _DECISIONS: dict[str, Any] = {
     "offload": Offload,
     "compress": Compress,
     "shard": Shard,
+    "chain": Chain,
 }
 
 
@@ -131,15 +132,7 @@ def decision_of(way: str | Moving) -> Moving:
     )
 
 
-def decision_to_json(decision: Decision) -> Any:
-    if isinstance(decision, Chain):
-        return {"kind": "chain", "first": asdict(decision.first), "then": asdict(decision.then)}
-    return decision.kind if isinstance(decision, Keep | Recompute) else asdict(decision)
-
-
-def decision_from_json(data: Any) -> Any:
-    if isinstance(data, str):
-        return _DECISIONS[data]()
-    if data["kind"] == "chain":
-        return Chain(decision_from_json(data["first"]), decision_from_json(data["then"]))
-    return _DECISIONS[data["kind"]](**data)
+def decision_from_json(data: dict[str, Any]) -> Any:
+    """The decision whose fields these are."""
+    fields = {name: decision_from_json(x) if isinstance(x, dict) else x for name, x in data.items()}
+    return _DECISIONS[fields["kind"]](**fields)

@@ -101,7 +101,6 @@ class Codec(Protocol):
     """What the planner asks of a codec, see `lowtide.store.coding.Codec`."""
 
     name: str
-    gentler: str
     replayable_from: bool
 
     def scratch(self, elements: int, device: str = "cpu") -> int:

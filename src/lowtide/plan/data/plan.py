@@ -15,7 +15,6 @@ from lowtide.plan.data.decisions import (
     Compress,
     Decision,
     decision_from_json,
-    decision_to_json,
     stages,
 )
 from lowtide.plan.data.move import Move
@@ -147,11 +146,8 @@ class Plan:
 
     def to_json(self) -> str:
         """This plan as JSON text; `from_json` reads it back."""
-        data = asdict(self)
-        data["decisions"] = {str(k): decision_to_json(v) for k, v in self.decisions.items()}
-        data["moves"] = [{**asdict(move), "decision": decision_to_json(move.decision)} for move in self.moves]
-        data["stored"] = sorted(self.stored)
-        return json.dumps({"format": PLAN_FORMAT, **data}, indent=1)
+        data = {"format": PLAN_FORMAT, **asdict(self), "stored": sorted(self.stored)}
+        return json.dumps(data, indent=1)
 
     @classmethod
     def from_json(cls, text: str) -> Plan:

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import NamedTuple
 
 from lowtide.plan.data import Move, Plan
 from lowtide.plan.layout import find
@@ -25,20 +24,9 @@ _SECONDS = 0.5
 """The most time that a layout is looked for where greedy orders do not meet the bound."""
 
 
-class SlabLayout(NamedTuple):
-    """Offsets in a slab.
-
-    Attributes:
-        moved: of what comes back, by (moved value, whether it is the encoded form on its way in).
-        bytes: of the slab.
-    """
-
-    moved: dict[tuple[int, bool], int]
-    bytes: int
-
-
-def lay_out(moved: Mapping[int, Move], simulation: Simulation) -> SlabLayout:
-    """Offsets of everything that a simulation saw in the slab.
+def lay_out(moved: Mapping[int, Move], simulation: Simulation) -> tuple[dict[tuple[int, bool], int], int]:
+    """Offsets of everything that a simulation saw in the slab, by (moved value, whether it is the encoded
+    form on its way in), and the bytes of the slab.
 
     Args:
         moved: the values that come back.
@@ -53,7 +41,7 @@ def lay_out(moved: Mapping[int, Move], simulation: Simulation) -> SlabLayout:
     found = find(
         [first for first, _ in spans], [until for _, until in spans], sizes, align=ALIGN, seconds=_SECONDS
     )
-    return SlabLayout(dict(zip(keys, map(int, found.offsets), strict=True)), found.height)
+    return dict(zip(keys, map(int, found.offsets), strict=True)), found.height
 
 
 def without_slab(plan: Plan) -> Plan:

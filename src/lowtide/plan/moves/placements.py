@@ -10,9 +10,8 @@ from collections.abc import Sequence
 
 from lowtide.errors import PlanError
 from lowtide.plan.data import Chain, Codec, Compress, Link, Links, Move, Moving, Offload, Shard, stages
-from lowtide.plan.moves.linear import linear_values
 from lowtide.plan.moves.movable import lossless_codec, movable, move_of
-from lowtide.plan.moves.supply import codec_named, codecs_behind, link_speeds
+from lowtide.plan.moves.supply import codecs_behind, link_speeds
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.blocks import entering_blocks
 
@@ -34,20 +33,15 @@ def placements_of(
     links: Links,
     min_bytes: int,
     codecs: Sequence[Codec] = (),
-    everywhere: bool = False,
 ) -> Placements:
     """For each value that may move, the ways that fit it.
 
     ``Compress("auto")`` is a codec that loses nothing, where one is known to fit; other codecs are offered
-    where they save something, and as their gentler forms where backward is not linear in the value (unless
-    ``everywhere``). Only what enters a block is offered to a `Shard`: what lies within one differs between
-    the ranks of a tensor-parallel group.
+    where they save something. Only what enters a block is offered to a `Shard`: what lies within one differs
+    between the ranks of a tensor-parallel group.
     """
     firsts = [stages(decision)[0] for decision in decisions]
     entering = entering_blocks(sim) if any(isinstance(f, Shard) for f in firsts) else frozenset[int]()
-    names = {first.codec for first in firsts if isinstance(first, Compress)} - {"auto"}
-    gentler = {name: "" if everywhere else codec_named(name, codecs).gentler for name in names}
-    linear = linear_values(sim.graph) if any(gentler.values()) else frozenset[int]()
     found: Placements = {}
     for value in movable(sim, min_bytes):
         rows: dict[Moving, Move] = {}
@@ -55,17 +49,14 @@ def placements_of(
             first, then = stages(decision)
             if isinstance(first, Shard) and value not in entering:
                 continue
-            if isinstance(first, Compress):
-                if first.codec == "auto":
-                    name = lossless_codec(sim, value)
-                else:
-                    name = first.codec if value in linear else gentler[first.codec] or first.codec
+            if first == Compress("auto"):
+                name = lossless_codec(sim, value)
                 if not name:
                     continue
                 decision = Chain(Compress(name), then) if then is not None else Compress(name)
             row = move_of(sim, value, decision, links, codecs)
             if not isinstance(first, Compress) or row.encoded_bytes <= _WORTH * row.bytes:
-                rows.setdefault(decision, row)  # two codecs may have the same gentler form
+                rows.setdefault(decision, row)  # "auto" may come to mean a codec that is offered, too
         if rows:
             found[value] = list(rows.values())
     return found
@@ -92,11 +83,8 @@ def missing_links(
                 f"before, by all: links=lowtide.measure_links(Shard({first.group!r}, {first.size}), "
                 "stores=...)"
             )
-        missing: list[Moving] = []
-        if isinstance(first, Compress) and not set(codecs_behind(first.codec, codecs)) <= given.keys():
-            missing.append(first)
+        if isinstance(first, Compress) and not set(codecs_behind(first.codec)) <= given.keys():
+            found |= link_speeds(first, tuple(codecs), device)
         if then is not None and then.tier not in given:
-            missing.append(then)
-        for part in missing:
-            found |= link_speeds(part, tuple(codecs), device)
+            found |= link_speeds(then, tuple(codecs), device)
     return {**found, **given}

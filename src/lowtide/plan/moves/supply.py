@@ -37,12 +37,9 @@ def encoded_bytes(codec: Codec, elements: int, dtype: str) -> int:
     return codec.encoded_bytes(Form(elements, getattr(torch, dtype, torch.uint8)))
 
 
-def codecs_behind(name: str, own: Sequence[Codec]) -> tuple[str, ...]:
+def codecs_behind(name: str) -> tuple[str, ...]:
     """The codecs that a name may come to mean."""
-    if name == "auto":
-        return ("mask", "positive")
-    gentler = codec_named(name, own).gentler
-    return (name, gentler) if gentler else (name,)
+    return ("mask", "positive") if name == "auto" else (name,)
 
 
 @lru_cache(maxsize=64)
@@ -89,7 +86,7 @@ def measure_links(
         for decision in map(decision_of, ways):
             first, then = stages(decision)
             if isinstance(first, Compress):
-                for name in codecs_behind(first.codec, known.codecs):
+                for name in codecs_behind(first.codec):
                     if name not in found:
                         found[name] = measure_codec(known.codec(name), place)
             elif isinstance(first, Shard) and first.group not in found:

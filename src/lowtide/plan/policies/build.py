@@ -13,7 +13,7 @@ from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound.relaxation import Bound, lower_bound
 from lowtide.plan.data import Codec, Keep, Links, ModuleRow, Move, Moving, Plan, ProgramStep, Recompute
-from lowtide.plan.layout.slab import SlabLayout, lay_out
+from lowtide.plan.layout.slab import lay_out
 from lowtide.plan.moves.movable import as_simulated, closed_with, move_of, refuse_moves
 from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.refusal import refusal
@@ -78,13 +78,13 @@ def make_plan(
     )
     window = window_bytes or max((m.encoded_bytes for m in moved.values()), default=0)
     loose = simulation = sim.moving(moved.values(), window).simulate(closed, links)
-    laid = SlabLayout({}, 0)
+    places, slab_bytes = dict[tuple[int, bool], int](), 0
     if moved and slab is not False:
         held = sim.moving(moved.values(), window, slab=True).simulate(closed, links)
-        layout = lay_out(moved, held)
-        held = held.with_slab(layout.bytes)
+        laid = lay_out(moved, held)
+        held = held.with_slab(laid[1])
         if slab or held.peak_bytes <= (loose.peak_bytes if budget is None else budget):
-            simulation, laid = held, layout
+            simulation, (places, slab_bytes) = held, laid
     if budget is not None and simulation.peak_bytes > budget:
         raise refusal(sim, simulation, budget, "" if policy in ("optimal", "mixed") else policy)
     limit = budget if budget is not None else simulation.peak_bytes
@@ -97,7 +97,7 @@ def make_plan(
         )
     floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None
     evicted = set(simulation.evicted)
-    rows = as_simulated(graph, moved, simulation, laid.moved)
+    rows = as_simulated(graph, moved, simulation, places)
     return Plan(
         graph=graph.fingerprint(),
         policy=policy,
@@ -122,8 +122,8 @@ def make_plan(
         device=graph.device,
         window_bytes=window if rows else 0,
         transfer_seconds=simulation.traffic.seconds if simulation.traffic else 0.0,
-        slab_bytes=laid.bytes,
-        loose_peak_bytes=loose.peak_bytes if laid.bytes else 0,
+        slab_bytes=slab_bytes,
+        loose_peak_bytes=loose.peak_bytes if slab_bytes else 0,
     )
 
 

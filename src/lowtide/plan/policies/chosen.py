@@ -44,7 +44,6 @@ def mixed(
     min_bytes: int = 1 << 16,
     window_bytes: int | None = None,
     codecs: Sequence[Codec] = (),
-    everywhere: bool = False,
     slab: bool | None = None,
 ) -> Policy:
     """Keep, recompute, offload, compress and shard chosen together within a budget: the least extra time
@@ -60,8 +59,6 @@ def mixed(
         min_bytes: smaller values do not move.
         window_bytes: the most that is under way at one time in each direction; chosen where it is not given.
         codecs: codecs of your own that ``ways`` name.
-        everywhere: offer codecs for all values, also where they would be replaced by a gentler one (see
-            `compress`).
         slab: as of `offload`.
 
     Example:
@@ -77,7 +74,7 @@ def mixed(
             speeds = missing_links(offered, links, codecs, graph.device)
             mixer = Mixer(
                 planner,
-                placements_of(planner.sim, offered, speeds, min_bytes, codecs, everywhere),
+                placements_of(planner.sim, offered, speeds, min_bytes, codecs),
                 speeds,
                 window_bytes,
             )

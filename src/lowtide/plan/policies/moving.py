@@ -81,22 +81,15 @@ def compress(
     *,
     min_bytes: int = 1 << 12,
     then: Offload | None = None,
-    everywhere: bool = False,
 ) -> Policy:
     """Let saved values wait in fewer bytes.
 
-    A codec whose error is too large for some values names a gentler one (`int4` names `int8`): it is used
-    where backward is linear in the value, so that the gradients keep their expected values (see
-    `lowtide.plan.moves.linear`), and the gentler one elsewhere.
-
     Args:
         codec: ``auto`` for what is lossless (masks as bits, ReLU's output as bits where only its own backward
-            reads it), a codec's name (``bfloat16``, ``int8``, ``int4``, ``mask``, ``sparse0.6``) or one of
-            your own, which `limit_memory` gets in ``stores=``, too.
+            reads it), a codec's name (``bfloat16``, ``int8``, ``int4``, ``mask``) or one of your own,
+            which `limit_memory` gets in ``stores=``, too.
         min_bytes: smaller values stay.
         then: a tier that the compressed values go to.
-        everywhere: use the codec for all values, at the price of biased gradients (docs/stores.md says what
-            that does to a loss).
     """
     own = () if isinstance(codec, str) else (codec,)
     name = codec if isinstance(codec, str) else codec.name
@@ -108,8 +101,7 @@ def compress(
         ways = [Compress(way) for way in dict.fromkeys(("auto", name))]
         offered = [Chain(way, then) if then is not None else way for way in ways]
         moves = {
-            value: rows[0].decision
-            for value, rows in placements_of(sim, offered, {}, min_bytes, own, everywhere).items()
+            value: rows[0].decision for value, rows in placements_of(sim, offered, {}, min_bytes, own).items()
         }
         stored = close(graph, sim.droppable, sim)
         return make_plan(

@@ -206,7 +206,7 @@ class Handle:
             else:
                 self.model.__dict__["forward"] = limiter.original
         if limiter.own_stores:
-            limiter.stores.retire()
+            limiter.stores.close()
         settle()
 
     @contextmanager
