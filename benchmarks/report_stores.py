@@ -215,8 +215,8 @@ def stores() -> list[str]:
             f"gradient's bias is that of the mean of {found['draws']} draws, *by chance* what a codec "
             "without bias shows. Losses are compared with the plain training's: the mean, the least and the "
             "largest difference over the seeds. The first row is two plain trainings that begin a millionth "
-            "apart in one parameter: nearer than that no codec can be told from none. It *holds* where the mean "
-            "is within 1 %."
+            "apart in one parameter: nearer than that no codec can be told from none. It *holds* where the "
+            "mean is within 1 %."
         )
         parts += ["", "## Codecs", "", where(found), "", text, "", codecs(found)]
     return parts + layouts()

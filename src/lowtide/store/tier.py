@@ -125,16 +125,16 @@ class Tier(ABC):
 
     # ---- transfers -------------------------------------------------------------------------------
 
-    def write(self, data: torch.Tensor, slot: Slot) -> Transfer:
-        """Start copying a flat tensor of bytes into a slot; ``data`` may not change until the transfer is
-        done.
+    def write(self, data: torch.Tensor, slot: Slot, at: int = 0) -> Transfer:
+        """Start copying a flat tensor of bytes into a slot, from ``at`` (a multiple of the tier's alignment)
+        on; ``data`` may not change until the transfer is done.
         """
-        slot.writing = self._move("write", data, slot.start)
+        slot.writing = self._move("write", data, slot.start + at)
         return slot.writing
 
-    def read(self, slot: Slot, out: torch.Tensor) -> Transfer:
-        """Start copying a slot into a flat tensor of bytes."""
-        return self._move("read", out, slot.start, slot, slot.writing)
+    def read(self, slot: Slot, out: torch.Tensor, at: int = 0) -> Transfer:
+        """Start copying a slot, from ``at`` on, into a flat tensor of bytes."""
+        return self._move("read", out, slot.start + at, slot, slot.writing)
 
     def _move(
         self,
