@@ -48,20 +48,20 @@ class Host(Tier):
             if first < last:
                 yield slab[first - begin : last - begin], data[first - start : last - start]
 
-    def write(self, data: Tensor, slot: Slot) -> Transfer:
+    def write(self, data: Tensor, slot: Slot, at: int = 0) -> Transfer:
         """Start copying out."""
         if self._ways is None:
-            return super().write(data, slot)
+            return super().write(data, slot, at)
         # whoever reads this memory holds the slot, so the copy comes after all reads of what was here before
-        slot.writing = self._ways[0].copy(self._pairs(slot.start, data), data)
+        slot.writing = self._ways[0].copy(self._pairs(slot.start + at, data), data)
         self.counts.written_bytes += data.numel()
         return slot.writing
 
-    def read(self, slot: Slot, out: Tensor) -> Transfer:
+    def read(self, slot: Slot, out: Tensor, at: int = 0) -> Transfer:
         """Start copying in."""
         if self._ways is None:
-            return super().read(slot, out)
-        pairs = ((part, view) for view, part in self._pairs(slot.start, out))
+            return super().read(slot, out, at)
+        pairs = ((part, view) for view, part in self._pairs(slot.start + at, out))
         lane, written = self._ways[1], slot.writing
         after = [lane.streams.mark(lane.streams.current())]
         after += [written.event] if isinstance(written, Queued) else []
