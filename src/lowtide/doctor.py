@@ -130,8 +130,8 @@ def _meter() -> list[Finding]:
     try:
         counting_allocator()
     except MeterError as error:
-        means = "lowtide.measure reads the profiler, which is slow, and limited steps are not watched"
-        return [Finding("meter on the CPU", "profiler", means, "note", str(error))]
+        means = "lowtide.measure and --compare are refused, and limited steps are not watched"
+        return [Finding("meter on the CPU", "none", means, "note", str(error))]
     return [Finding("meter on the CPU", "counting allocator", "peaks are exact to the byte")]
 
 

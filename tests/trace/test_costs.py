@@ -4,8 +4,6 @@ touched.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
 
@@ -328,19 +326,6 @@ def test_what_would_take_too_long_is_estimated_by_how_far_off_lighter_calls_were
     costs = measure_costs(specs, roofline=LINE)
     assert costs[0].source == "measured" and costs[1].source == "estimated"
     assert costs[1].seconds == pytest.approx(7 * guess[1]) and guess[1] > 9
-
-
-def test_a_run_that_is_slower_for_being_watched_counts_for_nothing(
-    clock: FakeClock, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    @contextmanager
-    def profiled(_: torch.device) -> Iterator[SimpleNamespace]:
-        clock.seconds[aten.neg.default] = 100.0
-        yield SimpleNamespace(source="profiler", live_bytes=0, peak_bytes=1 << 20)
-        clock.seconds[aten.neg.default] = 0.5
-
-    monkeypatch.setattr(measure, "peak", profiled)
-    assert one(OpSpec(aten.neg.default, (spec_of(4, 4),)), roofline=LINE).seconds == 0.5
 
 
 def test_in_place_operations_start_from_fresh_inputs(clock: FakeClock) -> None:

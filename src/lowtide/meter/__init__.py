@@ -1,7 +1,7 @@
 """The meter: what a step really does to memory, and how long it takes.
 
-On the CPU a counting allocator (compiled once, exact, all threads), or the profiler's memory events where no
-compiler is; on CUDA the allocator's own statistics. See `measure`, `peak`, `resident_bytes`.
+On the CPU a counting allocator (compiled once, exact, all threads), on CUDA the allocator's own statistics.
+See `measure`, `peak`, `resident_bytes`.
 """
 
 from lowtide.errors import MeterError

@@ -3,15 +3,13 @@
 The allocator is the process's, so installing is counted: the last `uninstall` puts PyTorch's own back. What
 was allocated in between stays valid, and is still counted when it is freed. Bytes are those requested
 (``nbytes``), not what malloc rounds them to. Memory that PyTorch did not ask its current allocator for (NumPy
-arrays, shared memory, what `torch.load` or `torch.UntypedStorage(n)` makes) does not count;
-`CountingAllocator.adopt` takes the latter two in.
+arrays, shared memory, what `torch.load` or `torch.UntypedStorage(n)` makes) does not count.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable
 from contextlib import ExitStack
 from dataclasses import replace
 from functools import lru_cache
@@ -25,7 +23,6 @@ from lowtide.errors import MeterError
 from lowtide.native import BuildError, built, with_torch
 
 from .reading import Moments, Reading
-from .resident import storages
 
 _LOCK = threading.RLock()
 _SOURCE = Path(__file__).with_name("counting_allocator.cpp")
@@ -48,13 +45,12 @@ class CountingAllocator:
             bind(f"lt_{name}", position) for name in ("install", "uninstall", "installs")
         )
         self._live = bind("lt_live", number)
-        self._adopt = bind("lt_adopt", number, ctypes.c_void_p)
         self.mark_open, self.mark_close = (
             bind("lt_mark_open", position),
             bind("lt_mark_close", None, position),
         )
-        self.mark_peak, self.mark_live, self.mark_start = (
-            bind(f"lt_mark_{name}", number, position) for name in ("peak", "live", "start")
+        self.mark_peak, self.mark_live = (
+            bind(f"lt_mark_{name}", number, position) for name in ("peak", "live")
         )
         self.log_open, self.log_end, self.now = (
             bind(f"lt_{name}", number) for name in ("log_open", "log_end", "now")
@@ -89,20 +85,8 @@ class CountingAllocator:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes live now, of those allocated while it was installed and those adopted."""
+        """Bytes live now, of those allocated while it was installed."""
         return self._live()
-
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Take over the storages of tensors that were allocated before the install, so that their free and
-        resizing count.
-
-        Open marks and measurements see no jump. Storages that PyTorch's default allocator did not make
-        (NumPy's, shared ones, other devices') and those known already are left alone.
-
-        Returns:
-            The bytes taken over.
-        """
-        return sum(self._adopt(private.storage_address(storage)) for storage in storages(tensors))
 
 
 @lru_cache(maxsize=1)
@@ -144,9 +128,7 @@ def counting_allocator() -> CountingAllocator:
 
 
 def available() -> bool:
-    """Whether the counting allocator works here. Else the profiler's memory events are what is left to
-    measure with.
-    """
+    """Whether the counting allocator works here: it needs a C++ compiler."""
     with _LOCK:
         return isinstance(_load(), CountingAllocator)
 
@@ -184,7 +166,7 @@ class AllocatorRegister:
     def read(self) -> Reading:
         """What there was so far."""
         a, mark = self._allocator, self._mark
-        return Reading(a.mark_peak(mark), a.mark_live(mark), a.mark_start(mark) or None)
+        return Reading(a.mark_peak(mark), a.mark_live(mark))
 
     def close(self) -> Reading:
         """End, and say what there was."""

@@ -37,7 +37,7 @@ class CudaRegister:
     def __init__(self, device: torch.device, timeline: bool = False) -> None:
         self.device = device.index if device.index is not None else torch.cuda.current_device()
         self._timeline, self._recorded = timeline, False
-        self._peak = self._reserved = self._start = 0
+        self._peak = self._start = 0
 
     def open(self) -> None:
         """Begin."""
@@ -47,7 +47,6 @@ class CudaRegister:
         with _LOCK:
             self._fold()
             self._start = self._peak = torch.cuda.memory_allocated(self.device)
-            self._reserved = torch.cuda.memory_reserved(self.device)
             self._open.setdefault(self.device, []).append(self)
             torch.cuda.reset_peak_memory_stats(self.device)
 
@@ -63,16 +62,15 @@ class CudaRegister:
     def _fold(self) -> None:
         """Hand the device's peaks to every open register."""
         peak = torch.cuda.max_memory_allocated(self.device)
-        reserved = torch.cuda.max_memory_reserved(self.device)
         for other in self._open.get(self.device, []):
-            other._peak, other._reserved = max(other._peak, peak), max(other._reserved, reserved)
+            other._peak = max(other._peak, peak)
 
     def read(self) -> Reading:
         """What there was so far."""
         with _LOCK:
             self._fold()
             live = torch.cuda.memory_allocated(self.device) - self._start
-            return Reading(self._peak - self._start, live, self._start, self._reserved)
+            return Reading(self._peak - self._start, live)
 
     def _moments(self) -> Moments:
         """The allocator's events, which are recorded no longer; the seconds count from the first."""

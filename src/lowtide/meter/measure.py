@@ -8,7 +8,7 @@ import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from types import TracebackType
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -16,13 +16,7 @@ from lowtide.errors import MeterError
 
 from .allocator import AllocatorRegister, available, counting_allocator
 from .cuda import CudaRegister
-from .profiler import ProfilerRegister
 from .reading import Reading
-
-Source = Literal["allocator", "profiler", "cuda"]
-"""What was read: the counting ``allocator`` or the ``profiler`` of main memory, or the statistics of CUDA's
-allocator.
-"""
 
 
 @dataclass(frozen=True)
@@ -32,28 +26,21 @@ class Measurement:
 
     Attributes:
         peak_bytes: most bytes live at any moment, on top of those live at the start.
-        start_bytes: bytes live at the start that the meter knows of (all of them on CUDA; on the CPU what was
-            allocated since it was installed and what it adopted), ``None`` when it knows of none.
         end_bytes: bytes still live at the end, on top of the start, the step's value included.
         timeline: (seconds since the start, bytes live on top of the start) after every allocation and free,
             in order.
         seconds: median wall time of one run.
         value: what the step returned in its last run.
-        source: where the bytes come from.
-        reserved_bytes: on CUDA the most the allocator took from the device, else ``None``.
     """
 
     peak_bytes: int
-    start_bytes: int | None
     end_bytes: int
     timeline: tuple[tuple[float, int], ...] = field(repr=False)
     seconds: float
     value: Any = field(repr=False)
-    source: Source
-    reserved_bytes: int | None = None
 
 
-Register = AllocatorRegister | CudaRegister | ProfilerRegister
+Register = AllocatorRegister | CudaRegister
 """Counts from ``open`` to ``close``, which says what there was, as ``read`` does meanwhile; any number may be
 open.
 """
@@ -71,21 +58,8 @@ def _device(device: torch.device | str | None) -> torch.device:
     return where
 
 
-def _source(device: torch.device, source: Literal["auto"] | Source) -> Source:
-    known: tuple[Source, ...] = ("cuda",) if device.type == "cuda" else ("allocator", "profiler")
-    if source == "auto":
-        return known[0] if device.type == "cuda" or available() else "profiler"
-    if source not in known:
-        raise MeterError(
-            f"source={source!r} does not measure memory on {device}: use 'auto', or {' or '.join(known)}"
-        )
-    return source
-
-
 def measurable(device: torch.device) -> bool:
-    """Whether a device's memory can be read at any time, with the meter that is its own: scratch of single
-    operations, too.
-    """
+    """Whether a device's memory can be read."""
     return device.type == "cuda" or (device.type == "cpu" and available())
 
 
@@ -97,16 +71,15 @@ class Peak:
     the values stand still.
     """
 
-    def __init__(self, device: torch.device, source: Source) -> None:
+    def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.source: Source = source
         self._register: Register | None = None
         self._kept: Reading | None = None
 
     def __enter__(self) -> Peak:
         if self._register is not None or self._kept is not None:
             raise MeterError("a peak() measures one block: make another one for the next")
-        register = _register(self.device, self.source)
+        register = _register(self.device)
         register.open()
         self._register = register
         return self
@@ -138,26 +111,20 @@ class Peak:
         """Bytes live now, above those at entry; negative when older ones were freed."""
         return self.read().live_bytes
 
-    @property
-    def reserved_bytes(self) -> int | None:
-        """On CUDA the most that the allocator held of the device so far, fragments included, else None."""
-        return self.read().reserved_bytes
 
-
-def peak(device: torch.device | str | None = None, source: Literal["auto"] | Source = "auto") -> Peak:
+def peak(device: torch.device | str | None = None) -> Peak:
     """A context manager that gives ``peak_bytes`` and ``live_bytes`` above those live at entry; cheap enough
     for every training step.
 
-    Where the counting allocator cannot be had, the profiler watches the block instead: slower, known only
-    after the block, not nested. On CUDA it resets the device's peak statistic
-    (`torch.cuda.max_memory_allocated`).
+    On CUDA it resets the device's peak statistic (`torch.cuda.max_memory_allocated`).
 
     Args:
         device: ``cpu`` or a CUDA device; ``None`` means CUDA where this process uses it, else the CPU.
-        source: what to read on the CPU: ``auto`` takes the allocator if it can.
+
+    Raises:
+        MeterError: the device has no meter, or the counting allocator cannot be had, as without a compiler.
     """
-    where = _device(device)
-    return Peak(where, _source(where, source))
+    return Peak(_device(device))
 
 
 def measure(
@@ -167,14 +134,12 @@ def measure(
     warmup: int = 0,
     timeline: bool = True,
     device: torch.device | str | None = None,
-    source: Literal["auto"] | Source = "auto",
 ) -> Measurement:
     """Run a step and say what it did to memory, and how long it took.
 
     Bytes are those of the last run. Seconds are the median of the runs before it when ``repeats`` is above 1,
-    for the last one also logs its events (or is watched by the profiler). On the CPU, the free of a tensor
-    that was allocated before the meter was installed is not
-    seen: keep it installed, or `adopt` the tensors, where a step frees what it found.
+    for the last one also logs its events. On the CPU, the free of a tensor that was allocated before the
+    meter was installed is not seen: keep it installed where a step frees what it found.
 
     ``peak_bytes`` is what the call adds above what stood before it. A budget of `limit_memory` and a plan's
     predicted peak count what stood, too: to compare, add ``resident_bytes(model)`` (parameters, buffers and
@@ -188,7 +153,9 @@ def measure(
         warmup: runs before, that do not.
         timeline: whether to log every allocation and free.
         device: whose memory; ``None`` means CUDA where this process uses it, else the CPU.
-        source: what to read on the CPU: ``auto`` takes the counting allocator if it can, else the profiler.
+
+    Raises:
+        MeterError: as of `peak`; or the counts are out of range.
 
     Example:
         >>> from lowtide.meter import resident_bytes
@@ -203,8 +170,7 @@ def measure(
             "negative"
         )
     where = _device(device)
-    found = _source(where, source)
-    allocator = counting_allocator() if found == "allocator" else None
+    allocator = counting_allocator() if where.type == "cpu" else None
     if allocator is not None:
         # from before the warm-up, so that what one run leaves and the next frees is known
         allocator.install()
@@ -214,7 +180,7 @@ def measure(
             step(*args)
         times = [_timed(step, args, where)[0] for _ in range(repeats - 1)]
         _synchronize(where)
-        register = _register(where, found, timeline)
+        register = _register(where, timeline)
         register.open()
         try:
             seconds, value = _timed(step, args, where)
@@ -225,21 +191,18 @@ def measure(
             allocator.uninstall()
     return Measurement(
         peak_bytes=reading.peak_bytes,
-        start_bytes=reading.start_bytes,
         end_bytes=reading.live_bytes,
         timeline=reading.timeline,
         seconds=statistics.median(times or [seconds]),
         value=value,
-        source=found,
-        reserved_bytes=reading.reserved_bytes,
     )
 
 
-def _register(device: torch.device, source: Source, timeline: bool = False) -> Register:
+def _register(device: torch.device, timeline: bool = False) -> Register:
     """What is read, not open yet."""
-    if source == "allocator":
+    if device.type == "cpu":
         return AllocatorRegister(counting_allocator(), timeline)
-    return CudaRegister(device, timeline) if source == "cuda" else ProfilerRegister(timeline)
+    return CudaRegister(device, timeline)
 
 
 def _timed(step: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> tuple[float, Any]:

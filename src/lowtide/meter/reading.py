@@ -15,13 +15,9 @@ class Reading:
     Attributes:
         peak_bytes: most bytes live, above those at the start.
         live_bytes: bytes live now, above those at the start.
-        start_bytes: bytes that were live at the start, where they are known.
-        reserved_bytes: on CUDA the most that the allocator held of the device, else ``None``.
         timeline: where it was asked for, and the register is closed.
     """
 
     peak_bytes: int
     live_bytes: int
-    start_bytes: int | None = None
-    reserved_bytes: int | None = None
     timeline: Moments = ()

@@ -74,10 +74,8 @@ from lowtide.private.fake import (
 )
 from lowtide.private.hooks import forward_pre_hooks, load_post_hooks, load_pre_hooks
 from lowtide.private.measuring import (
-    cpu_device_type,
     cuda_history_events,
     is_cuda_history_recorded,
-    is_profiler_enabled,
     occupy_gpu,
     record_cuda_history,
     stop_cuda_history,

@@ -1,6 +1,6 @@
-"""What the profiler and the CUDA allocator know beyond their documented interfaces.
+"""What the CUDA allocator knows beyond its documented interface.
 
-Seen in PyTorch 2.11 to 2.13; the CUDA allocator's history on no GPU yet.
+Seen in PyTorch 2.11 to 2.13, on no GPU yet.
 """
 
 from __future__ import annotations
@@ -8,13 +8,6 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch._C._autograd import DeviceType, _profiler_enabled
-
-is_profiler_enabled = _profiler_enabled
-"""Whether a profiler runs on this thread."""
-
-cpu_device_type = DeviceType.CPU
-"""What the profiler's events of the CPU say of their device."""
 
 
 def is_cuda_history_recorded() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from types import TracebackType
@@ -31,8 +31,7 @@ class RunMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._whole = meter.peak(device) if device.type == "cuda" or meter.available() else None
-        self._adopted_bytes = 0
+        self._whole = meter.peak(device) if meter.measurable(device) else None
 
     def __enter__(self) -> RunMeter:
         if self._whole is not None:
@@ -46,13 +45,6 @@ class RunMeter:
         if self._whole is not None:
             self._whole.__exit__(kind, error, trace)
 
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> None:
-        """Count tensors that the run holds and PyTorch's allocator did not make: what `torch.load` read, say.
-        Those known already are left alone.
-        """
-        if self._whole is not None and self._device.type == "cpu":
-            self._adopted_bytes += meter.counting_allocator().adopt(tensors)
-
     @contextmanager
     def block(self) -> Iterator[BlockPeak]:
         """The peak of a block of code, in bytes of everything alive and not only what the block added."""
@@ -60,8 +52,7 @@ class RunMeter:
         if self._whole is None:
             yield result
             return
-        # the peak itself sees no jump where something is adopted
-        before = self._whole.live_bytes + self._adopted_bytes
+        before = self._whole.live_bytes
         with meter.peak(self._device) as block:
             yield result
         result.bytes = before + block.peak_bytes

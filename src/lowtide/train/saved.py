@@ -99,6 +99,9 @@ def restore(
         return
     (model,) = modules
     model.load_state_dict(loaded.state["model"])
+    for entries in loaded.state["optimizer"]["state"].values():
+        # copies, one parameter's after the other: no allocator counts what `torch.load` made
+        entries.update({key: item.clone() for key, item in entries.items() if isinstance(item, torch.Tensor)})
     optimizer.load_state_dict(loaded.state["optimizer"])
     torch.set_rng_state(loaded.state["random"])
     if device.type == "cuda":

@@ -13,7 +13,6 @@ from contextlib import nullcontext
 import torch
 from torch import nn
 
-from lowtide import meter
 from lowtide.errors import LowtideError
 from lowtide.models import ModelSpec
 from lowtide.optim import HostOptimizer
@@ -95,8 +94,6 @@ def _train(options: TrainOptions, ranks: Ranks, progress: Progress, alive: Alive
         result = TrainResult(options, str(corpus), part.parameters, first_step=0)
         if resumed is not None:
             restore(options, resumed, part.modules, optimizer, device)
-            # the loaded state is the checkpoint's own tensors
-            memory.adopt(meter.resident_tensors(optimizer=optimizer))
             result.first_step = resumed.step
             loader.load_state_dict(resumed.run["loader"])
         order = iter(loader)

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 import torch
 
 from lowtide import private
-from lowtide.meter import available, counting_allocator, peak, storages
+from lowtide.meter import available, counting_allocator, measurable, peak, storages
 from lowtide.ops import tensors_of
 from lowtide.private import tree_leaves, tree_map
 from lowtide.progress import current
@@ -158,30 +158,32 @@ class Bench:
             out, seconds = clock.time(lambda: spec.func(*args, **kwargs))
             return seconds(), out
 
-        def watched() -> tuple[float, int, int, bool]:
-            """Seconds of a run, its scratch in bytes, what its outputs take beyond what was expected, and
-            whether the watching took time itself.
-            """
+        def watched() -> tuple[float, int, int]:
+            """Seconds of a run, its scratch in bytes, and what its outputs take beyond what was expected."""
+            if not measurable(device):
+                seconds, out = run()
+                own = _own(out, known)
+                self._hold(own, device)
+                return seconds, 0, max(0, sum(s.nbytes() for s in own) - spec.output_bytes)
             for data, dtype in dirty:
                 self._fill(data, dtype)
             with peak(device) as seen:
                 out, read = clock.time(lambda: spec.func(*args, **kwargs))
                 seconds = read()
-                live = seen.live_bytes if seen.source != "profiler" else 0
+                live = seen.live_bytes
             own = _own(out, known)
             made = sum(s.nbytes() for s in own)
             fresh = max(live if device.type == "cuda" else 0, made)
             self._hold(own, device)
-            scratch, surplus = max(0, seen.peak_bytes - fresh), max(0, made - spec.output_bytes)
-            return seconds, scratch, surplus, seen.source == "profiler"
+            return seconds, max(0, seen.peak_bytes - fresh), max(0, made - spec.output_bytes)
 
         begin = time.perf_counter()
-        warm, scratch, surplus, slower = watched()
-        if warm > long and not slower:
+        warm, scratch, surplus = watched()
+        if warm > long:
             return OpCost(warm, scratch, "measured", surplus)
-        first, scratch, surplus, slower = watched()
-        times = [] if slower else [first]
-        if warm > _HEAVY * share and not slower:
+        first, scratch, surplus = watched()
+        times = [first]
+        if warm > _HEAVY * share:
             times.append(warm)  # what runs so long does not notice that it is the first
         while len(times) < _MIN_RUNS or (len(times) < _MAX_RUNS and time.perf_counter() - begin < share):
             seconds, out = run()
