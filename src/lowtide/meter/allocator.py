@@ -11,7 +11,6 @@ from __future__ import annotations
 import ctypes
 import threading
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -22,7 +21,7 @@ from lowtide import private
 from lowtide.errors import MeterError
 from lowtide.native import BuildError, built, with_torch
 
-from .reading import Moments, Reading
+from .register import Moments, Peak
 
 _LOCK = threading.RLock()
 _SOURCE = Path(__file__).with_name("counting_allocator.cpp")
@@ -93,13 +92,14 @@ class CountingAllocator:
 def _load() -> CountingAllocator | MeterError:
     try:
         allocator = CountingAllocator(str(built(with_torch(_SOURCE))))
-        register = AllocatorRegister(allocator)
-        register.open()
+        allocator.install()
+        before = allocator.live_bytes
         with private.without_dispatch_modes():
             block = torch.empty(12345, dtype=torch.uint8, device="cpu")
-        seen = register.read().live_bytes
+        seen = allocator.live_bytes - before
         del block
-        left = register.close().live_bytes
+        left = allocator.live_bytes - before
+        allocator.uninstall()
     except MeterError as error:
         return error
     except BuildError as error:
@@ -133,21 +133,11 @@ def available() -> bool:
         return isinstance(_load(), CountingAllocator)
 
 
-class AllocatorRegister:
-    """A watermark register of the counting allocator.
+class AllocatorPeak(Peak):
+    """A watermark register of the counting allocator."""
 
-    Args:
-        allocator: it.
-        timeline: whether to log every allocation and free.
-    """
-
-    def __init__(self, allocator: CountingAllocator, timeline: bool = False) -> None:
-        self._allocator, self._timeline = allocator, timeline
-        self._mark = self._first = self._clock = 0
-
-    def open(self) -> None:
-        """Begin."""
-        a = self._allocator
+    def _open(self) -> None:
+        a = self._allocator = counting_allocator()
         with ExitStack() as undo:
             a.install()
             undo.callback(a.uninstall)
@@ -157,27 +147,25 @@ class AllocatorRegister:
                     "64 peaks are being measured at once, which is all the meter has registers for"
                 )
             undo.callback(a.mark_close, self._mark)
-            if self._timeline:
+            if self.with_timeline:
                 self._first, self._clock = a.log_open(), a.now()
                 if self._first < 0:
                     raise MeterError("no memory for the event log")
             undo.pop_all()
 
-    def read(self) -> Reading:
-        """What there was so far."""
-        a, mark = self._allocator, self._mark
-        return Reading(a.mark_peak(mark), a.mark_live(mark))
+    def _read(self) -> tuple[int, int]:
+        return self._allocator.mark_peak(self._mark), self._allocator.mark_live(self._mark)
 
-    def close(self) -> Reading:
-        """End, and say what there was."""
-        a, found = self._allocator, self.read()
+    def _close(self) -> Moments:
+        a = self._allocator
         a.mark_close(self._mark)
-        if self._timeline:
+        moments: Moments = ()
+        if self.with_timeline:
             last = a.log_end()
             a.log_close()
-            found = replace(found, timeline=self._moments(last, found.live_bytes))
+            moments = self._moments(last, self.live_bytes)
         a.uninstall()
-        return found
+        return moments
 
     def _moments(self, last: int, end_bytes: int) -> Moments:
         """The newest 1,048,576 events of the log, in the order of their clock."""

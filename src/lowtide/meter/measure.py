@@ -7,16 +7,15 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any
 
 import torch
 
 from lowtide.errors import MeterError
 
-from .allocator import AllocatorRegister, available, counting_allocator
-from .cuda import CudaRegister
-from .reading import Reading
+from .allocator import AllocatorPeak, available, counting_allocator
+from .cuda import CudaPeak
+from .register import Peak
 
 
 @dataclass(frozen=True)
@@ -40,12 +39,6 @@ class Measurement:
     value: Any = field(repr=False)
 
 
-Register = AllocatorRegister | CudaRegister
-"""Counts from ``open`` to ``close``, which says what there was, as ``read`` does meanwhile; any number may be
-open.
-"""
-
-
 def _device(device: torch.device | str | None) -> torch.device:
     if device is None:
         device = "cuda" if torch.cuda.is_initialized() else "cpu"
@@ -63,56 +56,7 @@ def measurable(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and available())
 
 
-class Peak:
-    """Most bytes live during a block of code, above those live when it was entered; made by `peak`.
-    Process-wide: every thread counts.
-
-    Reading costs about a microsecond. Blocks may nest and overlap, each sees its own peak. After the block
-    the values stand still.
-    """
-
-    def __init__(self, device: torch.device) -> None:
-        self.device = device
-        self._register: Register | None = None
-        self._kept: Reading | None = None
-
-    def __enter__(self) -> Peak:
-        if self._register is not None or self._kept is not None:
-            raise MeterError("a peak() measures one block: make another one for the next")
-        register = _register(self.device)
-        register.open()
-        self._register = register
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._register is not None
-        self._kept = self._register.close()
-
-    def read(self) -> Reading:
-        """All that is known so far."""
-        if self._kept is not None:
-            return self._kept
-        if self._register is None:
-            raise MeterError(
-                "peak() counts from where its with-block is entered: write `with lowtide.meter.peak() as p: "
-                "...`"
-            )
-        return self._register.read()
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes live so far, above those at entry."""
-        return self.read().peak_bytes
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes live now, above those at entry; negative when older ones were freed."""
-        return self.read().live_bytes
-
-
-def peak(device: torch.device | str | None = None) -> Peak:
+def peak(device: torch.device | str | None = None, timeline: bool = False) -> Peak:
     """A context manager that gives ``peak_bytes`` and ``live_bytes`` above those live at entry; cheap enough
     for every training step.
 
@@ -120,11 +64,13 @@ def peak(device: torch.device | str | None = None) -> Peak:
 
     Args:
         device: ``cpu`` or a CUDA device; ``None`` means CUDA where this process uses it, else the CPU.
+        timeline: whether to log every allocation and free.
 
     Raises:
         MeterError: the device has no meter, or the counting allocator cannot be had, as without a compiler.
     """
-    return Peak(_device(device))
+    where = _device(device)
+    return (AllocatorPeak if where.type == "cpu" else CudaPeak)(where, timeline)
 
 
 def measure(
@@ -180,29 +126,13 @@ def measure(
             step(*args)
         times = [_timed(step, args, where)[0] for _ in range(repeats - 1)]
         _synchronize(where)
-        register = _register(where, timeline)
-        register.open()
-        try:
+        with peak(where, timeline) as seen:
             seconds, value = _timed(step, args, where)
-        finally:
-            reading = register.close()
     finally:
         if allocator is not None:
             allocator.uninstall()
-    return Measurement(
-        peak_bytes=reading.peak_bytes,
-        end_bytes=reading.live_bytes,
-        timeline=reading.timeline,
-        seconds=statistics.median(times or [seconds]),
-        value=value,
-    )
-
-
-def _register(device: torch.device, timeline: bool = False) -> Register:
-    """What is read, not open yet."""
-    if device.type == "cpu":
-        return AllocatorRegister(counting_allocator(), timeline)
-    return CudaRegister(device, timeline)
+    typical = statistics.median(times or [seconds])
+    return Measurement(seen.peak_bytes, seen.live_bytes, seen.timeline, typical, value)
 
 
 def _timed(step: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> tuple[float, Any]:

@@ -374,7 +374,7 @@ class Limiter:
                 self.forward,
                 args,
                 kwargs,
-                lambda result: loss_to_plan_for(result, self.loss_fn, self.model),
+                lambda result: loss_to_plan_for(result, self.loss_fn),
                 verify=self.verify != "never",
                 claims=kind.claims,
             )

@@ -259,6 +259,11 @@ def look_aside(
                 loss = loss_of(result)
                 del result
                 loss.backward()
+                if look.tracer.saved and not any(event.kind == "unpack" for event in look.tracer.events):
+                    raise TraceError(
+                        "the loss does not depend on the model: its backward did not reach the model at all. "
+                        "A loss_fn is given the model's output and has to compute the loss from that"
+                    )
             return look, look.graph(model)
         finally:
             look.close()

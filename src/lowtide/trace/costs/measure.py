@@ -6,14 +6,13 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Hashable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
 
 from lowtide import private
 from lowtide.meter import available, counting_allocator, measurable, peak, storages
-from lowtide.ops import tensors_of
 from lowtide.private import tree_leaves, tree_map
 from lowtide.progress import current
 from lowtide.trace.clock import Clock
@@ -27,9 +26,8 @@ _HELD_BYTES = 64 << 20  # a little more than a processor's cache
 _MIN_RUNS, _MAX_RUNS = 2, 25
 _HEAVY = 2  # times its share, and the run to warm up counts
 _ALONE = 6  # times what each would get if all got the same, and an operation runs only once
-_PATIENCE = 9  # times the time budget, before operations are estimated: what counts most has been run by then
+_PATIENCE = 9  # times the time budget, before operations are estimated
 _GROUPED = "aten._grouped_mm.default"
-_QUESTIONS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
 def measure_costs(
@@ -61,7 +59,8 @@ def measure_costs(
     bench = Bench()
     with _undisturbed(any(_device_of(spec).type == "cuda" for spec in specs.values())):
         guess = {key: estimate(spec, roofline) for key, spec in specs.items()}
-        order = _heavy_first(specs, guess)
+        # light calls say how far the estimates of heavy ones of the same operation are off
+        order = sorted(specs, key=lambda key: guess[key].seconds)
         begin, long = time.perf_counter(), _ALONE * time_budget / len(order)
         took: dict[Any, float] = {}  # of an operation's estimate, by the overload
         for done, key in enumerate(current().each("timing operations", order)):
@@ -73,7 +72,7 @@ def measure_costs(
             found = None
             if may_run and fits and spent + expected < _PATIENCE * time_budget:
                 share = max(0.0, time_budget - spent) / (len(order) - done)
-                found = bench.try_timing(spec, share, long)
+                found = bench.time(spec, share, long)
             if found is not None:
                 took[spec.func] = found.seconds / cost.seconds
             costs[key] = found or OpCost(expected, cost.scratch_bytes, "estimated")
@@ -87,7 +86,7 @@ def measure_scratch(spec: OpSpec) -> int:
     if not runnable(spec.func) or not all(map(present, _devices(spec))):
         return 0
     with _undisturbed(_device_of(spec).type == "cuda"):
-        found = Bench().try_timing(spec, 0.0, 0.0)
+        found = Bench().time(spec, 0.0, 0.0)
     return 0 if found is None else found.scratch_bytes
 
 
@@ -108,17 +107,6 @@ def estimate(spec: OpSpec, roofline: Roofline | None = None) -> OpCost:
     return OpCost(roofline.seconds(likely_flops(spec), moved), staging_bytes(spec), "estimated")
 
 
-def _heavy_first(specs: Mapping[K, OpSpec], guess: Mapping[K, OpCost]) -> list[K]:
-    """The overloads with the heaviest calls first; of one overload the light calls, which say how far the
-    estimates of the heavy ones are off.
-    """
-    heaviest: dict[Any, float] = {}
-    for key, spec in specs.items():
-        heaviest[spec.func] = max(heaviest.get(spec.func, 0.0), guess[key].seconds)
-    place = {func: at for at, func in enumerate(sorted(heaviest, key=lambda func: -heaviest[func]))}
-    return sorted(specs, key=lambda key: (place[specs[key].func], guess[key].seconds))
-
-
 class Bench:
     """Builds an operation's inputs and runs it.
 
@@ -133,49 +121,37 @@ class Bench:
         self._held_bytes = 0
         self._patterns: dict[tuple[torch.dtype, torch.device], torch.Tensor] = {}
 
-    def try_timing(self, spec: OpSpec, share: float, long: float) -> OpCost | None:
-        """As `time`; ``None`` where the operation rejects what was made up for it."""
+    def time(self, spec: OpSpec, share: float, long: float) -> OpCost | None:
+        """Run an operation once to warm up, then at least twice, more often while that takes less than
+        ``share`` seconds together. One that takes ``long`` seconds runs only once. ``None`` where the
+        operation rejects what was made up for it.
+        """
         try:
-            return self.time(spec, share, long)
+            return self._time(spec, share, long)
         except Exception:  # whatever a kernel says of inputs that it was not made for
             return None
 
-    def time(self, spec: OpSpec, share: float, long: float) -> OpCost:
-        """Run an operation once to warm up, then at least twice, more often while that takes less than
-        ``share`` seconds together. One that takes ``long`` seconds runs only once.
-        """
+    def _time(self, spec: OpSpec, share: float, long: float) -> OpCost:
         device = _device_of(spec)
         clock = Clock(device)
         inputs = {key: self._storage(leaves) for key, leaves in _by_storage(spec).items()}
-        dirty = self._mutated(spec, inputs)
         args, kwargs = tree_map(lambda leaf: _argument(leaf, inputs), (spec.args, spec.kwargs))
         _fit(spec, args)
         known = {private.storage_key(data) for data in inputs.values()}
 
-        def run() -> tuple[float, Any]:
-            for data, dtype in dirty:
-                self._fill(data, dtype)
+        def run() -> tuple[float, list[torch.UntypedStorage]]:
             out, seconds = clock.time(lambda: spec.func(*args, **kwargs))
-            return seconds(), out
+            return seconds(), _own(out, known)
 
         def watched() -> tuple[float, int, int]:
             """Seconds of a run, its scratch in bytes, and what its outputs take beyond what was expected."""
-            if not measurable(device):
-                seconds, out = run()
-                own = _own(out, known)
-                self._hold(own, device)
-                return seconds, 0, max(0, sum(s.nbytes() for s in own) - spec.output_bytes)
-            for data, dtype in dirty:
-                self._fill(data, dtype)
-            with peak(device) as seen:
-                out, read = clock.time(lambda: spec.func(*args, **kwargs))
-                seconds = read()
-                live = seen.live_bytes
-            own = _own(out, known)
-            made = sum(s.nbytes() for s in own)
-            fresh = max(live if device.type == "cuda" else 0, made)
+            with peak(device) if measurable(device) else nullcontext() as seen:
+                seconds, own = run()
+                live = seen.live_bytes if seen is not None and device.type == "cuda" else 0
+            made = sum(storage.nbytes() for storage in own)
             self._hold(own, device)
-            return seconds, max(0, seen.peak_bytes - fresh), max(0, made - spec.output_bytes)
+            scratch = 0 if seen is None else max(0, seen.peak_bytes - max(live, made))
+            return seconds, scratch, max(0, made - spec.output_bytes)
 
         begin = time.perf_counter()
         warm, scratch, surplus = watched()
@@ -186,9 +162,8 @@ class Bench:
         if warm > _HEAVY * share:
             times.append(warm)  # what runs so long does not notice that it is the first
         while len(times) < _MIN_RUNS or (len(times) < _MAX_RUNS and time.perf_counter() - begin < share):
-            seconds, out = run()
-            self._hold(_own(out, known), device)
-            del out
+            seconds, own = run()
+            self._hold(own, device)
             times.append(seconds)
         return OpCost(statistics.median(times), scratch, "measured", surplus)
 
@@ -231,19 +206,6 @@ class Bench:
         data[: whole * pattern.numel()].view(whole, -1).copy_(pattern.expand(whole, -1))
         data[whole * pattern.numel() :].copy_(pattern[: data.numel() - whole * pattern.numel()])
 
-    @staticmethod
-    def _mutated(spec: OpSpec, inputs: Mapping[int, torch.Tensor]) -> list[tuple[torch.Tensor, torch.dtype]]:
-        """The storages that the operation writes to, to be filled again before every run."""
-        found: dict[int, tuple[torch.Tensor, torch.dtype]] = {}
-        for at, argument in enumerate(private.schema_of(spec.func).arguments):
-            if argument.alias_info is None or not argument.alias_info.is_write:
-                continue
-            value = spec.kwargs.get(argument.name, spec.args[at] if at < len(spec.args) else None)
-            for leaf in tree_leaves(value):
-                if isinstance(leaf, TensorSpec):
-                    found[leaf.storage_key] = (inputs[leaf.storage_key], leaf.dtype)
-        return list(found.values())
-
 
 def _argument(leaf: Any, inputs: Mapping[int, torch.Tensor]) -> Any:
     if isinstance(leaf, torch.Generator):
@@ -255,17 +217,11 @@ def _argument(leaf: Any, inputs: Mapping[int, torch.Tensor]) -> Any:
 
 
 def _fit(spec: OpSpec, args: Any) -> None:
-    """Write to arguments that say how much there is to do: groups are of equal size, and lengths are one.
-    Indices stay zero, and masks true.
-    """
+    """Groups are of equal size: their ends say how much there is to do."""
     if str(spec.func) == _GROUPED and len(args) > 2 and args[2] is not None:
         first, second, ends = args[:3]
         rows = second.shape[-1] if first.dim() == 3 else first.shape[0 if second.dim() == 3 else 1]
         ends.copy_(torch.arange(1, len(ends) + 1, device=ends.device) * rows // len(ends))
-    elif not _QUESTIONS.isdisjoint(spec.func.tags) and "index" not in str(spec.func):
-        for tensor in tensors_of(args):
-            if not (tensor.is_floating_point() or tensor.is_complex()):
-                tensor.fill_(1)
 
 
 def _own(out: Any, known: set[int]) -> list[torch.UntypedStorage]:
