@@ -333,7 +333,7 @@ class Limiter:
         took("looked at a first step", time.perf_counter() - look.began, twice, self.progress)
         with self.known.lock:
             peak = look.peak_bytes
-            graph = look.graph(self.model)
+            graph = look.graph()
             if not self.known.looked(kind, look, graph) or peak is None or kind.graph is None:
                 return
             self.measured_bytes = kind.graph.resident_bytes + peak

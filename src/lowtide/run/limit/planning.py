@@ -32,7 +32,7 @@ from lowtide.run.limit.kinds import Kind
 from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
 from lowtide.run.ranks.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
 from lowtide.run.ranks.claims import beside, replayed_gathers, same_forward, with_seconds_of
-from lowtide.trace.settle import with_collectives
+from lowtide.trace.tracer import with_collectives
 
 Policy = str | Callable[..., Plan]
 
