@@ -8,8 +8,6 @@ import pytest
 import torch
 
 from lowtide.meter import measure, peak
-from lowtide.meter.cuda import CudaRegister
-from lowtide.meter.reading import Reading
 
 
 class Played:
@@ -45,21 +43,19 @@ def card(monkeypatch: pytest.MonkeyPatch) -> Played:
 
 def test_nested_registers_see_their_own_peaks(card: Played) -> None:
     card.alloc(100)
-    outer, inner = CudaRegister(torch.device("cuda", 0)), CudaRegister(torch.device("cuda", 0))
-    outer.open()
-    card.alloc(900)
-    card.alloc(-900)
-    inner.open()
-    card.alloc(50)
-    assert outer.read() == Reading(900, 50, 100, 1 << 20)
-    assert (inner.read().peak_bytes, inner.read().live_bytes) == (50, 50)
-    card.alloc(1000)
-    card.alloc(-1000)
-    found = inner.close()
-    card.alloc(5000)
-    card.alloc(-5000)
-    assert found.peak_bytes == 1050
-    assert outer.close() == Reading(5050, 50, 100, 1 << 20)
+    with peak("cuda:0") as outer:
+        card.alloc(900)
+        card.alloc(-900)
+        with peak("cuda:0") as inner:
+            assert (outer.peak_bytes, outer.live_bytes) == (900, 0)
+            card.alloc(50)
+            assert (inner.peak_bytes, inner.live_bytes) == (50, 50)
+            card.alloc(1000)
+            card.alloc(-1000)
+        card.alloc(5000)
+        card.alloc(-5000)
+    assert inner.peak_bytes == 1050
+    assert (outer.peak_bytes, outer.live_bytes) == (5050, 50)
 
 
 def test_what_the_allocator_reserved_stands_beside_what_was_allocated(card: Played) -> None:
@@ -84,8 +80,8 @@ def test_a_real_device() -> None:
         return kept
 
     seen = measure(step, device="cuda", warmup=1)
-    assert seen.source == "cuda"
     assert (seen.peak_bytes, seen.end_bytes) == ((1 << 20) + (1 << 22), 1 << 20)
+    assert seen.source == "cuda"
     assert max(live for _, live in seen.timeline) == seen.peak_bytes
     with peak("cuda") as outer, peak("cuda") as inner:
         step()

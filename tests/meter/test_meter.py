@@ -264,26 +264,6 @@ def test_an_exception_in_the_step_uninstalls() -> None:
 
 
 @needs_allocator
-def test_adopted_storages_are_known_from_then_on() -> None:
-    old, shared = torch.ones(1000, dtype=torch.uint8), torch.ones(10)
-    alias = old.view(10, 100)
-    allocator = counting_allocator()
-    with peak() as seen:
-        before = allocator.live_bytes
-        assert allocator.adopt([old, alias, torch.empty(5)]) == 1000
-        assert allocator.adopt([old]) == 0
-        assert allocator.live_bytes - before == 1000
-        # the 20 bytes are the third tensor's, which is the meter's anyway
-        assert (seen.live_bytes, seen.peak_bytes) == (0, 20)
-        old.resize_(3000)
-        assert seen.live_bytes == 2000
-        del old, alias
-        assert seen.live_bytes == -1000
-    from_numpy = torch.from_numpy(shared.numpy())
-    assert allocator.adopt([from_numpy]) == 0
-
-
-@needs_allocator
 def test_seconds_come_from_the_unlogged_runs() -> None:
     calls: list[int] = []
 
@@ -363,7 +343,7 @@ def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
     ]
     assert [run.communicate(timeout=300)[0].strip() for run in runs] == ["36", "36"]
     assert [run.returncode for run in runs] == [0, 0]
-    assert len(list((tmp_path / "cache").iterdir())) == 1
+    assert len(list((tmp_path / "cache").glob("*.so"))) == 1
 
 
 def test_without_a_compiler_the_profiler_measures(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from lowtide.models.gpt import Block
 from lowtide.models.presets import ModelConfig
 from lowtide.models.shared import Sharing
-from lowtide.trace.fake.tracer import FakeTracer
+from lowtide.trace.fake import FakeTracer
 
 # Table 3: heads, width, micro-batch size; the sequence is 2048 in all of them.
 MODELS = {"22B": (64, 6144, 4), "175B": (96, 12288, 1), "530B": (128, 20480, 1), "1T": (160, 25600, 1)}

@@ -98,24 +98,23 @@ def foreign() -> torch.Tensor:
 def test_a_loss_of_something_else_than_the_model_is_refused(loss_fn: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
     handle = lowtide.limit_memory(model, "100%", loss_fn=loss_fn)
-    with pytest.raises(TraceError, match="loss_fn returned a tensor that does not depend on the model"):
+    with pytest.raises(TraceError, match="the loss does not depend on the model"):
         handle.prepare(torch.randn(50, 16))
     model(torch.randn(50, 16)).sum().backward()
     assert handle.plan is not None, "to train, the loss that the caller computes is the one"
 
 
 @pytest.mark.parametrize(
-    "make",
+    "loss_fn",
     [
-        lambda _: lambda output: output.sum() + foreign(),
-        lambda _: lambda output: output.mul_(2).sum(),  # written in place
-        lambda _: lambda output: torch.utils.checkpoint.checkpoint(torch.sum, output, use_reentrant=True),
-        lambda model: lambda output: model[0].weight.square().sum(),  # a parameter and no output
+        lambda output: output.sum() + foreign(),
+        lambda output: output.mul_(2).sum(),  # written in place
+        lambda output: torch.utils.checkpoint.checkpoint(torch.sum, output, use_reentrant=True),
     ],
 )
-def test_a_loss_that_reaches_the_model_by_any_way_is_taken(make: Any) -> None:
+def test_a_loss_that_reaches_the_model_by_any_way_is_taken(loss_fn: Any) -> None:
     model = nn.Sequential(nn.Linear(16, 64), nn.GELU(), nn.Linear(64, 16))
-    handle = lowtide.limit_memory(model, "200%", loss_fn=make(model))
+    handle = lowtide.limit_memory(model, "200%", loss_fn=loss_fn)
     assert handle.prepare(torch.randn(50, 16)) is not None and handle.plan is not None
 
 

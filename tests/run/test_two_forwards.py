@@ -11,7 +11,6 @@ from torch import nn
 from torch.nn.functional import softplus
 
 import lowtide
-from lowtide.trace.settle import UNSETTLED
 
 
 def normed(norm: Callable[[nn.Module], nn.Module]) -> nn.Sequential:
@@ -39,7 +38,7 @@ def losses(model: nn.Sequential, steps: int = 3) -> list[torch.Tensor]:
     return [*found, *model.state_dict().values()]
 
 
-@pytest.mark.parametrize("budget", ["95%", "90%"])
+@pytest.mark.parametrize("budget", ["95%", "80%", "min"])
 @pytest.mark.parametrize("norm", [nn.utils.spectral_norm, nn.utils.parametrizations.spectral_norm])
 def test_state_that_each_forward_overwrites(norm: Callable[[nn.Module], nn.Module], budget: str) -> None:
     plain, model = losses(normed(norm)), normed(norm)
@@ -63,29 +62,6 @@ def test_forwards_one_after_the_other_are_said_nothing_of() -> None:
             output.sum().backward()
             model(torch.randn(1024, 32))  # nobody waits for its backward
             del output
-
-
-class Scaled(nn.Module):
-    """Scales by its weight, which its forward halves first, and by a count of its forwards."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.ones(8, 8))
-        self.register_buffer("count", torch.zeros(1))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            self.weight.mul_(0.5)
-            self.count += 1  # type: ignore[operator]
-        return (torch.tanh(x @ self.weight) + self.count.exp()).sum()
-
-
-def test_only_what_autograd_does_not_save_itself_is_not_replayed_from() -> None:
-    model = Scaled()
-    graph = lowtide.trace(lambda x: model(x), torch.randn(8, 8, requires_grad=True), model=model)
-    reasons = {op.name: op.reason for op in graph.operations if op.phase == "forward"}
-    assert reasons["aten.exp.default"] == UNSETTLED
-    assert reasons["aten.mm.default"] == reasons["aten.tanh.default"] == ""
 
 
 def test_a_step_beside_one_that_was_abandoned_is_said_to_be_without_a_limit() -> None:

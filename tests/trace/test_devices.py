@@ -15,7 +15,7 @@ from lowtide.ops import op_info
 from lowtide.trace import eager
 from lowtide.trace.clock import Clock
 from lowtide.trace.eager import StepTracer
-from lowtide.trace.fake.tracer import FakeTracer
+from lowtide.trace.fake import FakeTracer
 from lowtide.trace.tracer import Call
 
 

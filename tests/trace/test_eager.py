@@ -396,23 +396,6 @@ def test_scopes_mark_what_they_force() -> None:
     assert all(not s.forced for s in saved_by("aten.exp.default"))
 
 
-def test_a_window_that_a_function_looks_into_is_real() -> None:
-    """The inverse transform checks that its windows leave no gap, which fake numbers would not tell."""
-    lin, x = nn.Linear(17, 17), torch.randn(2, 200)
-
-    def step() -> torch.Tensor:
-        window = torch.hann_window(32)
-        spectrum = torch.stft(x, 32, 8, window=window, return_complex=True)
-        mask = lin(spectrum.abs().mT).sigmoid().mT
-        return torch.istft(spectrum * mask, 32, 8, window=window, length=200).square().mean()
-
-    graph = lowtide.trace(step, model=lin, costs=False, fake=True)
-    assert graph.source == "fake"
-    assert [o.name for o in graph.operations] == [
-        o.name for o in lowtide.trace(step, model=lin, costs=False).operations
-    ]
-
-
 def test_buffers_that_come_and_go_beside_a_collective_are_not_its_scratch() -> None:
     """Its threads hold a copy of the input a while longer, and let go of that of an earlier one."""
     pytest.importorskip("torch.distributed")
@@ -435,28 +418,6 @@ def test_buffers_that_come_and_go_beside_a_collective_are_not_its_scratch() -> N
             tracer.measured((func, (), ()), lambda last=last: call(last))
         assert max(tracer._scratch[func, (), ()]) == expected
         held.clear()
-
-
-class Masked(nn.Module):
-    """Puts a mask of ones together from numbers and integers, and goes another way where it holds a zero."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.Linear(8, 8)
-
-    def forward(self, x: torch.Tensor) -> Any:
-        mask = torch.cat([torch.ones(x.shape[0], 3), torch.ones(x.shape[0], 5, dtype=torch.long)], dim=1)
-        h = self.inner(x)
-        if not torch.all(mask == 1):
-            h = h.masked_fill(mask == 0, 0).sin()
-        return {"loss": F.gelu(h).square().mean()}
-
-
-def test_a_mask_that_is_put_together_is_looked_at() -> None:
-    model = Masked()
-    graph = lowtide.trace(lambda x: model(x)["loss"], torch.randn(4, 8), model=model, costs=False, fake=True)
-    assert graph.source == "fake"
-    assert not any(operation.name == "aten.sin.default" for operation in graph.operations)
 
 
 class Handed(nn.Module):

@@ -8,7 +8,8 @@ from lowtide.errors import MeterError
 
 from .allocator import CountingAllocator, available, counting_allocator
 from .machine import free_main_memory
-from .measure import Measurement, Peak, measurable, measure, peak
+from .measure import Measurement, measurable, measure, peak
+from .register import Peak
 from .resident import resident_bytes, resident_tensors, storages
 
 __all__ = [

@@ -3,29 +3,22 @@
 The allocator is the process's, so installing is counted: the last `uninstall` puts PyTorch's own back. What
 was allocated in between stays valid, and is still counted when it is freed. Bytes are those requested
 (``nbytes``), not what malloc rounds them to. Memory that PyTorch did not ask its current allocator for (NumPy
-arrays, shared memory, what `torch.load` or `torch.UntypedStorage(n)` makes) does not count;
-`CountingAllocator.adopt` takes the latter two in.
+arrays, shared memory, what `torch.load` or `torch.UntypedStorage(n)` makes) does not count.
 """
 
 from __future__ import annotations
 
 import ctypes
 import threading
-from collections.abc import Iterable
 from contextlib import ExitStack
-from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-import torch
-
-from lowtide import private
 from lowtide.errors import MeterError
 from lowtide.native import BuildError, built, with_torch
 
-from .reading import Moments, Reading
-from .resident import storages
+from .register import Moments, Peak
 
 _LOCK = threading.RLock()
 _SOURCE = Path(__file__).with_name("counting_allocator.cpp")
@@ -48,13 +41,12 @@ class CountingAllocator:
             bind(f"lt_{name}", position) for name in ("install", "uninstall", "installs")
         )
         self._live = bind("lt_live", number)
-        self._adopt = bind("lt_adopt", number, ctypes.c_void_p)
         self.mark_open, self.mark_close = (
             bind("lt_mark_open", position),
             bind("lt_mark_close", None, position),
         )
-        self.mark_peak, self.mark_live, self.mark_start = (
-            bind(f"lt_mark_{name}", number, position) for name in ("peak", "live", "start")
+        self.mark_peak, self.mark_live = (
+            bind(f"lt_mark_{name}", number, position) for name in ("peak", "live")
         )
         self.log_open, self.log_end, self.now = (
             bind(f"lt_{name}", number) for name in ("log_open", "log_end", "now")
@@ -89,44 +81,22 @@ class CountingAllocator:
 
     @property
     def live_bytes(self) -> int:
-        """Bytes live now, of those allocated while it was installed and those adopted."""
+        """Bytes live now, of those allocated while it was installed."""
         return self._live()
-
-    def adopt(self, tensors: Iterable[torch.Tensor]) -> int:
-        """Take over the storages of tensors that were allocated before the install, so that their free and
-        resizing count.
-
-        Open marks and measurements see no jump. Storages that PyTorch's default allocator did not make
-        (NumPy's, shared ones, other devices') and those known already are left alone.
-
-        Returns:
-            The bytes taken over.
-        """
-        return sum(self._adopt(private.storage_address(storage)) for storage in storages(tensors))
 
 
 @lru_cache(maxsize=1)
 def _load() -> CountingAllocator | MeterError:
     try:
         allocator = CountingAllocator(str(built(with_torch(_SOURCE))))
-        register = AllocatorRegister(allocator)
-        register.open()
-        with private.without_dispatch_modes():
-            block = torch.empty(12345, dtype=torch.uint8, device="cpu")
-        seen = register.read().live_bytes
-        del block
-        left = register.close().live_bytes
+        allocator.install()
+        allocator.uninstall()
     except MeterError as error:
         return error
     except BuildError as error:
         return MeterError(f"there is no counting allocator, which measures exactly and cheaply: {error}")
     except (OSError, AttributeError) as error:
         return MeterError(f"the counting allocator cannot be loaded: {error}")
-    alone = threading.active_count() == 1
-    if seen < 12345 or (alone and (seen, left) != (12345, 0)):
-        return MeterError(
-            f"the counting allocator counts wrongly here ({seen} bytes for 12345, {left} after the free)"
-        )
     return allocator
 
 
@@ -144,28 +114,18 @@ def counting_allocator() -> CountingAllocator:
 
 
 def available() -> bool:
-    """Whether the counting allocator works here. Else the profiler's memory events are what is left to
-    measure with.
-    """
+    """Whether the counting allocator works here: it needs a C++ compiler."""
     with _LOCK:
         return isinstance(_load(), CountingAllocator)
 
 
-class AllocatorRegister:
-    """A watermark register of the counting allocator.
+class AllocatorPeak(Peak):
+    """A watermark register of the counting allocator."""
 
-    Args:
-        allocator: it.
-        timeline: whether to log every allocation and free.
-    """
+    source = "allocator"
 
-    def __init__(self, allocator: CountingAllocator, timeline: bool = False) -> None:
-        self._allocator, self._timeline = allocator, timeline
-        self._mark = self._first = self._clock = 0
-
-    def open(self) -> None:
-        """Begin."""
-        a = self._allocator
+    def _open(self) -> None:
+        a = self._allocator = counting_allocator()
         with ExitStack() as undo:
             a.install()
             undo.callback(a.uninstall)
@@ -175,36 +135,33 @@ class AllocatorRegister:
                     "64 peaks are being measured at once, which is all the meter has registers for"
                 )
             undo.callback(a.mark_close, self._mark)
-            if self._timeline:
+            if self.with_timeline:
                 self._first, self._clock = a.log_open(), a.now()
                 if self._first < 0:
                     raise MeterError("no memory for the event log")
             undo.pop_all()
 
-    def read(self) -> Reading:
-        """What there was so far."""
-        a, mark = self._allocator, self._mark
-        return Reading(a.mark_peak(mark), a.mark_live(mark), a.mark_start(mark) or None)
+    def _read(self) -> tuple[int, int]:
+        return self._allocator.mark_peak(self._mark), self._allocator.mark_live(self._mark)
 
-    def close(self) -> Reading:
-        """End, and say what there was."""
-        a, found = self._allocator, self.read()
+    def _close(self) -> tuple[tuple[int, int], Moments]:
+        a, bytes_ = self._allocator, self._read()
         a.mark_close(self._mark)
-        if self._timeline:
+        moments: Moments = ()
+        if self.with_timeline:
             last = a.log_end()
             a.log_close()
-            found = replace(found, timeline=self._moments(last, found.live_bytes))
+            moments = self._moments(last, bytes_[1])
         a.uninstall()
-        return found
+        return bytes_, moments
 
     def _moments(self, last: int, end_bytes: int) -> Moments:
         """The newest 1,048,576 events of the log, in the order of their clock."""
         room = max(0, min(last - self._first, 1 << 20))
         clock, deltas = (ctypes.c_int64 * room)(), (ctypes.c_int64 * room)()
         count = self._allocator.log_read(max(self._first, last - room), last, clock, deltas)
-        live = end_bytes - sum(
-            deltas[:count]
-        )  # 0 but for a log that overflowed, whose oldest events are gone
+        # 0 but for a log that overflowed, whose oldest events are gone
+        live = end_bytes - sum(deltas[:count])
         moments = []
         for at, delta in zip(clock[:count], deltas[:count], strict=True):
             live += delta

@@ -6,7 +6,6 @@
 // workspaces through whichever allocator is current. Sizes live in a side table. A block that left through
 // another deleter leaves a stale entry; it is dropped when its address is issued again.
 #include <c10/core/CPUAllocator.h>
-#include <c10/core/StorageImpl.h>
 #include <c10/core/impl/alloc_cpu.h>
 #include <c10/util/flat_hash_map.h>
 
@@ -214,38 +213,6 @@ int lt_installs() {
 int64_t lt_live() { return state().live.load(); }
 int64_t lt_now() { return now_ns(); }
 
-// Take over the block of a storage that the default allocator made, so that its free and its resizing are
-// counted. Open watermarks see neither the bytes nor a change. Returns the bytes taken over, 0 for a block of
-// another kind.
-int64_t lt_adopt(void* storage_impl) {
-  State& s = state();
-  auto* storage = static_cast<c10::StorageImpl*>(storage_impl);
-  std::lock_guard<std::mutex> guard(s.mutex);
-  c10::DataPtr& data = storage->_mutable_data_ptr_no_checks();
-  c10::Allocator* standard = c10::GetDefaultCPUAllocator();
-  if (data.device().type() != c10::DeviceType::CPU ||
-      (storage->allocator() != nullptr && storage->allocator() != standard))
-    return 0;
-  if (data.get() == nullptr) {
-    if (storage->allocator() == standard) storage->set_allocator(&allocator());
-    return 0;
-  }
-  if (data.get() != data.get_context() ||
-      !data.compare_exchange_deleter(standard->raw_deleter(), &counted_delete))
-    return 0;
-  storage->set_allocator(&allocator());
-  auto bytes = static_cast<int64_t>(storage->nbytes());
-  if (bytes == 0) return 0;
-  auto stale = static_cast<int64_t>(remember(data.get(), static_cast<size_t>(bytes)));
-  for (uint64_t open = s.open.load(); open != 0; open &= open - 1) {
-    Mark& mark = s.marks[__builtin_ctzll(open)];
-    mark.peak.fetch_add(bytes - stale);
-    mark.start.fetch_add(bytes - stale);
-  }
-  s.live.fetch_add(bytes - stale);
-  return bytes;
-}
-
 // Open a watermark register; -1 when all are in use.
 int lt_mark_open() {
   State& s = state();
@@ -261,7 +228,6 @@ int lt_mark_open() {
   return id;
 }
 
-int64_t lt_mark_start(int id) { return state().marks[id].start.load(); }
 int64_t lt_mark_peak(int id) { return state().marks[id].peak.load() - state().marks[id].start.load(); }
 int64_t lt_mark_live(int id) { return state().live.load() - state().marks[id].start.load(); }
 

@@ -5,14 +5,13 @@ by any number of readers.
 from __future__ import annotations
 
 import threading
-from dataclasses import replace
 from typing import ClassVar
 
 import torch
 
 from lowtide import private
 
-from .reading import Moments, Reading
+from .register import Moments, Peak
 
 _LOCK = threading.Lock()
 _BLOCK = 512
@@ -20,59 +19,53 @@ _BLOCK = 512
 _MAX_EVENTS = 200_000
 
 
-class CudaRegister:
-    """A peak register of one device.
+class CudaPeak(Peak):
+    """A peak register of one device; a timeline is the allocator's event history, without stacks.
 
     Opening one resets the device's peak statistics (`torch.cuda.reset_peak_memory_stats`), after handing
     what it read to every register that is open: each sees its own peak.
-
-    Args:
-        device: whose memory.
-        timeline: whether to take the allocator's event history, without stacks.
     """
 
+    source = "cuda"
     # the statistic is the device's, so its readers are listed per device
-    _open: ClassVar[dict[int, list[CudaRegister]]] = {}
+    _all: ClassVar[dict[int, list[CudaPeak]]] = {}
+    _recorded = False
 
-    def __init__(self, device: torch.device, timeline: bool = False) -> None:
-        self.device = device.index if device.index is not None else torch.cuda.current_device()
-        self._timeline, self._recorded = timeline, False
-        self._peak = self._reserved = self._start = 0
-
-    def open(self) -> None:
-        """Begin."""
-        if self._timeline and not private.is_cuda_history_recorded():  # else the program records its own
+    def _open(self) -> None:
+        self._at = self.device.index if self.device.index is not None else torch.cuda.current_device()
+        if self.with_timeline and not private.is_cuda_history_recorded():  # else the program records its own
             self._recorded = True
             private.record_cuda_history(_MAX_EVENTS)
         with _LOCK:
             self._fold()
-            self._start = self._peak = torch.cuda.memory_allocated(self.device)
-            self._reserved = torch.cuda.memory_reserved(self.device)
-            self._open.setdefault(self.device, []).append(self)
-            torch.cuda.reset_peak_memory_stats(self.device)
+            self._start = self._most = torch.cuda.memory_allocated(self._at)
+            self._reserved = torch.cuda.memory_reserved(self._at)
+            self._all.setdefault(self._at, []).append(self)
+            torch.cuda.reset_peak_memory_stats(self._at)
 
-    def close(self) -> Reading:
-        """End, and say what there was."""
-        found = self.read()
+    def _close(self) -> tuple[tuple[int, int], Moments]:
+        bytes_ = self._read()
         with _LOCK:
-            self._open[self.device].remove(self)
-        if self._recorded:
-            found = replace(found, timeline=self._moments())
-        return found
+            self._all[self._at].remove(self)
+        return bytes_, self._moments() if self._recorded else ()
 
     def _fold(self) -> None:
         """Hand the device's peaks to every open register."""
-        peak = torch.cuda.max_memory_allocated(self.device)
-        reserved = torch.cuda.max_memory_reserved(self.device)
-        for other in self._open.get(self.device, []):
-            other._peak, other._reserved = max(other._peak, peak), max(other._reserved, reserved)
+        peak = torch.cuda.max_memory_allocated(self._at)
+        reserved = torch.cuda.max_memory_reserved(self._at)
+        for other in self._all.get(self._at, []):
+            other._most, other._reserved = max(other._most, peak), max(other._reserved, reserved)
 
-    def read(self) -> Reading:
-        """What there was so far."""
+    def _read(self) -> tuple[int, int]:
         with _LOCK:
             self._fold()
-            live = torch.cuda.memory_allocated(self.device) - self._start
-            return Reading(self._peak - self._start, live, self._start, self._reserved)
+            return self._most - self._start, torch.cuda.memory_allocated(self._at) - self._start
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """The most that the allocator held of the device so far."""
+        self._now()
+        return self._reserved
 
     def _moments(self) -> Moments:
         """The allocator's events, which are recorded no longer; the seconds count from the first."""
@@ -80,7 +73,7 @@ class CudaRegister:
             traces = private.cuda_history_events()
         finally:
             private.stop_cuda_history()
-        events = traces[self.device] if self.device < len(traces) else []
+        events = traces[self._at] if self._at < len(traces) else []
         steps = [event for event in events if event["action"] in ("alloc", "free_requested")]
         live, moments = 0, []
         for event in steps:

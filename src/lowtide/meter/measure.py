@@ -7,22 +7,16 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from types import TracebackType
 from typing import Any, Literal
 
 import torch
 
 from lowtide.errors import MeterError
 
-from .allocator import AllocatorRegister, available, counting_allocator
-from .cuda import CudaRegister
-from .profiler import ProfilerRegister
-from .reading import Reading
-
-Source = Literal["allocator", "profiler", "cuda"]
-"""What was read: the counting ``allocator`` or the ``profiler`` of main memory, or the statistics of CUDA's
-allocator.
-"""
+from .allocator import AllocatorPeak, available, counting_allocator
+from .cuda import CudaPeak
+from .profiler import ProfilerPeak
+from .register import Peak, Source
 
 
 @dataclass(frozen=True)
@@ -32,8 +26,6 @@ class Measurement:
 
     Attributes:
         peak_bytes: most bytes live at any moment, on top of those live at the start.
-        start_bytes: bytes live at the start that the meter knows of (all of them on CUDA; on the CPU what was
-            allocated since it was installed and what it adopted), ``None`` when it knows of none.
         end_bytes: bytes still live at the end, on top of the start, the step's value included.
         timeline: (seconds since the start, bytes live on top of the start) after every allocation and free,
             in order.
@@ -44,19 +36,12 @@ class Measurement:
     """
 
     peak_bytes: int
-    start_bytes: int | None
     end_bytes: int
     timeline: tuple[tuple[float, int], ...] = field(repr=False)
     seconds: float
     value: Any = field(repr=False)
     source: Source
     reserved_bytes: int | None = None
-
-
-Register = AllocatorRegister | CudaRegister | ProfilerRegister
-"""Counts from ``open`` to ``close``, which says what there was, as ``read`` does meanwhile; any number may be
-open.
-"""
 
 
 def _device(device: torch.device | str | None) -> torch.device:
@@ -71,80 +56,30 @@ def _device(device: torch.device | str | None) -> torch.device:
     return where
 
 
-def _source(device: torch.device, source: Literal["auto"] | Source) -> Source:
-    known: tuple[Source, ...] = ("cuda",) if device.type == "cuda" else ("allocator", "profiler")
+def _kind(device: torch.device, source: Literal["auto"] | Source) -> type[Peak]:
+    """What reads a device's memory."""
+    known: tuple[type[Peak], ...] = (CudaPeak,) if device.type == "cuda" else (AllocatorPeak, ProfilerPeak)
     if source == "auto":
-        return known[0] if device.type == "cuda" or available() else "profiler"
-    if source not in known:
-        raise MeterError(
-            f"source={source!r} does not measure memory on {device}: use 'auto', or {' or '.join(known)}"
-        )
-    return source
+        return known[-1] if device.type == "cpu" and not available() else known[0]
+    for kind in known:
+        if kind.source == source:
+            return kind
+    raise MeterError(
+        f"source={source!r} does not measure memory on {device}: use 'auto', or "
+        f"{' or '.join(kind.source for kind in known)}"
+    )
 
 
 def measurable(device: torch.device) -> bool:
-    """Whether a device's memory can be read at any time, with the meter that is its own: scratch of single
-    operations, too.
-    """
+    """Whether a device's memory can be read at any time, with the meter that is its own."""
     return device.type == "cuda" or (device.type == "cpu" and available())
 
 
-class Peak:
-    """Most bytes live during a block of code, above those live when it was entered; made by `peak`.
-    Process-wide: every thread counts.
-
-    Reading costs about a microsecond. Blocks may nest and overlap, each sees its own peak. After the block
-    the values stand still.
-    """
-
-    def __init__(self, device: torch.device, source: Source) -> None:
-        self.device = device
-        self.source: Source = source
-        self._register: Register | None = None
-        self._kept: Reading | None = None
-
-    def __enter__(self) -> Peak:
-        if self._register is not None or self._kept is not None:
-            raise MeterError("a peak() measures one block: make another one for the next")
-        register = _register(self.device, self.source)
-        register.open()
-        self._register = register
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        assert self._register is not None
-        self._kept = self._register.close()
-
-    def read(self) -> Reading:
-        """All that is known so far."""
-        if self._kept is not None:
-            return self._kept
-        if self._register is None:
-            raise MeterError(
-                "peak() counts from where its with-block is entered: write `with lowtide.meter.peak() as p: "
-                "...`"
-            )
-        return self._register.read()
-
-    @property
-    def peak_bytes(self) -> int:
-        """Most bytes live so far, above those at entry."""
-        return self.read().peak_bytes
-
-    @property
-    def live_bytes(self) -> int:
-        """Bytes live now, above those at entry; negative when older ones were freed."""
-        return self.read().live_bytes
-
-    @property
-    def reserved_bytes(self) -> int | None:
-        """On CUDA the most that the allocator held of the device so far, fragments included, else None."""
-        return self.read().reserved_bytes
-
-
-def peak(device: torch.device | str | None = None, source: Literal["auto"] | Source = "auto") -> Peak:
+def peak(
+    device: torch.device | str | None = None,
+    source: Literal["auto"] | Source = "auto",
+    timeline: bool = False,
+) -> Peak:
     """A context manager that gives ``peak_bytes`` and ``live_bytes`` above those live at entry; cheap enough
     for every training step.
 
@@ -155,9 +90,13 @@ def peak(device: torch.device | str | None = None, source: Literal["auto"] | Sou
     Args:
         device: ``cpu`` or a CUDA device; ``None`` means CUDA where this process uses it, else the CPU.
         source: what to read on the CPU: ``auto`` takes the allocator if it can.
+        timeline: whether to log every allocation and free.
+
+    Raises:
+        MeterError: the device has no meter, or ``source`` is none of its own.
     """
     where = _device(device)
-    return Peak(where, _source(where, source))
+    return _kind(where, source)(where, timeline)
 
 
 def measure(
@@ -173,8 +112,8 @@ def measure(
 
     Bytes are those of the last run. Seconds are the median of the runs before it when ``repeats`` is above 1,
     for the last one also logs its events (or is watched by the profiler). On the CPU, the free of a tensor
-    that was allocated before the meter was installed is not
-    seen: keep it installed, or `adopt` the tensors, where a step frees what it found.
+    that was allocated before the meter was installed is not seen: keep it installed where a step frees what
+    it found.
 
     ``peak_bytes`` is what the call adds above what stood before it. A budget of `limit_memory` and a plan's
     predicted peak count what stood, too: to compare, add ``resident_bytes(model)`` (parameters, buffers and
@@ -190,6 +129,9 @@ def measure(
         device: whose memory; ``None`` means CUDA where this process uses it, else the CPU.
         source: what to read on the CPU: ``auto`` takes the counting allocator if it can, else the profiler.
 
+    Raises:
+        MeterError: as of `peak`; or the counts are out of range.
+
     Example:
         >>> from lowtide.meter import resident_bytes
         >>> model, inputs = torch.nn.Linear(8, 8), torch.randn(4, 8)
@@ -203,8 +145,8 @@ def measure(
             "negative"
         )
     where = _device(device)
-    found = _source(where, source)
-    allocator = counting_allocator() if found == "allocator" else None
+    kind = _kind(where, source)
+    allocator = counting_allocator() if kind is AllocatorPeak else None
     if allocator is not None:
         # from before the warm-up, so that what one run leaves and the next frees is known
         allocator.install()
@@ -214,32 +156,15 @@ def measure(
             step(*args)
         times = [_timed(step, args, where)[0] for _ in range(repeats - 1)]
         _synchronize(where)
-        register = _register(where, found, timeline)
-        register.open()
-        try:
+        with kind(where, timeline) as seen:
             seconds, value = _timed(step, args, where)
-        finally:
-            reading = register.close()
     finally:
         if allocator is not None:
             allocator.uninstall()
+    typical = statistics.median(times or [seconds])
     return Measurement(
-        peak_bytes=reading.peak_bytes,
-        start_bytes=reading.start_bytes,
-        end_bytes=reading.live_bytes,
-        timeline=reading.timeline,
-        seconds=statistics.median(times or [seconds]),
-        value=value,
-        source=found,
-        reserved_bytes=reading.reserved_bytes,
+        seen.peak_bytes, seen.live_bytes, seen.timeline, typical, value, seen.source, seen.reserved_bytes
     )
-
-
-def _register(device: torch.device, source: Source, timeline: bool = False) -> Register:
-    """What is read, not open yet."""
-    if source == "allocator":
-        return AllocatorRegister(counting_allocator(), timeline)
-    return CudaRegister(device, timeline) if source == "cuda" else ProfilerRegister(timeline)
 
 
 def _timed(step: Callable[..., Any], args: tuple[Any, ...], device: torch.device) -> tuple[float, Any]:

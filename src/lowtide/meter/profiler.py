@@ -11,41 +11,32 @@ from torch.profiler import ProfilerActivity, profile
 from lowtide import private
 from lowtide.errors import MeterError
 
-from .reading import Reading
+from .register import Moments, Peak
 
 
-class ProfilerRegister:
-    """The CPU's allocations as the profiler sees them. Frees of blocks from before the start are not seen.
+class ProfilerPeak(Peak):
+    """The CPU's allocations as the profiler sees them. Frees of blocks from before the start are not seen."""
 
-    Args:
-        timeline: whether to keep every event.
-    """
+    source = "profiler"
+    _profile: Any = None
 
-    def __init__(self, timeline: bool = False) -> None:
-        self._timeline = timeline
-        self._profile: Any = None
-
-    def open(self) -> None:
-        """Begin. Raises MeterError while another profiler runs."""
+    def _open(self) -> None:
         if private.is_profiler_enabled():
             raise MeterError(
                 "memory cannot be measured here: without the counting allocator (which needs a C++ "
                 "compiler) the profiler measures it, and a profiler is running already (nested peaks need "
                 "the allocator too)"
             )
-        watch = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
-        watch.__enter__()
-        self._profile = watch
+        self._profile = profile(activities=[ProfilerActivity.CPU], profile_memory=True, acc_events=True)
+        self._profile.__enter__()
 
-    def read(self) -> Reading:
-        """Raises MeterError: it is known at the end only."""
+    def _read(self) -> tuple[int, int]:
         raise MeterError(
             "without the counting allocator (which needs a C++ compiler) the peak is known only after the "
             "with-block"
         )
 
-    def close(self) -> Reading:
-        """End, and say what there was."""
+    def _close(self) -> tuple[tuple[int, int], Moments]:
         watch, self._profile = self._profile, None
         watch.__exit__(None, None, None)
         results = watch.profiler.kineto_results
@@ -62,4 +53,4 @@ class ProfilerRegister:
             live += size
             peak = max(peak, live)
             moments.append(((at - begin) * 1e-9, live))
-        return Reading(peak, live, timeline=tuple(moments) if self._timeline else ())
+        return (peak, live), tuple(moments) if self.with_timeline else ()

@@ -16,14 +16,12 @@ from typing import Any
 import torch
 
 from lowtide import private
-from lowtide.graph import StepGraph
 from lowtide.interception import Interceptor, proceed, unseen
 from lowtide.meter import Peak, measurable, peak
 from lowtide.meter.resident import plain_parts
 from lowtide.ops import has_plain_storage, is_sparse, op_info, tensors_of, written_tensors
 from lowtide.trace.clock import Clock
 from lowtide.trace.results import tensors_inside
-from lowtide.trace.settle import SUM, in_place
 from lowtide.trace.tracer import Call, Tracer
 
 HIDDEN = "it was made by code that the dispatcher does not see"
@@ -71,7 +69,9 @@ class StepTracer(Tracer, Interceptor):
         self._sparse: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._costs: list[Any] = []  # for each operation, what equal calls share
         self._nodes: list[Any] = []  # for each operation, the autograd node whose turn it was
-        self._sums: set[int] = set()  # additions that autograd's engine made between nodes
+        self._newest = -1  # the newest operation
+        self._meet = -2  # the newest in which autograd's engine added gradients
+        self._added_to: dict[int, int] = {}  # storage of such a sum -> the storage that it is written into
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -123,21 +123,52 @@ class StepTracer(Tracer, Interceptor):
         if node is not None and node[0] == _REENTRANT and node not in self._reentrant_calls:
             self._reentrant_calls.add(node)
             self.checkpoints += 1
-        adds = call.info.name == SUM and len(call.args) == 2 and not call.kwargs
+        adds = call.info.name == "aten.add.Tensor" and len(call.args) == 2 and not call.kwargs
         if node is not None and adds and self._meets(call.args[0], call.reads, node):
-            self._sums.add(index)
+            self._meet = index
         self._nodes.append(node)
         self._costs.append(self._cost)
 
     def _meets(self, first: Any, reads: tuple[int, ...], node: Any) -> bool:
-        """Whether a gradient that another node made is the first that is read, and nobody else holds it: the
-        engine adds the second to it.
+        """Whether a gradient that another node made is the first that is read: the engine adds the second to
+        it, where nobody else holds it.
 
         A view holds its base, and the engine adds out of place where anybody holds the bytes.
         """
         producer = self.values[reads[0]]["producer"] if reads else None
         made = None if producer is None else self._nodes[producer]
         return made not in (None, node) and not private.is_view(first)
+
+    def event(self, kind: Any, index: int) -> None:
+        """As the base's, with gradients added in place where autograd's engine would.
+
+        It counts references for that, and a tensor whose storage Python has looked at has one more, so here
+        it adds out of place. The first gradient ends with the sum then.
+        """
+        if self.closed:
+            return
+        if kind == "op":
+            self._newest = index
+        if kind == "free":
+            index = self._added_to.get(index, index)
+            if self._newest == self._meet and self._adds_to(index):
+                return
+        super().event(kind, index)
+
+    def _adds_to(self, storage: int) -> bool:
+        """Whether the newest sum would be written into ``storage``, which ends; from here on it is."""
+        operation = self.operations[self._meet]
+        first, result = (self.values[ids[0]] for ids in (operation["reads"], operation["writes"]))
+        own = self.storages[result["storage"]]
+        alike = own["bytes"] == self.storages[storage]["bytes"]
+        if first["storage"] != storage or not alike or self.storages[storage]["kind"] != "backward":
+            return False
+        operation["name"], self._meet = "aten.add_.Tensor", -2
+        own["bytes"], self._added_to[own["id"]] = 0, storage
+        result |= {"storage": storage, "version": self.values[self._current[storage]]["version"] + 1}
+        self._current[storage] = self._current[own["id"]] = result["id"]
+        self._known |= {key: storage for key, number in self._known.items() if number == own["id"]}
+        return True
 
     def _storage_of(self, tensor: torch.Tensor, producer: int | None = None) -> int:
         """As the base's; what shows up while nobody sees operations was written by a hidden one."""
@@ -204,13 +235,6 @@ class StepTracer(Tracer, Interceptor):
 
         found = {kind: cost_of(kind) for kind in set(self._costs)}
         return [found[kind] for kind in self._costs]
-
-    def graph(self) -> StepGraph:
-        """As the base's, with gradients added in place where autograd's engine would."""
-        self.closed = True
-        self.events = in_place(self.events, self.operations, self.storages, self.values, self._sums)
-        self._sums = set()
-        return super().graph()
 
 
 def apart(

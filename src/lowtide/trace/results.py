@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -74,18 +74,20 @@ def loss_in(result: Any) -> torch.Tensor:
     return loss.sum() if loss.dim() else loss
 
 
-def loss_to_plan_for(
-    result: Any, loss_fn: Callable[[Any], torch.Tensor] | None, model: torch.nn.Module
-) -> torch.Tensor:
-    """A loss of what ``model`` returned: what ``loss_fn`` makes of it, the loss in it, or the sum of all that
+def loss_to_plan_for(result: Any, loss_fn: Callable[[Any], torch.Tensor] | None) -> torch.Tensor:
+    """A loss of what a model returned: what ``loss_fn`` makes of it, the loss in it, or the sum of all that
     a gradient can come from.
 
     Raises:
-        TraceError: there is nothing to begin a backward at, or what ``loss_fn`` returned is no loss of the
-            model.
+        TraceError: there is nothing to begin a backward at, or ``loss_fn`` returned no loss.
     """
     if loss_fn is not None:
-        return _given_loss(loss_fn, result, model)
+        loss = loss_fn(result)
+        if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
+            raise TraceError(
+                f"loss_fn returned {type(loss).__name__}: it has to return the loss, a tensor of one element"
+            )
+        return loss
     found = loss_of(result)
     if found is not None and not isinstance(result, (tuple, list)):
         return found  # itself: it may stand on more memory than a sum of it would (mse_loss)
@@ -94,45 +96,3 @@ def loss_to_plan_for(
         raise TraceError("no output of the model requires a gradient: there is no backward to plan for")
     total: Any = sum((t.abs() if t.is_complex() else t).sum().float() for t in outputs)
     return total
-
-
-def _given_loss(loss_fn: Callable[[Any], torch.Tensor], result: Any, model: torch.nn.Module) -> torch.Tensor:
-    outputs = [tensor for tensor in tensors_inside(result) if tensor.requires_grad]
-    # taken before: the function may write into an output
-    own = {tensor.grad_fn for tensor in outputs} - {None}
-    leaves = {id(tensor) for tensor in (*outputs, *model.parameters())}
-    loss = loss_fn(result)
-    if not isinstance(loss, torch.Tensor) or loss.numel() != 1:
-        raise TraceError(
-            f"loss_fn returned {type(loss).__name__}: it has to return the loss, a tensor of one element"
-        )
-    if (
-        outputs
-        and loss.requires_grad
-        and id(loss) not in leaves
-        and not any(
-            node in own or id(getattr(node, "variable", None)) in leaves for node in nodes_behind([loss])
-        )
-    ):
-        raise TraceError(
-            "loss_fn returned a tensor that does not depend on the model: its backward would not reach the "
-            "model at all. It is given the model's output and has to compute the loss from that"
-        )
-    return loss
-
-
-def nodes_behind(outputs: Iterable[torch.Tensor]) -> Iterator[Any]:
-    """Every node of autograd's graph that a backward from ``outputs`` may come to, each once.
-
-    >>> x = torch.ones(2, requires_grad=True)
-    >>> [node.name() for node in nodes_behind([x.exp().sum()])]
-    ['SumBackward0', 'ExpBackward0', 'torch::autograd::AccumulateGrad']
-    """
-    ahead = [tensor.grad_fn for tensor in outputs]
-    seen = set[Any]()
-    while ahead:
-        node = ahead.pop()
-        if node is not None and node not in seen:
-            seen.add(node)
-            yield node
-            ahead += [after for after, _ in node.next_functions]

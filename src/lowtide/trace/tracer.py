@@ -10,9 +10,9 @@ itself needs each. An in-place write makes a new version of the value.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -21,6 +21,8 @@ from lowtide import private
 from lowtide.graph import Event, Operation, Saved, StepGraph, Storage, StorageKind, Value
 from lowtide.meter.resident import gradient_of, plain_parts
 from lowtide.ops import (
+    FUNCTIONAL_COLLECTIVES,
+    IS_COLLECTIVE,
     OpInfo,
     covers_storage,
     has_plain_storage,
@@ -31,7 +33,6 @@ from lowtide.ops import (
     written_tensors,
 )
 from lowtide.trace.results import loss_of, plain_leaves
-from lowtide.trace.settle import settled_operations
 from lowtide.trace.untouched import Gradients
 
 OUTSIDE = "it runs outside the planned region"
@@ -80,6 +81,7 @@ class Tracer:
 
     def __init__(self, model: torch.nn.Module | None, device: torch.device) -> None:
         private.keep_dynamo_out()
+        self.model = model
         self.device = device
         self.operations: list[dict[str, Any]] = []
         self.storages: list[dict[str, Any]] = []
@@ -128,9 +130,9 @@ class Tracer:
         for leaf in plain_leaves(tensor):
             self._names.setdefault(private.storage_key(leaf), (kind, name))
 
-    def name_gradients(self, model: torch.nn.Module) -> None:
+    def name_gradients(self) -> None:
         """Gradients that the step made have the names of their parameters from here on."""
-        for name, parameter in model.named_parameters():
+        for name, parameter in self.model.named_parameters() if self.model is not None else ():
             gradient = gradient_of(parameter)
             for leaf in plain_leaves(gradient) if gradient is not None else ():
                 number = self.known(leaf)
@@ -138,10 +140,8 @@ class Tracer:
                     self.storages[number]["name"] = name
 
     @contextmanager
-    def following_modules(self, modules: Iterable[torch.nn.Module] | None = None) -> Iterator[None]:
-        """What runs in the block belongs to the one of ``modules`` whose forward it runs in; of all modules,
-        by hooks that every module in the process calls, where ``None``.
-        """
+    def following_modules(self) -> Iterator[None]:
+        """What runs in the block belongs to the module of the model whose forward it runs in."""
 
         def begins(module: torch.nn.Module, _: Any) -> None:
             here = self._modules[-1] if self._modules else ""
@@ -151,12 +151,8 @@ class Tracer:
             if self._modules:
                 self._modules.pop()
 
-        hooks = torch.nn.modules.module
         with ExitStack() as stack:
-            if modules is None:
-                stack.callback(hooks.register_module_forward_pre_hook(begins).remove)
-                stack.callback(hooks.register_module_forward_hook(ends, always_call=True).remove)
-            for module in modules or ():
+            for module in _open_modules(self.model) if self.model is not None else ():
                 stack.callback(module.register_forward_pre_hook(begins, prepend=True).remove)
                 stack.callback(module.register_forward_hook(ends, prepend=True, always_call=True).remove)
             yield
@@ -435,7 +431,7 @@ class Tracer:
 
     def costs(self) -> list[tuple[float, int]]:
         """Seconds and scratch bytes of each operation."""
-        return [(0.0, 0)] * len(self.operations)
+        raise NotImplementedError
 
     def graph(self) -> StepGraph:
         """What was recorded, as data; ends the trace."""
@@ -454,10 +450,9 @@ class Tracer:
             )
             for value in self.values
         )
-        settled = settled_operations(self.operations, self.values, self.saved, self.storages)
         operations = tuple(
             Operation(**operation, seconds=seconds, scratch_bytes=scratch)
-            for operation, (seconds, scratch) in zip(settled, self.costs(), strict=True)
+            for operation, (seconds, scratch) in zip(self.operations, self.costs(), strict=True)
         )
         return StepGraph(
             operations=operations,
@@ -470,3 +465,27 @@ class Tracer:
             device=self.device.type,
             source=self.source,
         )
+
+
+def _open_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
+    """The modules whose own code runs: none that are compiled, and nothing inside these."""
+    if isinstance(model, torch.jit.ScriptModule) or private.is_compiled(model):
+        return
+    yield model
+    for child in model.children():
+        yield from _open_modules(child)
+
+
+def with_collectives(graph: StepGraph) -> StepGraph:
+    """The graph with its functional collectives replayable, as they are where all ranks run them again."""
+    if any(operation.name.startswith("_c10d_functional.wait_tensor") for operation in graph.operations):
+        return graph  # someone else's, which a trace shows as an operation and a run does not
+    operations = tuple(
+        replace(operation, replayable=True, reason="")
+        if operation.name in FUNCTIONAL_COLLECTIVES
+        and operation.phase == "forward"
+        and operation.reason == IS_COLLECTIVE
+        else operation
+        for operation in graph.operations
+    )
+    return replace(graph, operations=operations)

@@ -31,7 +31,7 @@ class RunMeter:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._whole = meter.peak(device) if device.type == "cuda" or meter.available() else None
+        self._whole = meter.peak(device) if meter.measurable(device) else None
 
     def __enter__(self) -> RunMeter:
         if self._whole is not None:

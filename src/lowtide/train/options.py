@@ -138,6 +138,8 @@ class TrainOptions(Settings):
             "--pp": self.pp > 1,
             "--shard-parameters": self.shard_parameters,
         }
+        if not any(given.values()):
+            return "install a C++ compiler, to measure memory,"
         return f"leave out {' and '.join(name for name, is_given in given.items() if is_given)}"
 
 

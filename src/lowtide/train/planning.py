@@ -22,7 +22,7 @@ from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
 from lowtide.progress import working
 from lowtide.run.limit.hidden_costs import with_overhead
-from lowtide.trace.fake.step import trace_fake
+from lowtide.trace.fake import trace_fake
 from lowtide.train.arrangements import check_compile
 from lowtide.train.options import DTYPES, check_device, check_file, check_policy, require
 from lowtide.train.part import raised

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from lowtide.budget import asks_for
+from lowtide.meter import available
 from lowtide.models import ModelSpec, model_spec
 from lowtide.train.errors import require
 from lowtide.train.tokenizer import BYTES
@@ -131,8 +132,10 @@ class Settings:
 
     @property
     def compares(self) -> bool:
-        """Whether the run ends with a comparison."""
-        return self.pp == 1 and not self.shard_parameters if self.compare is None else self.compare
+        """Whether the run ends with a comparison, by default where there is a meter for it."""
+        if self.compare is not None:
+            return self.compare
+        return self.pp == 1 and not self.shard_parameters and (self.device != "cpu" or available())
 
     def spec(self, vocabulary: int = BYTES) -> ModelSpec:
         """The model for texts of so many different tokens, with the changes that the options ask for, checked

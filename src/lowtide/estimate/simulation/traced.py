@@ -25,8 +25,8 @@ from lowtide.plan.split.blocks import block_of
 from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import Roofline
 from lowtide.trace.costs.specs import OpCost, Signature, runnable, staging_bytes
-from lowtide.trace.fake.tracer import FakeTracer
-from lowtide.trace.settle import with_collectives
+from lowtide.trace.fake import FakeTracer
+from lowtide.trace.tracer import with_collectives
 
 SCRATCH_SECONDS = 0.2
 """How long a round of running operations for what they allocate takes; there are as many as needed."""

@@ -330,7 +330,7 @@ class Limiter:
         took("looked at a first step", time.perf_counter() - look.began, twice, self.progress)
         with self.known.lock:
             peak = look.peak_bytes
-            graph = look.graph(self.model)
+            graph = look.graph()
             self.known.looked(kind, look, graph)
             if peak is None or kind.graph is None:
                 return
@@ -372,7 +372,7 @@ class Limiter:
                 self.forward,
                 args,
                 kwargs,
-                lambda result: loss_to_plan_for(result, self.loss_fn, self.model),
+                lambda result: loss_to_plan_for(result, self.loss_fn),
                 verify=self.verify != "never",
             )
         with self.known.lock:

@@ -12,8 +12,7 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter import storages
 from lowtide.run.limit.messages import warn
-from lowtide.trace.fake.tensors import Faker
-from lowtide.trace.fake.tracer import FakeTracer
+from lowtide.trace.fake import Faker, FakeTracer
 
 
 @dataclass(frozen=True)

@@ -31,7 +31,7 @@ from lowtide.run.limit.hidden_costs import (
 from lowtide.run.limit.kinds import Kind
 from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
 from lowtide.run.ranks.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
-from lowtide.trace.settle import with_collectives
+from lowtide.trace.tracer import with_collectives
 
 Policy = str | Callable[..., Plan]
 

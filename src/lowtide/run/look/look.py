@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack
 from typing import Any
 
@@ -68,7 +68,6 @@ class Look:
         self.tracer.before_write = self.recorder.copy_before_write
         self.verified = verify
         self.began = time.perf_counter()
-        self._model = model
         self._on_end = on_end
         self._stack = ExitStack()
         self.watch = StepWatch(self._backward_ends, device, self.left)
@@ -89,13 +88,12 @@ class Look:
                 stack.callback(recorder.close)
                 for tensor in tensors_inside((args, kwargs)):
                     tracer.given(tensor)
-                named = _open_modules(self._model) if self._model is not None else None
-                stack.enter_context(tracer.following_modules(named))
-                if self._model is not None:
-                    for block in blocks_of(self._model):
+                stack.enter_context(tracer.following_modules())
+                if tracer.model is not None:
+                    for block in blocks_of(tracer.model):
                         stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
                         stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
-                    stack.enter_context(left_alone(self._model.modules(), tracer))
+                    stack.enter_context(left_alone(tracer.model.modules(), tracer))
                 stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self._pack, self._unpack))
                 stack.enter_context(recorder)
                 tracer.start()
@@ -163,11 +161,10 @@ class Look:
             self.watch.close()
             self._stack.close()
 
-    def graph(self, model: torch.nn.Module | None) -> StepGraph:
-        """What was seen; gradients that ``model`` has from the step have their parameters' names."""
+    def graph(self) -> StepGraph:
+        """What was seen; gradients that the model has from the step have their parameters' names."""
         self.close()
-        if model is not None:
-            self.tracer.name_gradients(model)
+        self.tracer.name_gradients()
         return self.tracer.graph()
 
     # ---- saved tensors ---------------------------------------------------------------------------
@@ -254,18 +251,14 @@ def look_aside(
                 loss = loss_of(result)
                 del result
                 loss.backward()
-            return look, look.graph(model)
+                if look.tracer.saved and not any(event.kind == "unpack" for event in look.tracer.events):
+                    raise TraceError(
+                        "the loss does not depend on the model: its backward did not reach the model at all. "
+                        "A loss_fn is given the model's output and has to compute the loss from that"
+                    )
+            return look, look.graph()
         finally:
             look.close()
-
-
-def _open_modules(model: torch.nn.Module) -> Iterator[torch.nn.Module]:
-    """The modules whose own code runs: none that are compiled, and nothing inside these."""
-    if isinstance(model, torch.jit.ScriptModule) or private.is_compiled(model):
-        return
-    yield model
-    for child in model.children():
-        yield from _open_modules(child)
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -16,7 +16,7 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.run.limit.hidden_costs import with_overhead
 from lowtide.run.look.look import look_aside
-from lowtide.trace.fake.step import trace_fake
+from lowtide.trace.fake import trace_fake
 from lowtide.trace.results import loss_in
 
 

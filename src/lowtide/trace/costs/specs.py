@@ -10,7 +10,7 @@ from itertools import combinations
 from typing import Any, Literal
 
 import torch
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+from torch.utils.flop_counter import flop_registry
 
 from lowtide import private
 from lowtide.ops import has_plain_storage
@@ -29,17 +29,13 @@ _NEVER_RUN = frozenset({
 })  # fmt: skip
 
 
-def _forward(query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_flop_count(query.shape, key.shape, value.shape)
-
-
-def _backward(grad: Any, query: Any, key: Any, value: Any, *_: Any, **__: Any) -> int:
-    return sdpa_backward_flop_count(grad.shape, query.shape, key.shape, value.shape)
-
-
 _ATTENTION = {
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: _forward,
-    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention
+    ],
+    torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward: flop_registry[
+        torch.ops.aten._scaled_dot_product_flash_attention_backward
+    ],
 }
 """The CPU's attention, which `torch.utils.flop_counter` does not know."""
 
@@ -144,10 +140,8 @@ def flops(spec: OpSpec) -> int:
     if formula is None:
         return 0
     try:
-        with outside_modes(), torch.no_grad():
-            args, kwargs = tree_map(_meta, (spec.args, spec.kwargs))
-            out = spec.func(*args, **kwargs) if runnable(spec.func) else None
-            return int(formula(*args, **kwargs, out_val=out))
+        args, kwargs, out = _on_meta(spec, runnable(spec.func))
+        return int(formula(*args, **kwargs, out_val=out))
     except Exception:  # a formula that does not fit the call, or no meta kernel: not known is 0
         return 0
 
@@ -165,15 +159,18 @@ def likely_flops(spec: OpSpec) -> int:
         return known
     given = [_sizes(leaf.shape) for leaf in spec.tensors() if leaf.dtype.is_floating_point]
     try:
-        with outside_modes(), torch.no_grad():
-            args, kwargs = tree_map(_meta, (spec.args, spec.kwargs))
-            made = [
-                _sizes(one.shape) for one in tree_leaves(spec.func(*args, **kwargs)) if torch.is_tensor(one)
-            ]
+        made = [_sizes(one.shape) for one in tree_leaves(_on_meta(spec)[2]) if torch.is_tensor(one)]
     except Exception:  # a kernel that wants to know what the tensors hold
         return 0
     pairs = list(combinations(given, 2)) or [(one, Counter()) for one in given]
     return sum(max((2 * _product(one + two + out) for one, two in pairs), default=0) for out in made)
+
+
+def _on_meta(spec: OpSpec, runs: bool = True) -> tuple[Any, Any, Any]:
+    """A call's arguments without memory, and what it returns for them where it runs."""
+    with outside_modes(), torch.no_grad():
+        args, kwargs = tree_map(_meta, (spec.args, spec.kwargs))
+        return args, kwargs, spec.func(*args, **kwargs) if runs else None
 
 
 def _sizes(shape: Iterable[int]) -> Counter[int]:

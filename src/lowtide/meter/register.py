@@ -1,0 +1,89 @@
+"""What counts bytes over a block of code, whatever the device."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import ClassVar, Literal
+
+import torch
+
+from lowtide.errors import MeterError
+
+Source = Literal["allocator", "profiler", "cuda"]
+Moments = tuple[tuple[float, int], ...]
+"""(seconds since the start, bytes live on top of the start) after every allocation and free, in order."""
+
+
+class Peak:
+    """Most bytes live during a block of code, above those live when it was entered; made by
+    `lowtide.meter.peak`. Process-wide: every thread counts.
+
+    Reading costs about a microsecond. Blocks may nest and overlap, each sees its own peak. After the block
+    the values stand still.
+
+    Args:
+        device: whose memory.
+        with_timeline: whether to log every allocation and free.
+
+    Attributes:
+        source: what is read: the counting ``allocator`` or the ``profiler`` of main memory, or the statistics
+            of CUDA's allocator, ``cuda``.
+        timeline: what was logged, after the block.
+    """
+
+    source: ClassVar[Source]
+
+    def __init__(self, device: torch.device, with_timeline: bool = False) -> None:
+        self.device, self.with_timeline = device, with_timeline
+        self.timeline: Moments = ()
+        self._is_open = False
+        self._kept: tuple[int, int] | None = None
+
+    def __enter__(self) -> Peak:
+        if self._is_open or self._kept is not None:
+            raise MeterError("a peak() measures one block: make another one for the next")
+        self._open()
+        self._is_open = True
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._kept, self.timeline = self._close()
+
+    @property
+    def reserved_bytes(self) -> int | None:
+        """On CUDA the most that the allocator held of the device so far, fragments included, else None."""
+        return None
+
+    @property
+    def peak_bytes(self) -> int:
+        """Most bytes live so far, above those at entry."""
+        return self._now()[0]
+
+    @property
+    def live_bytes(self) -> int:
+        """Bytes live now, above those at entry; negative when older ones were freed."""
+        return self._now()[1]
+
+    def _now(self) -> tuple[int, int]:
+        if self._kept is not None:
+            return self._kept
+        if not self._is_open:
+            raise MeterError(
+                "peak() counts from where its with-block is entered: write `with lowtide.meter.peak() as p: "
+                "...`"
+            )
+        return self._read()
+
+    def _open(self) -> None:
+        """Begin to count."""
+        raise NotImplementedError
+
+    def _read(self) -> tuple[int, int]:
+        """Most bytes live so far, and those live now."""
+        raise NotImplementedError
+
+    def _close(self) -> tuple[tuple[int, int], Moments]:
+        """Count no longer; what `_read` says at the end, and what was logged."""
+        raise NotImplementedError

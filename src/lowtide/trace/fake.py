@@ -1,0 +1,307 @@
+"""Trace a step that cannot run here, on fake tensors: no memory is used, and nothing of the model is changed.
+
+In: a callable that ends in a loss. Out: a `StepGraph`, its operations timed one at a time on made-up inputs,
+or priced. The tracer is a `TorchDispatchMode`, so ATen takes some ways that it does not take in a plain step
+(see `lowtide.interception`). Every saved tensor is evicted as it is packed and a stand-in is handed out as it
+is unpacked, so that the events show how long the *program* needs each storage.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from lowtide import private
+from lowtide.errors import TraceError
+from lowtide.graph import StepGraph
+from lowtide.ops import has_plain_storage, is_wrapper_type, op_info, tensors_of
+from lowtide.private import FakeTensor, TorchDispatchMode
+from lowtide.trace.costs.measure import measure_costs
+from lowtide.trace.costs.specs import OpCost, OpSpec, Signature, signature_of
+from lowtide.trace.results import loss_in
+from lowtide.trace.tracer import Call, Tracer
+from lowtide.trace.untouched import Gradients, same_attributes, same_random
+
+
+def trace_fake(
+    step: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    modules: list[torch.nn.Module],
+    device: str,
+    *,
+    costs: bool = True,
+    memory_limit_bytes: int | None = None,
+    price: Callable[[OpSpec], OpCost] | None = None,
+) -> StepGraph:
+    """The graph of a step that runs on fake tensors, its operations timed one at a time on made-up inputs; as
+    of `lowtide.trace`.
+
+    Args:
+        step: called as ``step(*args, **kwargs)``; returns its loss, or runs backward itself.
+        args, kwargs: real tensors, of which only the shapes matter.
+        modules: whose parameters, buffers and tensor attributes are fakes meanwhile; the first names them.
+        device: whose memory the graph is about.
+        costs: have each operation's seconds and scratch in the graph.
+        memory_limit_bytes: operations that need more than this alone are estimated instead of timed.
+        price: says what an operation costs, on a device that is not there; nothing is timed then.
+
+    Raises:
+        TraceError: the step has no loss, or uses values that fake tensors do not have.
+    """
+    faker = Faker()
+    with ExitStack() as stack:
+        stack.enter_context(same_random())
+        stack.enter_context(borrowed(modules, faker))
+        stack.enter_context(faker.mode)
+        fake_args, fake_kwargs = faker.tree((args, kwargs))
+        tracer = FakeTracer(modules[0] if modules else None, device)
+        try:
+            with tracer.recording(), torch.enable_grad():
+                gradients = Gradients(modules)
+                result = step(*fake_args, **fake_kwargs)
+                if not tracer.ran_own_backward(result, gradients):
+                    loss = loss_in(result)
+                    del result
+                    loss.backward()
+                    del loss
+        except TraceError:
+            raise
+        except Exception as error:
+            raise TraceError(
+                f"the step cannot be traced on fake tensors ({type(error).__name__}: {error}): leave "
+                "fake=True out"
+            ) from error
+        finally:
+            tracer.closed = True
+        del fake_args, fake_kwargs
+    if costs and price is not None:
+        tracer.priced = {signature: price(spec) for signature, spec in tracer.specs.items()}
+    elif costs:
+        tracer.priced = measure_costs(tracer.specs, memory_limit_bytes=memory_limit_bytes)
+    return tracer.graph()
+
+
+class Faker:
+    """Turns real tensors into fake ones: the same tensor always into the same fake, views of one storage into
+    views of one storage.
+    """
+
+    def __init__(self) -> None:
+        self.mode = private.fake_mode()
+        self._made: dict[int, tuple[torch.Tensor, torch.Tensor]] = {}
+
+    def tensor(self, real: torch.Tensor) -> torch.Tensor:
+        """The fake of one tensor: same geometry, device, ``requires_grad``; its ``grad`` has a fake of its
+        own.
+        """
+        found = self._made.get(id(real))
+        if found is not None:
+            return found[1]
+        source = real.detach() if not real.is_leaf else real
+        fake = self.mode.from_tensor(source, static_shapes=True)
+        if real.requires_grad and not fake.requires_grad:
+            fake.requires_grad_()
+        if real.is_leaf and real.grad is not None and fake.grad is None:
+            fake.grad = self.tensor(real.grad)
+        self._made[id(real)] = (real, fake)
+        # marks that a model sets on its parameters and asks for in forward
+        for name, item in vars(real).items():
+            if name not in vars(fake):
+                setattr(fake, name, self.attribute(item))
+        return fake
+
+    def tree(self, items: Any) -> Any:
+        """The same nest of containers with fake tensors in place of real ones."""
+        return private.tree_map_only(torch.Tensor, self.tensor, items)
+
+    def attribute(self, item: Any) -> Any:
+        """What a module has as an attribute, itself where there is no tensor in it."""
+        holds = any(isinstance(leaf, torch.Tensor) for leaf in private.tree_leaves(item))
+        return self.tree(item) if holds else item
+
+
+@contextmanager
+def borrowed(modules: list[torch.nn.Module], faker: Faker) -> Iterator[None]:
+    """Give every parameter, buffer and tensor attribute of ``modules`` a fake for the length of the block."""
+    with same_attributes(modules):
+        for module in dict.fromkeys(module for root in modules for module in root.modules()):
+            tables: Any = (module._parameters, module._buffers)
+            for table in tables:
+                for name, tensor in table.items():
+                    if tensor is not None:
+                        table[name] = faker.tensor(tensor)
+            for name, item in list(module.__dict__.items()):
+                if name not in ("_parameters", "_buffers", "_modules"):
+                    swapped = faker.attribute(item)
+                    if swapped is not item:
+                        module.__dict__[name] = swapped
+        yield
+
+
+def grouped(
+    first: torch.Tensor,
+    second: torch.Tensor,
+    offs: torch.Tensor | None = None,
+    _bias: torch.Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> torch.Tensor:
+    """What a product of matrices in groups returns for fake tensors: the fake kernel refuses what is not of
+    bfloat16, which real ones take (mixtures of experts in float32).
+    """
+    shape: tuple[int, ...] = (first.shape[-2], second.shape[-1])
+    if first.dim() == second.dim() == 3:
+        shape = (first.shape[0], *shape)
+    elif first.dim() == second.dim() and offs is not None:
+        shape = (offs.shape[0], *shape)
+    return torch.empty(shape, dtype=out_dtype or first.dtype, device=first.device)
+
+
+class _Handle:
+    """What autograd holds in place of a saved tensor during a trace; its end is the tensor's release."""
+
+    __slots__ = ("device", "dtype", "kept", "saved", "shape", "strides", "tracer")
+
+    def __init__(self, tracer: FakeTracer, saved: int, tensor: torch.Tensor, droppable: bool) -> None:
+        self.tracer, self.saved = tracer, saved
+        self.shape, self.strides = tensor.shape, tensor.stride()
+        self.dtype, self.device = tensor.dtype, tensor.device
+        self.kept = None if droppable else tensor.detach()
+
+    def __del__(self) -> None:
+        self.tracer.releases(self.saved)
+
+
+class FakeTracer(Tracer, TorchDispatchMode):
+    """Records what runs on fake tensors while it is active.
+
+    Args:
+        model: names parameters, buffers and modules.
+        device: whose memory the graph is about.
+
+    Attributes:
+        signatures: for each operation, what equal calls share.
+        specs: a call without its tensors for each signature.
+        priced: what calls of a signature cost.
+    """
+
+    source = "fake"
+
+    def __init__(self, model: torch.nn.Module | None = None, device: torch.device | str = "cpu") -> None:
+        TorchDispatchMode.__init__(self)
+        Tracer.__init__(self, model, torch.device(device))
+        self.signatures: list[Signature] = []
+        self.specs: dict[Signature, OpSpec] = {}
+        self.priced: dict[Signature, OpCost] = {}
+        self._described: tuple[Signature, OpSpec] | None = None  # of the operation at hand
+        self._paused = False
+
+    @classmethod
+    def ignore_compile_internals(cls) -> bool:
+        """A compiled call within stays compiled."""
+        return True
+
+    @contextmanager
+    def recording(self) -> Iterator[FakeTracer]:
+        """Activate the dispatch mode, the hooks and the module names together."""
+        with ExitStack() as stack:
+            stack.enter_context(self.following_modules())
+            stack.enter_context(torch.autograd.graph.saved_tensors_hooks(self.pack, self.unpack))
+            stack.enter_context(self)
+            yield self
+
+    @contextmanager
+    def _pause(self) -> Iterator[None]:
+        self._paused = True
+        try:
+            yield
+        finally:
+            self._paused = False
+
+    # ---- operations ------------------------------------------------------------------------------
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if self._paused or self.closed:
+            return private.call(func, args, kwargs)
+        if any(map(is_wrapper_type, types)):
+            return NotImplemented
+        if op_info(func).is_view:
+            constant = not any(isinstance(t, FakeTensor) for t in tensors_of([args, kwargs]))
+            with private.without_fake_mode() if constant else nullcontext():
+                return private.call(func, args, kwargs)
+        return self._record(func, args, kwargs)
+
+    def run(self, call: Call) -> Any:
+        """What a call returns, without memory.
+
+        Raises:
+            TraceError: the call allocates what fake tensors do not show, or reads a trainable tensor that the
+                trace does not know.
+        """
+        if call.info.real_only:
+            raise TraceError(
+                f"{call.info.name} allocates memory that fake tensors do not show: run the step for real"
+            )
+        for tensor in call.inputs:
+            # ``is_leaf`` of a fake view may wait for a lock that autograd holds around this very call
+            if not isinstance(tensor, FakeTensor) and tensor.requires_grad and tensor.is_leaf:
+                raise TraceError(
+                    f"the step uses a trainable tensor of shape {tuple(tensor.shape)} that the trace does "
+                    "not know: pass the module that owns it as model=, or leave fake=True out"
+                )
+        self._described = signature_of(call.func, call.args, call.kwargs)
+        if call.info.name == "aten._grouped_mm.default":
+            return grouped(*call.args, **call.kwargs)
+        return private.call(call.func, call.args, call.kwargs)
+
+    def noted(self, call: Call, index: int, fresh: list[torch.Tensor]) -> None:
+        """Beside the operation: the call without its tensors."""
+        assert self._described is not None
+        signature, spec = self._described
+        self.signatures.append(signature)
+        if signature not in self.specs:
+            sizes = {private.storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in fresh}
+            self.specs[signature] = replace(spec, output_bytes=sum(sizes.values()))
+
+    def will_evict(self, tensor: torch.Tensor) -> bool:
+        """Whether the scope around this code brings the tensor back."""
+        storage = self.known(tensor)
+        return storage is not None and self._wanted(self._current[storage]) is True
+
+    def costs(self) -> list[tuple[float, int]]:
+        """As they are known."""
+        found = [self.priced.get(signature) for signature in self.signatures]
+        return [(0.0, 0) if cost is None else (cost.seconds, cost.scratch_bytes) for cost in found]
+
+    # ---- saved tensors ---------------------------------------------------------------------------
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        """Autograd saves ``tensor``."""
+        if self.closed or not has_plain_storage(tensor):
+            return tensor
+        with self._pause():
+            number, droppable = self.packs(tensor)
+            return _Handle(self, number, tensor, droppable)
+
+    def unpack(self, handle: Any) -> torch.Tensor:
+        """Autograd asks for a saved tensor."""
+        if not isinstance(handle, _Handle):
+            return handle
+        with self._pause():
+            self.unpacks(handle.saved)
+            if handle.kept is not None:
+                known = self.known(handle.kept) is not None  # the alias of a real constant is a fake
+                self.hands_out(handle.saved, None if known else handle.kept.untyped_storage())
+                return handle.kept
+            tensor = torch.empty_strided(
+                handle.shape, handle.strides, dtype=handle.dtype, device=handle.device
+            )
+            self.hands_out(handle.saved, tensor.untyped_storage())
+            return tensor
