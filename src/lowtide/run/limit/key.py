@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
+from array import array
 from typing import Any, NamedTuple
 
 import torch
-from torch.nn.modules.lazy import LazyModuleMixin
 
 from lowtide import private
-from lowtide.meter.resident import gradient_of
 
 
 class StepKey(NamedTuple):
@@ -64,28 +63,62 @@ def _leaf(item: Any) -> Any:
 
 
 class Members:
-    """What a model is made of now; every step asks once.
+    """What a model is made of now, in one walk without names.
+
+    Every step takes one, and names take ten times as long.
 
     Args:
         model: it.
 
     Attributes:
-        modules, parameters: all of them, each once.
+        modules, parameters, buffers: all of them, modules once.
+        kinds: a parameter or buffer of each type.
+        compiled: the modules whose calls `torch.compile` may have made.
+        training: a byte for each module.
     """
 
     def __init__(self, model: torch.nn.Module) -> None:
-        self.modules = list(model.modules())
-        self.parameters = list(model.parameters())
+        self.modules = modules = [model]
+        seen: set[torch.nn.Module | None] = {model, None}
+        parameters: list[torch.nn.Parameter | None] = []
+        buffers: list[torch.Tensor | None] = []
+        for module in modules:
+            own = module.__dict__
+            if "_parameters" in own:  # most have one of the three
+                if there := own["_parameters"]:
+                    parameters += there.values()
+                if there := own["_buffers"]:
+                    buffers += there.values()
+                children = there.values() if (there := own["_modules"]) else ()
+            else:  # TorchScript's modules keep them elsewhere
+                parameters += module.parameters(recurse=False)
+                buffers += module.buffers(recurse=False)
+                children = module.children()
+            for child in children:
+                if child not in seen:
+                    seen.add(child)
+                    modules.append(child)
+        self.parameters = [one for one in parameters if one is not None]
+        self.buffers = [one for one in buffers if one is not None]
+        of_each_type = {type(one): one for one in (*self.parameters, *self.buffers)}
+        self.kinds = list(of_each_type.values())
+        self.compiled = [module for module in modules if private.is_compiled(module)]
+        self.training = bytes([bool(module.training) for module in modules])
+
+    def standing(self) -> tuple[bytes, bytes, bytes]:
+        """Of each parameter, as bytes: whether it is trainable, whether it has a gradient, and its type and
+        size. PyTorch warns of who asks for the gradient of what was computed.
+        """
+        types = [part for one in self.parameters for part in (id(one.dtype), hash(one.nbytes))]
+        return (
+            bytes([one.requires_grad for one in self.parameters]),
+            bytes([one.is_leaf and one.grad is not None for one in self.parameters]),
+            array("q", types).tobytes(),
+        )
 
     def are_lazy(self) -> bool:
         """Whether some of it is not initialized yet."""
-        lazy: list[Any] = [one for one in self.modules if isinstance(one, LazyModuleMixin)]  # pyright: ignore
-        return any(one.has_uninitialized_params() for one in lazy)
-
-    @property
-    def compiled(self) -> list[torch.nn.Module]:
-        """The modules whose calls `torch.compile` made."""
-        return [module for module in self.modules if private.is_compiled(module)]
+        return any(map(torch.nn.parameter.is_lazy, self.kinds))
 
     @property
     def device(self) -> torch.device:
@@ -102,7 +135,7 @@ def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if torch.is_autocast_enabled(device)
         else (False,)
     )
-    standing = tuple(gradient_of(one) is not None for one in members.parameters)
+    trainable, standing, types = members.standing()
     return StepKey(
         shapes=tuple(
             tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested
@@ -112,10 +145,10 @@ def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             for leaf in leaves
         ),
         structure=str(structure),
-        training=hash(tuple(module.training for module in members.modules)),
+        training=hash(members.training),
         autocast=autocast,
-        trainable=hash(tuple(one.requires_grad for one in members.parameters)),
+        trainable=hash(trainable),
         # a model may be cast, or its embeddings resized, between two steps
-        parameters=hash(tuple((one.dtype, one.nbytes) for one in members.parameters)),
+        parameters=hash(types),
         gradients=hash(standing) if any(standing) else 0,
     )

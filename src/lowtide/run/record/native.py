@@ -57,7 +57,7 @@ def executor_overhead() -> Overhead:
     try:
         compiler()
     except BuildError:
-        return Overhead(20e-6, 35e-6)
+        return Overhead(30e-6, 33e-6)
     return Overhead(1e-6, 9e-6)
 
 

@@ -5,6 +5,7 @@
 //
 //   recorder.h   the operations of a forward, and what autograd saves
 //   saved.h      what autograd holds instead
+//   replay.h     how that comes back
 //   tape.h       values, and the nodes that wrote them; call.h and python.h: what they are made of
 //   hooks.h      when autograd calls the recorder at all
 

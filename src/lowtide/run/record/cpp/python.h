@@ -31,6 +31,11 @@ inline py::object owned(PyObject* made) {  // a new reference
   return py::reinterpret_steal<py::object>(made);
 }
 
+inline py::object fresh(const py::object& type) {  // its slots are empty
+  auto* kind = reinterpret_cast<PyTypeObject*>(type.ptr());
+  return owned(kind->tp_alloc(kind, 0));
+}
+
 inline bool is_a(py::handle object, const py::object& type) {
   return reinterpret_cast<PyObject*>(Py_TYPE(object.ptr())) == type.ptr();
 }

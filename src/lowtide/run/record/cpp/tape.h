@@ -9,20 +9,36 @@ namespace lowtide {
 struct Classes {
   struct OfValue {
     py::object type;
-    Slot node{type, "node"}, nbytes{type, "nbytes"}, held{type, "held"}, version{type, "version"},
-        cached{type, "cached"}, readers{type, "readers"}, evicted{type, "evicted"};
+    Slot node{type, "node"}, nbytes{type, "nbytes"}, extent{type, "extent"}, held{type, "held"},
+        version{type, "version"}, cached{type, "cached"}, readers{type, "readers"}, digest{type, "digest"},
+        evicted{type, "evicted"};
   } value;
   struct OfNode {
     py::object type;
-    Slot exact{type, "exact"}, outputs{type, "outputs"}, waits{type, "waits"},
-        inputs{type, "_inputs"}, call{type, "call"};
+    Slot func{type, "func"}, order{type, "order"}, device{type, "device"}, exact{type, "exact"},
+        args{type, "args"}, kwargs{type, "kwargs"}, written{type, "written"}, outputs{type, "outputs"},
+        statistics{type, "statistics"}, random_state{type, "random_state"}, generator{type, "generator"},
+        grad{type, "grad"}, waits{type, "waits"}, inputs{type, "_inputs"},
+        call{type, "call"};
   } node;
   py::object unpack, bring_back, overwritten;  // functions in Python
+  py::tuple nothing{0};
+  py::dict no_names;
 };
 inline Classes* classes = nullptr;  // known once per process
 
-inline py::object new_value(const py::object& node, const Tensor& shows) {
-  return classes->value.type(node, shows.storage().nbytes());
+inline py::object new_value(py::object node, const Tensor& shows) {
+  auto& v = classes->value;
+  py::object value = fresh(v.type);
+  py::int_ bytes(shows.storage().nbytes());
+  v.node.set(value, std::move(node));
+  v.extent.set(value, bytes);
+  v.nbytes.set(value, std::move(bytes));
+  v.version.set(value, py::int_(0));
+  v.readers.set(value, py::int_(0));
+  v.evicted.set(value, py::bool_(false));
+  for (const Slot* slot : {&v.held, &v.cached, &v.digest}) slot->set(value, py::none());
+  return value;
 }
 
 inline py::object held_value(const Tensor& tensor) {  // LiveValue.stored
@@ -63,10 +79,21 @@ inline Tensor here(py::handle value) {
   return cached != Py_None ? THPVariable_Unpack(cached) : Tensor();
 }
 
+inline const Call* call_of(py::handle node) {  // or null: it is Python's
+  return is_a(node, classes->node.type) ? Boxed<Call>::in(classes->node.call(node)) : nullptr;
+}
+
 // A node without what it read and wrote.
 inline py::object new_node(const py::object& func, long order, py::object call) {
   auto& n = classes->node;
-  py::object node = n.type(func, order, py::none());
+  py::object node = fresh(n.type);
+  n.func.set(node, func);
+  n.order.set(node, py::int_(order));
+  n.exact.set(node, py::bool_(true));
+  for (const Slot* slot : {&n.args, &n.written, &n.statistics}) slot->set(node, classes->nothing);
+  n.kwargs.set(node, classes->no_names);
+  for (const Slot* slot : {&n.device, &n.random_state, &n.generator}) slot->set(node, py::none());
+  n.grad.set(node, py::bool_(c10::GradMode::is_enabled()));
   n.waits.set(node, py::bool_(true));
   n.call.set(node, std::move(call));
   return node;
