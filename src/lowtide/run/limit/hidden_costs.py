@@ -1,5 +1,5 @@
-"""What a step takes that its graph does not show: collectives under way, the executor's own time, and the
-gradients that stand before a later step.
+"""What a step takes that its graph does not show: collectives under way, the random states of checkpoints,
+the executor's own time, and the gradients that stand before a later step.
 """
 
 from __future__ import annotations
@@ -24,6 +24,15 @@ def overlapped_bytes(graph: StepGraph) -> int:
         if operation.name in FUNCTIONAL_COLLECTIVES:
             found[operation.name] = max(found.get(operation.name, 0), operation.scratch_bytes)
     return sum(found.values())
+
+
+def checkpoint_bytes(graph: StepGraph, checkpoints: int) -> int:
+    """What as many calls of ``torch.utils.checkpoint`` hold beside their inputs, from forward to backward:
+    the CPU's random state each, in a tensor that no operation makes.
+    """
+    if torch.device(graph.device).type != "cpu":
+        return 0
+    return checkpoints * torch.default_generator.get_state().nbytes
 
 
 def with_overhead(graph: StepGraph) -> StepGraph:

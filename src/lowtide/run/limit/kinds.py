@@ -190,7 +190,7 @@ class Ran:
         findings: of its forward.
         replays: what the compiled recorder evicted, or ``None``.
         light: it ran as it is, since steps of its size were seen to need no plan.
-        margin_bytes: what its plan left for what steps before it took besides.
+        taught_bytes: by how much plans are to take less, since it took more than its own said.
     """
 
     key: StepKey
@@ -200,7 +200,7 @@ class Ran:
     findings: Findings | None = None
     replays: Any = None
     light: bool = False
-    margin_bytes: int = 0
+    taught_bytes: int = 0
 
     @property
     def departed(self) -> int:
@@ -228,9 +228,10 @@ def learn(kind: Kind, ran: Ran, measured_bytes: int, may_be_light: bool) -> str:
     plan, limit = ran.plan, ran.plan.budget_bytes
     if limit is None:
         return ""
-    if ran.watch.backwards > kind.backwards and kind.margin_bytes > ran.margin_bytes:
-        # it took more since its graph was kept, and only so
-        kind.margin_bytes, kind.solve_again = ran.margin_bytes, ""
+    kept = ran.watch.backwards > kind.backwards
+    if kept and ran.taught_bytes:  # it took more since its graph was kept, and only so
+        kind.margin_bytes -= ran.taught_bytes
+        ran.taught_bytes, kind.solve_again = 0, ""
     if measured_bytes <= limit + budgets.slack_bytes(limit):
         if not (ran.light or plan.changes_nothing):
             sure = may_be_light and ran.watch.backwards == 1 and not (ran.departed or plan.moves)
@@ -260,13 +261,14 @@ def _remedy(kind: Kind, ran: Ran, measured_bytes: int, limit: int) -> str:
             else "it ran other operations than the step that was planned for"
         )
         return f"{what}, and lowtide looks at the next one"
-    if ran.watch.backwards > kind.backwards:  # planned for with less, it takes as much
+    if ran.watch.backwards > kind.backwards:
         return (
             "backward runs more than once through what one forward saved (retain_graph=True), where a plan "
             "is for one backward. Of several losses, add them up and run one backward; else give a smaller "
             "budget"
         )
     more = max(0, measured_bytes - max(plan.predicted_peak_bytes, limit - budgets.slack_bytes(limit)))
-    kind.margin_bytes = ran.margin_bytes + more  # of a step with several backwards each teaches
+    kind.margin_bytes += more - ran.taught_bytes  # of a step with several backwards each teaches
+    ran.taught_bytes = more
     kind.solve_again = "a step took more than predicted"
     return "lowtide plans again with that much less"

@@ -66,7 +66,7 @@ class Known:
                     without = same_but_gradients(self.kinds, key) if key.gradients else None
                     kind = Kind(key)
                     if without is not None:
-                        self.planner.plan_standing(kind, without)
+                        self._plan_standing(kind, without)
                     self.kinds[key] = kind
                     if len(self.kinds) > MOST_KINDS:
                         self.kinds.pop(next(iter(self.kinds)))
@@ -75,6 +75,17 @@ class Known:
                 self._solve_again(kind)
             self.latest = kind if kind.plan is not None else self.latest
             return kind
+
+    def _plan_standing(self, kind: Kind, without: Kind) -> None:
+        """Plan for steps that add to gradients, if need be without what one step took besides."""
+        try:
+            self.planner.plan_standing(kind, without)
+        except BudgetError as error:
+            if not without.margin_bytes:
+                raise
+            without.margin_bytes = 0
+            self.planner.plan_standing(kind, without)
+            self.tell("stays", f"lowtide plans as if no step had taken more than predicted: {error}")
 
     def _solve_again(self, kind: Kind) -> None:
         """Make the plan again; where none fits that leaves what one step took besides, the one that is there
@@ -131,7 +142,7 @@ class Known:
             BudgetError: no plan fits.
         """
         try:
-            self.planner.plan(kind, graph)
+            self.planner.plan(kind, graph, checkpoints)
         except BudgetError as error:
             made = [p for p in self.model.parameters() if p.requires_grad and not hasattr(p, "gradient_slab")]
             if made and not kind.key.gradients:

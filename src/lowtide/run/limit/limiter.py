@@ -398,7 +398,7 @@ class Limiter:
         if plan.budget_bytes is not None and watch.peak_bytes is None:
             self.known.tell("unmeasured", UNMEASURED)
         self.local.watch = watch
-        ran = Ran(key, plan, watch, light=kind.is_light(key), margin_bytes=kind.margin_bytes)
+        ran = Ran(key, plan, watch, light=kind.is_light(key))
         steady = plan.budget_bytes is None or not kind.varies
         if steady and (ran.light or plan.changes_nothing):
             kind.steps += 1

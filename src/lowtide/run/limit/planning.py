@@ -24,6 +24,7 @@ from lowtide.plan.search.planner import planner_of
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
 from lowtide.run.limit.hidden_costs import (
+    checkpoint_bytes,
     overlapped_bytes,
     with_overhead,
     with_standing_gradients,
@@ -84,12 +85,13 @@ class Planner:
         self._need = KnownNeed()
         self._greatest_plain = 0  # the plain peak of the largest step that was planned
 
-    def plan(self, kind: Kind, looked: StepGraph) -> None:
+    def plan(self, kind: Kind, looked: StepGraph, checkpoints: int) -> None:
         """Plan for a kind of step from one of it that was looked at.
 
         Args:
             kind: gets the plan.
             looked: the step.
+            checkpoints: how many parts of it are under ``torch.utils.checkpoint``.
 
         Raises:
             BudgetError: no plan fits.
@@ -99,7 +101,8 @@ class Planner:
         with working("planning", "planned", self.progress) as work:
             work.say(f"planning {len(looked.operations):,} operations")
             graph = self._agreed(with_overhead(self._whole(looked)))
-            kind.margin_bytes = max(kind.margin_bytes, overlapped_bytes(graph))
+            unseen = overlapped_bytes(graph) + checkpoint_bytes(graph, checkpoints)
+            kind.margin_bytes = max(kind.margin_bytes, unseen)
             refusal: BudgetError | None = None
             try:
                 self._solve(kind, graph)
