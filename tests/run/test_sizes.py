@@ -1,4 +1,6 @@
-"""Steps of other sizes: what needs no plan gets none."""
+"""Steps of other sizes: what was verified at one size is not verified again, and what needs no plan gets
+none.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +13,7 @@ from torch import nn
 
 import lowtide
 from lowtide import meter
+from lowtide.run.look.look import Look
 
 
 class Net(nn.Module):
@@ -49,8 +52,47 @@ def step(net: nn.Module, count: int) -> list[torch.Tensor]:
     return [p.grad.clone() for p in net.parameters() if p.grad is not None]
 
 
+@pytest.fixture
+def verified(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Of each look, whether it verified."""
+    found: list[bool] = []
+    before = Look.__init__
+
+    def noted(self: Look, *args: Any, **kwargs: Any) -> None:
+        before(self, *args, **kwargs)
+        found.append(self.verified)
+
+    monkeypatch.setattr(Look, "__init__", noted)
+    return found
+
+
+def test_a_larger_step_is_looked_at_without_verifying_again(verified: list[bool]) -> None:
+    plain, net = Net(), Net()
+    lowtide.limit_memory(net, "80%")
+    for count in (256, 512, 512):
+        assert all(map(torch.equal, step(net, count), step(plain, count)))
+    assert verified == [True, False]
+
+
+def test_another_program_at_another_size_is_verified(verified: list[bool]) -> None:
+    plain, net = Net(few=300), Net(few=300)
+    handle = lowtide.limit_memory(net, "80%")
+    for count in (256, 512, 512, 512):
+        assert all(map(torch.equal, step(net, count), step(plain, count)))
+    assert verified == [True, False, True], "the second look met another program, and the third verified it"
+    assert len(handle.plans) == 2
+
+
+def test_always_and_never_mean_what_they_say(verified: list[bool]) -> None:
+    net = Net()
+    lowtide.limit_memory(net, "80%", verify="never")
+    for count in (256, 512):
+        step(net, count)
+    assert verified == [False, False]
+
+
 @pytest.mark.parametrize("asks", [False, True])
-def test_a_step_that_fits_as_it_is_recomputes_nothing(asks: bool) -> None:
+def test_a_step_that_fits_as_it_is_recomputes_nothing(verified: list[bool], asks: bool) -> None:
     plain, net = Net(asks), Net(asks)
     standing = sum(p.nbytes for p in net.parameters()) * 2
     handle = lowtide.limit_memory(net, int(0.7 * (standing + peak_of(plain, 1024))))
@@ -63,7 +105,7 @@ def test_a_step_that_fits_as_it_is_recomputes_nothing(asks: bool) -> None:
     net.zero_grad()
     plain.zero_grad()
     assert peak_of(net, 1024) < peak_of(plain, 1024)
-    assert len(handle.plans) == 1
+    assert len(verified) == 1 and len(handle.plans) == 1
 
 
 def test_a_step_above_a_plan_that_changes_nothing_is_not_said_to_have_run_other_operations() -> None:

@@ -45,6 +45,8 @@ class Kind:
         stays_bytes: what a step took under a plan that stays since no other fits, which was said; or 0.
         unseen_backward: backward runs on a thread whose operations are not seen: the next look runs one of
             its own.
+        verified: the program whose operations were seen to reproduce, at this or another size.
+        strange: its program is another than the one that was verified at another size.
         sizes: of smaller steps that were seen, the latest last: whether one keeps the budget without a plan.
         steps: how many steps have run under the plan.
         programs: the plan's, as the compiled recorder knows it; under ``True`` one that keeps all.
@@ -63,6 +65,8 @@ class Kind:
     margin_bytes: int = 0
     stays_bytes: int = 0
     unseen_backward: bool = False
+    verified: int | None = None
+    strange: bool = False
     sizes: dict[StepKey, bool] = field(default_factory=dict)
     steps: int = 0
     programs: dict[bool, Any] = field(default_factory=dict)

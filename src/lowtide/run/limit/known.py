@@ -19,6 +19,7 @@ from lowtide.run.limit.messages import OWN_OFF, own_checkpointing, warn
 from lowtide.run.limit.optimizer_need import own_share
 from lowtide.run.limit.planning import Planner
 from lowtide.run.look.look import Look
+from lowtide.run.record.verify import Verify
 
 _BUDGET_CHANGED = "the budget was changed"
 
@@ -28,6 +29,7 @@ class Known:
 
     Args:
         planner: makes their plans.
+        verify: as of `limit_memory`.
 
     Attributes:
         kinds: by key, the latest last.
@@ -35,9 +37,10 @@ class Known:
         lock: held while a kind or its plan changes.
     """
 
-    def __init__(self, planner: Planner) -> None:
+    def __init__(self, planner: Planner, verify: Verify) -> None:
         self.planner = planner
         self.model = planner.model
+        self.verify: Verify = verify
         self.kinds: dict[StepKey, Kind] = {}
         self.latest: Kind | None = None
         self.lock = threading.RLock()
@@ -118,13 +121,32 @@ class Known:
 
     # ---- looks -----------------------------------------------------------------------------------
 
-    def looked(self, kind: Kind, look: Look, graph: StepGraph) -> None:
+    def is_to_verify(self, kind: Kind) -> bool:
+        """Whether a look runs each operation twice: not those that were verified at another size."""
+        if self.verify == "never" or kind.looks or kind.strange or self.planner.kept:
+            return self.verify != "never"
+        return not any(
+            other.verified is not None and other.key.differs_in_size(kind.key)
+            for other in self.kinds.values()
+        )
+
+    def looked(self, kind: Kind, look: Look, graph: StepGraph) -> bool:
         """A step of a kind was looked at: plan for the longest one seen.
+
+        Returns:
+            Whether anything could be made of it. A look that trusted another size's verification and met
+            another program is to be repeated.
 
         Raises:
             BudgetError: no plan fits.
         """
         self._tell_of(look)
+        program = _program(graph)
+        if not look.verified and self.verify != "never":
+            kind.strange = all(other.verified != program for other in self.kinds.values())
+            if kind.strange:
+                return False
+        kind.verified = program
         kind.looks += 1
         kind.backwards = max(kind.backwards, look.watch.backwards)
         kind.varies = kind.varies or look.tracer.asks
@@ -133,6 +155,7 @@ class Known:
         else:
             kind.look_again = ""
         self.latest = kind
+        return True
 
     def _plan(self, kind: Kind, graph: StepGraph, checkpoints: int) -> None:
         """Plan for a kind from a step of it that was looked at, ``checkpoints`` parts of which checkpoint by
@@ -164,3 +187,15 @@ class Known:
         self.planner.kept.update(look.kept)
         if look.tracer.checkpoints:
             self.tell("checkpoints", own_checkpointing(self.model))
+
+
+def _program(graph: StepGraph) -> int:
+    """What a step runs and saves, whatever its sizes and times, as a number."""
+    return hash(
+        (
+            tuple((op.name, op.reads, op.writes, op.phase, op.replayable) for op in graph.operations),
+            tuple((storage.kind, storage.producer) for storage in graph.storages),
+            tuple((value.storage, value.version, value.storable) for value in graph.values),
+            tuple((saved.value, saved.droppable, saved.forced) for saved in graph.saved),
+        )
+    )

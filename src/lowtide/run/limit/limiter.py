@@ -106,7 +106,7 @@ class Limiter:
         planner = Planner(
             self.model, budget, self.policy, optimizer, lambda: self.stores.groups, self.progress
         )
-        self.known = Known(planner)
+        self.known = Known(planner, self.verify)
         self.measured_bytes: int | None = None  # of the latest step that ended
         self.local = _Local()
         self.engagement: Engagement | None = None
@@ -296,7 +296,7 @@ class Limiter:
         look = Look(
             self.model,
             self.device,
-            verify=self.verify != "never",
+            verify=self.known.is_to_verify(kind),
             on_end=lambda look: self._looked(look, kind),
         )
         self.local.look = (look, kind)
@@ -331,8 +331,7 @@ class Limiter:
         with self.known.lock:
             peak = look.peak_bytes
             graph = look.graph()
-            self.known.looked(kind, look, graph)
-            if peak is None or kind.graph is None:
+            if not self.known.looked(kind, look, graph) or peak is None or kind.graph is None:
                 return
             self.measured_bytes = kind.graph.resident_bytes + peak
             self._tell_above(kind, graph, peak)
