@@ -249,11 +249,6 @@ class Tracer:
         number = self.known(tensor)
         return number is not None and self.storages[number]["producer"] is not None
 
-    def is_blank(self, tensor: torch.Tensor) -> bool:
-        """Whether nothing that the dispatcher sees has written the tensor's bytes."""
-        number = self.known(tensor)
-        return number is not None and self._current[number] in self._uninitialized
-
     # ---- operations ------------------------------------------------------------------------------
 
     def ran_own_backward(self, result: Any, gradients: Gradients) -> bool:

@@ -293,7 +293,7 @@ class _LittleMemory(Recorder):
             return Kept(tensor)
         # the operation that saves it is about to write it, as rrelu does its noise: there is nothing to copy
         # yet
-        if self._tracer.is_blank(tensor):
+        if key in self._blank:
             return Kept(tensor)
         value = entry[0] if entry is not None else self._value_of(tensor)
         return self._evict(value, tensor)
@@ -335,6 +335,7 @@ class _LittleMemory(Recorder):
     def close(self) -> None:
         """Forget what would hold tensors."""
         self._given.clear()
+        self._blank.clear()
 
     def copy_before_write(self, written: list[torch.Tensor]) -> None:
         """What replays start from is overwritten before backward, by another forward of the model perhaps.

@@ -72,6 +72,7 @@ class Recorder(Interceptor):
         self.findings = Findings()
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
         self._held: dict[int, weakref.ref[LiveValue]] = {}
+        self._blank: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._order = 0
         self._wanted = False  # whether the latest operation is recorded, if it can be
         if program is not None and not self.check:
@@ -129,6 +130,7 @@ class Recorder(Interceptor):
         """Forget every value that no saved tensor rests on."""
         self._given.clear()
         self._held.clear()
+        self._blank.clear()
 
     # ---- operations ------------------------------------------------------------------------------
 
@@ -169,7 +171,10 @@ class Recorder(Interceptor):
         if not fresh and not written:
             return result
         stays = self.director.stays(info, len(fresh) + len(written))
-        self._forget(touched)
+        if info.uninitialized:
+            for position in fresh.values():
+                self._mark_blank(flat[position])
+        self._forget(touched, info)
         if self.mover is not None and isinstance(self.director, PlanDirector) and self.director.moves:
             with unseen():
                 self._move(
@@ -196,11 +201,13 @@ class Recorder(Interceptor):
         """Make the call that runs an operation a second time."""
         return call()
 
-    def _forget(self, touched: list[torch.Tensor]) -> None:
+    def _forget(self, touched: list[torch.Tensor], info: OpInfo) -> None:
         """Tensors are being overwritten: what was known of their values is of older ones."""
         for tensor in touched:
-            if has_plain_storage(tensor):
-                key = private.storage_key(tensor)
+            key = private.storage_key(tensor) if has_plain_storage(tensor) else None
+            if key is not None and not (key in self._blank and info.fills and not covers_storage(tensor)):
+                self._blank.pop(key, None)
+            if key is not None:
                 self._given.pop(key, None)
                 self._held.pop(key, None)
 
@@ -219,6 +226,12 @@ class Recorder(Interceptor):
             return None
         fills = {id(t) for t in written if info.fills and covers_storage(t)}
         statistics = hidden_statistics(info, args)
+        ignored = fills | {id(args[p]) for p in statistics if isinstance(args[p], torch.Tensor)}
+        for tensor in inputs:
+            if is_sparse(tensor):
+                continue
+            if id(tensor) not in ignored and private.storage_key(tensor) in self._blank:
+                return None
         device = inputs[0].device if inputs else torch.device(kwargs.get("device") or "cpu")
         node = Node(func, self._order, device)
         self._order += 1
@@ -326,6 +339,12 @@ class Recorder(Interceptor):
         given = self._given
         given[key] = (value, weakref.ref(storage, lambda _: given.pop(key, None)))
         return value
+
+    def _mark_blank(self, tensor: torch.Tensor) -> None:
+        storage = tensor.untyped_storage()
+        key = private.storage_address(storage)
+        blank = self._blank
+        blank[key] = weakref.ref(storage, lambda _: blank.pop(key, None))
 
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:
         """The value that a tensor shows now; one that stays is held from here on."""

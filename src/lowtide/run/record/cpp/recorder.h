@@ -46,6 +46,7 @@ class Core {
     given_ = recorder.attr("_given");
     held_ = recorder.attr("_held");
     findings_ = recorder.attr("findings");
+    blank_ = recorder.attr("_blank");
     recorder_ = weak(recorder);
   }
 
@@ -54,7 +55,7 @@ class Core {
     py::gil_scoped_acquire gil;
     program_.reset();
     for (py::object* object : {&recorder_, &findings_, static_cast<py::object*>(&given_),
-                               static_cast<py::object*>(&held_)})
+                               static_cast<py::object*>(&held_), static_cast<py::object*>(&blank_)})
       object->release().dec_ref();
   }
 
@@ -167,7 +168,7 @@ class Core {
     for (auto& one : shown_) {
       if (std::find(arguments.begin(), arguments.end(), one.argument) == arguments.end()) continue;
       py::int_ key(one.key);
-      if (entry_of(given_, key) || entry_of(held_, key)) return true;
+      if (entry_of(given_, key) || entry_of(held_, key) || entry_of(blank_, key)) return true;
     }
     return false;
   }
@@ -176,6 +177,7 @@ class Core {
 
   bool record(const Operation& known, const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     py::gil_scoped_acquire gil;
+    if (blank_.size()) return false;
     c10::SmallVector<py::object, 4> inputs;
     py::object call = Boxed<Call>::of(op);
     if (!take_down(*Boxed<Call>::in(call), *stack, inputs)) return false;
@@ -273,7 +275,7 @@ class Core {
 
   std::shared_ptr<Program> program_;
   py::object recorder_, findings_;
-  py::dict given_, held_;
+  py::dict given_, held_, blank_;
   Hooks hooks_;
   bool python_ran_ = false;
   size_t at_ = 0, first_ = 0;  // in the program; of the operation's arguments on the stack
