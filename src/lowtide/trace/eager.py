@@ -29,7 +29,7 @@ HIDDEN = "it was made by code that the dispatcher does not see"
 _ELSEWHERE = "it reads a tensor that is neither strided nor stood before the step"
 _REENTRANT = "CheckpointFunctionBackward"
 """Name of the autograd node of a reentrant ``torch.utils.checkpoint``."""
-_TIDY_SECONDS = 0.01
+_TIDY_SECONDS = 0.1
 """At most so long a look waits for the threads of one collective to let go of its buffers."""
 _ASKS = ("aten._local_scalar_dense.default", "aten.is_nonzero.default", "aten.equal.default")
 
