@@ -252,7 +252,7 @@ def _overload(name: str) -> Any:
     return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
 
 
-_RECORDER = Path(__file__).parent / "run" / "record" / "cpp" / "module.cpp"
+_RECORDER = Path(__file__).parent / "run" / "record" / "cpp" / "recorder.cpp"
 _PYTHON_KEY = "TESTING_ONLY_GenericWrapper"
 """Where Python's kernels stand beside compiled ones, which call them there: nothing else uses this key."""
 
