@@ -70,7 +70,8 @@ class Plan:
         window_bytes: the most bytes that wait for their copy out at one time, and the most that are fetched
             ahead of need.
         transfer_seconds: what of `predicted_extra_seconds` is waiting for transfers, encoding and decoding,
-            and by how much the operations that run beside transfers take longer.
+            and `crowding_seconds`.
+        crowding_seconds: by how much the operations that run beside transfers take longer.
         slab_bytes: of the slab that fetched and gathered values come back into; it stands for the whole step
             and is part of the predicted peak. 0 where each has memory of its own.
         loose_peak_bytes: the predicted peak without that slab.
@@ -97,6 +98,7 @@ class Plan:
     device: str = "cpu"
     window_bytes: int = 0
     transfer_seconds: float = 0.0
+    crowding_seconds: float = 0.0
     slab_bytes: int = 0
     loose_peak_bytes: int = 0
     calibrated_plain_seconds: float | None = None

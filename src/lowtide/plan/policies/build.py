@@ -122,6 +122,7 @@ def make_plan(
         device=graph.device,
         window_bytes=window if rows else 0,
         transfer_seconds=simulation.traffic.seconds if simulation.traffic else 0.0,
+        crowding_seconds=simulation.traffic.crowding_seconds if simulation.traffic else 0.0,
         slab_bytes=slab_bytes,
         loose_peak_bytes=loose.peak_bytes if slab_bytes else 0,
     )

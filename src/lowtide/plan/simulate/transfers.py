@@ -51,14 +51,15 @@ class Traffic:
     """What transfers do to a step.
 
     Attributes:
-        seconds: what waiting, encoding and crowding (`Link.busy`) add to it; decoding is counted with the
-            replays.
+        seconds: what waiting, encoding and crowding add to it (decoding is counted with the replays).
+        crowding_seconds: what of that transfers take from the operations that run beside them (`Link.busy`).
         written_bytes, read_bytes: per tier.
         order: moved values in the order in which they are fetched.
         lifetimes: moved value -> half-open lifetime of what is stored, in events.
     """
 
     seconds: float
+    crowding_seconds: float
     written_bytes: dict[str, int]
     read_bytes: dict[str, int]
     order: list[int]
@@ -196,4 +197,6 @@ class Outgoing:
                 + read.get(name, 0) / link.read_bytes_per_second
             )
         lifetimes = {v: (born, self.gone[v] + 1) for v, born in self.born.items()}
-        return Traffic(clock - plain + busy, written, read, list(dict.fromkeys(replay.fetched)), lifetimes)
+        return Traffic(
+            clock - plain + busy, busy, written, read, list(dict.fromkeys(replay.fetched)), lifetimes
+        )

@@ -51,7 +51,8 @@ class Kind:
         steps: how many steps have run under the plan.
         programs: the plan's, as the compiled recorder knows it; under ``True`` one that keeps all.
         timed: watches the time of the latest step.
-        seconds: of the latest steps that were timed under the plan.
+        seconds: of the latest steps that were timed under the plan, and of recording and replaying in them
+            where the host knows.
     """
 
     key: StepKey
@@ -71,7 +72,7 @@ class Kind:
     steps: int = 0
     programs: dict[bool, Any] = field(default_factory=dict)
     timed: StepWatch | None = None
-    seconds: deque[float] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
+    seconds: deque[tuple[float, float | None]] = field(default_factory=lambda: deque(maxlen=_PACE_STEPS))
 
     @property
     def wants_look(self) -> bool:
@@ -143,14 +144,22 @@ class Kind:
         return self.timed is None and (not self.settled or self.steps % _PACE_EVERY == 0)
 
     def calibrated(self) -> Plan:
-        """The plan with the time of the steps that were timed beside its forecast, divided as that is."""
+        """The plan with the times of the steps that were timed beside its forecast: of whole steps, and of
+        recording and replaying in them.
+        """
         assert self.plan is not None
         plan = self.plan
         predicted = plan.plain_seconds + plan.predicted_extra_seconds
         if len(self.seconds) < _PACE_STEPS_AT_LEAST or not predicted:
             return plan
-        pace = statistics.median(self.seconds) / predicted
-        return plan.calibrated(plan.plain_seconds * pace, plan.predicted_extra_seconds * pace)
+        whole = statistics.median(seconds for seconds, _ in self.seconds)
+        replays = [again for _, again in self.seconds if again is not None]
+        if replays:
+            # which no clock of the executor sees
+            extra = min(whole, statistics.median(replays) + plan.crowding_seconds)
+        else:
+            extra = plan.predicted_extra_seconds * whole / predicted
+        return plan.calibrated(whole - extra, extra)
 
 
 def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
@@ -192,7 +201,6 @@ class Ran:
         watch: saw what it took.
         director: saw which operations ran, or ``None`` where it ran as it is.
         findings: of its forward.
-        replays: what the compiled recorder evicted, or ``None``.
         light: it ran as it is, since steps of its size were seen to need no plan.
         taught_bytes: by how much plans are to take less, since it took more than its own said.
     """
@@ -202,7 +210,6 @@ class Ran:
     watch: StepWatch
     director: PlanDirector | None = None
     findings: Findings | None = None
-    replays: Any = None
     light: bool = False
     taught_bytes: int = 0
 

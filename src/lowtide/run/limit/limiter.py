@@ -224,6 +224,7 @@ class Limiter:
                 self.stop_waiting()  # it is told what stands in the way
                 self.known.tell(*unlimited)
             return self._plainly(args, kwargs)
+        begin = time.perf_counter()
         self.stop_waiting()
         self._settle()
         if self.local.look is not None:  # its step has several forwards before its backward
@@ -245,7 +246,7 @@ class Limiter:
                     raise
         if kind.wants_look:
             return self._look(kind, args, kwargs)
-        return self._step(kind, key, members, args, kwargs)
+        return self._step(kind, key, members, args, kwargs, begin)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._inside():
@@ -389,6 +390,7 @@ class Limiter:
         members: Members,
         args: tuple[Any, ...],
         kwargs: dict[str, Any],
+        begin: float,
     ) -> Any:
         plan = kind.plan
         assert plan is not None
@@ -404,8 +406,8 @@ class Limiter:
             result = self._plainly(args, kwargs)
             watch.forward_ends(tensors_inside(result))
             return result
-        if kind.steps > 0 and kind.wants_pace():
-            kind.timed = watch
+        timing = kind.steps > 0 and kind.wants_pace()
+        kind.timed = watch if timing else kind.timed
         mover = (
             TransferEngine(plan, self.stores, self.verify != "never" and kind.steps == 0)
             if plan.moves
@@ -418,21 +420,26 @@ class Limiter:
         recorder = Recorder(
             ran.director,
             check=self.verify == "always",
+            watch=watch if timing else None,
             mover=mover,
             program=kind.programs[ran.light],
         )
         ran.findings = recorder.findings
+        watch.replays = recorder.core.replays if recorder.core is not None else None
         with ExitStack() as stack:
             stack.enter_context(self._inside())
             stack.enter_context(recorder.recording())
             stack.enter_context(left_alone(members.compiled))
+            inside = time.perf_counter()
             result = self.forward(*args, **kwargs)
+            outside = time.perf_counter()
         kind.steps += 1
         if mover is not None and mover.notes and kind.steps == 1:
             warn(
                 f"{len(mover.notes)} values do not fit their codec and stay as they are, on top of the "
                 f"predicted peak ({mover.notes[0]})"
             )
+        watch.recording_seconds += inside - begin + time.perf_counter() - outside
         watch.forward_ends(tensors_inside(result))
         return result
 

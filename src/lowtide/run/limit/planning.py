@@ -165,8 +165,10 @@ class Planner:
             return
         watch, kind.timed = kind.timed, None
         seconds = watch.seconds() if watch is not None else None
-        if seconds is not None:
-            kind.seconds.append(seconds)
+        if watch is not None and seconds is not None:
+            assert kind.graph is not None
+            extra = watch.replay_seconds + watch.recording_seconds + kind.graph.overhead_seconds
+            kind.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
 
     def limit(self, graph: StepGraph, margin_bytes: int) -> int | None:
         """The budget in bytes; a percentage is of the plain step, or of a larger one that was planned. The

@@ -30,6 +30,8 @@ class StepWatch:
     Attributes:
         began: whether a backward through the step is under way, or has failed.
         backwards: how many backwards through the step have ended.
+        recording_seconds: time around the forward; it says nothing on a GPU, where the host runs ahead.
+        replays: knows how long the compiled recorder's replays took, or ``None``.
     """
 
     def __init__(
@@ -38,6 +40,9 @@ class StepWatch:
         self.device = device
         self.began = False
         self.backwards = 0
+        self.recording_seconds = 0.0
+        self.replays: Any = None
+        self._replay_seconds = 0.0
         self._on_end, self._on_gone = on_end, on_gone
         self._awaited: weakref.ref[_Mark] | None = None
         self._peak = open_peak(device)
@@ -49,6 +54,11 @@ class StepWatch:
         measured.
         """
         return self._peak.peak_bytes if self._peak is not None else None
+
+    @property
+    def replay_seconds(self) -> float:
+        """Time that bringing values back took; it says nothing on a GPU."""
+        return self._replay_seconds + (self.replays.seconds if self.replays is not None else 0.0)
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
         """The forward returned ``outputs``: backward is expected to come from there."""
@@ -80,6 +90,14 @@ class StepWatch:
         if len(self._marks) == 2:
             self._marks.append(_now(self.device))
         private.at_backward_end(self._backward_ends)
+
+    def unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """What ``unpack`` brings back for backward, timed."""
+        self.backward_begins()
+        begin = time.perf_counter()
+        found = unpack()
+        self._replay_seconds += time.perf_counter() - begin
+        return found
 
     def _backward_ends(self) -> None:
         self.began = False

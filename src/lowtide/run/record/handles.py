@@ -11,6 +11,7 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
+from lowtide.run.limit.watch import StepWatch
 from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.digest import digest
 from lowtide.run.record.replay import bring_back
@@ -43,14 +44,14 @@ class Kept:
 class Evicted:
     """A saved tensor that is brought back when asked for."""
 
-    __slots__ = ("around", "asked", "digest", "mover", "ref", "version", "witness")
+    __slots__ = ("asked", "digest", "mover", "ref", "version", "watch", "witness")
 
     def __init__(
         self,
         ref: Ref,
         tensor: torch.Tensor,
         checked: int | None,
-        around: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None,
+        watch: StepWatch | None = None,
         mover: TransferEngine | None = None,
     ) -> None:
         self.mover = mover
@@ -59,7 +60,7 @@ class Evicted:
         self.witness = private.version_witness(tensor)
         self.version = private.version(self.witness)
         self.digest = checked
-        self.around = around
+        self.watch = watch
         self.asked = False
         ref.value.readers += 1
 
@@ -69,7 +70,7 @@ class Evicted:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, replayed or from the cache of an earlier replay."""
-        return self._unpack() if self.around is None else self.around(self._unpack)
+        return self._unpack() if self.watch is None else self.watch.unpacks(self._unpack)
 
     def _unpack(self) -> torch.Tensor:
         if self.mover is None:

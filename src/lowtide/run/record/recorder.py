@@ -28,6 +28,7 @@ from lowtide.ops import (
     tensors_of,
     written_tensors,
 )
+from lowtide.run.limit.watch import StepWatch
 from lowtide.run.move.engine import Fetch, TransferEngine
 from lowtide.run.record.digest import digest, reach
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
@@ -47,7 +48,7 @@ class Recorder(Interceptor):
         verify: run every recorded operation a second time at once and compare, and check what is evicted for
             writes that the dispatcher did not see.
         check: compare every replayed tensor with the digest of the original.
-        around: runs around each replay that backward asks for.
+        watch: is told when backward asks for the first saved tensor.
         mover: carries out the plan's moves.
         program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
             What is verified or checked is Python's.
@@ -59,7 +60,7 @@ class Recorder(Interceptor):
         *,
         verify: bool = False,
         check: bool = False,
-        around: Callable[[Callable[[], torch.Tensor]], torch.Tensor] | None = None,
+        watch: StepWatch | None = None,
         mover: TransferEngine | None = None,
         program: Any = None,
     ) -> None:
@@ -67,7 +68,7 @@ class Recorder(Interceptor):
         self.director = director
         self.verify = verify
         self.check = check or verify
-        self.around = around
+        self.watch = watch
         self.mover = mover
         self.findings = Findings()
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
@@ -439,7 +440,7 @@ class Recorder(Interceptor):
         if not value.evicted:
             value.evicted = True
             self.findings.evicted_bytes += value.nbytes
-        return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.around, self.mover)
+        return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
 
 
 class Unrecordable(Exception):

@@ -45,14 +45,15 @@ class ScopeRecorder(Recorder):
     """
 
     def __init__(self, director: Director, verify: Verify, place: int) -> None:
-        around = self._forgets_mismatches if verify == "first" else None
-        super().__init__(director, verify=verify != "never", around=around)
+        super().__init__(director, verify=verify != "never")
         self._verify: Verify = verify
         self._trail = place
         self._new: dict[int, bool] = {}
         self._reproduces: bool | None = None
         self._news: dict[str, str] = {}
         self._withdrawn = False
+        if verify == "first":
+            self.watch = self  # type: ignore[assignment]
 
     @contextmanager
     def recording(self) -> Iterator[Recorder]:
@@ -107,7 +108,7 @@ class ScopeRecorder(Recorder):
         self._withdrawn = True
         return super()._written_behind(value, tensor)
 
-    def _forgets_mismatches(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Backward asks for a saved tensor: where its replay is another than the forward's, nothing of this
         run is trusted any more.
         """

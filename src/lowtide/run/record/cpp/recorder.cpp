@@ -72,10 +72,13 @@ PYBIND11_MODULE(lowtide_recorder, m) {
   Boxed<Kept>::make_type("lowtide_recorder.Kept");
   Boxed<Evicted>::make_type("lowtide_recorder.Evicted");
   Packer::make_type("lowtide_recorder.Packer");
+  py::class_<Replays, std::shared_ptr<Replays>>(m, "Replays")
+      .def_readonly("seconds", &Replays::seconds);
   py::class_<Program, std::shared_ptr<Program>>(m, "Program").def(py::init<>()).def("add", &Program::add);
   py::class_<Core, std::shared_ptr<Core>>(m, "Core")
       .def(py::init<py::object, std::shared_ptr<Program>>())
       .def_property("on", [](Core& core) { return core.on.load(); }, &Core::turn)
+      .def_property_readonly("replays", &Core::replays)
       .def("hooks_found", &Core::hooks_found)
       .def("hooks_end", &Core::hooks_end)
       .def_property_readonly("pack", [](std::shared_ptr<Core> core) {

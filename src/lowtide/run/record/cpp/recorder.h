@@ -50,6 +50,8 @@ class Core {
     recorder_ = weak(recorder);
   }
 
+  std::shared_ptr<Replays> replays() const { return replays_; }
+
   Core(const Core&) = delete;
   ~Core() {  // the last to hold it may be a kernel, which does not hold the interpreter's lock
     py::gil_scoped_acquire gil;
@@ -108,7 +110,7 @@ class Core {
     if (type == THPVariableClass) {
       if (PyObject* entry = entry_of(given_, py::int_(storage_key(tensor)))) {
         auto value = py::reinterpret_borrow<py::object>(PyTuple_GET_ITEM(entry, 0));
-        return Boxed<Evicted>::of(tensor, std::move(value), findings_);
+        return Boxed<Evicted>::of(tensor, std::move(value), replays_, findings_);
       }
     }
     return Boxed<Kept>::of(tensor.is_leaf() ? tensor : alias_of(tensor));
@@ -274,6 +276,7 @@ class Core {
   }
 
   std::shared_ptr<Program> program_;
+  std::shared_ptr<Replays> replays_ = std::make_shared<Replays>();
   py::object recorder_, findings_;
   py::dict given_, held_, blank_;
   Hooks hooks_;

@@ -1,9 +1,16 @@
 // What autograd holds in place of a saved tensor: lowtide.run.record.handles.
 #pragma once
 
+#include <chrono>
+#include <memory>
+
 #include "replay.h"
 
 namespace lowtide {
+
+struct Replays {  // of one step
+  double seconds = 0;
+};
 
 // Python raises what autograd would.
 inline void check_version(uint32_t now, uint32_t expected, const Tensor& like, at::IntArrayRef shape) {
@@ -24,12 +31,13 @@ struct Kept {
 
 class Evicted {
  public:
-  Evicted(const Tensor& shown, py::object value, const py::object& findings)
+  Evicted(const Tensor& shown, py::object value, std::shared_ptr<Replays> replays, const py::object& findings)
       : counter_(shown.unsafeGetTensorImpl()->version_counter()),
         version_(counter_.current_version()),
         value_(std::move(value)),
         geometry_(shown),
-        options_(shown.options()) {
+        options_(shown.options()),
+        replays_(std::move(replays)) {
     auto& v = classes->value;
     add_reader(value_);
     if (v.evicted(value_) == Py_True) return;
@@ -46,7 +54,7 @@ class Evicted {
     if (uint32_t now = counter_.current_version(); now != version_)
       check_version(now, version_, at::empty({0}, options_), geometry_.sizes);
     Tensor base = here(value_);
-    if (!base.defined()) base = Replay(value_).run();
+    if (!base.defined()) base = replayed();
     if (!asked_) {
       asked_ = true;
       read(value_);
@@ -55,11 +63,20 @@ class Evicted {
   }
 
  private:
+  Tensor replayed() {
+    using Clock = std::chrono::steady_clock;
+    auto begin = Clock::now();
+    Tensor base = Replay(value_).run();
+    replays_->seconds += std::chrono::duration<double>(Clock::now() - begin).count();
+    return base;
+  }
+
   c10::VariableVersion counter_;
   uint32_t version_;
   py::object value_;
   Geometry geometry_;
   at::TensorOptions options_;
+  std::shared_ptr<Replays> replays_;
   bool asked_ = false;
 };
 
