@@ -1,8 +1,9 @@
-"""What plans decided, kept in files for whoever plans the same step again in another process.
+"""Decisions of earlier plans, kept for whoever plans the same program again: in this process for another
+size or budget of a step, and in files for another process.
 
-What is found here is simulated exactly before it is taken (`lowtide.run.limit.planning`). So a file that is
-out of date or damaged can waste a moment, and nothing else. ``LOWTIDE_CACHE`` names the folder of the files,
-or is ``off``.
+What is found here is only a place to begin (`lowtide.plan.carry`): the exact simulator and the bound say anew
+whether it does. So a file that is out of date, damaged or another machine's can waste a moment, and nothing
+else. ``LOWTIDE_CACHE`` names the folder of the files, or is ``off``.
 """
 
 from __future__ import annotations
@@ -12,21 +13,50 @@ import json
 import logging
 import operator
 import os
-import platform
 import tempfile
 from contextlib import suppress
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowtide.graph import StepGraph
-from lowtide.version import __version__
 
 _LOG = logging.getLogger(__name__)
-_MOST_OF_A_STEP = 8
+_FORMAT = 1
+_MOST_OF_A_PROGRAM = 8
 _MOST_FILES = 256
-_NEAR = 0.001
-"""Budgets so near each other, as a share, are one: scratch is measured anew in each process."""
-
 _OFF = ("off", "0", "no", "false")
+
+
+@dataclass(frozen=True)
+class Decisions:
+    """What one plan decided.
+
+    Attributes:
+        stored: the values that stay.
+        budget_bytes: what the plan was allowed.
+        plain_peak_bytes: of its step, which tells sizes of one program apart.
+        gap: to the bound's linear program, as a share of the step.
+    """
+
+    stored: tuple[int, ...]
+    budget_bytes: int
+    plain_peak_bytes: int
+    gap: float
+
+
+def program_digest(graph: StepGraph) -> str:
+    """A digest of what a step runs and saves, whatever its sizes and times: the same in every process."""
+    text = json.dumps(
+        [
+            _FORMAT,
+            [[op.name, op.reads, op.writes, op.phase, op.replayable] for op in graph.operations],
+            [[s.kind, s.producer] for s in graph.storages],
+            [[v.storage, v.version, v.storable, v.must_store] for v in graph.values],
+            [[s.value, s.droppable, s.forced] for s in graph.saved],
+        ],
+        separators=(",", ":"),
+    )
+    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def folder() -> Path | None:
@@ -41,63 +71,72 @@ def folder() -> Path | None:
 
 
 class Cache:
-    """Sets of stored values by step and budget, the newest first.
+    """Decisions by program, the newest first.
 
     Args:
-        root: the folder of the files, or ``None`` to keep nothing. One that cannot be read or written is as
-            good as none.
+        root: the folder of the files, or ``None`` for this process alone. One that cannot be read or written
+            is as good as none.
     """
 
     def __init__(self, root: Path | None) -> None:
         self._root = root
+        self._known: dict[str, list[Decisions]] = {}
 
-    def of(self, graph: StepGraph, budget: int) -> list[frozenset[int]]:
-        """What plans for such a step and budget stored."""
-        return [
-            frozenset(value for value in stored if 0 <= value < len(graph.values))
-            for stored, known in self._read(graph)
-            if abs(known - budget) <= _NEAR * budget
-        ]
+    def of(self, graph: StepGraph) -> list[Decisions]:
+        """What is known of the step's program."""
+        digest = program_digest(graph)
+        if digest not in self._known:
+            self._known[digest] = self._read(digest)
+        return list(self._known[digest])
 
-    def keep(self, graph: StepGraph, budget: int, stored: frozenset[int]) -> None:
-        """Keep what a plan for ``graph`` stored; what was known for the same budget goes."""
+    def keep(self, graph: StepGraph, new: Decisions) -> None:
+        """Keep what was decided for ``graph``; older decisions for the same budget and size go."""
+        digest = program_digest(graph)
+        same = (new.budget_bytes, new.plain_peak_bytes)
+        # another process may have kept something meanwhile
+        older = dict.fromkeys([*self._known.get(digest, ()), *self._read(digest)])
+        others = [one for one in older if (one.budget_bytes, one.plain_peak_bytes) != same]
+        self._known[digest] = [new, *others][:_MOST_OF_A_PROGRAM]
+        self._write(digest)
+
+    def _read(self, digest: str) -> list[Decisions]:
+        if self._root is None:
+            return []
+        path = self._root / f"{digest}.json"
+        try:
+            found = [
+                Decisions(
+                    tuple(map(operator.index, row["stored"])),
+                    operator.index(row["budget_bytes"]),
+                    operator.index(row["plain_peak_bytes"]),
+                    float(row["gap"]),
+                )
+                for row in json.loads(path.read_text())
+            ]
+            os.utime(path)  # the least recently used go first
+        except FileNotFoundError:
+            return []
+        except (OSError, ValueError, TypeError, KeyError, RecursionError) as error:
+            _LOG.info("ignoring %s, which cannot be read (%s: %s)", path, type(error).__name__, error)
+            return []
+        return found
+
+    def _write(self, digest: str) -> None:
         if self._root is None:
             return
-        others = [row for row in self._read(graph) if row[1] != budget]
-        text = json.dumps([(sorted(stored), budget), *others][:_MOST_OF_A_STEP], separators=(",", ":"))
+        text = json.dumps([asdict(one) for one in self._known[digest]], separators=(",", ":"))
         try:
             self._root.mkdir(parents=True, exist_ok=True, mode=0o700)
             handle, name = tempfile.mkstemp(prefix="writing-", dir=self._root)
             try:
                 with os.fdopen(handle, "w") as file:
                     file.write(text)
-                os.replace(name, self._path(graph))  # whole or not at all
+                os.replace(name, self._root / f"{digest}.json")  # whole or not at all
             finally:
                 Path(name).unlink(missing_ok=True)
             self._let_go()
         except OSError as error:
             _LOG.info("nothing is kept in %s (%s: %s)", self._root, type(error).__name__, error)
-
-    def _path(self, graph: StepGraph) -> Path:
-        """The file for steps like this, of this machine and version."""
-        assert self._root is not None
-        text = f"{__version__} {platform.node()} {graph.fingerprint()}"
-        return self._root / f"{hashlib.sha256(text.encode()).hexdigest()[:32]}.json"
-
-    def _read(self, graph: StepGraph) -> list[tuple[list[int], int]]:
-        if self._root is None:
-            return []
-        path = self._path(graph)
-        try:
-            rows = json.loads(path.read_text())
-            found = [(list(map(operator.index, row)), operator.index(budget)) for row, budget in rows]
-            os.utime(path)  # the least recently used go first
-        except FileNotFoundError:
-            return []
-        except (OSError, ValueError, TypeError, RecursionError) as error:
-            _LOG.info("ignoring %s, which cannot be read (%s: %s)", path, type(error).__name__, error)
-            return []
-        return found
 
     def _let_go(self) -> None:
         """Remove the least recently used files where there are too many."""

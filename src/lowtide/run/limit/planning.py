@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
 import torch
 
 from lowtide import budget as budgets
-from lowtide.errors import BudgetError, LowtideError, PlanError
+from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
 from lowtide.meter import resident_bytes
 from lowtide.meter.resident import gradient_of
 from lowtide.plan import make
 from lowtide.plan.cache import Cache, folder
+from lowtide.plan.carry import CARRIED, carried, keep
 from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
-from lowtide.plan.policies import make_plan
-from lowtide.plan.search.planner import planner_of
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
 from lowtide.run.limit.hidden_costs import (
@@ -35,9 +33,6 @@ from lowtide.run.ranks.agree import LEARNING_STEPS, Agreement, agreement_of, agr
 from lowtide.trace.tracer import with_collectives
 
 Policy = str | Callable[..., Plan]
-
-KNOWN = "as an earlier process planned such a step"
-"""A note of plans that were not searched for."""
 
 
 class Planner:
@@ -55,7 +50,7 @@ class Planner:
         kept: operations that do not reproduce, with the reason: every plan keeps what they write.
         moved_bytes: of the optimizer's state, to the host.
         solved: how many plans have been searched for. Where the step fits as it is, there is nothing to
-            search, nor where an earlier process did.
+            search; where decisions that were made before lie near the bound, nothing to win.
     """
 
     def __init__(
@@ -218,7 +213,7 @@ class Planner:
         ):
             plan = without_slab(plan)  # it would stand beside optimizer.step(), too
         self._greatest_plain = self._plain_peak(graph)
-        self.solved += not (plan.changes_nothing or KNOWN in plan.notes)
+        self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
         plan = replace(plan, budget_bytes=limit)
         kind.takes(graph, plan)
         return plan
@@ -243,27 +238,10 @@ class Planner:
         if limit is None or enough <= limit or self.policy != "optimal":
             return self._searched(graph, limit, target, margin_bytes, enough)
         room = limit - margin_bytes
-        plan = self._planned_before(graph, room)
-        if plan is None:
-            plan = self._searched(graph, limit, target, margin_bytes, enough)
-            self._cache.keep(graph, room, plan.stored)
+        plan = carried(graph, max(1, target or 0), self._cache.of(graph), room)
+        plan = plan or self._searched(graph, limit, target, margin_bytes, enough)
+        keep(self._cache, graph, plan, room)
         return plan
-
-    def _planned_before(self, graph: StepGraph, room: int) -> Plan | None:
-        """The plan that an earlier process found for such a step, where it is within ``room`` here, too."""
-        planner = planner_of(graph)
-        for stored in self._cache.of(graph, room):
-            with suppress(LowtideError), planner.lock:
-                return make_plan(
-                    graph,
-                    stored=stored,
-                    policy="optimal",
-                    budget=room,
-                    notes=(KNOWN,),
-                    simulator=planner.sim,
-                    bound=planner.bound(room),
-                )
-        return None
 
     def _searched(
         self, graph: StepGraph, limit: int | None, target: int | None, margin_bytes: int, enough: int

@@ -1,0 +1,70 @@
+"""Plans from decisions that were made before: for another size or budget of the step, or in another process.
+
+Comes in: a step graph, a budget, and decisions for the same program (`lowtide.plan.cache`). Goes out: a plan
+whose peak the exact simulator and whose distance to the best possible the bound has stated for this very
+step; or nothing, where that distance says that a search would do better.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from lowtide.errors import PlanError
+from lowtide.graph import StepGraph
+from lowtide.plan.cache import Cache, Decisions
+from lowtide.plan.data import Plan
+from lowtide.plan.policies.build import make_plan
+from lowtide.plan.search.planner import planner_of
+
+CARRIED = "begun from decisions that were made before, which lie near the bound here, too"
+"""A note of such plans."""
+
+_WORSE = 0.005
+"""By how much of the step a plan may lie further from the bound than the one that a search found there."""
+
+
+def carried(graph: StepGraph, budget: int, known: Iterable[Decisions], room: int) -> Plan | None:
+    """The best plan that known decisions lead to, or ``None`` where it is not certain to be good.
+
+    Args:
+        graph: the step.
+        budget: the most live bytes allowed.
+        known: decisions for the same program.
+        room: at least ``budget``: what decisions for this very size and budget may use, for a search had to.
+    """
+    planner = planner_of(graph)
+    with planner.lock:
+        starts: list[frozenset[int]] = []
+        good = 0.0
+        for one in known:
+            inside = frozenset(v for v in one.stored if 0 <= v < len(graph.values))
+            starts.append(inside)
+            if (one.budget_bytes, one.plain_peak_bytes) == (room, planner.sim.plain_peak):
+                good = max(good, one.gap + _WORSE)
+                try:
+                    same = planner.search.candidate(inside)
+                except PlanError:
+                    continue
+                if budget < same.simulation.peak_bytes <= room:
+                    budget = same.simulation.peak_bytes
+        found = planner.begun(starts, budget, good)
+        if found is None:
+            return None
+        return make_plan(
+            graph,
+            stored=found.stored,
+            policy="optimal",
+            budget=budget,
+            notes=(CARRIED,),
+            simulator=planner.sim,
+            bound=planner.bound(budget),
+        )
+
+
+def keep(cache: Cache, graph: StepGraph, plan: Plan, room: int) -> None:
+    """Keep what ``plan`` decided for ``graph`` and a budget that leaves ``room`` bytes."""
+    planner = planner_of(graph)
+    with planner.lock:
+        relaxed = planner.distance(plan.predicted_extra_seconds, plan.budget_bytes or room)
+    gap = relaxed / max(graph.plain_seconds, 1e-12)
+    cache.keep(graph, Decisions(tuple(sorted(plan.stored)), room, plan.plain_peak_bytes, gap))
