@@ -18,8 +18,8 @@ from lowtide.estimate.simulation.simulate import simulate
 from lowtide.estimate.simulation.traced import default_dtype, run_backward, run_forward
 from lowtide.meter import peak
 
-READINGS = 6
-"""How often a step is read at most."""
+READINGS = 40
+"""How often a step is read at most; every second reading of one that replays collectives is too high."""
 
 
 def recomputing(piece: Piece, how: object) -> Piece:
@@ -74,8 +74,9 @@ def run_step(config: Config, stage: int, pieces: list[Piece], tokens: torch.Tens
 def measured_and_simulated(config: Config, stage: int, group: Any, simulated: int | None) -> tuple[int, int]:
     """Bytes that the step adds at most to weights and inputs: read by the meter, and simulated.
 
-    Gloo's threads may hold a collective's buffers a little longer than the step does, so where a rank reads
-    more than is simulated, all read again, and the least counts.
+    Gloo's threads may hold a collective's buffers a little longer than the step does, and nothing waits for
+    them where collectives are replayed. So where a rank reads more than is simulated, all read again, and the
+    least counts.
     """
     gc.collect()
     torch.manual_seed(0)
