@@ -222,17 +222,6 @@ def test_random_and_batch_norm_operations() -> None:
     assert not statistics.intersection(norm.reads)
 
 
-def test_statistics_made_in_the_step_have_to_stay() -> None:
-    """An instance norm repeats its running statistics for a batch norm, which writes to them without a
-    word.
-    """
-    model = nn.Sequential(nn.Conv1d(2, N, 1), nn.InstanceNorm1d(N, affine=True, track_running_stats=True))
-    graph = lowtide.trace(lambda x: model(x).square().sum(), torch.randn(3, 2, 5), costs=False)
-    made = {v for op in graph.operations if op.name == "aten.repeat.default" for v in op.writes}
-    must = {v.id for v in graph.values if v.must_store}
-    assert must and must <= made
-
-
 def test_uninitialized_memory_cannot_be_replayed() -> None:
     w = nn.Parameter(torch.ones(N))
 

@@ -103,8 +103,6 @@ class Tracer:
         self._elsewhere: set[int] = set()  # storages of other devices
         self._module_names: dict[int, str] = {}
         self._uninitialized: set[int] = set()
-        # made in the step, later written by a kernel whose schema does not say so
-        self._updated: set[int] = set()
         self._scopes: list[Any] = []  # directors of the checkpointing scopes that are open
         # for each operation, whether the scope around it evicts what it writes; None outside of all
         self._evicts: list[bool | None] = []
@@ -288,9 +286,6 @@ class Tracer:
             ignored |= {id(t) for t in written if covers_storage(t)}
         keys = {private.storage_key(t) for t in inputs}
         reads = tuple(dict.fromkeys(self.value_of(t) for t in inputs if id(t) not in ignored))
-        for tensor in statistics:
-            if self.values[value := self.value_of(tensor)]["producer"] is not None:
-                self._updated.add(value)
         wanted = self._scopes[-1].evicts(func, args, kwargs) if self._scopes else None
         call = Call(func, args, kwargs, info, inputs, written, statistics, reads)
         result = self.run(call)
@@ -441,7 +436,6 @@ class Tracer:
                 **value,
                 storable=newest.get(value["storage"]) == value["id"]
                 or self.storages[value["storage"]]["kind"] == "backward",
-                must_store=value["id"] in self._updated,
             )
             for value in self.values
         )

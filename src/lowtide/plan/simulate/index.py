@@ -210,8 +210,6 @@ class StepIndex:
             )
         self.refused = bytearray(not op.replayable for op in graph.operations)
         """whether an operation may not run again"""
-        self.must_store = bytearray(v.must_store for v in graph.values)
-        """whether a replay may not reach beyond a value"""
         self.storable = bytearray(v.storable for v in graph.values)
         self.forced = frozenset(tensor.value for tensor in graph.saved if tensor.forced)
         """values that a checkpointing scope asked to be evicted"""
@@ -225,23 +223,15 @@ class StepIndex:
     def feasible(self) -> list[bool]:
         """Per operation: whether it can run again when everything that can be stored is stored."""
         found: list[bool] = []
-
-        def available(value: int) -> bool:
-            made = self.graph.values[value].producer
-            if self.storable[value] or self.must_store[value]:
-                return bool(self.storable[value])
-            return made is not None and made < len(found) and found[made]
-
         for op in self.graph.operations:
-            found.append(op.replayable and all(map(available, op.reads)))
+            made = [self.producer[u] for u in op.reads if not self.storable[u]]
+            found.append(op.replayable and all(index >= 0 and found[index] for index in made))
         return found
 
     @cached_property
     def must(self) -> bytearray:
         """Per value: whether it stays wherever it is needed, for nothing may bring it back."""
-        return bytearray(
-            v.must_store or v.producer is None or not self.feasible[v.producer] for v in self.graph.values
-        )
+        return bytearray(v.producer is None or not self.feasible[v.producer] for v in self.graph.values)
 
     def describe(self, value: int) -> str:
         """A value in words: what wrote it, and in which module."""

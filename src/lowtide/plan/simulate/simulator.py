@@ -155,11 +155,7 @@ class Simulator(StepIndex):
         """
         needed = replay_set(evicted, self.producer, self.reads, flags.__getitem__)
         lost = -1 in needed or any(self.refused[index] for index in needed)
-        if lost or any(
-            flags[u] == 2 or (not flags[u] and self.must_store[u])
-            for index in needed
-            for u in self.reads[index]
-        ):
+        if lost or any(flags[u] == 2 for index in needed for u in self.reads[index]):
             refuse(self, evicted, flags)
         return sorted(needed, key=self.place) if self.moved else sorted(needed)
 
@@ -312,9 +308,9 @@ def plain(graph: StepGraph) -> Simulation:
 def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None = None) -> frozenset[int]:
     """The smallest feasible set of stored values that includes what ``stored`` keeps.
 
-    Values that replays would need but that cannot be brought back (their operation is not replayable, or they
-    lie beyond a value that must be stored) are added; values that neither backward nor a replay reads are
-    left out. What a checkpointing scope asked to be evicted is not kept where it can come back.
+    Values that replays would need but that cannot be brought back are added; values that neither backward nor
+    a replay reads are left out. What a checkpointing scope asked to be evicted is not kept where it can come
+    back.
     """
     sim = simulator or Simulator(graph)
     storable, must = sim.storable, sim.must
