@@ -102,7 +102,6 @@ class Tracer:
         self._given: set[int] = set()
         self._elsewhere: set[int] = set()  # storages of other devices
         self._module_names: dict[int, str] = {}
-        self._uninitialized: set[int] = set()
         self._scopes: list[Any] = []  # directors of the checkpointing scopes that are open
         # for each operation, whether the scope around it evicts what it writes; None outside of all
         self._evicts: list[bool | None] = []
@@ -299,7 +298,7 @@ class Tracer:
             return result
         index = len(self.operations)
         self.noted(call, index, fresh)
-        reason = info.reason or unfollowed or self._unsafe(info, reads, bool(outputs))
+        reason = info.reason or unfollowed or self._unsafe(info, bool(outputs))
         self._add_operation(info.name, reads, info.random, reason, wanted)
         writes: list[int] = []
         for tensor in fresh:
@@ -307,13 +306,7 @@ class Tracer:
             storage = self._storage_of(tensor, producer=index)
             if storage >= known:
                 writes.append(self._current[storage])
-                if info.uninitialized:
-                    self._uninitialized.add(self._current[storage])
-        for tensor in written:
-            new = self._new_value(self._storage_of(tensor), index, tensor)
-            writes.append(new)
-            if info.fills and not covers_storage(tensor) and self._uninitialized.intersection(reads):
-                self._uninitialized.add(new)
+        writes += [self._new_value(self._storage_of(tensor), index, tensor) for tensor in written]
         self.operations[index]["writes"] = tuple(dict.fromkeys(writes))
         self.event("op", index)
         return result
@@ -336,15 +329,13 @@ class Tracer:
             }
         )
 
-    def _unsafe(self, info: OpInfo, reads: tuple[int, ...], returns_tensors: bool) -> str:
+    def _unsafe(self, info: OpInfo, returns_tensors: bool) -> str:
         if not self.in_region:
             return OUTSIDE
         if private.in_backward():
             return _INNER
         if info.uninitialized:
             return "it returns memory that nothing has written yet"
-        if not self._uninitialized.isdisjoint(reads):
-            return "it reads memory that nothing the dispatcher sees has written"
         return "" if returns_tensors else "it returns no tensor"
 
     # ---- saved tensors ---------------------------------------------------------------------------
