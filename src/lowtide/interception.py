@@ -171,7 +171,7 @@ def watchers() -> list[Any]:
 
 def is_evicted(tensor: torch.Tensor) -> bool:
     """Whether a recomputing scope around this code brings ``tensor`` back for anyone who saves it, so that
-    saving it costs nothing.
+    saving it costs nothing. Under a limit layers save what they would in a plain step.
     """
     return any(one.will_evict(tensor) for one in watchers() if hasattr(one, "will_evict"))
 
