@@ -23,7 +23,7 @@ import torch
 
 from lowtide import private
 from lowtide.native import extension
-from lowtide.ops import returns_views
+from lowtide.ops import operation_named, returns_views
 
 _KEY = "Fake"
 _STATE = "lowtide.interception"
@@ -247,9 +247,8 @@ _BELOW = private.keys_below(_KEY)
 
 
 def _overload(name: str) -> Any:
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    """The overload that the dispatcher calls ``aten::add.Tensor`` (or ``aten::relu``, which has no name)."""
+    return operation_named(name.replace("::", ".") + ("" if "." in name else ".default"))
 
 
 _RECORDER = Path(__file__).parent / "run" / "record" / "cpp" / "recorder.cpp"
