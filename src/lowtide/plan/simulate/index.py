@@ -195,21 +195,9 @@ class StepIndex:
 
     def _index_replays(self) -> None:
         """What operations read, without parameters and the like, which are always there."""
-        graph, base, end = self.graph, self.base_flags, self.natural_end
-        self.reads: list[Sequence[int]] = []
+        graph, base = self.graph, self.base_flags
+        self.reads: list[Sequence[int]] = [[u for u in op.reads if not base[u]] for op in graph.operations]
         """operation -> what it reads that may be missing"""
-        self.lasting: list[Sequence[int]] = []
-        """operation -> what it reads that does not outlive the step by itself"""
-        for op in graph.operations:
-            missing = [u for u in op.reads if not base[u]]
-            self.reads.append(missing)
-            self.lasting.append(
-                [u for u in op.reads if not base[u] or end[self.storage_of[u]] < self.end]
-                if len(missing) < len(op.reads)
-                else missing
-            )
-        self.refused = bytearray(not op.replayable for op in graph.operations)
-        """whether an operation may not run again"""
         self.storable = bytearray(v.storable for v in graph.values)
         self.forced = frozenset(tensor.value for tensor in graph.saved if tensor.forced)
         """values that a checkpointing scope asked to be evicted"""
