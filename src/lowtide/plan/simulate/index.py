@@ -15,6 +15,9 @@ from lowtide.plan.data import Move, module_in_words
 
 Bytes = NDArray[np.int64]
 
+DONE, UNPACKED, UNPACKED_AGAIN, BACKWARD_BEGINS, RELEASED, UNREPLAYED = range(6)
+"""What a walk through replays stops at, in the order in which it goes at one event."""
+
 
 class Held(NamedTuple):
     """Which replayed copies are alive at one moment of a walk, for who wants to show them.
@@ -156,14 +159,12 @@ class StepIndex:
         }
         """value -> the event at which one of its droppable saved tensors is unpacked last, if any is."""
         self.value_events: dict[int, list[tuple[int, int, int]]] = {}
-        """value -> (event, kind, saved tensor): kind 0 for done, 1 for the first unpack, 2 for a later
-        one.
-        """
+        """value -> (event, what happens then, saved tensor)"""
         for value, tensors in of:
             firsts = [(t, *self.unpacks[t][0]) for t in tensors if self.unpacks[t]]
-            later = [(start, 2, t) for t in tensors for start, _ in self.unpacks[t][1:]]
-            done = [(until, 0, t) for t, _, until in firsts if until < end]
-            self.value_events[value] = [*((start, 1, t) for t, start, _ in firsts), *later, *done]
+            later = [(start, UNPACKED_AGAIN, t) for t in tensors for start, _ in self.unpacks[t][1:]]
+            done = [(until, DONE, t) for t, _, until in firsts if until < end]
+            self.value_events[value] = [*((start, UNPACKED, t) for t, start, _ in firsts), *later, *done]
 
     def _natural_timeline(self) -> None:
         """Live bytes when every droppable saved tensor is evicted and nothing is replayed; saved tensors
