@@ -17,7 +17,7 @@ import json
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, NamedTuple
 
-GRAPH_FORMAT = 5
+GRAPH_FORMAT = 6
 
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "backward"]
 """Where a storage comes from: it stood before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
@@ -75,8 +75,6 @@ class Value:
         producer: index of the operation that wrote this version, or ``None`` when it stood before the step.
         storable: whether holding a reference to the storage keeps this value: false for a version that is
             overwritten later in the step, and for storages whose bytes the program frees or resizes itself.
-        must_store: whether every plan has to keep it where a replay reads it (running statistics made in
-            the step, say, which a batch norm updates without a word).
         shape, dtype: of the tensor through which it was written; empty where nobody asks.
     """
 
@@ -85,7 +83,6 @@ class Value:
     version: int
     producer: int | None
     storable: bool = True
-    must_store: bool = False
     shape: tuple[int, ...] = ()
     dtype: str = ""
 
@@ -197,7 +194,7 @@ class StepGraph:
         return [
             [[o.name, o.reads, o.writes, o.phase, o.random, o.replayable] for o in self.operations],
             [[s.bytes, s.kind, s.producer] for s in self.storages],
-            [[v.storage, v.version, v.producer, v.storable, v.must_store] for v in self.values],
+            [[v.storage, v.version, v.producer, v.storable] for v in self.values],
             [[s.value, s.droppable, s.forced] for s in self.saved],
             self.events,
             self.resident_bytes,

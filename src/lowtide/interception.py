@@ -23,7 +23,7 @@ import torch
 
 from lowtide import private
 from lowtide.native import extension
-from lowtide.ops import returns_views
+from lowtide.ops import operation_named, returns_views
 
 _KEY = "Fake"
 _STATE = "lowtide.interception"
@@ -171,7 +171,7 @@ def watchers() -> list[Any]:
 
 def is_evicted(tensor: torch.Tensor) -> bool:
     """Whether a recomputing scope around this code brings ``tensor`` back for anyone who saves it, so that
-    saving it costs nothing.
+    saving it costs nothing. Under a limit layers save what they would in a plain step.
     """
     return any(one.will_evict(tensor) for one in watchers() if hasattr(one, "will_evict"))
 
@@ -247,9 +247,8 @@ _BELOW = private.keys_below(_KEY)
 
 
 def _overload(name: str) -> Any:
-    namespace, _, rest = name.partition("::")
-    packet, _, overload = rest.partition(".")
-    return getattr(getattr(getattr(torch.ops, namespace), packet), overload or "default")
+    """The overload that the dispatcher calls ``aten::add.Tensor`` (or ``aten::relu``, which has no name)."""
+    return operation_named(name.replace("::", ".") + ("" if "." in name else ".default"))
 
 
 _RECORDER = Path(__file__).parent / "run" / "record" / "cpp" / "recorder.cpp"

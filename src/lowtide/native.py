@@ -18,10 +18,10 @@ import sysconfig
 import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from types import ModuleType
+from typing import Literal
 
 from lowtide.progress import working
 
@@ -33,41 +33,6 @@ except ImportError:  # on Windows
 
 class BuildError(Exception):
     """A file cannot be compiled here; the message says why, and what helps."""
-
-
-@dataclass(frozen=True)
-class Recipe:
-    """How a file is compiled.
-
-    Attributes:
-        source: it. Headers beside it are part of it.
-        flags: the compiler's, before the file.
-        libraries: after it.
-        facts: versions that matter besides.
-    """
-
-    source: Path
-    flags: tuple[str, ...] = ("-std=c++17", "-O2", "-shared", "-fPIC")
-    libraries: tuple[str, ...] = ()
-    facts: tuple[str, ...] = ()
-
-    @property
-    def target(self) -> Path:
-        """Where the compiled file lies, or would lie.
-
-        Raises:
-            BuildError: there is no compiler, or no place.
-        """
-        line = " ".join([*compiler(), *self.flags, *self.libraries])
-        headers = sorted(self.source.parent.glob("*.h"))
-        texts = [path.read_text() for path in (self.source, *headers)]
-        known = (*texts, platform.machine(), line, *self.facts)
-        key = hashlib.sha256("\0".join(known).encode()).hexdigest()[:20]
-        return cache_dir() / f"{self.source.stem}-{key}.so"
-
-    def line(self, made: Path) -> list[str]:
-        """The command that compiles it to ``made``."""
-        return [*compiler(), *self.flags, str(self.source), "-o", str(made), *self.libraries]
 
 
 def cache_dir() -> Path:
@@ -111,16 +76,24 @@ def compiler() -> list[str]:
     raise BuildError("no C++ compiler found (tried CXX, c++, g++, clang++); install one")
 
 
-def built(recipe: Recipe) -> Path:
+def built(source: Path, uses: Literal["", "c10", "torch"] = "") -> Path:
     """The compiled file, compiled now where the cache has none.
+
+    Args:
+        source: a C++ file. Headers beside it are part of it.
+        uses: what of PyTorch's own C++ it needs: nothing, ``c10`` alone, or, as a Python module, all of it.
 
     Raises:
         BuildError: it cannot be compiled.
     """
-    target = recipe.target
+    flags, libraries, facts = _options(source, uses)
+    command, name = [*compiler(), *flags], source.name
+    texts = [path.read_text() for path in (source, *sorted(source.parent.glob("*.h")))]
+    known = (*texts, platform.machine(), " ".join([*command, *libraries]), *facts)
+    key = hashlib.sha256("\0".join(known).encode()).hexdigest()[:20]
+    target = cache_dir() / f"{source.stem}-{key}.so"
     if target.exists():
         return target
-    name = recipe.source.name
     try:
         with (
             _lock(target),
@@ -130,7 +103,8 @@ def built(recipe: Recipe) -> Path:
             if target.exists():  # another process was at it
                 return target
             made = Path(folder) / target.name
-            with subprocess.Popen(recipe.line(made), stderr=subprocess.PIPE, text=True) as process:
+            line = [*command, str(source), "-o", str(made), *libraries]
+            with subprocess.Popen(line, stderr=subprocess.PIPE, text=True) as process:
                 said = ""
                 while process.returncode is None:
                     work.say(f"compiling {name}, once for this PyTorch and Python")
@@ -143,6 +117,33 @@ def built(recipe: Recipe) -> Path:
     except (OSError, subprocess.SubprocessError) as error:
         raise BuildError(f"compiling {name} failed: {error}") from error
     return target
+
+
+def _options(source: Path, uses: str) -> tuple[tuple[str, ...], tuple[str, ...], tuple[str, ...]]:
+    """The compiler's flags, the libraries behind the file, and the versions that matter besides.
+
+    Raises:
+        BuildError: this system has no headers for it.
+    """
+    if not uses:
+        return ("-std=c++17", "-O2", "-shared", "-fPIC"), (), ()
+    import torch
+
+    if sys.platform == "win32":
+        raise BuildError(f"{source.name} is not built on Windows")
+    root, headers = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
+    flags = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", f"-I{root / 'include'}")
+    flags += (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",)
+    names = ("c10",)
+    if uses == "torch":
+        if not (Path(headers) / "Python.h").exists():
+            raise BuildError("Python's headers are not there")
+        flags += ("-fvisibility=hidden", f"-I{headers}")
+        names += ("torch_cpu", "torch", "torch_python")
+    libraries = (f"-L{root / 'lib'}", *(f"-l{library}" for library in names))
+    if sys.platform == "darwin":
+        libraries = ("-undefined", "dynamic_lookup")
+    return flags, libraries, (torch.__version__, str(torch.version.git_version), sys.version)
 
 
 @contextmanager
@@ -164,39 +165,9 @@ def load(source: Path) -> ctypes.CDLL | None:
     loaded.
     """
     try:
-        return ctypes.CDLL(str(built(Recipe(source))))
+        return ctypes.CDLL(str(built(source)))
     except (BuildError, OSError):
         return None
-
-
-@cache
-def with_torch(source: Path, python: bool = False) -> Recipe:
-    """How a file is compiled that uses PyTorch's own C++.
-
-    Args:
-        source: the file.
-        python: it is a Python module; else it needs nothing but ``c10``.
-
-    Raises:
-        BuildError: this system has no headers for it.
-    """
-    import torch
-
-    if sys.platform == "win32":
-        raise BuildError(f"{source.name} is not built on Windows")
-    root, headers = Path(torch.__file__).parent, sysconfig.get_paths()["include"]
-    flags = ("-std=c++20", "-O2", "-DNDEBUG", "-shared", "-fPIC", f"-I{root / 'include'}")
-    flags += (f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}",)
-    names = ("c10",)
-    if python:
-        if not (Path(headers) / "Python.h").exists():
-            raise BuildError("Python's headers are not there")
-        flags += ("-fvisibility=hidden", f"-I{headers}")
-        names += ("torch_cpu", "torch", "torch_python")
-    libraries = (f"-L{root / 'lib'}", *(f"-l{library}" for library in names))
-    if sys.platform == "darwin":
-        libraries = ("-undefined", "dynamic_lookup")
-    return Recipe(source, flags, libraries, (torch.__version__, str(torch.version.git_version), sys.version))
 
 
 @cache
@@ -205,7 +176,7 @@ def extension(source: Path, name: str) -> ModuleType | None:
     be done. It takes half a minute to compile, once for each PyTorch and Python.
     """
     try:
-        loader = importlib.machinery.ExtensionFileLoader(name, str(built(with_torch(source, python=True))))
+        loader = importlib.machinery.ExtensionFileLoader(name, str(built(source, "torch")))
         spec = importlib.util.spec_from_loader(name, loader)
         assert spec is not None
         module = importlib.util.module_from_spec(spec)

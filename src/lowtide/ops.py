@@ -171,6 +171,17 @@ def op_info(func: private.OpOverload) -> OpInfo:
     )
 
 
+def operation_named(name: str) -> private.OpOverload | private.OpOverloadPacket | None:
+    """The overload (``aten.gelu.default``), or the packet of all overloads (``aten.gelu``), of that name."""
+    found: Any = torch.ops
+    try:
+        for part in name.split("."):
+            found = getattr(found, part)
+    except (AttributeError, RuntimeError):
+        return None
+    return found if isinstance(found, (private.OpOverload, private.OpOverloadPacket)) else None
+
+
 def returns_views(schema: Any) -> bool:
     """Whether all that an overload does, by its schema, is to return views of its arguments."""
     if schema.name == "aten::_unsafe_view":  # whatever its schema says

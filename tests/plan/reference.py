@@ -31,8 +31,6 @@ def needed_operations(graph: StepGraph, given: list[int], stored: set[int]) -> s
             if u in stored and not graph.values[u].storable:
                 raise Infeasible
             if u not in stored:
-                if graph.values[u].must_store:
-                    raise Infeasible
                 bring(u)
 
     for value in given:

@@ -55,7 +55,7 @@ class Tape:
         version = 0 if old is None else self.values[old].version + 1
         if old is not None:
             v = self.values[old]
-            self.values[old] = Value(v.id, v.storage, v.version, v.producer, False, v.must_store)
+            self.values[old] = Value(v.id, v.storage, v.version, v.producer, False)
         value = Value(len(self.values), storage, version, producer)
         self.values.append(value)
         self.newest[storage] = value.id

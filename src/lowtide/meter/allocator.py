@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from lowtide.errors import MeterError
-from lowtide.native import BuildError, built, with_torch
+from lowtide.native import BuildError, built
 
 from .register import Moments, Peak
 
@@ -88,7 +88,7 @@ class CountingAllocator:
 @lru_cache(maxsize=1)
 def _load() -> CountingAllocator | MeterError:
     try:
-        allocator = CountingAllocator(str(built(with_torch(_SOURCE))))
+        allocator = CountingAllocator(str(built(_SOURCE, "c10")))
         allocator.install()
         allocator.uninstall()
     except MeterError as error:

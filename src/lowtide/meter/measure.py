@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -56,18 +56,11 @@ def _device(device: torch.device | str | None) -> torch.device:
     return where
 
 
-def _kind(device: torch.device, source: Literal["auto"] | Source) -> type[Peak]:
+def _kind(device: torch.device) -> type[Peak]:
     """What reads a device's memory."""
-    known: tuple[type[Peak], ...] = (CudaPeak,) if device.type == "cuda" else (AllocatorPeak, ProfilerPeak)
-    if source == "auto":
-        return known[-1] if device.type == "cpu" and not available() else known[0]
-    for kind in known:
-        if kind.source == source:
-            return kind
-    raise MeterError(
-        f"source={source!r} does not measure memory on {device}: use 'auto', or "
-        f"{' or '.join(kind.source for kind in known)}"
-    )
+    if device.type == "cuda":
+        return CudaPeak
+    return AllocatorPeak if available() else ProfilerPeak
 
 
 def measurable(device: torch.device) -> bool:
@@ -75,11 +68,7 @@ def measurable(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and available())
 
 
-def peak(
-    device: torch.device | str | None = None,
-    source: Literal["auto"] | Source = "auto",
-    timeline: bool = False,
-) -> Peak:
+def peak(device: torch.device | str | None = None, timeline: bool = False) -> Peak:
     """A context manager that gives ``peak_bytes`` and ``live_bytes`` above those live at entry; cheap enough
     for every training step.
 
@@ -89,14 +78,13 @@ def peak(
 
     Args:
         device: ``cpu`` or a CUDA device; ``None`` means CUDA where this process uses it, else the CPU.
-        source: what to read on the CPU: ``auto`` takes the allocator if it can.
         timeline: whether to log every allocation and free.
 
     Raises:
-        MeterError: the device has no meter, or ``source`` is none of its own.
+        MeterError: the device has no meter.
     """
     where = _device(device)
-    return _kind(where, source)(where, timeline)
+    return _kind(where)(where, timeline)
 
 
 def measure(
@@ -106,7 +94,6 @@ def measure(
     warmup: int = 0,
     timeline: bool = True,
     device: torch.device | str | None = None,
-    source: Literal["auto"] | Source = "auto",
 ) -> Measurement:
     """Run a step and say what it did to memory, and how long it took.
 
@@ -127,7 +114,6 @@ def measure(
         warmup: runs before, that do not.
         timeline: whether to log every allocation and free.
         device: whose memory; ``None`` means CUDA where this process uses it, else the CPU.
-        source: what to read on the CPU: ``auto`` takes the counting allocator if it can, else the profiler.
 
     Raises:
         MeterError: as of `peak`; or the counts are out of range.
@@ -145,7 +131,7 @@ def measure(
             "negative"
         )
     where = _device(device)
-    kind = _kind(where, source)
+    kind = _kind(where)
     allocator = counting_allocator() if kind is AllocatorPeak else None
     if allocator is not None:
         # from before the warm-up, so that what one run leaves and the next frees is known

@@ -51,7 +51,7 @@ def program_digest(graph: StepGraph) -> str:
             _FORMAT,
             [[op.name, op.reads, op.writes, op.phase, op.replayable] for op in graph.operations],
             [[s.kind, s.producer] for s in graph.storages],
-            [[v.storage, v.version, v.storable, v.must_store] for v in graph.values],
+            [[v.storage, v.version, v.storable] for v in graph.values],
             [[s.value, s.droppable, s.forced] for s in graph.saved],
         ],
         separators=(",", ":"),

@@ -270,11 +270,6 @@ class FakeTracer(Tracer, TorchDispatchMode):
             sizes = {private.storage_key(tensor): tensor.untyped_storage().nbytes() for tensor in fresh}
             self.specs[signature] = replace(spec, output_bytes=sum(sizes.values()))
 
-    def will_evict(self, tensor: torch.Tensor) -> bool:
-        """Whether the scope around this code brings the tensor back."""
-        storage = self.known(tensor)
-        return storage is not None and self._wanted(self._current[storage]) is True
-
     def costs(self) -> list[tuple[float, int]]:
         """As they are known."""
         found = [self.priced.get(signature) for signature in self.signatures]

@@ -102,9 +102,6 @@ class Tracer:
         self._given: set[int] = set()
         self._elsewhere: set[int] = set()  # storages of other devices
         self._module_names: dict[int, str] = {}
-        self._uninitialized: set[int] = set()
-        # made in the step, later written by a kernel whose schema does not say so
-        self._updated: set[int] = set()
         self._scopes: list[Any] = []  # directors of the checkpointing scopes that are open
         # for each operation, whether the scope around it evicts what it writes; None outside of all
         self._evicts: list[bool | None] = []
@@ -288,9 +285,6 @@ class Tracer:
             ignored |= {id(t) for t in written if covers_storage(t)}
         keys = {private.storage_key(t) for t in inputs}
         reads = tuple(dict.fromkeys(self.value_of(t) for t in inputs if id(t) not in ignored))
-        for tensor in statistics:
-            if self.values[value := self.value_of(tensor)]["producer"] is not None:
-                self._updated.add(value)
         wanted = self._scopes[-1].evicts(func, args, kwargs) if self._scopes else None
         call = Call(func, args, kwargs, info, inputs, written, statistics, reads)
         result = self.run(call)
@@ -304,7 +298,7 @@ class Tracer:
             return result
         index = len(self.operations)
         self.noted(call, index, fresh)
-        reason = info.reason or unfollowed or self._unsafe(info, reads, bool(outputs))
+        reason = info.reason or unfollowed or self._unsafe(info, bool(outputs))
         self._add_operation(info.name, reads, info.random, reason, wanted)
         writes: list[int] = []
         for tensor in fresh:
@@ -312,13 +306,7 @@ class Tracer:
             storage = self._storage_of(tensor, producer=index)
             if storage >= known:
                 writes.append(self._current[storage])
-                if info.uninitialized:
-                    self._uninitialized.add(self._current[storage])
-        for tensor in written:
-            new = self._new_value(self._storage_of(tensor), index, tensor)
-            writes.append(new)
-            if info.fills and not covers_storage(tensor) and self._uninitialized.intersection(reads):
-                self._uninitialized.add(new)
+        writes += [self._new_value(self._storage_of(tensor), index, tensor) for tensor in written]
         self.operations[index]["writes"] = tuple(dict.fromkeys(writes))
         self.event("op", index)
         return result
@@ -341,15 +329,13 @@ class Tracer:
             }
         )
 
-    def _unsafe(self, info: OpInfo, reads: tuple[int, ...], returns_tensors: bool) -> str:
+    def _unsafe(self, info: OpInfo, returns_tensors: bool) -> str:
         if not self.in_region:
             return OUTSIDE
         if private.in_backward():
             return _INNER
         if info.uninitialized:
             return "it returns memory that nothing has written yet"
-        if not self._uninitialized.isdisjoint(reads):
-            return "it reads memory that nothing the dispatcher sees has written"
         return "" if returns_tensors else "it returns no tensor"
 
     # ---- saved tensors ---------------------------------------------------------------------------
@@ -441,7 +427,6 @@ class Tracer:
                 **value,
                 storable=newest.get(value["storage"]) == value["id"]
                 or self.storages[value["storage"]]["kind"] == "backward",
-                must_store=value["id"] in self._updated,
             )
             for value in self.values
         )

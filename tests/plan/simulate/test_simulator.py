@@ -216,15 +216,6 @@ def test_infeasible_sets_are_refused_with_the_reason():
     assert Simulator(graph).simulate(close(graph, [])).replayed == (1, 2)
 
 
-def test_must_store_is_respected():
-    graph = chain()
-    values = tuple(Value(v.id, v.storage, v.version, v.producer, True, v.id == 1) for v in graph.values)
-    graph = StepGraph(**{**graph.__dict__, "values": values})
-    with pytest.raises(PlanError, match="must be stored"):
-        Simulator(graph).simulate([])
-    assert close(graph, []) == {1}
-
-
 def test_step_without_operations():
     graph = StepGraph((), (Storage(0, 8, "parameter"),), (Value(0, 0, 0, None),), (), (), resident_bytes=8)
     assert plain(graph).peak_bytes == 8 and plain(graph).peak_operation is None

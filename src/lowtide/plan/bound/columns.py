@@ -74,8 +74,6 @@ class Columns:
 
     def replay_column(self, value: int) -> int | None:
         """The column of the operation that brings ``value`` back, if any may."""
-        if self.sim.graph.values[value].must_store:
-            return None
         return self.op_column.get(self.sim.producer[value])
 
     def moves_of(self, value: int, replayed_from: bool = False) -> list[tuple[int, float]]:

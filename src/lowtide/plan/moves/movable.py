@@ -27,7 +27,7 @@ def why_not(sim: Simulator, value: int) -> str:
             "never move"
         )
     op = sim.graph.operations[v.producer]
-    if v.must_store or not v.storable or op.phase != "forward":
+    if not v.storable or op.phase != "forward":
         return (
             f"value {value} cannot move: {sim.describe(value)} is overwritten later in the step, or made in "
             "backward"

@@ -60,12 +60,6 @@ def refuse(sim: StepIndex, evicted: Iterable[int], flags: bytearray) -> NoReturn
             raise PlanError(
                 f"value {value} must be stored: {sim.describe(value)} is not replayable ({reason})"
             )
-    for value in read:
-        if not flags[value] and sim.graph.values[value].must_store:
-            raise PlanError(
-                f"value {value} must be stored: {sim.describe(value)} is read by a replay that may not reach "
-                "further back"
-            )
     lost = next(u for u in (*read, *evicted) if flags[u] == 2 or (sim.producer[u] < 0 and not flags[u]))
     raise PlanError(
         f"a replay rests on value {lost} ({sim.describe(lost)}), which the step overwrites: store what is "

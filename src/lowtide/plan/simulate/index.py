@@ -15,6 +15,9 @@ from lowtide.plan.data import Move, module_in_words
 
 Bytes = NDArray[np.int64]
 
+DONE, UNPACKED, UNPACKED_AGAIN, BACKWARD_BEGINS, RELEASED, UNREPLAYED = range(6)
+"""What a walk through replays stops at, in the order in which it goes at one event."""
+
 
 class Held(NamedTuple):
     """Which replayed copies are alive at one moment of a walk, for who wants to show them.
@@ -156,14 +159,12 @@ class StepIndex:
         }
         """value -> the event at which one of its droppable saved tensors is unpacked last, if any is."""
         self.value_events: dict[int, list[tuple[int, int, int]]] = {}
-        """value -> (event, kind, saved tensor): kind 0 for done, 1 for the first unpack, 2 for a later
-        one.
-        """
+        """value -> (event, what happens then, saved tensor)"""
         for value, tensors in of:
             firsts = [(t, *self.unpacks[t][0]) for t in tensors if self.unpacks[t]]
-            later = [(start, 2, t) for t in tensors for start, _ in self.unpacks[t][1:]]
-            done = [(until, 0, t) for t, _, until in firsts if until < end]
-            self.value_events[value] = [*((start, 1, t) for t, start, _ in firsts), *later, *done]
+            later = [(start, UNPACKED_AGAIN, t) for t in tensors for start, _ in self.unpacks[t][1:]]
+            done = [(until, DONE, t) for t, _, until in firsts if until < end]
+            self.value_events[value] = [*((start, UNPACKED, t) for t, start, _ in firsts), *later, *done]
 
     def _natural_timeline(self) -> None:
         """Live bytes when every droppable saved tensor is evicted and nothing is replayed; saved tensors
@@ -195,23 +196,9 @@ class StepIndex:
 
     def _index_replays(self) -> None:
         """What operations read, without parameters and the like, which are always there."""
-        graph, base, end = self.graph, self.base_flags, self.natural_end
-        self.reads: list[Sequence[int]] = []
+        graph, base = self.graph, self.base_flags
+        self.reads: list[Sequence[int]] = [[u for u in op.reads if not base[u]] for op in graph.operations]
         """operation -> what it reads that may be missing"""
-        self.lasting: list[Sequence[int]] = []
-        """operation -> what it reads that does not outlive the step by itself"""
-        for op in graph.operations:
-            missing = [u for u in op.reads if not base[u]]
-            self.reads.append(missing)
-            self.lasting.append(
-                [u for u in op.reads if not base[u] or end[self.storage_of[u]] < self.end]
-                if len(missing) < len(op.reads)
-                else missing
-            )
-        self.refused = bytearray(not op.replayable for op in graph.operations)
-        """whether an operation may not run again"""
-        self.must_store = bytearray(v.must_store for v in graph.values)
-        """whether a replay may not reach beyond a value"""
         self.storable = bytearray(v.storable for v in graph.values)
         self.forced = frozenset(tensor.value for tensor in graph.saved if tensor.forced)
         """values that a checkpointing scope asked to be evicted"""
@@ -225,23 +212,15 @@ class StepIndex:
     def feasible(self) -> list[bool]:
         """Per operation: whether it can run again when everything that can be stored is stored."""
         found: list[bool] = []
-
-        def available(value: int) -> bool:
-            made = self.graph.values[value].producer
-            if self.storable[value] or self.must_store[value]:
-                return bool(self.storable[value])
-            return made is not None and made < len(found) and found[made]
-
         for op in self.graph.operations:
-            found.append(op.replayable and all(map(available, op.reads)))
+            made = [self.producer[u] for u in op.reads if not self.storable[u]]
+            found.append(op.replayable and all(index >= 0 and found[index] for index in made))
         return found
 
     @cached_property
     def must(self) -> bytearray:
         """Per value: whether it stays wherever it is needed, for nothing may bring it back."""
-        return bytearray(
-            v.must_store or v.producer is None or not self.feasible[v.producer] for v in self.graph.values
-        )
+        return bytearray(v.producer is None or not self.feasible[v.producer] for v in self.graph.values)
 
     def describe(self, value: int) -> str:
         """A value in words: what wrote it, and in which module."""

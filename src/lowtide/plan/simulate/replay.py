@@ -3,7 +3,16 @@
 from __future__ import annotations
 
 from lowtide.plan.simulate.closure import replay_set
-from lowtide.plan.simulate.index import Held, StepIndex
+from lowtide.plan.simulate.index import (
+    BACKWARD_BEGINS,
+    DONE,
+    RELEASED,
+    UNPACKED,
+    UNPACKED_AGAIN,
+    UNREPLAYED,
+    Held,
+    StepIndex,
+)
 
 
 class Walk:
@@ -114,25 +123,25 @@ class Walk:
             events += sim.value_events[value]
             self.left[value] = self.left.get(value, 0) + sim.asking[value]
         if sim.moved and sim.first_unpack < sim.end:
-            events.append((sim.first_unpack, 3, 0))
+            events.append((sim.first_unpack, BACKWARD_BEGINS, 0))
         for tensor in unasked:
             value = sim.graph.saved[tensor].value
             self.left[value] = self.left.get(value, 0) + 1
             if sim.release_event[tensor] < sim.end:
-                events.append((sim.release_event[tensor], 4, tensor))
-        events += [(until, 5, index) for index, until in self.idle.items() if until < sim.end]
+                events.append((sim.release_event[tensor], RELEASED, tensor))
+        events += [(until, UNREPLAYED, index) for index, until in self.idle.items() if until < sim.end]
         events.sort()
         left, handed, cached = self.left, self.handed, self.cached
         value_of, moving = sim.value_of_saved, bool(sim.moved)
         for event, kind, tensor in events:
             self.turn += 1
             before = self.live
-            if kind == 0:
+            if kind == DONE:
                 value = value_of[tensor]
                 handed[value] -= 1
                 if not handed[value] and not left[value]:
                     self._drop(value)
-            elif kind == 1:
+            elif kind == UNPACKED:
                 value = value_of[tensor]
                 if value not in cached:
                     self._bring(value, event, left, cached)
@@ -140,12 +149,12 @@ class Walk:
                         self._fetch_ahead(event)
                 left[value] -= 1
                 handed[value] = handed.get(value, 0) + 1
-            elif kind == 2:
+            elif kind == UNPACKED_AGAIN:
                 self._again(value_of[tensor], event)
-            elif kind == 3:
+            elif kind == BACKWARD_BEGINS:
                 self._fetch_ahead(event)
             else:
-                for u in (value_of[tensor],) if kind == 4 else self.operations[tensor].reads:
+                for u in (value_of[tensor],) if kind == RELEASED else self.operations[tensor].reads:
                     if not self.flags[u]:
                         left[u] -= 1
                         self._drop(u)

@@ -9,7 +9,7 @@ holds the graph's indices, because a planner asks thousands of times.
 from __future__ import annotations
 
 import copy
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable
 from dataclasses import dataclass, field, replace
 
 import numpy as np
@@ -100,9 +100,7 @@ class Simulator(StepIndex):
         twin.producer = list(self.producer)
         for fetch in fetches:
             twin.producer[fetch.writes[0]] = fetch.index
-        none: list[Sequence[int]] = [() for _ in fetches]
-        twin.reads, twin.lasting = [*self.reads, *none], [*self.lasting, *none]
-        twin.refused = self.refused + bytes(len(fetches))
+        twin.reads = [*self.reads, *(() for _ in fetches)]
         twin.moved = {m.value: m for m in moved}
         twin.window_bytes = window_bytes
         return twin
@@ -154,12 +152,8 @@ class Simulator(StepIndex):
             PlanError: one of them is not replayable, or rests on a value that is not there.
         """
         needed = replay_set(evicted, self.producer, self.reads, flags.__getitem__)
-        lost = -1 in needed or any(self.refused[index] for index in needed)
-        if lost or any(
-            flags[u] == 2 or (not flags[u] and self.must_store[u])
-            for index in needed
-            for u in self.reads[index]
-        ):
+        lost = -1 in needed or not all(self.operations[index].replayable for index in needed)
+        if lost or any(flags[u] == 2 for index in needed for u in self.reads[index]):
             refuse(self, evicted, flags)
         return sorted(needed, key=self.place) if self.moved else sorted(needed)
 
@@ -291,15 +285,13 @@ class Simulator(StepIndex):
             if release[value] > until.get(index, -1):
                 until[index] = release[value]
         hold: dict[int, int] = {}
-        held, known, lasting = hold.get, until.get, self.lasting
         for index in reversed(order):
             last = until[index]
-            for u in lasting[index]:
+            for u in self.operations[index].reads:
                 if flags[u]:
-                    if last > held(u, -1):
-                        hold[u] = last
-                elif last > known(producer[u], -1):
-                    until[producer[u]] = last
+                    hold[u] = max(last, hold.get(u, -1))
+                else:
+                    until[producer[u]] = max(last, until.get(producer[u], -1))
         return hold, until
 
 
@@ -312,9 +304,9 @@ def plain(graph: StepGraph) -> Simulation:
 def close(graph: StepGraph, stored: Iterable[int], simulator: Simulator | None = None) -> frozenset[int]:
     """The smallest feasible set of stored values that includes what ``stored`` keeps.
 
-    Values that replays would need but that cannot be brought back (their operation is not replayable, or they
-    lie beyond a value that must be stored) are added; values that neither backward nor a replay reads are
-    left out. What a checkpointing scope asked to be evicted is not kept where it can come back.
+    Values that replays would need but that cannot be brought back are added; values that neither backward nor
+    a replay reads are left out. What a checkpointing scope asked to be evicted is not kept where it can come
+    back.
     """
     sim = simulator or Simulator(graph)
     storable, must = sim.storable, sim.must

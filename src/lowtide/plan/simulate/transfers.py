@@ -53,15 +53,12 @@ class Traffic:
     Attributes:
         seconds: what waiting, encoding and crowding add to it (decoding is counted with the replays).
         crowding_seconds: what of that transfers take from the operations that run beside them (`Link.busy`).
-        written_bytes, read_bytes: per tier.
         order: moved values in the order in which they are fetched.
         lifetimes: moved value -> half-open lifetime of what is stored, in events.
     """
 
     seconds: float
     crowding_seconds: float
-    written_bytes: dict[str, int]
-    read_bytes: dict[str, int]
     order: list[int]
     lifetimes: dict[int, tuple[int, int]] = field(repr=False)
 
@@ -133,14 +130,13 @@ class Outgoing:
     def traffic(self, replay: Walk, links: Links | None) -> Traffic:
         """Walk the step once more with a clock: operations, copies out and copies in."""
         sim, graph = self.sim, self.sim.graph
-        written: dict[str, int] = {}
-        read: dict[str, int] = {}
-        clock = 0.0
+        clock = plain = busy = 0.0
         free: dict[tuple[str, str], float] = {}
         ready: dict[int, float] = {}
         speeds = links or {}
 
         def start(value: int, way: str) -> None:
+            nonlocal busy
             moved = sim.moved[value]
             name, bytes_ = moved.tier, moved.encoded_bytes
             if way == "in":
@@ -149,12 +145,11 @@ class Outgoing:
                 ready[value] = clock
                 return
             link = speeds.get(name)
-            if moved.tier:
-                counted = written if way == "out" else read
-                counted[name] = counted.get(name, 0) + bytes_
             seconds = 0.0
             if link is not None:
                 seconds = link.seconds_out(bytes_) if way == "out" else link.seconds_in(bytes_)
+                speed = link.write_bytes_per_second if way == "out" else link.read_bytes_per_second
+                busy += link.busy * bytes_ / speed if moved.tier else 0.0
             ready[value] = free[name, way] = max(free.get((name, way), 0.0), clock) + seconds
 
         outs: defaultdict[int, list[int]] = defaultdict(list)
@@ -167,7 +162,6 @@ class Outgoing:
         for event, operations, asked in replay.work:
             work[event].append((operations, asked))
         early: set[int] = set()
-        plain = busy = 0.0
         for at, (kind, index) in enumerate(graph.events):
             if kind == "op":
                 clock += graph.operations[index].seconds
@@ -191,12 +185,5 @@ class Outgoing:
                 for value in asked:
                     start(value, "in")
                     early.add(value)
-        for name, link in speeds.items():
-            busy += link.busy * (
-                written.get(name, 0) / link.write_bytes_per_second
-                + read.get(name, 0) / link.read_bytes_per_second
-            )
         lifetimes = {v: (born, self.gone[v] + 1) for v, born in self.born.items()}
-        return Traffic(
-            clock - plain + busy, busy, written, read, list(dict.fromkeys(replay.fetched)), lifetimes
-        )
+        return Traffic(clock - plain + busy, busy, list(dict.fromkeys(replay.fetched)), lifetimes)

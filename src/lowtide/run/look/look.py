@@ -298,10 +298,6 @@ class _LittleMemory(Recorder):
         value = entry[0] if entry is not None else self._value_of(tensor)
         return self._evict(value, tensor)
 
-    def will_evict(self, tensor: torch.Tensor) -> bool:
-        """Layers save what they would in a plain step."""
-        return False
-
     def _second_run(self, call: Callable[[], Any]) -> Any:
         return self._tracer.second_run(call)
 

@@ -13,11 +13,9 @@ from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
-import torch
-
 from lowtide import interception, private
 from lowtide.native import BuildError, compiler
-from lowtide.ops import OpInfo, op_info
+from lowtide.ops import OpInfo, op_info, operation_named
 from lowtide.plan.data import ProgramStep
 
 _PASS, _RECORD, _CLOSER = 0, 1, 2
@@ -68,8 +66,8 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
         return None
     made = module.Program()
     for step in steps:
-        func = _overload(step.name)
-        if func is None:
+        func = operation_named(step.name)
+        if not isinstance(func, private.OpOverload):  # a compiled module's call
             made.add(step.name, "", _CLOSER, [], [], -1, step.stored, None)
             continue
         info = op_info(func)
@@ -89,14 +87,3 @@ def _kind(step: ProgramStep, info: OpInfo) -> int:
     if not step.replayed:
         return _PASS
     return _RECORD if info.replays_plainly else _CLOSER
-
-
-def _overload(name: str) -> Any:
-    """The overload of that name, or ``None``: a compiled module's call has no name of an operation."""
-    found: Any = torch.ops
-    try:
-        for part in name.split("."):
-            found = getattr(found, part)
-    except AttributeError:
-        return None
-    return found if isinstance(found, private.OpOverload) else None

@@ -121,12 +121,6 @@ class Recorder(Interceptor):
         finally:
             self.director = before
 
-    def will_evict(self, tensor: torch.Tensor) -> bool:
-        """Whether ``tensor`` comes back for whoever saves it, as all that a scope wrote does. Under a plan
-        layers save what they saved in the step that it was made from.
-        """
-        return not isinstance(self.director, PlanDirector) and private.storage_key(tensor) in self._given
-
     def close(self) -> None:
         """Forget every value that no saved tensor rests on."""
         self._given.clear()

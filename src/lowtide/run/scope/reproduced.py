@@ -70,6 +70,10 @@ class ScopeRecorder(Recorder):
             _known().clear()
         _known().update(self._new)
 
+    def will_evict(self, tensor: torch.Tensor) -> bool:
+        """Whether ``tensor`` comes back for whoever saves it, as all that the scope wrote does."""
+        return private.storage_key(tensor) in self._given
+
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Verify the operation or trust it, by its trail, and go on as the recorder does."""
         if self._verify == "never" or op_info(func).is_view or private.in_backward():
