@@ -8,9 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
-from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -31,21 +28,8 @@ def _nothing_left() -> Any:
     assert not available() or counting_allocator().installs == before
 
 
-@pytest.fixture
-def without_allocator(monkeypatch: pytest.MonkeyPatch) -> Callable[[], AbstractContextManager[None]]:
-    """Within ``with without_allocator():`` there is no compiler."""
-
-    @contextmanager
-    def without() -> Iterator[None]:
-        with monkeypatch.context() as patch:
-            patch.setattr(import_module("lowtide.meter.measure"), "available", lambda: False)
-            yield
-
-    return without
-
-
 @pytest.mark.parametrize("source", [pytest.param("allocator", marks=needs_allocator), "profiler"])
-def test_known_allocations_are_exact(source: Any, without_allocator: Any) -> None:
+def test_known_allocations_are_exact(source: Any) -> None:
     def step() -> torch.Tensor:
         kept = torch.empty(1001, dtype=torch.uint8)
         view = kept[3:500].view(7, 71)  # a view has no bytes of its own
@@ -55,8 +39,7 @@ def test_known_allocations_are_exact(source: Any, without_allocator: Any) -> Non
         kept.resize_(3001)  # a new block, while the old one is copied from
         return kept
 
-    with without_allocator() if source == "profiler" else nullcontext():
-        seen = measure(step)
+    seen = measure(step, source=source)
     assert seen.source == source
     assert (seen.peak_bytes, seen.end_bytes) == (1001 + 4000, 3001)
     assert [live for _, live in seen.timeline if live > 900][:3] == [1001, 5001, 1001]
@@ -119,7 +102,7 @@ def _gpt_step() -> tuple[Any, ...]:
 
 
 @needs_allocator
-def test_agrees_with_the_profiler(without_allocator: Any) -> None:
+def test_agrees_with_the_profiler() -> None:
     step, model = _gpt_step()
 
     def forget() -> None:
@@ -131,26 +114,24 @@ def test_agrees_with_the_profiler(without_allocator: Any) -> None:
     try:
         step()
         forget()
-        with without_allocator():
-            theirs = measure(step)
+        theirs = measure(step, source="profiler")
         forget()
-        ours = measure(step)
+        ours = measure(step, source="allocator")
         assert ours.peak_bytes == theirs.peak_bytes > 1_000_000
         assert ours.end_bytes == theirs.end_bytes
         assert [live for _, live in ours.timeline] == [live for _, live in theirs.timeline]
         forget()
         assert (
-            measure(step, warmup=1).end_bytes == 4
+            measure(step, warmup=1, source="allocator").end_bytes == 4
         )  # all but the loss: the warm-up's gradients were freed, and that is counted
     finally:
         torch.set_num_threads(threads)
 
 
 @needs_allocator
-def test_profiler_reporting_keeps_working_under_the_allocator(without_allocator: Any) -> None:
+def test_profiler_reporting_keeps_working_under_the_allocator() -> None:
     with peak() as seen:
-        with without_allocator():
-            theirs = measure(lambda: torch.empty(5000, dtype=torch.uint8))
+        theirs = measure(lambda: torch.empty(5000, dtype=torch.uint8), source="profiler")
         assert theirs.peak_bytes == 5000
         del theirs
         assert seen.peak_bytes == 5000
@@ -269,14 +250,14 @@ def test_too_many_peaks_at_once_raise_and_leave_nothing() -> None:
 
 
 @needs_allocator
-def test_an_exception_in_the_step_uninstalls(without_allocator: Any) -> None:
+def test_an_exception_in_the_step_uninstalls() -> None:
     def step() -> None:
         torch.empty(10)
         raise ValueError("mine")
 
-    for around in (nullcontext, without_allocator):
-        with around(), pytest.raises(ValueError, match="mine"):
-            measure(step)
+    for source in ("allocator", "profiler"):
+        with pytest.raises(ValueError, match="mine"):
+            measure(step, source=source)
     with pytest.raises(ValueError, match="mine"), peak():
         step()
     assert measure(lambda: torch.empty(7, dtype=torch.uint8)).peak_bytes == 7
@@ -297,13 +278,13 @@ def test_seconds_come_from_the_unlogged_runs() -> None:
     assert seen.seconds > 0
 
 
-def test_profiler_peak_is_known_after_the_block_only(without_allocator: Any) -> None:
-    with without_allocator(), peak() as seen:
+def test_profiler_peak_is_known_after_the_block_only() -> None:
+    with peak(source="profiler") as seen:
         torch.empty(3000, dtype=torch.uint8)
         with pytest.raises(MeterError, match="after the with-block"):
             _ = seen.peak_bytes
         with pytest.raises(MeterError, match="nested"):
-            peak().__enter__()
+            peak(source="profiler").__enter__()
     assert (seen.peak_bytes, seen.live_bytes) == (3000, 0)
 
 
@@ -312,6 +293,8 @@ def test_wrong_arguments_say_what_to_do() -> None:
         measure(lambda: None, repeats=0)
     with pytest.raises(MeterError, match="'cpu' and 'cuda'"):
         measure(lambda: None, device="meta")
+    with pytest.raises(MeterError, match="auto"):
+        measure(lambda: None, source="nonsense")  # type: ignore[arg-type]
     if not torch.cuda.is_available():
         with pytest.raises(MeterError, match="no CUDA device"):
             peak("cuda")

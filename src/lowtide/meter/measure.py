@@ -7,7 +7,7 @@ import statistics
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -56,11 +56,18 @@ def _device(device: torch.device | str | None) -> torch.device:
     return where
 
 
-def _kind(device: torch.device) -> type[Peak]:
+def _kind(device: torch.device, source: Literal["auto"] | Source) -> type[Peak]:
     """What reads a device's memory."""
-    if device.type == "cuda":
-        return CudaPeak
-    return AllocatorPeak if available() else ProfilerPeak
+    known: tuple[type[Peak], ...] = (CudaPeak,) if device.type == "cuda" else (AllocatorPeak, ProfilerPeak)
+    if source == "auto":
+        return known[-1] if device.type == "cpu" and not available() else known[0]
+    for kind in known:
+        if kind.source == source:
+            return kind
+    raise MeterError(
+        f"source={source!r} does not measure memory on {device}: use 'auto', or "
+        f"{' or '.join(kind.source for kind in known)}"
+    )
 
 
 def measurable(device: torch.device) -> bool:
@@ -68,7 +75,11 @@ def measurable(device: torch.device) -> bool:
     return device.type == "cuda" or (device.type == "cpu" and available())
 
 
-def peak(device: torch.device | str | None = None, timeline: bool = False) -> Peak:
+def peak(
+    device: torch.device | str | None = None,
+    source: Literal["auto"] | Source = "auto",
+    timeline: bool = False,
+) -> Peak:
     """A context manager that gives ``peak_bytes`` and ``live_bytes`` above those live at entry; cheap enough
     for every training step.
 
@@ -78,13 +89,14 @@ def peak(device: torch.device | str | None = None, timeline: bool = False) -> Pe
 
     Args:
         device: ``cpu`` or a CUDA device; ``None`` means CUDA where this process uses it, else the CPU.
+        source: what to read on the CPU: ``auto`` takes the allocator if it can.
         timeline: whether to log every allocation and free.
 
     Raises:
-        MeterError: the device has no meter.
+        MeterError: the device has no meter, or ``source`` is none of its own.
     """
     where = _device(device)
-    return _kind(where)(where, timeline)
+    return _kind(where, source)(where, timeline)
 
 
 def measure(
@@ -94,6 +106,7 @@ def measure(
     warmup: int = 0,
     timeline: bool = True,
     device: torch.device | str | None = None,
+    source: Literal["auto"] | Source = "auto",
 ) -> Measurement:
     """Run a step and say what it did to memory, and how long it took.
 
@@ -114,6 +127,7 @@ def measure(
         warmup: runs before, that do not.
         timeline: whether to log every allocation and free.
         device: whose memory; ``None`` means CUDA where this process uses it, else the CPU.
+        source: what to read on the CPU: ``auto`` takes the counting allocator if it can, else the profiler.
 
     Raises:
         MeterError: as of `peak`; or the counts are out of range.
@@ -131,7 +145,7 @@ def measure(
             "negative"
         )
     where = _device(device)
-    kind = _kind(where)
+    kind = _kind(where, source)
     allocator = counting_allocator() if kind is AllocatorPeak else None
     if allocator is not None:
         # from before the warm-up, so that what one run leaves and the next frees is known
