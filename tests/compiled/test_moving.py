@@ -24,7 +24,7 @@ from lowtide.compiled.forecast import forecast
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.moving import moved, stores, tiers_of
 from lowtide.compiled.partitioner import Partitioner
-from lowtide.compiled.planner import predict_calls, predict_generated
+from lowtide.compiled.prediction import predict_calls, predict_generated
 from lowtide.meter import available, peak
 from lowtide.plan.data import Offload
 from lowtide.private import inductor, partitioning
