@@ -239,19 +239,19 @@ class _Planning:
         every moment, or with ``None`` the smallest peak; nothing where none fits.
         """
         moments, program = self.timeline.moments, Program()
-        step_seconds = sum(menu.variant(None).seconds for menu in self.menus)
+        step_seconds = sum(menu.variant(None).seconds for menu in self.menus) or 1.0
         unit = max(*(moment.bytes for moment in moments), 1)
         # where there is no limit the peak comes before the seconds
-        weight, most = (max(step_seconds, 1e-3) * 1e3, math.inf) if room is None else (0.0, room / unit)
+        weight, most = (1e3, math.inf) if room is None else (0.0, room / unit)
         peak = program.column(weight, most)
         used: dict[int, dict[int, int]] = {}  # menu -> variant -> whether any call is cut so
         ways: list[list[tuple[Variant, int]]] = []  # of each call
         for menu in self.menus:
             if id(menu) not in used:
-                used[id(menu)] = {id(one): program.column(WORTH * step_seconds) for one in menu.known}
+                used[id(menu)] = {id(one): program.column(WORTH) for one in menu.known}
                 program.row([(column, 1.0) for column in used[id(menu)].values()], MOST_VARIANTS)
             least = min(one.seconds for one in menu.known)
-            ways.append([(one, program.column(one.seconds - least)) for one in menu.known])
+            ways.append([(one, program.column((one.seconds - least) / step_seconds)) for one in menu.known])
             program.row([(column, -1.0) for _, column in ways[-1]], -1.0)
             for one, column in ways[-1]:
                 program.row([(column, 1.0), (used[id(menu)][id(one)], -1.0)], 0.0)
