@@ -17,7 +17,7 @@ from lowtide.trace.costs.roofline import calibrate
 
 MASK_SECONDS = 8e-9, 3e-9
 """To write a boolean, and to read one: Inductor's C++ kernels convert masks between vectors' lanes and bytes
-one by one, and take so long for it on this machine's kind (AVX2), where a float takes 0.1 to 0.3 ns.
+one by one, and take so long for it on an AMD EPYC with AVX-512, where a float takes 0.1 to 0.3 ns.
 """
 
 
