@@ -51,7 +51,6 @@ class Region:
         self._choose, self._recording = choose, recording
         self._open = captured.open_sizes
         self.menu: Menu | None = None  # none for what has no backward
-        self._static: frozenset[Key] = frozenset()
         self._menus: dict[Sizes, Menu] = {}
         self._compiled: dict[frozenset[Key] | None, Run] = {}
         self.smallest: Run = self._compile_call_by_call()
@@ -92,7 +91,6 @@ class Region:
     def meet(self, joint: Joint) -> Halves:
         """Keep the joint graph, and cut it where it takes the least memory."""
         self.menu = Menu(joint, self.options)
-        self._static = frozenset(joint.key_of[joint.primals[at]] for at in joint.static)
         return cut(joint, self.menu.smallest())
 
     def _told(self, module: fx.GraphModule, inputs: Any, *, is_backward: bool = False, **_: Any) -> Run:
@@ -106,7 +104,7 @@ class Region:
             recording = self._recording()
             if recording is None or self.menu is None:
                 return run(args)
-            call = recording.forward(self, self._static, self._by_key(names, args))
+            call = recording.forward(self, self._by_key(names, args))
             found = run(args)
             count = self.menu.joint.forward_outputs
             outputs = self._by_key(returned[:count], found[:count])

@@ -13,11 +13,12 @@ from lowtide.compiled.costs import Cost
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.liveness import Traffic
 from lowtide.plan.data import Plan
-from lowtide.private import masks
-from lowtide.trace.costs.roofline import calibrate, outside_modes
+from lowtide.trace.costs.roofline import calibrate
 
-_FEW = 1 << 16
-"""So few booleans are not worth knowing what they take: the kernel that tells is compiled once a machine."""
+MASK_SECONDS = 8e-9, 3e-9
+"""To write a boolean, and to read one: Inductor's C++ kernels convert masks between vectors' lanes and bytes
+one by one, and take so long for it on an AMD EPYC with AVX-512, where a float takes 0.1 to 0.3 ns.
+"""
 
 
 def half_seconds(half: fx.GraphModule, traffic: Traffic, parts: Mapping[str, float], device: str) -> float:
@@ -32,10 +33,8 @@ def half_seconds(half: fx.GraphModule, traffic: Traffic, parts: Mapping[str, flo
     calls = [node.name for node in half.graph.nodes if node.op == "call_function"]  # an input has its maker's
     seconds = sum(parts.get(name, 0.0) for name in calls)
     seconds += traffic.bytes / calibrate(device).bytes_per_second if traffic.bytes else 0.0
-    booleans = traffic.masks_written + traffic.masks_read
-    if booleans > _FEW and torch.device(device).type == "cpu":
-        with outside_modes():
-            write, read = masks.mask_seconds()
+    if torch.device(device).type == "cpu":
+        write, read = MASK_SECONDS
         seconds += traffic.masks_written * write + traffic.masks_read * read
     return seconds
 

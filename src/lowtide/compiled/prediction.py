@@ -1,0 +1,86 @@
+"""What two halves of a joint graph do to memory, before any kernel is compiled."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection
+from dataclasses import replace
+
+from torch import fx
+
+from lowtide.compiled.coding import scratch_bytes
+from lowtide.compiled.costs import Cost, Size, surplus_of
+from lowtide.compiled.generated import profile_generated
+from lowtide.compiled.joint import Call, Joint, described
+from lowtide.compiled.liveness import Profile, profile
+from lowtide.compiled.scratch import Bench, Scratch
+from lowtide.private import inductor
+
+Profiles = Callable[[Size], tuple[Profile, Profile]]
+"""What two halves do to memory, for sizes as numbers."""
+
+Predict = Callable[[fx.GraphModule, fx.GraphModule], Profiles]
+
+
+def lent_to(joint: Joint) -> set[str]:
+    """Names of what the halves are given and others hold."""
+    return {node.name for node in joint.primals}
+
+
+def predict_calls(joint: Joint, costs: list[Cost], held: Collection[str] = ()) -> Predict:
+    """Predict graphs that run call by call.
+
+    Args:
+        joint: the graph.
+        costs: of its calls.
+        held: what others hold while the backward runs, beside the graph's inputs.
+    """
+    lent = lent_to(joint)
+    costed = {call.node.name: (call, cost) for call, cost in zip(joint.calls, costs, strict=True)}
+    maker = {key: call for call in joint.calls for key in call.writes}
+    returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
+
+    def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
+        handed = {node.name for node in backward.graph.nodes} | set(held)
+
+        def profiles(size_of: Size) -> tuple[Profile, Profile]:
+            def at(count: int, call: Call) -> int:
+                if size_of is joint.size:
+                    return count
+                here, there = joint.bytes_at(call, joint.size), joint.bytes_at(call, size_of)
+                return -(-count * there // here) if here else count
+
+            def scratch(node: fx.Node) -> int:
+                if node.name not in costed:
+                    return scratch_bytes(node.target, described(node)[0])
+                call, cost = costed[node.name]
+                return at(cost.scratch_bytes, call)
+
+            surplus = {key: at(count, maker[key]) for key, count in surplus_of(joint, costs).items()}
+            loss = sum(count for key, count in surplus.items() if key in returned and key not in handed)
+            first = profile(forward, lent, scratch, size_of, surplus)
+            second = profile(backward, lent.union(held), scratch, size_of, surplus)
+            return first, replace(second, peak_bytes=second.peak_bytes + loss)
+
+        return profiles
+
+    return predict
+
+
+def predict_generated(joint: Joint, options: dict[str, object], held: Collection[str] = ()) -> Predict:
+    """Predict graphs that Inductor generates code for; ``held`` as of `predict_calls`."""
+    lent, bench = lent_to(joint), Bench()
+
+    def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
+        first, strides = inductor.generated(forward, False, options)
+        donated = inductor.donated_inputs(forward, backward, joint.forward_outputs)
+        second, _ = inductor.generated(backward, True, options, strides, donated)
+        scratch = Scratch(bench), Scratch(bench)
+
+        def profiles(size_of: Size) -> tuple[Profile, Profile]:
+            one = profile_generated(first, forward, lent, scratch[0].run(), size_of)
+            theirs = lent.union(held) - one.copied.keys()
+            return one, profile_generated(second, backward, theirs, scratch[1].run(), size_of, strides)
+
+        return profiles
+
+    return predict
