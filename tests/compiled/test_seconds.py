@@ -131,9 +131,9 @@ def test_a_cut_without_slow_masks_is_forecast_to_be_faster() -> None:
 
 def test_a_forecast_leaves_the_distance_from_the_bound() -> None:
     plan = forecast(Loss(), "90%", torch.randn(2, 256, 256))
-    plan = replace(plan, predicted_extra_seconds=0.5, bound_extra_seconds=0.25, transfer_seconds=0.125)
+    plan = replace(plan, predicted_extra_seconds=0.5, bound_extra_seconds=0.25)
     told = with_forecast(plan, seconds=3.0, plain_seconds=4.0)
-    assert (told.plain_seconds, told.predicted_extra_seconds) == (4.0, -0.875)
+    assert (told.plain_seconds, told.predicted_extra_seconds) == (4.0, -1.0)
     assert told.gap_seconds == 0.25
 
 

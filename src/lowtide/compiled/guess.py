@@ -79,7 +79,7 @@ class Trial:
             return plain
         if share:
             looked = menu.variant(None)
-            about = standing_bytes + max(looked.forward_bytes, looked.backward_bytes)
+            about = standing_bytes + max(looked.forward_bytes, looked.backward_bytes())
             self._plain_seconds = looked.seconds
         limit = budgets.resolve(self.budget, about, None, menu.device, standing_bytes=standing_bytes)
         self._limit = limit

@@ -2,47 +2,52 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Collection
 from dataclasses import replace
+from typing import Protocol
 
 from torch import fx
 
 from lowtide.compiled.coding import scratch_bytes
 from lowtide.compiled.costs import Cost, Size, surplus_of
 from lowtide.compiled.generated import profile_generated
-from lowtide.compiled.joint import Call, Joint, described
+from lowtide.compiled.joint import Call, Joint, Key, described
 from lowtide.compiled.liveness import Profile, profile
 from lowtide.compiled.scratch import Bench, Scratch
 from lowtide.private import inductor
 
-Profiles = Callable[[Size], tuple[Profile, Profile]]
-"""What two halves do to memory, for sizes as numbers."""
+
+class Profiles(Protocol):
+    """What two halves do to memory, for sizes as numbers."""
+
+    def __call__(self, size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[Profile, Profile]:
+        """Of the forward, and of the backward by what others hold of what it is handed, to its end: storages
+        by name, or the graph's inputs.
+        """
+        ...
+
 
 Predict = Callable[[fx.GraphModule, fx.GraphModule], Profiles]
 
 
-def lent_to(joint: Joint) -> set[str]:
-    """Names of what the halves are given and others hold."""
-    return {node.name for node in joint.primals}
+def lent_to(joint: Joint, lent: Collection[Key] | None = None) -> set[str]:
+    """Names of what a half is given and others hold: what lies in these storages, or the graph's inputs."""
+    nodes = joint.primals if lent is None else joint.nodes
+    return {node.name for node in nodes if lent is None or joint.key_of.get(node) in lent}
 
 
-def predict_calls(joint: Joint, costs: list[Cost], held: Collection[str] = ()) -> Predict:
-    """Predict graphs that run call by call.
-
-    Args:
-        joint: the graph.
-        costs: of its calls.
-        held: what others hold while the backward runs, beside the graph's inputs.
-    """
-    lent = lent_to(joint)
+def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
+    """Predict graphs that run call by call."""
+    inputs = lent_to(joint)
     costed = {call.node.name: (call, cost) for call, cost in zip(joint.calls, costs, strict=True)}
     maker = {key: call for call in joint.calls for key in call.writes}
     returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
 
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
-        handed = {node.name for node in backward.graph.nodes} | set(held)
+        handed = {node.name for node in backward.graph.nodes}
 
-        def profiles(size_of: Size) -> tuple[Profile, Profile]:
+        def profiles(size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[Profile, Profile]:
             def at(count: int, call: Call) -> int:
                 if size_of is joint.size:
                     return count
@@ -56,9 +61,13 @@ def predict_calls(joint: Joint, costs: list[Cost], held: Collection[str] = ()) -
                 return at(cost.scratch_bytes, call)
 
             surplus = {key: at(count, maker[key]) for key, count in surplus_of(joint, costs).items()}
-            loss = sum(count for key, count in surplus.items() if key in returned and key not in handed)
-            first = profile(forward, lent, scratch, size_of, surplus)
-            second = profile(backward, lent.union(held), scratch, size_of, surplus)
+            loss = sum(
+                count
+                for key, count in surplus.items()
+                if key in returned and key not in handed.union(lent or ())
+            )
+            first = profile(forward, inputs, scratch, size_of, surplus)
+            second = profile(backward, lent_to(joint, lent), scratch, size_of, surplus)
             return first, replace(second, peak_bytes=second.peak_bytes + loss)
 
         return profiles
@@ -66,9 +75,9 @@ def predict_calls(joint: Joint, costs: list[Cost], held: Collection[str] = ()) -
     return predict
 
 
-def predict_generated(joint: Joint, options: dict[str, object], held: Collection[str] = ()) -> Predict:
-    """Predict graphs that Inductor generates code for; ``held`` as of `predict_calls`."""
-    lent, bench = lent_to(joint), Bench()
+def predict_generated(joint: Joint, options: dict[str, object]) -> Predict:
+    """Predict graphs that Inductor generates code for."""
+    inputs, bench = lent_to(joint), Bench()
 
     def predict(forward: fx.GraphModule, backward: fx.GraphModule) -> Profiles:
         first, strides = inductor.generated(forward, False, options)
@@ -76,10 +85,14 @@ def predict_generated(joint: Joint, options: dict[str, object], held: Collection
         second, _ = inductor.generated(backward, True, options, strides, donated)
         scratch = Scratch(bench), Scratch(bench)
 
-        def profiles(size_of: Size) -> tuple[Profile, Profile]:
-            one = profile_generated(first, forward, lent, scratch[0].run(), size_of)
-            theirs = lent.union(held) - one.copied.keys()
-            return one, profile_generated(second, backward, theirs, scratch[1].run(), size_of, strides)
+        @functools.cache
+        def forward_at(size_of: Size) -> Profile:
+            return profile_generated(first, forward, inputs, scratch[0].run(), size_of)
+
+        def profiles(size_of: Size, lent: Collection[Key] | None = None, /) -> tuple[Profile, Profile]:
+            one = forward_at(size_of)
+            held = lent_to(joint, lent) - one.copied.keys()
+            return one, profile_generated(second, backward, held, scratch[1].run(), size_of, strides)
 
         return profiles
 

@@ -54,6 +54,8 @@ class Moment:
         bytes: what stands when it begins without what compiled graphs keep; of a gap the most at any time.
         waiting: calls, other than its own, whose backward is to come.
         alive: numbers of storages that go in and out of graphs and are there.
+        lent: of a backward, what others hold beyond it of its graph's inputs and outputs; ``None`` where
+            that is the inputs.
     """
 
     kind: Literal["forward", "backward", "gap"]
@@ -61,6 +63,7 @@ class Moment:
     bytes: int
     waiting: tuple[int, ...]
     alive: frozenset[int]
+    lent: frozenset[Key] | None = None
 
     @property
     def calls(self) -> tuple[int, ...]:
@@ -112,7 +115,7 @@ class Recording:
         self._numbers: dict[int, int] = {}  # address of a storage that is there -> its number
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._next = 0
-        self._tangents: dict[int, int] = {}  # number -> bytes, of the backward that runs
+        self._handed: dict[int, int] = {}  # to the backward that runs: number -> bytes
         self._live = standing_bytes
         self._segment: Peak | None = None
         self._open()
@@ -173,7 +176,9 @@ class Recording:
         self._gap()
         tangents = {key: one for key, one in given.items() if key not in call.lies and key not in call.kept}
         self._watch(call, tangents)
-        self._tangents = {call.lies[key]: one.untyped_storage().nbytes() for key, one in tangents.items()}
+        self._handed = {
+            call.lies[key]: one.untyped_storage().nbytes() for key, one in given.items() if key in call.lies
+        }
         self._add("backward", call, self._live)
         return call
 
@@ -187,10 +192,11 @@ class Recording:
         if self._waiting.pop(call.number, None) is not None:
             self.backwards += 1
         self._go_on()
-        # gradients that it was given and let go of are its own, no part of what stands beside it
+        # what it was given and let go of is its own, no part of what stands beside it
         there, moment = set(self._numbers.values()), self.moments[-1]
-        own = sum(count for number, count in self._tangents.items() if number not in there)
-        self.moments[-1] = replace(moment, bytes=moment.bytes - own)
+        own = sum(count for number, count in self._handed.items() if number not in there)
+        lent = frozenset(key for key, number in call.lies.items() if number in there)
+        self.moments[-1] = replace(moment, bytes=moment.bytes - own, lent=lent)
 
     # ---- the meter -------------------------------------------------------------------------------
 

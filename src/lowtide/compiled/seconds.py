@@ -73,10 +73,10 @@ def with_forecast(plan: Plan, seconds: float, plain_seconds: float) -> Plan:
 
     Args:
         plan: as the planner made it, from single calls.
-        seconds: of its halves, without waiting for values that move.
+        seconds: of its halves, waiting for values that move included.
         plain_seconds: of those of `torch.compile`.
     """
-    extra = seconds + plan.transfer_seconds - plain_seconds
+    extra = seconds - plain_seconds
     return replace(
         plan,
         plain_seconds=plain_seconds,

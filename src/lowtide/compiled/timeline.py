@@ -160,8 +160,7 @@ class _Planning:
             return moment.held(call, variant.kept) + variant.copied
         if moment.kind == "forward":
             return variant.forward_bytes
-        shared = {key: count for key, count in variant.kept.items() if key in call.lies}
-        return variant.backward_bytes + moment.held(call, shared)
+        return variant.backward_bytes(moment.lent)
 
     def plan(self, budget: str | int) -> StepPlan:
         """Within a budget."""

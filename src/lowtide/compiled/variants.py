@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -9,12 +10,12 @@ from types import MappingProxyType
 from torch import fx
 
 from lowtide.compiled.coding import coded
-from lowtide.compiled.costs import costs_of
+from lowtide.compiled.costs import Size, costs_of
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.liveness import Profile
 from lowtide.compiled.moving import moved
-from lowtide.compiled.prediction import Predict, Profiles, lent_to, predict_calls, predict_generated
+from lowtide.compiled.prediction import Predict, Profiles, predict_calls, predict_generated
 from lowtide.compiled.seconds import half_seconds, likely_traffic, parts_of
 from lowtide.compiled.steps import Outside, Step, StepBuilder
 from lowtide.plan import make
@@ -34,8 +35,7 @@ class Variant:
         halves: forward and backward.
         kept: the storages that are handed over -> bytes, inputs of the graph among them.
         at: what the halves do to memory, for sizes as numbers.
-        forward_bytes: the most live bytes while forward runs, above what stood.
-        backward_bytes: the same for backward, what it was handed included, but what others hold.
+        size: those at hand.
         seconds: forecast of both.
         copied: bytes of copies in another layout that are handed over in place of the graph's inputs.
     """
@@ -44,10 +44,20 @@ class Variant:
     halves: Halves
     kept: dict[Key, int]
     at: Profiles
-    forward_bytes: int
-    backward_bytes: int
+    size: Size
     seconds: float
     copied: int
+
+    @property
+    def forward_bytes(self) -> int:
+        """The most live bytes while forward runs, above what stood."""
+        return self.at(self.size)[0].peak_bytes
+
+    def backward_bytes(self, lent: frozenset[Key] | None = None) -> int:
+        """The same for backward, what it was handed included, but for what others hold to its end: storages
+        of these names, or the graph's inputs.
+        """
+        return self.at(self.size, lent)[1].peak_bytes
 
 
 class Menu:
@@ -79,7 +89,6 @@ class Menu:
         standing = standing_bytes or 0
         outside = Outside((standing,), (standing + sum(tangents),))
         self.step: Step = StepBuilder([joint], [self.costs], outside, self.device).build()
-        self._held = self._outputs() if standing_bytes is None else set[str]()
         self._predict: Predict | None = None
         self._found: dict[object, Variant] = {}
         self._by_kept: dict[object, Variant] = {}
@@ -159,14 +168,14 @@ class Menu:
         if self._predict is None:
             joint = self.joint
             self._predict = (
-                predict_calls(joint, self.costs, self._held)
+                predict_calls(joint, self.costs)
                 if self.options is None
-                else predict_generated(joint, self.options, self._held)
+                else predict_generated(joint, self.options)
             )
-        at = self._predict(*halves)
-        first, second = at(self.joint.size)
-        seconds, copied = self.seconds(halves, (first, second)) + waiting, sum(first.copied.values())
-        return Variant(stored, halves, kept, at, first.peak_bytes, second.peak_bytes, seconds, copied)
+        at: Profiles = functools.cache(self._predict(*halves))
+        both = at(self.joint.size)
+        seconds, copied = self.seconds(halves, both) + waiting, sum(both[0].copied.values())
+        return Variant(stored, halves, kept, at, self.joint.size, seconds, copied)
 
     def seconds(self, halves: Halves, profiles: Iterable[Profile] | None = None) -> float:
         """Time of two halves; without ``profiles`` by what their kernels are likely to be given, to be
@@ -179,12 +188,6 @@ class Menu:
         )
         both = zip(halves, traffic, strict=True)
         return sum(half_seconds(half, moved, self._parts, self.device) for half, moved in both)
-
-    def _outputs(self) -> set[str]:
-        """Names of what lies in the forward's outputs."""
-        joint = self.joint
-        returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
-        return {node.name for node in joint.nodes if joint.key_of.get(node, "") in returned} - lent_to(joint)
 
 
 def kept_by(joint: Joint, forward: fx.GraphModule) -> dict[Key, int]:
