@@ -95,7 +95,7 @@ class MoveAll(inductor.CustomPartitionerFn):
         if self.tier is not None:
             names = dict.fromkeys(large, Offload(self.tier))
             halves = moved(*halves, num_fwd_outputs, names, self.window)
-        (costs,) = costs_of([joint])
+        costs = costs_of(joint)
         predict = (
             predict_calls(joint, costs) if self.options is None else predict_generated(joint, self.options)
         )

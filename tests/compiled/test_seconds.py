@@ -16,7 +16,8 @@ from lowtide.compiled.forecast import forecast
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.liveness import Traffic
 from lowtide.compiled.prediction import predict_generated
-from lowtide.compiled.seconds import half_seconds, likely_traffic, parts_of, with_forecast
+from lowtide.compiled.seconds import half_seconds, likely_traffic, parts_of
+from lowtide.compiled.timeline import told
 from lowtide.private import inductor, partitioning
 
 pytestmark = pytest.mark.skipif(not inductor.has_all(), reason="needs PyTorch 2.12")
@@ -45,7 +46,7 @@ class Look(inductor.CustomPartitionerFn):
     def __call__(self, gm: Any, inputs: Any, *, num_fwd_outputs: int, **_: Any) -> Any:
         partitioning.clean_joint(gm)
         self.joint = joint = Joint(partitioning.twin(gm), num_fwd_outputs, (), partitioning.default_fusible())
-        (self.costs,) = costs_of([joint])
+        self.costs = costs_of(joint)
         self.halves = partitioning.min_cut(joint.module, num_fwd_outputs, ())
         self.profiles = predict_generated(joint, {})(*self.halves)(joint.size)
         raise Seen
@@ -132,9 +133,9 @@ def test_a_cut_without_slow_masks_is_forecast_to_be_faster() -> None:
 def test_a_forecast_leaves_the_distance_from_the_bound() -> None:
     plan = forecast(Loss(), "90%", torch.randn(2, 256, 256))
     plan = replace(plan, predicted_extra_seconds=0.5, bound_extra_seconds=0.25)
-    told = with_forecast(plan, seconds=3.0, plain_seconds=4.0)
-    assert (told.plain_seconds, told.predicted_extra_seconds) == (4.0, -1.0)
-    assert told.gap_seconds == 0.25
+    found = told(plan, 3, 2, 4, seconds=3.0, plain_seconds=4.0)
+    assert (found.plain_seconds, found.predicted_extra_seconds) == (4.0, -1.0)
+    assert found.gap_seconds == 0.25
 
 
 def test_a_graph_that_fits_takes_no_extra_time() -> None:

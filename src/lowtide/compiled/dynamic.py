@@ -7,16 +7,15 @@ reserve, so that lengths that rise step by step need few plans.
 
 from __future__ import annotations
 
-import hashlib
 import math
 import sys
 from collections.abc import Callable
 
 from scipy.optimize import brentq
-from torch import fx
 
 from lowtide import budget as budgets
 from lowtide.compiled.costs import Size
+from lowtide.compiled.joint import Joint
 from lowtide.compiled.timeline import StepPlan
 from lowtide.compiled.variants import Variant
 from lowtide.errors import BudgetError
@@ -38,14 +37,8 @@ Numbers = tuple[int, ...]
 UNBOUNDED = sys.maxsize
 
 
-def program_of(module: fx.GraphModule) -> str:
-    """A digest of what a graph calls, whatever its sizes."""
-    text = "\n".join(str(node.target) for node in module.graph.nodes if node.op == "call_function")
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
 def plan_range(
-    module: fx.GraphModule,
+    joint: Joint,
     budget: str | int,
     plan_at: Callable[[Size], StepPlan],
     standing_at: Callable[[Size], int],
@@ -54,7 +47,7 @@ def plan_range(
     """Plan a graph for the sizes at hand, and guard it where the plan would break the budget.
 
     Args:
-        module: the joint graph.
+        joint: the graph.
         budget: as of `lowtide.limit_memory`.
         plan_at: plans it for sizes as numbers.
         standing_at: bytes that stand beside what the graph allocates.
@@ -63,7 +56,7 @@ def plan_range(
     Raises:
         BudgetError: no plan is found that fits.
     """
-    free, unknown = partitioning.free_sizes(module)
+    free, unknown = partitioning.free_sizes(joint.module)
     if unknown:
         warn(
             f"{len(unknown)} sizes of a compiled graph follow from data ({', '.join(unknown[:3])}) and were "
@@ -72,8 +65,7 @@ def plan_range(
         )
     if not free:
         return plan_at(partitioning.hint)
-    program = program_of(module)
-    before = held.get(program, ())
+    before = held.get(joint.program, ())
     if len(before) != len(free):
         before = ()
     planned, numbers = _first_that_fits(free, before, plan_at)
@@ -92,14 +84,14 @@ def plan_range(
     if budgets.asks_for(budget) != "min":
         upto = largest(numbers, room)
     if len(free) == 2 and UNBOUNDED not in upto and (product := largest_product(numbers, room)):
-        partitioning.guard(module, free[0].symbol * free[1].symbol <= product)
+        partitioning.guard(joint.module, free[0].symbol * free[1].symbol <= product)
         upto = tuple(_SPAN * number for number in numbers)
     for one, most in zip(free, upto, strict=True):
         if most < (one.most or UNBOUNDED):
-            partitioning.guard(module, one.symbol <= most)
+            partitioning.guard(joint.module, one.symbol <= most)
     if len(free) == 1 and before and before[0] < free[0].seen:
-        partitioning.guard(module, free[0].symbol > before[0])  # there the plan before costs less
-    held[program] = tuple(map(max, upto, before)) if before else upto
+        partitioning.guard(joint.module, free[0].symbol > before[0])  # there the plan before costs less
+    held[joint.program] = tuple(map(max, upto, before)) if before else upto
     return planned
 
 

@@ -22,7 +22,6 @@ from lowtide.compiled.joint import Joint
 from lowtide.compiled.liveness import Profile
 from lowtide.compiled.prediction import lent_to
 from lowtide.compiled.scratch import Bench, Scratch
-from lowtide.compiled.seconds import with_forecast
 from lowtide.compiled.timeline import FIRST, told
 from lowtide.compiled.variants import Menu
 from lowtide.plan import make
@@ -138,6 +137,5 @@ class Trial:
             seconds = self._menu.seconds(self._halves, (self._forward, found))
             plain_seconds = self._plain_seconds
             plain_seconds = seconds - self._extra_seconds if plain_seconds is None else plain_seconds
-            plan = with_forecast(self._guess, seconds, plain_seconds)
-            self.plan = told(plan, limit, peak, plain or peak)
+            self.plan = told(self._guess, limit, peak, plain or peak, seconds, plain_seconds)
             self._halves = None

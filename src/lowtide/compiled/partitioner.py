@@ -132,7 +132,7 @@ class Partitioner(Cutter):
             if halves is not None:
                 return halves
         report = self._report
-        planned = plan_range(joint.module, self.budget, plan_at, standing_at, report.held)
+        planned = plan_range(joint, self.budget, plan_at, standing_at, report.held)
         report.planned.append(planned.plan)
         return planned.chosen[0].halves
 

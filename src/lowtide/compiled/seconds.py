@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 import torch
@@ -12,7 +11,6 @@ from torch import fx
 from lowtide.compiled.costs import Cost
 from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.liveness import Traffic
-from lowtide.plan.data import Plan
 from lowtide.trace.costs.roofline import calibrate
 
 MASK_SECONDS = 8e-9, 3e-9
@@ -65,21 +63,3 @@ def likely_traffic(joint: Joint, half: fx.GraphModule) -> Traffic:
 def parts_of(costs: Sequence[Cost]) -> dict[str, float]:
     """Names of all nodes that these calls compute -> what they take, of a fused one without its traffic."""
     return {name: seconds for cost in costs for name, seconds in cost.parts.items()}
-
-
-def with_forecast(plan: Plan, seconds: float, plain_seconds: float) -> Plan:
-    """A plan with the time of the halves that carry it out, and of those that `torch.compile` would run; its
-    distance from the bound stays what the planner says.
-
-    Args:
-        plan: as the planner made it, from single calls.
-        seconds: of its halves, waiting for values that move included.
-        plain_seconds: of those of `torch.compile`.
-    """
-    extra = seconds - plain_seconds
-    return replace(
-        plan,
-        plain_seconds=plain_seconds,
-        predicted_extra_seconds=extra,
-        bound_extra_seconds=extra - plan.gap_seconds,
-    )

@@ -22,7 +22,6 @@ from lowtide.budget import ACTIVATIONS, OUTPUTS, STANDING, with_slack
 from lowtide.compiled.correction import NEAR, ROUNDS, Correction, at_or_smallest
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.recording import Call, Moment, Timeline
-from lowtide.compiled.seconds import with_forecast
 from lowtide.compiled.steps import Outside, Step, StepBuilder
 from lowtide.compiled.variants import Menu, Variant
 from lowtide.plan import make, make_plan, policies
@@ -230,8 +229,8 @@ class _Planning:
         plain_peak: int,
     ) -> StepPlan:
         seconds, plain_seconds = (sum(one.seconds for one in cuts) for cuts in (chosen, plain))
-        plan = with_forecast(plan, seconds, plain_seconds)
-        return StepPlan(chosen, plain, told(plan, limit, self._peak(chosen), plain_peak))
+        plan = told(plan, limit, self._peak(chosen), plain_peak, seconds, plain_seconds)
+        return StepPlan(chosen, plain, plan)
 
     def _chosen(self, room: int | None) -> tuple[Variant, ...] | None:
         """A variant for each call, of those that its menu knows: the least seconds within ``room`` bytes at
@@ -271,12 +270,18 @@ class _Planning:
         return chosen if room is None or self._peak(chosen) <= room else None
 
 
-def told(plan: Plan, limit: int, peak: int, plain_peak: int) -> Plan:
-    """The plan with what the backend will really take."""
+def told(plan: Plan, limit: int, peak: int, plain_peak: int, seconds: float, plain_seconds: float) -> Plan:
+    """The plan with what its cuts will really take, in bytes and seconds, and those of `torch.compile`; its
+    distance from the bound stays what the planner says.
+    """
+    extra = seconds - plain_seconds
     return replace(
         plan,
         budget_bytes=limit,
         predicted_peak_bytes=peak,
         plain_peak_bytes=plain_peak,
         bound_peak_bytes=min(plan.bound_peak_bytes, peak),
+        plain_seconds=plain_seconds,
+        predicted_extra_seconds=extra,
+        bound_extra_seconds=extra - plan.gap_seconds,
     )

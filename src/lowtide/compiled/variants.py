@@ -79,7 +79,7 @@ class Menu:
         self, joint: Joint, options: dict[str, object] | None, standing_bytes: int | None = None
     ) -> None:
         self.joint, self.options, self.standing_bytes = joint, options, standing_bytes
-        (self.costs,) = costs_of([joint])
+        self.costs = costs_of(joint)
         self._parts = parts_of(self.costs)
         values = (node.meta["val"] for node in joint.primals)
         self.device = str(next((value.device for value in values if hasattr(value, "device")), "cpu"))
@@ -89,7 +89,9 @@ class Menu:
         standing = standing_bytes or 0
         outside = Outside((standing,), (standing + sum(tangents),))
         self.step: Step = StepBuilder([joint], [self.costs], outside, self.device).build()
-        self._predict: Predict | None = None
+        self._predict: Predict = (
+            predict_calls(joint, self.costs) if options is None else predict_generated(joint, options)
+        )
         self._found: dict[object, Variant] = {}
         self._by_kept: dict[object, Variant] = {}
         self._plans: dict[int | None, tuple[frozenset[Key], int]] = {}
@@ -165,13 +167,6 @@ class Menu:
     def _made(
         self, stored: frozenset[Key] | None, kept: dict[Key, int], halves: Halves, waiting: float
     ) -> Variant:
-        if self._predict is None:
-            joint = self.joint
-            self._predict = (
-                predict_calls(joint, self.costs)
-                if self.options is None
-                else predict_generated(joint, self.options)
-            )
         at: Profiles = functools.cache(self._predict(*halves))
         both = at(self.joint.size)
         seconds, copied = self.seconds(halves, both) + waiting, sum(both[0].copied.values())
