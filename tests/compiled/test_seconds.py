@@ -12,12 +12,14 @@ from torch import fx, nn
 
 from lowtide.compiled import seconds
 from lowtide.compiled.costs import costs_of
+from lowtide.compiled.cut import cut
 from lowtide.compiled.forecast import forecast
 from lowtide.compiled.joint import Joint
 from lowtide.compiled.liveness import Traffic
 from lowtide.compiled.prediction import predict_generated
-from lowtide.compiled.seconds import half_seconds, likely_traffic, parts_of
+from lowtide.compiled.seconds import half_seconds, parts_of
 from lowtide.compiled.timeline import told
+from lowtide.compiled.variants import Menu
 from lowtide.private import inductor, partitioning
 
 pytestmark = pytest.mark.skipif(not inductor.has_all(), reason="needs PyTorch 2.12")
@@ -78,13 +80,16 @@ def test_masks_are_counted_where_they_are_written_and_where_they_are_read(look: 
     assert backward.bytes >= 4 * ROWS * WIDTH
 
 
-def test_what_kernels_are_likely_to_be_given_is_near_what_they_are_given(look: Look) -> None:
-    for half, profile in zip(look.halves, look.profiles, strict=True):
-        likely = likely_traffic(look.joint, half)
-        assert likely.masks_written == profile.traffic.masks_written
-        assert likely.masks_read == profile.traffic.masks_read
-        # a buffer that a kernel updates in place is given once, and is read and written
-        assert profile.traffic.bytes <= likely.bytes <= 2.5 * profile.traffic.bytes
+def test_masks_that_are_handed_over_are_likely_to_cost_what_kernels_take_for_them(look: Look) -> None:
+    menu = Menu(look.joint, {})
+    with mock.patch.object(seconds, "MASK_SECONDS", (0.0, 0.0)):
+        without = menu.likely_seconds(look.halves)
+        assert without > 0
+    with mock.patch.object(seconds, "MASK_SECONDS", (2.0, 1.0)):
+        assert menu.likely_seconds(look.halves) - without == pytest.approx(3 * ROWS * WIDTH)
+    unmasked = cut(look.joint, ())  # computes the product again, and the mask within what reads it
+    with mock.patch.object(seconds, "MASK_SECONDS", (2.0, 1.0)):
+        assert without < menu.likely_seconds(unmasked) < 1.0
 
 
 def test_each_product_counts_in_the_half_that_runs_it(look: Look) -> None:

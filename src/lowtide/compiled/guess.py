@@ -90,7 +90,7 @@ class Trial:
         doubtful = not share and limit > (1 - DOUBT) * about
         if not doubtful and self._guess.predicted_peak_bytes <= room:
             self._halves = cut(joint, menu.step.stored(self._guess.stored, 0))
-            self._extra_seconds = menu.seconds(self._halves) - menu.seconds(plain)
+            self._extra_seconds = menu.likely_seconds(self._halves) - menu.likely_seconds(plain)
         return self._halves
 
     def compile(self, half: fx.GraphModule, inputs: Sequence[Any], **how: Any) -> Any:

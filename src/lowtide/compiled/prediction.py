@@ -61,11 +61,8 @@ def predict_calls(joint: Joint, costs: list[Cost]) -> Predict:
                 return at(cost.scratch_bytes, call)
 
             surplus = {key: at(count, maker[key]) for key, count in surplus_of(joint, costs).items()}
-            loss = sum(
-                count
-                for key, count in surplus.items()
-                if key in returned and key not in handed.union(lent or ())
-            )
+            unseen = returned.difference(handed, lent or ())
+            loss = sum(count for key, count in surplus.items() if key in unseen)
             first = profile(forward, inputs, scratch, size_of, surplus)
             second = profile(backward, lent_to(joint, lent), scratch, size_of, surplus)
             return first, replace(second, peak_bytes=second.peak_bytes + loss)

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import fx
 
 from lowtide.compiled.costs import Cost
-from lowtide.compiled.joint import Joint, Key
 from lowtide.compiled.liveness import Traffic
 from lowtide.trace.costs.roofline import calibrate
 
@@ -35,29 +33,6 @@ def half_seconds(half: fx.GraphModule, traffic: Traffic, parts: Mapping[str, flo
         write, read = MASK_SECONDS
         seconds += traffic.masks_written * write + traffic.masks_read * read
     return seconds
-
-
-def likely_traffic(joint: Joint, half: fx.GraphModule) -> Traffic:
-    """What the generated kernels of a half are likely to be given, while nobody has generated them: what each
-    call of the joint graph reads and writes, and what goes from half to half though no kernel would else
-    write it. Masks that do not are computed where they are read. To be compared with other halves.
-    """
-    names = {node.name for node in half.graph.nodes if node.op == "call_function"}
-    kept: Any = next(iter(reversed(half.graph.nodes))).args[0]
-    masks = {key for key, root in joint.root.items() if root.meta["val"].dtype == torch.bool}
-
-    def crossing(nodes: Iterable[Any]) -> set[Key]:
-        found = {joint.key_of.get(joint.names.get(getattr(node, "name", ""), node)) for node in nodes}
-        return {key for key in found if key is not None}
-
-    written, read = crossing(kept), crossing(half.graph.find_nodes(op="placeholder"))
-    crossed = (written | read) - masks
-    moved = sum(joint.bytes[key] for key in crossed if joint.root[key] in joint.virtual)
-    for call in joint.calls:
-        if call.node.name in names and joint.fusible is not None and joint.fusible(call.node):
-            moved += sum(joint.bytes[key] for key in (*call.reads, *call.writes) if key not in masks)
-    masks_written, masks_read = (sum(map(joint.bytes.__getitem__, keys & masks)) for keys in (written, read))
-    return Traffic(moved, masks_written, masks_read)
 
 
 def parts_of(costs: Sequence[Cost]) -> dict[str, float]:

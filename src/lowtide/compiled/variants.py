@@ -3,20 +3,21 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
 
+import torch
 from torch import fx
 
 from lowtide.compiled.coding import coded
 from lowtide.compiled.costs import Size, costs_of
 from lowtide.compiled.cut import Halves, cut
 from lowtide.compiled.joint import Joint, Key
-from lowtide.compiled.liveness import Profile
+from lowtide.compiled.liveness import Profile, Traffic
 from lowtide.compiled.moving import moved
 from lowtide.compiled.prediction import Predict, Profiles, predict_calls, predict_generated
-from lowtide.compiled.seconds import half_seconds, likely_traffic, parts_of
+from lowtide.compiled.seconds import half_seconds, parts_of
 from lowtide.compiled.steps import Outside, Step, StepBuilder
 from lowtide.plan import make
 from lowtide.plan.data import Compress, Decision, Offload, Plan
@@ -172,17 +173,25 @@ class Menu:
         seconds, copied = self.seconds(halves, both) + waiting, sum(both[0].copied.values())
         return Variant(stored, halves, kept, at, self.joint.size, seconds, copied)
 
-    def seconds(self, halves: Halves, profiles: Iterable[Profile] | None = None) -> float:
-        """Time of two halves; without ``profiles`` by what their kernels are likely to be given, to be
-        compared with other halves of the graph.
+    def seconds(self, halves: Halves, profiles: tuple[Profile, Profile]) -> float:
+        """Time of two halves, by what their kernels are given."""
+        both = zip(halves, profiles, strict=True)
+        return sum(half_seconds(half, seen.traffic, self._parts, self.device) for half, seen in both)
+
+    def likely_seconds(self, halves: Halves) -> float:
+        """The same by single calls and the masks that are handed over, where nobody has seen the kernels; to
+        be compared with other halves of the graph.
         """
-        traffic = (
-            [likely_traffic(self.joint, half) for half in halves]
-            if profiles is None
-            else [profile.traffic for profile in profiles]
+        alone = {
+            call.node.name: cost.seconds for call, cost in zip(self.joint.calls, self.costs, strict=True)
+        }
+        masks = sum(
+            count
+            for key, count in kept_by(self.joint, halves[0]).items()
+            if self.joint.root[key].meta["val"].dtype == torch.bool
         )
-        both = zip(halves, traffic, strict=True)
-        return sum(half_seconds(half, moved, self._parts, self.device) for half, moved in both)
+        both = zip(halves, (Traffic(masks_written=masks), Traffic(masks_read=masks)), strict=True)
+        return sum(half_seconds(half, traffic, alone, self.device) for half, traffic in both)
 
 
 def kept_by(joint: Joint, forward: fx.GraphModule) -> dict[Key, int]:
