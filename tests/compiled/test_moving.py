@@ -22,9 +22,9 @@ from lowtide.compiled.costs import costs_of
 from lowtide.compiled.cut import cut
 from lowtide.compiled.forecast import forecast
 from lowtide.compiled.joint import Joint
-from lowtide.compiled.moving import moved, stores, tiers_of
+from lowtide.compiled.moving import moved, stores
 from lowtide.compiled.partitioner import Partitioner
-from lowtide.compiled.planner import predict_calls, predict_generated
+from lowtide.compiled.prediction import predict_calls, predict_generated
 from lowtide.meter import available, peak
 from lowtide.plan.data import Offload
 from lowtide.private import inductor, partitioning
@@ -65,7 +65,7 @@ def test_a_tier_goes_below_every_recomputation_as_predicted(tier: str) -> None:
     compiled = lowtide.compile(model, "min", backend="aot_eager", tiers=tier)
     compiled(x).backward()
     handle = lowtide.handle_of(compiled)
-    assert {one.tier for one in tiers_of(handle.plan).values()} == {tier}
+    assert {one.decision.tier for one in handle.plan.moves} == {tier}
     assert not handle.plan.slab_bytes
     assert same(model, twin)
     for _ in range(2):
@@ -95,7 +95,7 @@ class MoveAll(inductor.CustomPartitionerFn):
         if self.tier is not None:
             names = dict.fromkeys(large, Offload(self.tier))
             halves = moved(*halves, num_fwd_outputs, names, self.window)
-        (costs,) = costs_of([joint])
+        costs = costs_of(joint)
         predict = (
             predict_calls(joint, costs) if self.options is None else predict_generated(joint, self.options)
         )
@@ -209,7 +209,7 @@ def test_inductor_holds_a_budget_with_moves_as_predicted() -> None:
     compiled = lowtide.compile(model, "min", tiers="disk")
     compiled(x).backward()
     handle = lowtide.handle_of(compiled)
-    assert tiers_of(handle.plan)
+    assert handle.plan.moves
     for a, b in zip(gradients(model), gradients(twin), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
     real = real_peak(compiled, model, x)

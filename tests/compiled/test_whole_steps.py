@@ -60,6 +60,19 @@ class Behind(Model):
         return super().forward(torch._dynamo.disable(self.eager)(x))
 
 
+class Handed(nn.Module):
+    """The second graph alone holds what it is given, and lets go of it long before its peak."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 512), nn.Linear(512, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        x = self.first(x)
+        torch._dynamo.graph_break()
+        return (self.down(self.up(x + 1).relu()) * x).mean()
+
+
 def squared(y: torch.Tensor) -> torch.Tensor:
     return y if y.dim() == 0 else y.square().mean()
 
@@ -103,6 +116,11 @@ def test_graph_breaks_and_losses_outside_share_one_budget(kind: type[Model], bud
     assert len(handle.plans) == 1
     assert handle.variants == ([1, 1] if kind is Broken else [1])
     assert bool(handle.plan.replayed) == (budget != "100%")
+
+
+def test_what_a_backward_alone_holds_goes_with_its_last_reader() -> None:
+    model, x = Handed(), torch.randn(1024, 32)
+    assert check(model, x, "100%").plan.changes_nothing
 
 
 def test_percentages_are_of_the_whole_steps_plain_peak() -> None:

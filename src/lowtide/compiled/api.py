@@ -71,8 +71,7 @@ class CompiledHandle:
         """A plan for each kind of step, in the order in which they were seen; none before the first step has
         ended. A graph that holds the whole step, its loss included, has its plan when it is compiled.
         """
-        alone = [plan for plan, _ in self._report.planned]
-        return alone + [step.plan for step in self._whole.plans.values()]
+        return self._report.planned + [step.plan for step in self._whole.plans.values()]
 
     @property
     def plan(self) -> Plan | None:

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import operator
 from collections.abc import Callable
 from typing import Any
 
 from lowtide.compiled.cut import Cutter
 from lowtide.compiled.guess import Refused
 from lowtide.compiled.partitioner import Partitioner, Report
-from lowtide.compiled.stored import ANY, Shelf, key_of, sizes_of
+from lowtide.compiled.stored import Shelf
 from lowtide.private import inductor, partitioning
 
 FREES_AT_ONCE: dict[str, Any] = {"allow_buffer_reuse": False}
@@ -51,29 +50,30 @@ def compile_graph(
 
 
 def compile_step(module: Any, inputs: Any, partitioner: Partitioner, report: Report) -> Any:
-    """Compile a graph that is a whole step. Where compiled code comes from the disk, so does its plan."""
-    options = partitioner.options
+    """Compile a graph that is a whole step. Where compiled code comes from the disk, so does its plan.
+
+    Fixed sizes are cut as was guessed, where there is a guess and it is good; else looked at before the cut.
+    """
+    options, hits, before = partitioner.options, inductor.cache_hits(), len(report.planned)
     folder = None if options is None else inductor.cache_folder()
-    if options is None or folder is None:
-        return _compiled(module, inputs, options, partitioner)
-    shelf, hits, before = Shelf(folder / "lowtide"), inductor.cache_hits(), len(report.planned)
-    key = key_of(module, inputs, partitioner.uuid())
-    compiled = _compiled(module, inputs, options, partitioner)
-    if made := report.planned[before:]:
-        sizes = functools.reduce(operator.and_, (sizes for _, sizes in made))
-        shelf.keep(key, sizes, [plan for plan, _ in made])
-    elif inductor.cache_hits() > hits:
-        known = shelf.find(key, sizes_of(inputs))
-        if not known:  # the plan of what was found is lost
-            return _compiled(module, inputs, {**options, "force_disable_caches": True}, partitioner)
-        report.planned += [(plan, ANY) for plan in known]
-    return compiled
-
-
-def _compiled(module: Any, inputs: Any, options: dict[str, Any] | None, partitioner: Partitioner) -> Any:
-    """A graph cut as was guessed, where there is a guess and it is good; else looked at before it is cut."""
     guessing = options is not None and partitioner.guesses(inputs)
-    if guessing:
-        with partitioner.trying() as trial, contextlib.suppress(Refused):
-            return compile_graph(module, inputs, options, partitioner, trial.compile, at_once=True)
-    return compile_graph(module, inputs, options, partitioner, at_once=guessing)
+    compiled, texts = None, list[str]()
+    with inductor.reading(texts.append):
+        if guessing:
+            with partitioner.trying() as trial, contextlib.suppress(Refused):
+                compiled = compile_graph(module, inputs, options, partitioner, trial.compile, at_once=True)
+        if compiled is None:
+            texts.clear()
+            compiled = compile_graph(module, inputs, options, partitioner, at_once=guessing)
+    if options is None or folder is None or not texts:
+        return compiled
+    shelf, key = Shelf(folder / "lowtide"), partitioner.uuid() + texts[0]  # the forward says what it saves
+    if made := report.planned[before:]:
+        shelf.keep(key, made)
+    elif inductor.cache_hits() > hits:
+        known = shelf.find(key)
+        if not known:  # the plan of what was found is lost
+            anew = {**options, "force_disable_caches": True}
+            return compile_graph(module, inputs, anew, partitioner, at_once=guessing)
+        report.planned += known
+    return compiled

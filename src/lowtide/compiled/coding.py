@@ -18,7 +18,6 @@ from torch import fx
 
 from lowtide.errors import PlanError
 from lowtide.ops import covers_storage
-from lowtide.plan.data import Compress, Plan
 from lowtide.store.codec import Blockwise
 from lowtide.store.coding import ceil_div
 
@@ -39,11 +38,6 @@ def check_codecs(codecs: Sequence[str]) -> tuple[str, ...]:
         if name not in CODECS:
             raise PlanError(f"codecs: compiled code knows no {name!r}: give some of {', '.join(CODECS)}")
     return given
-
-
-def codecs_of(plan: Plan) -> dict[int, str]:
-    """Values that a plan encodes -> the codec."""
-    return {move.value: move.decision.codec for move in plan.moves if isinstance(move.decision, Compress)}
 
 
 @cache

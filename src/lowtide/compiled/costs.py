@@ -42,38 +42,32 @@ class Cost:
     parts: Mapping[str, float] = field(default_factory=dict)
 
 
-def costs_of(joints: list[Joint], time_budget: float = 0.7) -> list[list[Cost]]:
-    """A `Cost` for every call of every graph. Equal calls are timed once, on made-up inputs."""
+def costs_of(joint: Joint, time_budget: float = 0.7) -> list[Cost]:
+    """A `Cost` for every call of a graph. Equal calls are timed once, on made-up inputs."""
     specs: dict[Any, OpSpec] = {}
     keys: dict[fx.Node, Any] = {}
-    for joint in joints:
-        for node in {one: None for call in joint.calls for one in (call.node, *call.inlined)}:
-            found = spec_of(node, joint.size)
-            if found is not None:
-                keys[node] = repr(found)
-                specs.setdefault(keys[node], found)
+    for node in {one: None for call in joint.calls for one in (call.node, *call.inlined)}:
+        found = spec_of(node, joint.size)
+        if found is not None:
+            keys[node] = repr(found)
+            specs.setdefault(keys[node], found)
     measured = measure_costs(specs, time_budget=time_budget)
     work = {key: flops(spec) for key, spec in specs.items()}
-    result: list[list[Cost]] = []
-    for joint in joints:
-        rows: list[Cost] = []
-        for call in joint.calls:
-            own = measured.get(keys.get(call.node))
-            fused = joint.fusible is not None and joint.fusible(call.node)
-            parts = {
-                one.name: measured[keys[one]].seconds * _FUSED_SHARE for one in call.inlined if one in keys
-            }
-            if own is None:
-                rows.append(Cost(0.0, 0, 0, parts=parts))
-            elif fused:
-                parts[call.node.name] = own.seconds * _FUSED_SHARE
-                rows.append(Cost(_moving_seconds(joint, call) + sum(parts.values()), 0, 0, parts=parts))
-            else:
-                parts[call.node.name] = own.seconds
-                surplus = own.surplus_bytes if len(call.writes) == 1 else 0
-                rows.append(Cost(own.seconds, own.scratch_bytes, work[keys[call.node]], surplus, parts))
-        result.append(rows)
-    return result
+    rows: list[Cost] = []
+    for call in joint.calls:
+        own = measured.get(keys.get(call.node))
+        fused = joint.fusible is not None and joint.fusible(call.node)
+        parts = {one.name: measured[keys[one]].seconds * _FUSED_SHARE for one in call.inlined if one in keys}
+        if own is None:
+            rows.append(Cost(0.0, 0, 0, parts=parts))
+        elif fused:
+            parts[call.node.name] = own.seconds * _FUSED_SHARE
+            rows.append(Cost(_moving_seconds(joint, call) + sum(parts.values()), 0, 0, parts=parts))
+        else:
+            parts[call.node.name] = own.seconds
+            surplus = own.surplus_bytes if len(call.writes) == 1 else 0
+            rows.append(Cost(own.seconds, own.scratch_bytes, work[keys[call.node]], surplus, parts))
+    return rows
 
 
 def surplus_of(joint: Joint, costs: list[Cost]) -> dict[Key, int]:

@@ -58,7 +58,7 @@ def forecast(model: torch.nn.Module, budget: str | int, *args: Any, backend: str
         ) from error
     if not report.planned:
         raise PlanError(f"{type(model).__name__} asks for no gradient: there is nothing to plan")
-    return report.planned[0][0]
+    return report.planned[0]
 
 
 def _stop(*args: Any, **kwargs: Any) -> Any:

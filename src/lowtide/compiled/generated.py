@@ -6,7 +6,6 @@ import ast
 import builtins
 import weakref
 from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass
 from types import MappingProxyType
 from typing import Any
 
@@ -111,32 +110,9 @@ class _Ledger(TorchDispatchMode):
             self.filled.discard(key)  # addresses are used again
 
 
-@dataclass(frozen=True)
-class Ends:
-    """What a graph is given and what it returns.
-
-    Attributes:
-        given: names of its inputs, and what they look like.
-        returned: names of its outputs, empty for what is no result of a call.
-    """
-
-    given: tuple[tuple[str, Any], ...]
-    returned: tuple[str, ...]
-
-    @classmethod
-    def of(cls, module: fx.GraphModule) -> Ends:
-        """Those of a graph."""
-        nodes = list(module.graph.nodes)
-        returned: Any = nodes[-1].args[0]
-        return cls(
-            tuple((node.name, node.meta["val"]) for node in nodes if node.op == "placeholder"),
-            tuple(getattr(node, "name", "") for node in returned),
-        )
-
-
 def profile_generated(
     text: str,
-    ends: fx.GraphModule | Ends,
+    module: fx.GraphModule,
     lent: Collection[str],
     scratch: Callable[[Any, Any, Any], int],
     size_of: Callable[[Any], int],
@@ -146,20 +122,23 @@ def profile_generated(
 
     Args:
         text: what `lowtide.private.inductor.generated` says.
-        ends: the graph that it was generated from, or what that is given and returns.
+        module: the graph that it was generated from.
         lent: names of inputs that stand anyway.
         scratch: bytes that a call of an ATen operation takes beyond its results.
         size_of: a size as a number, where the graph leaves it open.
         strides: of inputs that lie in another way than the graph says.
     """
-    ledger, ends = _Ledger(scratch), ends if isinstance(ends, Ends) else Ends.of(ends)
+    ledger, nodes = _Ledger(scratch), list(module.graph.nodes)
     with FakeTensorMode(allow_non_fake_inputs=True), ledger:
         call = _entry(text, ledger)
         given: list[Any] = []
         seen: dict[int, torch.Tensor] = {}
-        for name, value in ends.given:
+        for node in nodes:
+            if node.op != "placeholder":
+                continue
+            value = node.meta["val"]
             if isinstance(value, torch.Tensor):
-                value = _alike(value, seen, ledger, name in lent, size_of, strides.get(name))
+                value = _alike(value, seen, ledger, node.name in lent, size_of, strides.get(node.name))
             elif isinstance(value, torch.SymInt):
                 value = size_of(value)
             given.append(value)
@@ -168,13 +147,14 @@ def profile_generated(
         ledger.peak = ledger.live
         kept = call(given)
         end = ledger.live
-        copied = _copied(ends.returned, kept, lent, ledger)
+        returned = [getattr(node, "name", "") for node in nodes[-1].args[0]]  # no name: no result of a call
+        copied = _copied(returned, kept, lent, ledger)
         del kept
     traffic = Traffic(ledger.moved, ledger.masks_written, ledger.masks_read)
     return Profile(ledger.peak, end, copied, traffic)
 
 
-def _copied(names: tuple[str, ...], kept: Any, lent: Collection[str], ledger: _Ledger) -> dict[str, int]:
+def _copied(names: list[str], kept: Any, lent: Collection[str], ledger: _Ledger) -> dict[str, int]:
     """What is returned under the name of an input and is not that input."""
     return {
         name: tensor.untyped_storage().nbytes()

@@ -8,6 +8,8 @@ they rest on.
 
 from __future__ import annotations
 
+import hashlib
+import json
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -121,6 +123,12 @@ class Joint:
     def tangents(self) -> list[fx.Node]:
         """The gradients that backward is given."""
         return [node for node in self.nodes if node.op == "placeholder" and partitioning.is_tangent(node)]
+
+    @cached_property
+    def program(self) -> str:
+        """A digest of what is called and how that is named, whatever the sizes."""
+        facts = [(node.op, node.name, str(node.target)) for node in self.nodes]
+        return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
     # ---- what never reaches memory ---------------------------------------------------------------
 

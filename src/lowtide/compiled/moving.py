@@ -31,7 +31,7 @@ from torch import fx
 from lowtide.compiled.coding import call
 from lowtide.errors import PlanError
 from lowtide.ops import covers_storage
-from lowtide.plan.data import Offload, Plan, decision_of
+from lowtide.plan.data import Offload, decision_of
 from lowtide.store.lanes import Transfer
 from lowtide.store.stores import Stores
 from lowtide.store.tier import Slot, StoreError
@@ -50,11 +50,6 @@ def check_tiers(tiers: str | Offload | Sequence[str | Offload]) -> tuple[Offload
             raise PlanError(f"tiers: {way!r} is no tier: give 'host', 'disk' or Offload('disk', path=...)")
         found.append(decision)
     return tuple(found)
-
-
-def tiers_of(plan: Plan) -> dict[int, Offload]:
-    """Values that a plan sends away -> where to."""
-    return {move.value: move.decision for move in plan.moves if isinstance(move.decision, Offload)}
 
 
 # ---- what runs -----------------------------------------------------------------------------------

@@ -15,11 +15,11 @@ import torch
 from lowtide import budget as budgets
 from lowtide.compiled.costs import Size
 from lowtide.compiled.cut import Cutter, Halves
-from lowtide.compiled.dynamic import Range, plan_range
+from lowtide.compiled.dynamic import Numbers, plan_range
 from lowtide.compiled.guess import Trial
 from lowtide.compiled.joint import Joint
-from lowtide.compiled.planner import Planned, plan_graph
-from lowtide.compiled.stored import ANY, Sizes, own_facts
+from lowtide.compiled.stored import own_facts
+from lowtide.compiled.timeline import StepPlan, plan_graph
 from lowtide.errors import PlanError
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import inductor, partitioning
@@ -30,12 +30,12 @@ class Report:
     """What was planned so far; who asked for it reads it, compiled code does not hold it.
 
     Attributes:
-        planned: a plan for each graph, and the sizes that it serves.
-        ranges: program -> sizes that its largest plan holds for.
+        planned: a plan for each graph.
+        held: program -> the open sizes up to which its largest plan holds.
     """
 
-    planned: list[tuple[Plan, Sizes]] = field(default_factory=list)
-    ranges: dict[str, Range] = field(default_factory=dict)
+    planned: list[Plan] = field(default_factory=list)
+    held: dict[str, Numbers] = field(default_factory=dict)
 
 
 def refuse_old_torch() -> None:
@@ -105,7 +105,7 @@ class Partitioner(Cutter):
         finally:
             self._trial = None
         if trial.plan is not None:
-            self._report.planned.append((trial.plan, ANY))
+            self._report.planned.append(trial.plan)
 
     def halves(self, joint: Joint) -> Halves:
         """Forward and backward within the budget."""
@@ -123,7 +123,7 @@ class Partitioner(Cutter):
         def standing_at(size_of: Size) -> int:
             return beside + sum(joint.bytes_of(key, size_of) for key in inputs)
 
-        def plan_at(size_of: Size) -> Planned:
+        def plan_at(size_of: Size) -> StepPlan:
             at = joint if size_of is joint.size else replace(joint, size=size_of)
             return plan_graph(at, self.budget, standing_at(size_of), self.options, self.codecs, self.tiers)
 
@@ -132,9 +132,9 @@ class Partitioner(Cutter):
             if halves is not None:
                 return halves
         report = self._report
-        planned, sizes = plan_range(joint.module, self.budget, plan_at, standing_at, report.ranges)
-        report.planned.append((planned.plan, sizes))
-        return planned.forward, planned.backward
+        planned = plan_range(joint, self.budget, plan_at, standing_at, report.held)
+        report.planned.append(planned.plan)
+        return planned.chosen[0].halves
 
     def uuid(self) -> str:
         """What the cut follows from, beside the graph."""

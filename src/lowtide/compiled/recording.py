@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -32,18 +32,14 @@ class Call:
     Attributes:
         number: position among the step's forwards.
         graph: what was called.
-        static: inputs that stand before and after the step.
         kept: what the recorded cut keeps for backward -> bytes.
-        outputs: what its forward returned.
         lies: the graph's inputs and outputs -> numbers of the storages that they lie in.
         saved: addresses of what backward is handed, by which it is known again.
     """
 
     number: int
     graph: Any
-    static: frozenset[Key]
     kept: Mapping[Key, int] = field(default_factory=dict)
-    outputs: frozenset[Key] = frozenset()
     lies: dict[Key, int] = field(default_factory=dict)
     saved: tuple[int, ...] = ()
 
@@ -58,8 +54,8 @@ class Moment:
         bytes: what stands when it begins without what compiled graphs keep; of a gap the most at any time.
         waiting: calls, other than its own, whose backward is to come.
         alive: numbers of storages that go in and out of graphs and are there.
-        lent: of a backward, whether others hold its graph's inputs, and its outputs, beyond it; else their
-            bytes are its own.
+        lent: of a backward, what others hold beyond it of its graph's inputs and outputs; ``None`` where
+            that is the inputs.
     """
 
     kind: Literal["forward", "backward", "gap"]
@@ -67,7 +63,7 @@ class Moment:
     bytes: int
     waiting: tuple[int, ...]
     alive: frozenset[int]
-    lent: tuple[bool, bool] = (True, True)
+    lent: frozenset[Key] | None = None
 
     @property
     def calls(self) -> tuple[int, ...]:
@@ -80,13 +76,22 @@ class Moment:
             count for key, count in kept.items() if key not in call.lies or call.lies[key] not in self.alive
         )
 
-    def held_by_itself(self, call: Call, kept: Mapping[Key, int]) -> int:
-        """What a backward was handed of what counts as held by others, and is not."""
-        return sum(
-            count
-            for key, count in kept.items()
-            if key in call.lies and self.lent[key in call.outputs] and call.lies[key] not in self.alive
-        )
+
+@dataclass(frozen=True)
+class Timeline:
+    """A step, as far as a plan follows from it.
+
+    Attributes:
+        device: whose memory counts.
+        standing_bytes: what stands when it begins.
+        calls: of compiled graphs, in the order of their forwards.
+        moments: its parts, in their order.
+    """
+
+    device: str
+    standing_bytes: int
+    calls: Sequence[Call]
+    moments: Sequence[Moment]
 
 
 class Recording:
@@ -110,10 +115,15 @@ class Recording:
         self._numbers: dict[int, int] = {}  # address of a storage that is there -> its number
         self._watched: dict[int, weakref.ref[torch.UntypedStorage]] = {}
         self._next = 0
-        self._handed: dict[Key, int] = {}  # to the backward that runs
+        self._handed: dict[int, int] = {}  # to the backward that runs: number -> bytes
         self._live = standing_bytes
         self._segment: Peak | None = None
         self._open()
+
+    @property
+    def timeline(self) -> Timeline:
+        """What was taken down."""
+        return Timeline(self.device, self.standing_bytes, self.calls, self.moments)
 
     def close(self) -> None:
         """The step has ended."""
@@ -134,16 +144,10 @@ class Recording:
         finally:
             self._open()
 
-    def forward(self, graph: Any, static: frozenset[Key], given: Mapping[Key, torch.Tensor]) -> Call:
-        """A forward begins.
-
-        Args:
-            graph: what is called.
-            static: which of its inputs stand before and after the step.
-            given: its inputs by name.
-        """
+    def forward(self, graph: Any, given: Mapping[Key, torch.Tensor]) -> Call:
+        """A forward of ``graph`` begins with these inputs."""
         self._gap()
-        call = Call(len(self.calls), graph, static)
+        call = Call(len(self.calls), graph)
         self._watch(call, given)
         self._add("forward", call, self._live)
         self.calls.append(call)
@@ -154,7 +158,6 @@ class Recording:
     ) -> None:
         """A forward has ended, with these outputs and these tensors for its backward."""
         self._watch(call, returned)
-        call.outputs = frozenset(returned)
         call.kept = {key: tensor.untyped_storage().nbytes() for key, tensor in saved.items()}
         call.saved = tuple(storage_key(tensor) for tensor in saved.values())
         self._waiting[call.number] = call
@@ -174,9 +177,7 @@ class Recording:
         tangents = {key: one for key, one in given.items() if key not in call.lies and key not in call.kept}
         self._watch(call, tangents)
         self._handed = {
-            key: one.untyped_storage().nbytes()
-            for key, one in given.items()
-            if key in call.lies and key not in call.static
+            call.lies[key]: one.untyped_storage().nbytes() for key, one in given.items() if key in call.lies
         }
         self._add("backward", call, self._live)
         return call
@@ -191,22 +192,11 @@ class Recording:
         if self._waiting.pop(call.number, None) is not None:
             self.backwards += 1
         self._go_on()
-
         # what it was given and let go of is its own, no part of what stands beside it
-        there = set(self._numbers.values())
-        went = {key: count for key, count in self._handed.items() if call.lies[key] not in there}
-        others = {key for key, number in call.lies.items() if number in there} - call.static
-        lent = (
-            any(key in call.kept and key not in call.outputs for key in others),
-            any(key in call.outputs for key in others),
-        )
-        own = {
-            call.lies[key]: count
-            for key, count in went.items()
-            if key not in call.kept or not lent[key in call.outputs]
-        }
-        moment = self.moments[-1]
-        self.moments[-1] = replace(moment, bytes=moment.bytes - sum(own.values()), lent=lent)
+        there, moment = set(self._numbers.values()), self.moments[-1]
+        own = sum(count for number, count in self._handed.items() if number not in there)
+        lent = frozenset(key for key, number in call.lies.items() if number in there)
+        self.moments[-1] = replace(moment, bytes=moment.bytes - own, lent=lent)
 
     # ---- the meter -------------------------------------------------------------------------------
 

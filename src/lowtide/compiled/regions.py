@@ -51,7 +51,6 @@ class Region:
         self._choose, self._recording = choose, recording
         self._open = captured.open_sizes
         self.menu: Menu | None = None  # none for what has no backward
-        self._static: frozenset[Key] = frozenset()
         self._menus: dict[Sizes, Menu] = {}
         self._compiled: dict[frozenset[Key] | None, Run] = {}
         self.smallest: Run = self._compile_call_by_call()
@@ -75,7 +74,7 @@ class Region:
         """The graph compiled so that ``stored`` goes from forward to backward, or as `torch.compile` does."""
         if stored not in self._compiled:
             assert self.menu is not None
-            cutter = None if stored is None else _Planned(stored, signature(self.menu.joint), self.options)
+            cutter = None if stored is None else _Planned(stored, self.menu.joint.program, self.options)
             self._compiled[stored] = self.captured.compile(
                 lambda module, inputs: compile_graph(module, inputs, self.options, cutter)
             )
@@ -92,7 +91,6 @@ class Region:
     def meet(self, joint: Joint) -> Halves:
         """Keep the joint graph, and cut it where it takes the least memory."""
         self.menu = Menu(joint, self.options)
-        self._static = frozenset(joint.key_of[joint.primals[at]] for at in joint.static)
         return cut(joint, self.menu.smallest())
 
     def _told(self, module: fx.GraphModule, inputs: Any, *, is_backward: bool = False, **_: Any) -> Run:
@@ -106,7 +104,7 @@ class Region:
             recording = self._recording()
             if recording is None or self.menu is None:
                 return run(args)
-            call = recording.forward(self, self._static, self._by_key(names, args))
+            call = recording.forward(self, self._by_key(names, args))
             found = run(args)
             count = self.menu.joint.forward_outputs
             outputs = self._by_key(returned[:count], found[:count])
@@ -155,16 +153,16 @@ class _Planned(Cutter):
 
     Args:
         stored: storages that go from forward to backward.
-        signature: of the joint graph that they are named in.
+        program: digest of the joint graph that they are named in.
         options: Inductor's settings; ``None`` under ``aot_eager``.
     """
 
-    def __init__(self, stored: frozenset[Key], signature: str, options: dict[str, Any] | None) -> None:
+    def __init__(self, stored: frozenset[Key], program: str, options: dict[str, Any] | None) -> None:
         super().__init__(options)
-        self.stored, self.signature = sorted(stored), signature
+        self.stored, self.program = sorted(stored), program
 
     def halves(self, joint: Joint) -> Halves:
-        if signature(joint) != self.signature:
+        if joint.program != self.program:
             raise PlanError(
                 "a graph was traced in another way than when its step was planned: something that it depends "
                 "on changed between two steps. Call handle.set_budget(...) to plan again"
@@ -172,14 +170,8 @@ class _Planned(Cutter):
         return cut(joint, self.stored)
 
     def uuid(self) -> str:
-        facts = [__version__, torch.__version__, self.signature, self.stored]
+        facts = [__version__, torch.__version__, self.program, self.stored]
         return hashlib.sha256(json.dumps(facts).encode()).hexdigest()
-
-
-def signature(joint: Joint) -> str:
-    """A digest of a joint graph's calls and their names."""
-    facts = [(node.op, node.name, str(node.target)) for node in joint.nodes]
-    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def _lies_plainly(value: Any) -> bool:

@@ -1,10 +1,13 @@
-"""A plan for a whole step of several compiled graphs: one timeline, one budget.
+"""A plan for a step of compiled graphs, against what their backend will really allocate: one timeline, one
+budget.
 
-All graphs of a recorded step are written down as one `StepGraph`, which the planner decides about. What it
-would store in each call is a way to cut that call's graph (`lowtide.compiled.variants`); with the cut of
-`torch.compile` itself these are the columns of a program in whole numbers, which knows exactly what each
-takes at every moment of the step, and picks one for each call: the least seconds within the budget, and few
-different ones of a graph that is called often.
+All graphs of a step are written down as one `StepGraph`, which the planner decides about. What it would store
+in each call is a way to cut that call's graph (`lowtide.compiled.variants`). The planner's simulator knows
+calls; a backend fuses them, reuses buffers and has an order of its own. So what each cut takes is predicted
+from its two graphs, and a program in whole numbers, which knows what each takes at every moment of the step,
+picks one for each call: the least seconds within the budget, and few different ones of a graph that is called
+often. Where the planner's own choice takes too much or leaves much, it is asked again, for as many bytes less
+or more as it was off.
 """
 
 from __future__ import annotations
@@ -12,17 +15,31 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import Any
 
 from lowtide import budget as budgets
-from lowtide.budget import ACTIVATIONS, STANDING, with_slack
+from lowtide.budget import ACTIVATIONS, OUTPUTS, STANDING, with_slack
 from lowtide.compiled.correction import NEAR, ROUNDS, Correction, at_or_smallest
-from lowtide.compiled.recording import Moment, Recording
+from lowtide.compiled.joint import Joint
+from lowtide.compiled.recording import Call, Moment, Timeline
 from lowtide.compiled.steps import Outside, Step, StepBuilder
 from lowtide.compiled.variants import Menu, Variant
-from lowtide.plan import make, make_plan
+from lowtide.plan import make, make_plan, policies
 from lowtide.plan.bound.program import Program
 from lowtide.plan.bound.relaxation import Bound
-from lowtide.plan.data import Plan
+from lowtide.plan.data import Offload, Plan, decision_of
+from lowtide.plan.moves.placements import missing_links
+from lowtide.trace.costs.roofline import outside_modes
+
+FIRST = 0.985
+"""Share of the budget that is asked for first under Inductor, which mostly takes up to 1 % more than single
+calls: the first plan is good in most cases, and each costs two lowerings.
+"""
+
+ABOVE_LEAST = (1.01, 1.03)
+"""Targets, as parts of the smallest that the search finds, that are tried for the smallest budget, too: what
+is really allocated does not rise with them.
+"""
 
 SPREAD = 4
 """Ways to cut a graph that is called several times, between the least memory and the plain cut, that are
@@ -44,139 +61,195 @@ class StepPlan:
 
     Attributes:
         chosen: a variant for each call.
+        plain: those of `torch.compile` itself.
         plan: the same for the planner's graph of the whole step, with what the step really takes.
     """
 
     chosen: tuple[Variant, ...]
+    plain: tuple[Variant, ...]
     plan: Plan
 
 
-def plan_step(recording: Recording, menus: Sequence[Menu], budget: str | int) -> StepPlan:
+def plan_graph(
+    joint: Joint,
+    budget: str | int,
+    standing_bytes: int,
+    options: dict[str, object] | None,
+    codecs: tuple[str, ...] = (),
+    tiers: tuple[Offload, ...] = (),
+) -> StepPlan:
+    """Cut a joint graph so that forward and backward stay within a budget, at the least extra time.
+
+    Args:
+        joint: the graph.
+        budget: as of `lowtide.limit_memory`.
+        standing_bytes: what stands beside what the graph allocates: parameters, gradients, optimizer, inputs.
+        options: Inductor's settings; ``None`` where graphs run call by call.
+        codecs: in which saved values may wait in fewer bytes.
+        tiers: where saved values may wait.
+
+    Raises:
+        BudgetError: no plan is found that fits.
+    """
+    menu = Menu(joint, options, standing_bytes)
+    policy: Any = "optimal"
+    if ways := tuple(map(decision_of, (*codecs, *tiers))):
+        with outside_modes():  # AOTAutograd calls us among fake tensors
+            links = missing_links(ways, None, (), menu.device)
+        policy = policies.mixed(*ways, links=links, slab=False)
+    moments = [Moment(kind, 0, standing_bytes, (), frozenset()) for kind in ("forward", "backward")]
+    alone = Timeline(menu.device, standing_bytes, [Call(0, menu)], moments)
+    return _Planning(alone, [menu], menu.step, policy).plan(budget)
+
+
+def plan_step(timeline: Timeline, menus: Sequence[Menu], budget: str | int) -> StepPlan:
     """Decide about every call of a recorded step.
 
     Args:
-        recording: the step.
+        timeline: the step.
         menus: ways to cut each call's graph.
         budget: as of `lowtide.limit_memory`.
 
     Raises:
         BudgetError: no plan is found that fits.
     """
-    return _Planning(recording, menus).plan(budget)
+    for menu in {id(menu): menu for menu in menus}.values():
+        menu.look(SPREAD if sum(other is menu for other in menus) > 1 else 0)
+    return _Planning(timeline, menus, _step(timeline, menus)).plan(budget)
+
+
+def _step(timeline: Timeline, menus: Sequence[Menu]) -> Step:
+    """A recorded step as the planner sees it."""
+    first: dict[int, int] = {}
+    second: dict[int, int] = {}
+    order: list[tuple[str, int]] = []
+    for moment in timeline.moments:
+        if moment.call is None:
+            order.append(("gap", moment.bytes))
+        else:
+            (first if moment.kind == "forward" else second)[moment.call] = moment.bytes
+            order.append((moment.kind, moment.call))
+    count = range(len(timeline.calls))
+    outside = Outside(tuple(first[n] for n in count), tuple(second.get(n, first[n]) for n in count))
+    joints, costs = [menu.joint for menu in menus], [menu.costs for menu in menus]
+    return StepBuilder(joints, costs, outside, timeline.device, order).build()
 
 
 class _Planning:
-    def __init__(self, recording: Recording, menus: Sequence[Menu]) -> None:
-        self.recording, self.menus = recording, menus
-        self.step = self._step()
-        for menu in {id(menu): menu for menu in menus}.values():
-            menu.look(SPREAD if sum(other is menu for other in menus) > 1 else 0)
+    def __init__(
+        self, timeline: Timeline, menus: Sequence[Menu], step: Step, policy: Any = "optimal"
+    ) -> None:
+        self.timeline, self.menus, self.step, self.policy = timeline, menus, step, policy
+        self.tried: dict[tuple[Variant, ...], Plan] = {}
 
-    def _step(self) -> Step:
-        """The step as the planner sees it."""
-        joints = [menu.joint for menu in self.menus]
-        costs = [menu.costs for menu in self.menus]
-        first: dict[int, int] = {}
-        second: dict[int, int] = {}
-        order: list[tuple[str, int]] = []
-        for moment in self.recording.moments:
-            if moment.call is None:
-                order.append(("gap", moment.bytes))
-            else:
-                (first if moment.kind == "forward" else second)[moment.call] = moment.bytes
-                order.append((moment.kind, moment.call))
-        count = range(len(self.recording.calls))
-        outside = Outside(tuple(first[n] for n in count), tuple(second.get(n, first[n]) for n in count))
-        return StepBuilder(joints, costs, outside, self.recording.device, order).build()
+    def _peaks(self, chosen: Sequence[Variant]) -> list[int]:
+        """The most live bytes at each moment when each call is cut as chosen."""
+        return [
+            moment.bytes + sum(self._bytes(moment, number, chosen[number]) for number in moment.calls)
+            for moment in self.timeline.moments
+        ]
 
     def _peak(self, chosen: Sequence[Variant]) -> int:
-        """The most live bytes at any moment when each call is cut as chosen."""
-        return max(
-            moment.bytes + sum(self._bytes(moment, number, chosen[number]) for number in moment.calls)
-            for moment in self.recording.moments
-        )
+        return max(self._peaks(chosen))
 
     def _bytes(self, moment: Moment, number: int, variant: Variant) -> int:
         """What a call takes at a moment: while it runs, or while its backward is to come."""
-        call = self.recording.calls[number]
+        call = self.timeline.calls[number]
         if number != moment.call:
             return moment.held(call, variant.kept) + variant.copied
         if moment.kind == "forward":
             return variant.forward_bytes
-        return variant.backward_bytes[moment.lent] + moment.held_by_itself(call, variant.kept)
+        return variant.backward_bytes(moment.lent)
 
     def plan(self, budget: str | int) -> StepPlan:
         """Within a budget."""
-        recording = self.recording
-        plain = [menu.variant(None) for menu in self.menus]
+        timeline = self.timeline
+        plain = tuple(menu.variant(None) for menu in self.menus)
         plain_peak = self._peak(plain)
         limit = budgets.resolve(
-            budget, plain_peak, self._smallest, recording.device, standing_bytes=recording.standing_bytes
+            budget, plain_peak, self._smallest, timeline.device, standing_bytes=timeline.standing_bytes
         )
         if plain_peak <= limit:
             plan = make(self.step.graph, policy="keep_all", progress=False)
-            return self._told(plain, plan, limit, plain_peak)
+            return self._told(plain, plain, plan, limit, plain_peak)
         room = limit - budgets.slack_bytes(limit)
-        correction, target, best, bound = Correction(room), room, None, None
+        fused = any(menu.options is not None for menu in self.menus)
+        correction, target, bound = Correction(room), int(FIRST * room) if fused else room, None
+        best = self._chosen(room) if self.tried else None
         for _ in range(ROUNDS):
             if target is None or (best is not None and self._peak(best) >= NEAR * limit):
                 break
-            plan = at_or_smallest(self.step.graph, target)
+            plan, meant = self._meant(target)
             bound = bound or Bound(plan.bound_extra_seconds, plan.bound_peak_bytes)
-            meant = self._meant(plan)
             best = self._chosen(room) or best
             target = correction.following(target, plan.predicted_peak_bytes, self._peak(meant))
         if best is None:
-            smallest, standing = with_slack(self._smallest()) + 1, recording.standing_bytes
-            parts = {STANDING: standing, ACTIVATIONS: smallest - standing}
-            raise budgets.too_small(limit, smallest, parts, plain_peak_bytes=plain_peak)
-        values = {value for (number, key), value in self.step.value_of.items() if key in best[number].kept}
-        assert bound is not None
-        plan = make_plan(self.step.graph, stored=values, policy="optimal", bound=bound)
-        extra = sum(one.seconds for one in best)
-        return self._told(best, replace(plan, predicted_extra_seconds=extra), limit, plain_peak)
+            smallest = with_slack(self._smallest()) + 1
+            best = self._chosen(room)
+            if best is None:
+                raise self._refused(limit, smallest, plain_peak)
+        plan = self.tried.get(best)
+        if plan is None:
+            values = {value for (n, key), value in self.step.value_of.items() if key in best[n].kept}
+            plan = make_plan(self.step.graph, stored=values, policy="optimal", bound=bound or True)
+        return self._told(best, plain, plan, limit, plain_peak)
 
-    def _meant(self, plan: Plan) -> list[Variant]:
-        """What a plan of the whole step means for each call."""
-        step, stored = self.step, plan.stored
-        return [menu.variant(frozenset(step.stored(stored, n))) for n, menu in enumerate(self.menus)]
+    def _refused(self, limit: int, smallest: int, plain_peak: int) -> Exception:
+        standing, zeros = self.timeline.standing_bytes, 0
+        if self.menus[0].standing_bytes is not None:
+            least = self._chosen(None)
+            assert least is not None
+            forward, backward = self._peaks(least)
+            zeros = self.menus[0].zeros_bytes if backward >= forward else 0
+        shares = {STANDING: standing, OUTPUTS: zeros, ACTIVATIONS: smallest - standing - zeros}
+        return budgets.too_small(limit, smallest, shares, plain_peak_bytes=plain_peak)
+
+    def _meant(self, target: int) -> tuple[Plan, tuple[Variant, ...]]:
+        """A plan of the step for so many bytes, or the smallest, and what it means for each call."""
+        plan = at_or_smallest(self.step.graph, target, self.policy)
+        meant = tuple(menu.of(plan, self.step, n) for n, menu in enumerate(self.menus))
+        self.tried.setdefault(meant, plan)
+        return plan, meant
 
     def _smallest(self) -> int:
         """The smallest peak that is found."""
-        self._meant(at_or_smallest(self.step.graph, 1))
+        plan, _ = self._meant(1)
+        for more in ABOVE_LEAST:
+            self._meant(int(more * plan.predicted_peak_bytes))
         found = self._chosen(None)
         assert found is not None
         return self._peak(found)
 
-    def _told(self, chosen: Sequence[Variant], plan: Plan, limit: int, plain_peak: int) -> StepPlan:
-        peak = self._peak(chosen)
-        plan = replace(
-            plan,
-            budget_bytes=limit,
-            predicted_peak_bytes=peak,
-            plain_peak_bytes=plain_peak,
-            bound_peak_bytes=min(plan.bound_peak_bytes, peak),
-            bound_extra_seconds=min(plan.bound_extra_seconds, plan.predicted_extra_seconds),
-        )
-        return StepPlan(tuple(chosen), plan)
+    def _told(
+        self,
+        chosen: tuple[Variant, ...],
+        plain: tuple[Variant, ...],
+        plan: Plan,
+        limit: int,
+        plain_peak: int,
+    ) -> StepPlan:
+        seconds, plain_seconds = (sum(one.seconds for one in cuts) for cuts in (chosen, plain))
+        plan = told(plan, limit, self._peak(chosen), plain_peak, seconds, plain_seconds)
+        return StepPlan(chosen, plain, plan)
 
-    def _chosen(self, room: int | None) -> list[Variant] | None:
+    def _chosen(self, room: int | None) -> tuple[Variant, ...] | None:
         """A variant for each call, of those that its menu knows: the least seconds within ``room`` bytes at
         every moment, or with ``None`` the smallest peak; nothing where none fits.
         """
-        moments, program = self.recording.moments, Program()
-        step_seconds = sum(cost.seconds for menu in self.menus for cost in menu.costs)
+        moments, program = self.timeline.moments, Program()
+        step_seconds = sum(menu.variant(None).seconds for menu in self.menus) or 1.0
         unit = max(*(moment.bytes for moment in moments), 1)
         # where there is no limit the peak comes before the seconds
-        weight, most = (max(step_seconds, 1e-3) * 1e3, math.inf) if room is None else (0.0, room / unit)
+        weight, most = (1e3, math.inf) if room is None else (0.0, room / unit)
         peak = program.column(weight, most)
         used: dict[int, dict[int, int]] = {}  # menu -> variant -> whether any call is cut so
         ways: list[list[tuple[Variant, int]]] = []  # of each call
         for menu in self.menus:
             if id(menu) not in used:
-                used[id(menu)] = {id(one): program.column(WORTH * step_seconds) for one in menu.known}
+                used[id(menu)] = {id(one): program.column(WORTH) for one in menu.known}
                 program.row([(column, 1.0) for column in used[id(menu)].values()], MOST_VARIANTS)
-            ways.append([(one, program.column(one.seconds)) for one in menu.known])
+            least = min(one.seconds for one in menu.known)
+            ways.append([(one, program.column((one.seconds - least) / step_seconds)) for one in menu.known])
             program.row([(column, -1.0) for _, column in ways[-1]], -1.0)
             for one, column in ways[-1]:
                 program.row([(column, 1.0), (used[id(menu)][id(one)], -1.0)], 0.0)
@@ -191,5 +264,24 @@ class _Planning:
         _, _, point = program.solve(whole, nodes=MOST_NODES, gap=1e-3)
         if point is None:
             return None
-        chosen = [max((point[column], n, one) for n, (one, column) in enumerate(each))[2] for each in ways]
+        chosen = tuple(
+            max((point[column], n, one) for n, (one, column) in enumerate(each))[2] for each in ways
+        )
         return chosen if room is None or self._peak(chosen) <= room else None
+
+
+def told(plan: Plan, limit: int, peak: int, plain_peak: int, seconds: float, plain_seconds: float) -> Plan:
+    """The plan with what its cuts will really take, in bytes and seconds, and those of `torch.compile`; its
+    distance from the bound stays what the planner says.
+    """
+    extra = seconds - plain_seconds
+    return replace(
+        plan,
+        budget_bytes=limit,
+        predicted_peak_bytes=peak,
+        plain_peak_bytes=plain_peak,
+        bound_peak_bytes=min(plan.bound_peak_bytes, peak),
+        plain_seconds=plain_seconds,
+        predicted_extra_seconds=extra,
+        bound_extra_seconds=extra - plan.gap_seconds,
+    )

@@ -2,21 +2,29 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+import functools
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
+import torch
 from torch import fx
 
-from lowtide.compiled.costs import Cost, costs_of, surplus_of
+from lowtide.compiled.coding import coded
+from lowtide.compiled.costs import Size, costs_of
 from lowtide.compiled.cut import Halves, cut
-from lowtide.compiled.generated import profile_generated
 from lowtide.compiled.joint import Joint, Key
-from lowtide.compiled.liveness import Profile, profile
-from lowtide.compiled.scratch import Bench, Scratch
-from lowtide.compiled.steps import Outside, StepBuilder
+from lowtide.compiled.liveness import Profile, Traffic
+from lowtide.compiled.moving import moved
+from lowtide.compiled.prediction import Predict, Profiles, predict_calls, predict_generated
+from lowtide.compiled.seconds import half_seconds, parts_of
+from lowtide.compiled.steps import Outside, Step, StepBuilder
 from lowtide.plan import make
-from lowtide.private import inductor, partitioning
+from lowtide.plan.data import Compress, Decision, Offload, Plan
+from lowtide.private import partitioning
 
 _NO_LIMIT = 1 << 62
+_NO_MOVES: Mapping[Key, Decision] = MappingProxyType({})
 
 
 @dataclass(frozen=True, eq=False)
@@ -25,42 +33,69 @@ class Variant:
 
     Attributes:
         stored: storages that forward hands to backward; ``None`` for the cut of `torch.compile` itself.
+        halves: forward and backward.
         kept: the storages that are handed over -> bytes, inputs of the graph among them.
-        forward_bytes: the most live bytes while forward runs, above what stood.
-        backward_bytes: the same for backward, what it was handed included, by whether others hold the graph's
-            inputs and its outputs beyond it.
-        seconds: forecast of what runs again.
+        at: what the halves do to memory, for sizes as numbers.
+        size: those at hand.
+        seconds: forecast of both.
         copied: bytes of copies in another layout that are handed over in place of the graph's inputs.
     """
 
     stored: frozenset[Key] | None
+    halves: Halves
     kept: dict[Key, int]
-    forward_bytes: int
-    backward_bytes: dict[tuple[bool, bool], int]
+    at: Profiles
+    size: Size
     seconds: float
-    copied: int = 0
+    copied: int
+
+    @property
+    def forward_bytes(self) -> int:
+        """The most live bytes while forward runs, above what stood."""
+        return self.at(self.size)[0].peak_bytes
+
+    def backward_bytes(self, lent: frozenset[Key] | None = None) -> int:
+        """The same for backward, what it was handed included, but for what others hold to its end: storages
+        of these names, or the graph's inputs.
+        """
+        return self.at(self.size, lent)[1].peak_bytes
 
 
-@dataclass
 class Menu:
     """The ways to cut a joint graph that were looked at.
 
     Args:
         joint: the graph.
         options: Inductor's settings; ``None`` where graphs run call by call.
+        standing_bytes: what stands beside what the graph allocates, where the graph is a whole step;
+            ``None`` where it is a part of one, and its inputs and outputs are counted outside.
+
+    Attributes:
+        device: of its first tensor.
+        zeros_bytes: of gradients that autograd makes up for outputs beside the loss.
+        step: the graph alone, for the planner.
     """
 
-    joint: Joint
-    options: dict[str, object] | None
-    costs: list[Cost] = field(init=False)
-    found: dict[frozenset[Key] | None, Variant] = field(default_factory=dict, init=False)
-
-    def __post_init__(self) -> None:
-        (self.costs,) = costs_of([self.joint])
-        self._bench = Bench()
-        self._by_kept: dict[frozenset[Key], Variant] = {}
+    def __init__(
+        self, joint: Joint, options: dict[str, object] | None, standing_bytes: int | None = None
+    ) -> None:
+        self.joint, self.options, self.standing_bytes = joint, options, standing_bytes
+        self.costs = costs_of(joint)
+        self._parts = parts_of(self.costs)
+        values = (node.meta["val"] for node in joint.primals)
+        self.device = str(next((value.device for value in values if hasattr(value, "device")), "cpu"))
+        # autograd makes zeros for outputs without a gradient: all tangents stand when backward begins
+        tangents = [joint.bytes[key] for key in {joint.key_of.get(node) for node in joint.tangents} if key]
+        self.zeros_bytes = sum(tangents) - min(tangents, default=0)  # the least is the loss's
+        standing = standing_bytes or 0
+        outside = Outside((standing,), (standing + sum(tangents),))
+        self.step: Step = StepBuilder([joint], [self.costs], outside, self.device).build()
+        self._predict: Predict = (
+            predict_calls(joint, self.costs) if options is None else predict_generated(joint, options)
+        )
+        self._found: dict[object, Variant] = {}
+        self._by_kept: dict[object, Variant] = {}
         self._plans: dict[int | None, tuple[frozenset[Key], int]] = {}
-        self._step = StepBuilder([self.joint], [self.costs], Outside((0,), (0,))).build()
 
     @property
     def known(self) -> list[Variant]:
@@ -85,73 +120,78 @@ class Menu:
     def _planned(self, target: int | None) -> tuple[frozenset[Key], int]:
         """What is stored where the graph alone is to take ``target`` bytes, and what it takes so."""
         if target not in self._plans:
-            step = self._step
-            plan = make(step.graph, target, progress=False)
-            self._plans[target] = frozenset(step.stored(plan.stored, 0)), plan.predicted_peak_bytes
+            plan = make(self.step.graph, target, progress=False)
+            self._plans[target] = frozenset(self.step.stored(plan.stored, 0)), plan.predicted_peak_bytes
         return self._plans[target]
 
-    def variant(self, stored: frozenset[Key] | None) -> Variant:
-        """The cut that stores these; with ``None`` that of `torch.compile` itself."""
-        if stored not in self.found:
+    def plain(self) -> Halves:
+        """The halves as `torch.compile` cuts them by itself."""
+        return partitioning.min_cut(self.joint.module, self.joint.forward_outputs, self.joint.static)
+
+    def of(self, plan: Plan, step: Step, number: int) -> Variant:
+        """The cut that a plan of a step asks for in the call of this ``number``."""
+        names = {value: key for (call, key), value in step.value_of.items() if call == number}
+        moves = {names[move.value]: move.decision for move in plan.moves}
+        return self.variant(frozenset(step.stored(plan.stored, number)).union(moves), moves, plan)
+
+    def variant(
+        self,
+        stored: frozenset[Key] | None,
+        moves: Mapping[Key, Decision] = _NO_MOVES,
+        plan: Plan | None = None,
+    ) -> Variant:
+        """The cut that stores these; with ``None`` that of `torch.compile` itself.
+
+        Args:
+            stored: storages.
+            moves: those that wait in another form, or elsewhere.
+            plan: where values wait elsewhere: says for how many at once there is room, and what they cost.
+        """
+        way = frozenset(moves.items()), plan.window_bytes if plan and moves else 0
+        if (stored, way) not in self._found:
             joint = self.joint
-            halves = (
-                partitioning.min_cut(joint.module, joint.forward_outputs, joint.static)
-                if stored is None
-                else cut(joint, stored)
-            )
+            halves = self.plain() if stored is None else cut(joint, stored)
             kept = kept_by(joint, halves[0])
-            key = frozenset(kept)  # sets that differ in what backward never reads are one cut
-            if key not in self._by_kept:
-                self._by_kept[key] = self._made(stored, kept, halves)
-            self.found[stored] = self._by_kept[key]
-        return self.found[stored]
+            same = frozenset(kept), way  # sets that differ in what backward never reads are one cut
+            if same not in self._by_kept:
+                codecs = {key: how.codec for key, how in moves.items() if isinstance(how, Compress)}
+                tiers = {key: how for key, how in moves.items() if isinstance(how, Offload)}
+                if codecs:
+                    halves = coded(*halves, joint.forward_outputs, codecs)
+                if tiers:
+                    halves = moved(*halves, joint.forward_outputs, tiers, way[1])
+                waiting = plan.transfer_seconds if plan and moves else 0.0
+                self._by_kept[same] = self._made(stored, kept, halves, waiting)
+            self._found[stored, way] = self._by_kept[same]
+        return self._found[stored, way]
 
-    def _made(self, stored: frozenset[Key] | None, kept: dict[Key, int], halves: Halves) -> Variant:
-        names = {node.name for node in halves[1].graph.nodes if node.op == "call_function"}
-        again = [
-            cost
-            for call, cost in zip(self.joint.calls, self.costs, strict=True)
-            if call.forward and call.node.name in names and call.writes
-        ]
-        first, backward_bytes = self._peaks(halves)
-        seconds, copied = sum(cost.seconds for cost in again), sum(first.copied.values())
-        return Variant(stored, kept, first.peak_bytes, backward_bytes, seconds, copied)
+    def _made(
+        self, stored: frozenset[Key] | None, kept: dict[Key, int], halves: Halves, waiting: float
+    ) -> Variant:
+        at: Profiles = functools.cache(self._predict(*halves))
+        both = at(self.joint.size)
+        seconds, copied = self.seconds(halves, both) + waiting, sum(both[0].copied.values())
+        return Variant(stored, halves, kept, at, self.joint.size, seconds, copied)
 
-    def _peaks(self, halves: Halves) -> tuple[Profile, dict[tuple[bool, bool], int]]:
-        """Of the forward, and of the backward by what others hold of what it is handed."""
-        forward, backward = halves
-        joint, size = self.joint, self.joint.size
-        static = {joint.primals[at].name for at in joint.static}
-        inputs = {node.name for node in joint.primals}
-        returned = {joint.key_of.get(node) for node in joint.outputs[0] if isinstance(node, fx.Node)}
-        outputs = {node.name for node in joint.nodes if joint.key_of.get(node, "") in returned}
-        lent = {
-            (one, two): static | (inputs if one else set()) | (outputs - inputs if two else set())
-            for one in (False, True)
-            for two in (False, True)
+    def seconds(self, halves: Halves, profiles: tuple[Profile, Profile]) -> float:
+        """Time of two halves, by what their kernels are given."""
+        both = zip(halves, profiles, strict=True)
+        return sum(half_seconds(half, seen.traffic, self._parts, self.device) for half, seen in both)
+
+    def likely_seconds(self, halves: Halves) -> float:
+        """The same by single calls and the masks that are handed over, where nobody has seen the kernels; to
+        be compared with other halves of the graph.
+        """
+        alone = {
+            call.node.name: cost.seconds for call, cost in zip(self.joint.calls, self.costs, strict=True)
         }
-        if self.options is None:
-            calls = zip(joint.calls, self.costs, strict=True)
-            scratch = {call.node.name: cost.scratch_bytes for call, cost in calls}
-
-            def of(node: fx.Node) -> int:
-                return scratch.get(node.name, 0)
-
-            more = surplus_of(joint, self.costs)
-            return profile(forward, inputs, of, size, more), {
-                who: profile(backward, names, of, size, more).peak_bytes for who, names in lent.items()
-            }
-        text, strides = inductor.generated(forward, False, self.options)
-        first = profile_generated(text, forward, inputs, Scratch(self._bench).run(), size)
-        donated = inductor.donated_inputs(forward, backward, joint.forward_outputs)
-        text, _ = inductor.generated(backward, True, self.options, strides, donated)
-        scratch, copied = Scratch(self._bench), first.copied
-        return first, {
-            who: profile_generated(
-                text, backward, names - copied.keys(), scratch.run(), size, strides
-            ).peak_bytes
-            for who, names in lent.items()
-        }
+        masks = sum(
+            count
+            for key, count in kept_by(self.joint, halves[0]).items()
+            if self.joint.root[key].meta["val"].dtype == torch.bool
+        )
+        both = zip(halves, (Traffic(masks_written=masks), Traffic(masks_read=masks)), strict=True)
+        return sum(half_seconds(half, traffic, alone, self.device) for half, traffic in both)
 
 
 def kept_by(joint: Joint, forward: fx.GraphModule) -> dict[Key, int]:

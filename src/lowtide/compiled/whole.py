@@ -227,7 +227,7 @@ class WholeStep:
         known = self._turns.get(first, [])
         if len(known) != len(graphs) or not all(map(_Turn.serves, known, graphs, self._sizes)):
             sizes = zip(recording.calls, self._sizes, strict=True)
-            found = plan_step(recording, [call.graph.menu_at(at) for call, at in sizes], self.budget)
+            found = plan_step(recording.timeline, [call.graph.menu_at(at) for call, at in sizes], self.budget)
             self.plans[first] = found
             chosen = [one.stored for one in found.chosen]
             self._turns[first] = list(map(_Turn, graphs, self._sizes, chosen))
