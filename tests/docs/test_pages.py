@@ -93,3 +93,14 @@ def test_only_the_version_that_is_prepared_is_unreleased() -> None:
     (newest, _), *released = headings
     assert newest == lowtide.__version__ and released
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for _, date in released)
+
+
+def test_files_that_the_design_names_are_there() -> None:
+    named = re.findall(r"`([\w/]+(?:/|\.py))`", (DOCS / "design.md").read_text())
+    missing = [name for name in named if not any((ROOT / at / name).exists() for at in ("", "src/lowtide"))]
+    assert len(named) > 30 and missing == []
+
+
+def test_the_design_is_short() -> None:
+    lines = (DOCS / "design.md").read_text().splitlines()
+    assert len(lines) < 150 and max(map(len, lines)) <= 120
