@@ -93,3 +93,20 @@ def test_only_the_version_that_is_prepared_is_unreleased() -> None:
     (newest, _), *released = headings
     assert newest == lowtide.__version__ and released
     assert all(re.fullmatch(r"\d{4}-\d\d-\d\d", date) for _, date in released)
+
+
+def test_what_the_design_names_is_there() -> None:
+    design = (DOCS / "design.md").read_text()
+    files = re.findall(r"`([\w/]+(?:/|\.py))`", design)
+    missing = [name for name in files if not any((ROOT / at / name).exists() for at in ("", "src/lowtide"))]
+    assert len(files) > 30 and missing == []
+    source = "\n".join(path.read_text() for path in (ROOT / "src").rglob("*.py"))
+    methods = re.findall(r"`([A-Z]\w+)\.(\w+)`", design)
+    assert len(methods) > 5
+    for kind, method in methods:
+        assert f"class {kind}" in source and f"def {method}(" in source, f"{kind}.{method}"
+
+
+def test_the_design_is_short() -> None:
+    lines = (DOCS / "design.md").read_text().splitlines()
+    assert len(lines) < 150 and max(map(len, lines)) <= 120

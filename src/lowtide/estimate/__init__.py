@@ -1,9 +1,9 @@
 """Will it fit? Memory, FLOPs and traffic of a training step by closed formulas, without a GPU and without
 torch.
 
-``lowtide.estimate.estimate(configure("llama3-8b", tp=4, ...))`` is the typed call; ``lowtide estimate
---help`` the command. Each term names its equation. `lowtide.estimate.suggest` looks for parallel sizes that
-fit; `lowtide.estimate.simulate` puts a traced step beside the formulas, and is the one part that needs torch.
+In: a model and how it is trained (`configure`), or the flags of ``lowtide estimate`` and ``lowtide suggest``.
+Out: an `Estimate`; each term names its equation. `lowtide.estimate.suggest` looks for parallel sizes that
+fit. `lowtide.estimate.simulation` puts a traced step beside the formulas, and alone needs torch.
 """
 
 from lowtide.estimate.config import Config

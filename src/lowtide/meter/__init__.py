@@ -1,7 +1,9 @@
 """The meter: what a step really does to memory, and how long it takes.
 
-On the CPU a counting allocator (compiled once, exact, all threads), or the profiler's memory events where no
-compiler is; on CUDA the allocator's own statistics. See `measure`, `peak`, `resident_bytes`.
+In: a callable, a block of code, or a model and its optimizer. Out: the most live bytes, live bytes over time,
+seconds (`measure`, `peak`), and what stands before a step (`resident_bytes`). On the CPU a counting allocator
+says so (compiled once, exact, all threads), or the profiler's memory events where no compiler is; on CUDA the
+allocator's own statistics.
 """
 
 from lowtide.errors import MeterError

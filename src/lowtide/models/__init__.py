@@ -1,5 +1,8 @@
-"""Models to train and to measure: a GPT and a Llama that read top to bottom, presets of their shapes, and
-Hugging Face configurations.
+"""Models to train and to measure.
+
+In: a name (``gpt2``, ``hf:llama:...``, a folder) or a `ModelConfig`. Out: a module that returns its loss: a
+GPT and a Llama that read top to bottom, or a model of transformers. Begin with `gpt.py`; `build.py` reads
+names, `presets.py` has shapes.
 """
 
 from lowtide.models.build import ModelSpec, build_model, model_spec

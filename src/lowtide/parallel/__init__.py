@@ -1,18 +1,19 @@
-"""Tensor and sequence parallelism on ``torch.distributed``: layers whose weights and activations a group of
-ranks shares.
+"""Tensor and sequence parallelism on ``torch.distributed`` (docs/parallel.md).
+
+In: a process group or mesh, and layers or a whole model (`parallelize`). Out: layers whose weights and
+activations the ranks share. The names are neuronx-distributed's; the memory is that of arXiv 2205.05198,
+table 2. Begin with `layers.py`; `pipeline.py` has pipelines.
 
 ```python
 mesh = torch.distributed.device_mesh.init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
-up = ColumnParallelLinear(64, 256, gather_output=False, sequence_parallel_enabled=True,
-tensor_model_parallel_group=mesh) down = RowParallelLinear(256, 64, input_is_parallel=True,
-sequence_parallel_enabled=True, tensor_model_parallel_group=mesh) loss =
-down(torch.nn.functional.gelu(up(piece))).sum()  # piece: this rank's part of the sequence loss.backward()
+shared = dict(sequence_parallel_enabled=True, tensor_model_parallel_group=mesh)
+up = ColumnParallelLinear(64, 256, gather_output=False, **shared)
+down = RowParallelLinear(256, 64, input_is_parallel=True, **shared)
+loss = down(torch.nn.functional.gelu(up(piece))).sum()  # piece: this rank's part of the sequence
+loss.backward()
 allreduce_sequence_parallel_gradients(optimizer)
 optimizer.step()
 ```
-
-The names are neuronx-distributed's; the memory is that of arXiv 2205.05198, table 2. `docs/parallel.md` tells
-the rest.
 """
 
 from lowtide.parallel.checkpoint import (

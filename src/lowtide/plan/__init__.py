@@ -1,7 +1,10 @@
-"""Decide: from a step graph and a budget to a plan.
+"""Decide: what stays, what is recomputed, what moves.
 
-``lowtide.plan(graph, budget=...)`` makes one; `simulate` says exactly what any set of stored values does;
-`policies` has the ways to choose.
+In: a `StepGraph` and a budget. Out: a `Plan`, made by a policy: ``lowtide.plan(graph, budget=...)``. Each
+folder knows those before it: `data` (decisions and the plan itself), `simulate` (live bytes at every event),
+`split` (stages and blocks), `moves` (what may go where), `layout` (offsets), `bound` (no plan does better),
+`search` (the least seconds within a budget), `policies` (ways to choose; each ends in `make_plan`).
+`carry.py` begins from decisions that were made before, which `cache.py` keeps.
 """
 
 from __future__ import annotations

@@ -1,9 +1,10 @@
-"""PyTorch's private interfaces, one file for an area: all that lowtide uses of them stands here.
+"""PyTorch's undocumented functions, one file for an area: lowtide calls them here alone.
 
-Comes in: tensors, modules, operations. Goes out: what PyTorch knows of them but does not document. Nothing
-here imports the rest of lowtide. Each file says in which versions it was seen to work, and has a test in
-`tests/private` that fails when a name moves. `lowtide.parallel.pipelining` alone stands outside: it is a
-subclass of a class that PyTorch may change.
+In: tensors, modules, operations. Out: what PyTorch knows of them but does not document. Nothing here imports
+the rest of lowtide. Each file says in which versions it was seen to work, and has a test in `tests/private`
+that fails when a name moves. Outside are `lowtide.parallel.pipelining`, a subclass of a class that PyTorch
+may change, and attributes that torch's own users read: ``_version``, ``_base``, ``_parameters``,
+``_buffers``, ``_modules``.
 """
 
 from lowtide.private.autograd import (

@@ -31,8 +31,8 @@ def in_custom_backward() -> bool:
 
 
 def node_key() -> Any:
-    """What tells the autograd node that runs on the calling thread from the others, without holding it;
-    ``None`` where none does.
+    """A key of the autograd node that runs on the calling thread, which does not hold it; ``None`` where no
+    node runs.
     """
     node = torch._C._current_autograd_node()
     if node is None:
@@ -42,8 +42,8 @@ def node_key() -> Any:
 
 
 def torch_checkpoint() -> Callable[..., Any] | None:
-    """What stands for the innermost call of ``torch.utils.checkpoint`` (of the kind that is not reentrant)
-    to which goes what autograd saves here, or ``None``: another one for each call.
+    """The pack hook of the innermost non-reentrant ``torch.utils.checkpoint`` around this code, of which each
+    call has its own; ``None`` outside of all.
     """
     hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)  # type: ignore[attr-defined]
     if hooks is None or getattr(hooks[0], "__module__", "") != "torch.utils.checkpoint":

@@ -1,7 +1,7 @@
 """A graph that Dynamo has captured, kept so that it can be compiled again later.
 
 Seen in PyTorch 2.13 to 2.13, not tried with earlier ones.
-Importing it takes seconds, so only the compiled engine does.
+Importing it takes seconds; only the compiled engine does.
 """
 
 # pyright: reportPrivateImportUsage=false

@@ -1,7 +1,7 @@
 """The dispatcher: keys, kernels, schemas, modes, and objects in a thread's state.
 
 Seen in PyTorch 2.11 to 2.13. ``Fake`` is a key that PyTorch keeps for uses outside it; `lowtide.interception`
-stands there.
+has its kernel there.
 """
 
 from __future__ import annotations
@@ -112,7 +112,7 @@ def kernel_library(namespace: str) -> Any:
 
 
 def let_higher_order_operators_pass(key: str) -> None:
-    """Higher-order operators (`torch.cond`) are not to ask for a kernel of theirs at ``key``."""
+    """Let higher-order operators (`torch.cond`) pass ``key``, where they have no kernel."""
     for operator in torch._ops._higher_order_ops.values():
         operator.non_fallthrough_keys = operator.non_fallthrough_keys.remove(key)
 

@@ -1,6 +1,6 @@
 """torch.distributed: functional collectives, groups by their names, DTensors, pretended ranks.
 
-Seen in PyTorch 2.11 to 2.13. What `torch.distributed.pipelining` has stands in `lowtide.parallel.pipelining`.
+Seen in PyTorch 2.11 to 2.13. `lowtide.parallel.pipelining` has what `torch.distributed.pipelining` hides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,5 @@
-"""Dynamo: what runs compiled, and what it is to leave alone. Importing it takes seconds, so nobody does here.
+"""Dynamo: what is compiled, and what must not be. Importing it takes seconds, so it is imported only by calls
+that need it.
 
 Seen in PyTorch 2.11 to 2.13.
 """

@@ -74,8 +74,8 @@ def clean_joint(module: fx.GraphModule) -> None:
 
 
 def sides(module: fx.GraphModule, static: Iterable[int], forward_outputs: int) -> tuple[set[str], set[str]]:
-    """Names of the nodes that the forward's outputs need, and of those that rest on what backward is given or
-    may run in backward only.
+    """Names of the nodes that the forward's outputs need, and of those that depend on what backward is given
+    or may run in backward only.
     """
     info = partitioners.classify_nodes(module, list(static), forward_outputs)
     return {node.name for node in info.required_fw_nodes}, {node.name for node in info.tangents_closure}

@@ -117,7 +117,7 @@ def sparse_parts(tensor: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 def stored_elements(tensor: torch.Tensor) -> int:
-    """How many elements a sparse tensor in coordinates holds, those that fall together apart."""
+    """How many elements a sparse tensor in coordinates holds; those at one place count each."""
     return tensor._nnz()
 
 

@@ -1,7 +1,8 @@
-"""What people see: tables, pictures and pages of a step and a plan.
+"""What people see of a step and a plan.
 
-`make_report` puts together all that is shown of one step; `save_report` writes it as an HTML page, as a
-picture, or in the form that PyTorch's memory viewer reads.
+In: a `StepGraph`, its `Plan`, and what was measured. Out: a `Report` (`make_report`); `save_report` writes it
+as an HTML page, as a picture, or in the form that PyTorch's memory viewer reads. `terminal_picture` draws in
+text.
 """
 
 from lowtide.report.formats import percent_text, seconds_text

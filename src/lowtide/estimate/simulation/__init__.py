@@ -1,5 +1,7 @@
-"""The traced truth behind the closed form: a step of any size on fake tensors, one rank of each stage. This
-part of the room needs torch.
+"""The traced truth behind the closed form: a step of any size on fake tensors. It needs torch.
+
+In: a `Config` of `lowtide.estimate`. Out: a `StepSimulation`: one rank of each pipeline stage asked for, its
+live bytes over time, and rows that compare them with the formulas. Begin with `simulate.py`.
 """
 
 from lowtide.estimate.simulation.compare import Row

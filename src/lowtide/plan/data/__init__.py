@@ -1,7 +1,8 @@
-"""What a plan is: plain data, saved as JSON, that needs neither torch nor a solver.
+"""What a plan is: plain data, saved as JSON. No file here needs torch or a solver.
 
-In: nothing. Out: decisions (what may happen to a saved value), `Plan` (a decision for every saved value of a
-step, and what that is predicted to cost), `Move` and `Link` (values that leave their place, and how fast).
+In: what a policy chose, or the JSON of an earlier plan. Out: decisions (what may happen to a saved value),
+`Plan` (a decision for every saved value of a step, and what that is predicted to cost), `Move` and `Link`
+(values that leave their place, and how fast).
 """
 
 from lowtide.links import Link, Links
