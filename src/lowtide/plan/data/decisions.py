@@ -43,10 +43,10 @@ class Offload:
         if self.tier not in TIERS:
             names = " or ".join(map(repr, TIERS))
             raise PlanError(f"Offload({self.tier!r}): there is no such tier, give {names}")
-        if self.path and self.tier == "host":
+        if self.path and self.tier != "disk":
             raise PlanError(
-                f"Offload('host', path={self.path!r}): the host tier has no path; leave it out, or give "
-                "'disk'"
+                f"Offload({self.tier!r}, path={self.path!r}): the {self.tier} tier has no path; leave it out, "
+                "or give 'disk'"
             )
 
 
