@@ -10,7 +10,7 @@ from tests.run.small_model import N, small
 
 from lowtide import limit_memory
 from lowtide.meter import available, counting_allocator
-from lowtide.run.limit.watch import StepWatch
+from lowtide.run.watch import StepWatch
 
 
 @pytest.mark.skipif(not available(), reason="needs the counting allocator")

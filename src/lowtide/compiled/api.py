@@ -20,8 +20,8 @@ from lowtide.plan.data import Offload, Plan
 from lowtide.private import captured, compile_in_place, compile_settings, inductor, uncompiled
 from lowtide.run.limit.arguments import refuse_other_kinds, sharded_units
 from lowtide.run.limit.handle import check_budget, handle_of
-from lowtide.run.limit.messages import limit_line
 from lowtide.run.limit.optimizer_need import optimizer_need
+from lowtide.run.messages import limit_line
 from lowtide.traced import honour_regions, wishes_of
 
 BACKENDS = ("inductor", "aot_eager")

@@ -19,7 +19,7 @@ from lowtide.plan.data import Plan
 from lowtide.run.limit.arguments import refuse_other_kinds
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.limit.messages import limit_line
+from lowtide.run.messages import limit_line
 from lowtide.trace.results import tensors_inside
 
 if TYPE_CHECKING:

@@ -14,9 +14,9 @@ from lowtide import budget as budgets
 from lowtide.graph import StepGraph
 from lowtide.plan.data import Plan, ProgramStep
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.watch import StepWatch
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.verify import Findings
+from lowtide.run.watch import StepWatch
 
 _PACE_STEPS = 9  # are timed under a plan before it settles, and make up its pace from then on, too
 _PACE_EVERY = 4  # a settled plan times every so many steps: a machine does not stay as fast as it was

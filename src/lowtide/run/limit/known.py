@@ -15,10 +15,10 @@ from lowtide.graph import StepGraph
 from lowtide.run.limit.arguments import refuse_sharded
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
-from lowtide.run.limit.messages import OWN_OFF, own_checkpointing, warn
 from lowtide.run.limit.optimizer_need import own_share
 from lowtide.run.limit.planning import Planner
 from lowtide.run.look.look import Look
+from lowtide.run.messages import OWN_OFF, own_checkpointing, warn
 from lowtide.run.record.verify import Verify
 
 _BUDGET_CHANGED = "the budget was changed"

@@ -25,11 +25,10 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors
 from lowtide.progress import took
-from lowtide.run.limit.compiled_submodules import left_alone
+from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.limit.key import Members, StepKey, step_key
 from lowtide.run.limit.kinds import Kind, Ran, keeps_all, learn
 from lowtide.run.limit.known import Known
-from lowtide.run.limit.messages import ABANDONED, UNMEASURED, warn
 from lowtide.run.limit.planning import Planner, Policy
 from lowtide.run.limit.unlimited import (
     AROUND_COMPILED,
@@ -39,13 +38,14 @@ from lowtide.run.limit.unlimited import (
     keeps_nothing,
     why_unlimited,
 )
-from lowtide.run.limit.watch import StepWatch
 from lowtide.run.look.look import Look, look_aside
+from lowtide.run.messages import ABANDONED, UNMEASURED, warn
 from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled, compiled_program
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
+from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
 from lowtide.trace.eager import StepTracer
 from lowtide.trace.results import loss_to_plan_for, tensors_inside

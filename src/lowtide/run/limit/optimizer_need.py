@@ -11,7 +11,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter import storages
-from lowtide.run.limit.messages import warn
+from lowtide.run.messages import warn
 from lowtide.trace.fake import Faker, FakeTracer
 
 

@@ -21,7 +21,7 @@ from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.run.limit.hidden_costs import (
+from lowtide.run.hidden_costs import (
     checkpoint_bytes,
     overlapped_bytes,
     with_overhead,

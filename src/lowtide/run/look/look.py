@@ -22,14 +22,13 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors, unseen
 from lowtide.ops import has_plain_storage, is_wrapper
-from lowtide.run.limit.compiled_submodules import left_alone
-from lowtide.run.limit.watch import StepWatch
+from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import LiveValue
 from lowtide.run.record.verify import on_a_copy
-from lowtide.run.scope.scope import blocks_of
+from lowtide.run.watch import StepWatch
 from lowtide.trace.eager import StepTracer, apart
 from lowtide.trace.results import tensors_inside
 from lowtide.trace.untouched import Gradients, untouched, without_history
@@ -90,7 +89,7 @@ class Look:
                     tracer.given(tensor)
                 stack.enter_context(tracer.following_modules())
                 if tracer.model is not None:
-                    for block in blocks_of(tracer.model):
+                    for block in _blocks(tracer.model):
                         stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
                         stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
                     stack.enter_context(left_alone(tracer.model.modules(), tracer))
@@ -259,6 +258,26 @@ def look_aside(
             return look, look.graph()
         finally:
             look.close()
+
+
+def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost members of the model's lists of modules; its children where there are none."""
+    found: list[torch.nn.Module] = []
+
+    def search(module: torch.nn.Module) -> None:
+        for child in module.children():
+            if (
+                isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+                and len(list(module.children())) > 1
+            ):
+                found.append(child)
+            else:
+                search(child)
+
+    search(model)
+    blocks = found or list(model.children())
+    # which take no hooks from here
+    return [block for block in blocks if not isinstance(block, torch.jit.ScriptModule)]
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:

@@ -14,7 +14,7 @@ import torch
 
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
-from lowtide.run.limit.hidden_costs import with_overhead
+from lowtide.run.hidden_costs import with_overhead
 from lowtide.run.look.look import look_aside
 from lowtide.trace.fake import trace_fake
 from lowtide.trace.results import loss_in

@@ -18,8 +18,7 @@ from lowtide import private
 from lowtide.interception import unseen
 from lowtide.plan.data import Compress, Move, Plan, Shard, stages
 from lowtide.plan.layout import find
-from lowtide.run.record.digest import digest, words_of
-from lowtide.run.record.tape import LiveValue
+from lowtide.run.digest import digest, words_of
 from lowtide.store.codec import Codec, CodecError
 from lowtide.store.lanes import Transfer
 from lowtide.store.shard import Gather, Replicas
@@ -243,37 +242,6 @@ def _packed(sizes: list[int], align: int) -> tuple[list[int], int]:
     return starts, end
 
 
-class Fetch:
-    """The node that writes a moved value: an operation without inputs.
-
-    Attributes:
-        func: for messages.
-        order: position in the forward.
-        exact: whether every bit comes back.
-        output: the value.
-    """
-
-    __slots__ = ("__weakref__", "engine", "exact", "func", "grad", "order", "output", "stored")
-
-    def __init__(self, stored: StoredTensor, engine: TransferEngine, order: float) -> None:
-        self.func = "a moved value"
-        self.stored = stored
-        self.engine = engine
-        self.order = order
-        self.exact = stored.exact
-        self.grad = False
-        self.output: weakref.ref[LiveValue] | None = None
-
-    def inputs(self) -> list[LiveValue]:
-        """None."""
-        return []
-
-    def fetch(self) -> torch.Tensor:
-        """The bytes, now."""
-        self.engine.taken(self.stored)
-        return self.stored.fetch()
-
-
 class TransferEngine:
     """The moves of one forward.
 
@@ -305,7 +273,7 @@ class TransferEngine:
         self._early: dict[int, int] = {}
         self._began = False
 
-    def out(self, number: int, tensor: torch.Tensor, order: float) -> Fetch:
+    def out(self, number: int, tensor: torch.Tensor) -> StoredTensor:
         """Store the value that ``tensor`` shows, the ``number``-th of the plan's moves (rules 1 and 2)."""
         move = self.plan.moves[number]
         with unseen():
@@ -319,7 +287,7 @@ class TransferEngine:
                 self._waiting_bytes += stored.waiting_bytes
                 while self._waiting_bytes > self.plan.window_bytes:
                     self._settle()
-        return Fetch(stored, self, order)
+        return stored
 
     def _settle(self) -> None:
         stored = self._waiting.popleft()

@@ -11,11 +11,11 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
-from lowtide.run.limit.watch import StepWatch
+from lowtide.run.digest import digest
 from lowtide.run.move.engine import TransferEngine
-from lowtide.run.record.digest import digest
 from lowtide.run.record.replay import bring_back
 from lowtide.run.record.tape import Ref
+from lowtide.run.watch import StepWatch
 
 
 class Kept:

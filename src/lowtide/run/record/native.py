@@ -9,31 +9,16 @@ operation by operation; both work on the same tables and the same tape. Without 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
 
 from lowtide import interception, private
-from lowtide.native import BuildError, compiler
 from lowtide.ops import OpInfo, op_info
 from lowtide.plan.data import ProgramStep
 
 _PASS, _RECORD, _CLOSER = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Overhead:
-    """Seconds of the executor beside the kernels.
-
-    Attributes:
-        passing_seconds: for each operation of the forward, its views and saved tensors included.
-        replayed_seconds: beyond that, for each operation that is recorded and runs again.
-    """
-
-    passing_seconds: float
-    replayed_seconds: float
 
 
 @cache
@@ -47,18 +32,6 @@ def compiled() -> Any:
     if module is not None:
         module.know(tape.LiveValue, tape.Node, handles.unpack, replay.bring_back, handles.overwritten)
     return module
-
-
-def executor_overhead() -> Overhead:
-    """What the executor adds here, as `benchmarks/recorder.py` reads it with cold caches: without a compiler
-    Python does it all. It is the host's time; what of it hides behind a GPU's see
-    `lowtide.run.limit.hidden_costs`.
-    """
-    try:
-        compiler()
-    except BuildError:
-        return Overhead(30e-6, 33e-6)
-    return Overhead(1e-6, 9e-6)
 
 
 def compiled_program(steps: Sequence[ProgramStep]) -> Any:

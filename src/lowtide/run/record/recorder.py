@@ -28,16 +28,16 @@ from lowtide.ops import (
     tensors_of,
     written_tensors,
 )
-from lowtide.run.limit.watch import StepWatch
-from lowtide.run.move.engine import Fetch, TransferEngine
-from lowtide.run.record.digest import digest, reach
+from lowtide.run.digest import digest, reach
+from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.native import compiled
 from lowtide.run.record.random_draws import drawn
 from lowtide.run.record.replay import flat_results
-from lowtide.run.record.tape import LiveValue, Node, Ref, Standing, Writer
+from lowtide.run.record.tape import Fetch, LiveValue, Node, Ref, Standing, Writer
 from lowtide.run.record.verify import Findings, copied, on_a_copy, why_not_reproduced
+from lowtide.run.watch import StepWatch
 
 
 class Recorder(Interceptor):
@@ -321,7 +321,7 @@ class Recorder(Interceptor):
         for number, tensor, is_loose in zip(moves, wrote, loose, strict=True):
             if number < 0 or not has_plain_storage(tensor):
                 continue
-            fetch = mover.out(number, tensor, self._order - 0.5)
+            fetch = Fetch(mover.out(number, tensor), mover, self._order - 0.5)
             value = self._give(fetch, tensor, 0 if is_loose else reach(tensor))
             if not fetch.exact:
                 value.digest = None

@@ -10,10 +10,9 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import compiled_recorder, unseen
 from lowtide.ops import op_info
-from lowtide.run.move.engine import Fetch
-from lowtide.run.record.digest import words_of
+from lowtide.run.digest import words_of
 from lowtide.run.record.random_draws import drawn_again
-from lowtide.run.record.tape import LiveValue, Node, Ref, Standing, Writer
+from lowtide.run.record.tape import Fetch, LiveValue, Node, Ref, Standing, Writer
 
 
 def flat_results(result: Any) -> list[Any]:

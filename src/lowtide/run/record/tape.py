@@ -14,6 +14,7 @@ import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
+from lowtide.run.move.engine import StoredTensor, TransferEngine
 
 
 class Writer(Protocol):
@@ -232,3 +233,34 @@ class Node:
     def __del__(self) -> None:
         if self.waits:
             self.has_read()
+
+
+class Fetch:
+    """The node that writes a moved value: an operation without inputs.
+
+    Attributes:
+        func: for messages.
+        order: position in the forward.
+        exact: whether every bit comes back.
+        output: the value.
+    """
+
+    __slots__ = ("__weakref__", "engine", "exact", "func", "grad", "order", "output", "stored")
+
+    def __init__(self, stored: StoredTensor, engine: TransferEngine, order: float) -> None:
+        self.func = "a moved value"
+        self.stored = stored
+        self.engine = engine
+        self.order = order
+        self.exact = stored.exact
+        self.grad = False
+        self.output: weakref.ref[LiveValue] | None = None
+
+    def inputs(self) -> list[LiveValue]:
+        """None."""
+        return []
+
+    def fetch(self) -> torch.Tensor:
+        """The bytes, now."""
+        self.engine.taken(self.stored)
+        return self.stored.fetch()

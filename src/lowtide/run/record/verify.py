@@ -10,7 +10,7 @@ import torch
 
 from lowtide import private
 from lowtide.ops import OpInfo, has_plain_storage
-from lowtide.run.record.digest import same_bytes, words_of
+from lowtide.run.digest import same_bytes, words_of
 from lowtide.run.record.replay import flat_results, run_again
 from lowtide.run.record.tape import Node
 

@@ -18,7 +18,7 @@ import torch
 from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.ops import OpInfo, op_info
-from lowtide.run.limit.messages import warn
+from lowtide.run.messages import warn
 from lowtide.run.record.directors import Director
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import LiveValue, Node, Ref

@@ -159,23 +159,3 @@ def _scope(director: RegionDirector, verify: Verify, place: int) -> Iterator[Non
         )
     with ScopeRecorder(director, verify, place).recording():
         yield
-
-
-def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost members of the model's lists of modules; its children where there are none."""
-    found: list[torch.nn.Module] = []
-
-    def search(module: torch.nn.Module) -> None:
-        for child in module.children():
-            if (
-                isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
-                and len(list(module.children())) > 1
-            ):
-                found.append(child)
-            else:
-                search(child)
-
-    search(model)
-    blocks = found or list(model.children())
-    # which take no hooks from here
-    return [block for block in blocks if not isinstance(block, torch.jit.ScriptModule)]
