@@ -14,14 +14,12 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.run.limit.arguments import refuse_sharded
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
+from lowtide.run.limit.kinds import MOST_KINDS, Kind, Replan, plan_for_larger, same_but_gradients
 from lowtide.run.limit.optimizer_need import own_share
 from lowtide.run.limit.planning import Planner
 from lowtide.run.look.look import Look
 from lowtide.run.messages import OWN_OFF, own_checkpointing, warn
 from lowtide.run.record.verify import Verify
-
-_BUDGET_CHANGED = "the budget was changed"
 
 
 class Known:
@@ -73,14 +71,14 @@ class Known:
                     self.kinds[key] = kind
                     if len(self.kinds) > MOST_KINDS:
                         self.kinds.pop(next(iter(self.kinds)))
-            self.planner.confer(kind)
-            if kind.solve_again and not kind.wants_look:
+            self.planner.share_findings(kind)
+            if kind.replan is not None and not kind.wants_look:
                 self._solve_again(kind)
             self.latest = kind if kind.plan is not None else self.latest
             return kind
 
     def _plan_standing(self, kind: Kind, without: Kind) -> None:
-        """Plan for steps that add to gradients, if need be without what one step took besides."""
+        """Plan for steps that add to gradients, without the margin if no plan leaves it."""
         try:
             self.planner.plan_standing(kind, without)
         except BudgetError as error:
@@ -91,17 +89,13 @@ class Known:
             self.tell("stays", f"lowtide plans as if no step had taken more than predicted: {error}")
 
     def _solve_again(self, kind: Kind) -> None:
-        """Make the plan again; where none fits that leaves what one step took besides, the one that is there
-        stays.
-        """
+        """Make the plan again; where none leaves the margin, the present one stays."""
         try:
             self.planner.solve_again(kind)
         except BudgetError as error:
-            plan = kind.plan
-            if plan is None or not kind.margin_bytes or kind.solve_again == _BUDGET_CHANGED:
+            if kind.replan is Replan.BUDGET_CHANGED or not kind.margin_bytes:
                 raise
-            kind.stays_bytes = kind.margin_bytes + max(plan.predicted_peak_bytes, plan.budget_bytes or 0)
-            kind.margin_bytes, kind.solve_again = 0, ""
+            kind.keep_plan()
             self.tell("stays", f"lowtide goes on with the plan that it has, since no other fits: {error}")
 
     def set_budget(self, budget: str | int) -> None:
@@ -109,21 +103,21 @@ class Known:
         with self.lock:
             self.planner.budget = budget
             for kind in self.kinds.values():
-                kind.solve_again = _BUDGET_CHANGED
+                kind.replan = Replan.BUDGET_CHANGED
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Plan with this optimizer's state, in place of the one counted so far, before the next step."""
         with self.lock:
             more = self.planner.count(optimizer)
             for kind in self.kinds.values():
-                kind.stands_on(more)
-                kind.solve_again = _BUDGET_CHANGED
+                kind.add_resident(more)
+                kind.replan = Replan.BUDGET_CHANGED
 
     # ---- looks -----------------------------------------------------------------------------------
 
     def is_to_verify(self, kind: Kind) -> bool:
         """Whether a look runs each operation twice: not those that were verified at another size."""
-        if self.verify == "never" or kind.looks or kind.strange or self.planner.kept:
+        if self.verify == "never" or kind.looks or kind.must_verify or self.planner.kept:
             return self.verify != "never"
         return not any(
             other.verified is not None and other.key.differs_in_size(kind.key)
@@ -143,8 +137,8 @@ class Known:
         self._tell_of(look)
         program = _program(graph)
         if not look.verified and self.verify != "never":
-            kind.strange = all(other.verified != program for other in self.kinds.values())
-            if kind.strange:
+            kind.must_verify = all(other.verified != program for other in self.kinds.values())
+            if kind.must_verify:
                 return False
         kind.verified = program
         kind.looks += 1
@@ -153,7 +147,7 @@ class Known:
         if kind.graph is None or len(graph.operations) > len(kind.graph.operations):
             self._plan(kind, graph, look.tracer.checkpoints)
         else:
-            kind.look_again = ""
+            kind.look_again = False
         self.latest = kind
         return True
 

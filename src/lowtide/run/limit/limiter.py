@@ -27,8 +27,9 @@ from lowtide.interception import alone, interceptors
 from lowtide.progress import took
 from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.limit.key import Members, StepKey, step_key
-from lowtide.run.limit.kinds import Kind, Ran, keeps_all, learn
+from lowtide.run.limit.kinds import Kind, keeps_all
 from lowtide.run.limit.known import Known
+from lowtide.run.limit.outcome import Outcome, Ran, learn
 from lowtide.run.limit.planning import Planner, Policy
 from lowtide.run.limit.unlimited import (
     AROUND_COMPILED,
@@ -394,35 +395,37 @@ class Limiter:
     ) -> Any:
         plan = kind.plan
         assert plan is not None
-        self.known.planner.note_pace(kind)
-        watch = StepWatch(lambda: self._learn(kind, ran), members.device)
+        assert kind.graph is not None
+        kind.times.note(kind.graph.overhead_seconds)
+        ran = Ran(key, plan, kind.fits_without_plan(key))
+        ran.watch = watch = StepWatch(lambda: self._learn(kind, ran), members.device)
         if plan.budget_bytes is not None and watch.peak_bytes is None:
             self.known.tell("unmeasured", UNMEASURED)
         self.local.watch = watch
-        ran = Ran(key, plan, watch, light=kind.is_light(key))
         steady = plan.budget_bytes is None or not kind.varies
-        if steady and (ran.light or plan.changes_nothing):
+        if steady and (ran.without_plan or plan.changes_nothing):
             kind.steps += 1
             result = self._plainly(args, kwargs)
             watch.forward_ends(tensors_inside(result))
             return result
-        timing = kind.steps > 0 and kind.wants_pace()
-        kind.timed = watch if timing else kind.timed
+        timing = kind.times.due(kind.steps)
+        if timing:
+            kind.times.timed = watch
         mover = (
             TransferEngine(plan, self.stores, self.verify != "never" and kind.steps == 0)
             if plan.moves
             else None
         )
-        program = keeps_all(plan.program) if ran.light else plan.program
-        if kind.programs.get(ran.light) is None:
-            kind.programs[ran.light] = compiled_program(program)
+        program = keeps_all(plan.program) if ran.without_plan else plan.program
+        if kind.programs.get(ran.without_plan) is None:
+            kind.programs[ran.without_plan] = compiled_program(program)
         ran.director = PlanDirector(program, plan.moves, smaller=key != kind.key)
         recorder = Recorder(
             ran.director,
             check=self.verify == "always",
             watch=watch if timing else None,
             mover=mover,
-            program=kind.programs[ran.light],
+            program=kind.programs[ran.without_plan],
         )
         ran.findings = recorder.findings
         watch.replays = recorder.core.replays if recorder.core is not None else None
@@ -445,17 +448,17 @@ class Limiter:
 
     def _learn(self, kind: Kind, ran: Ran) -> None:
         """A backward of a step has ended: hold what it took against the budget."""
-        plan, watch = ran.plan, ran.watch
+        plan = ran.plan
         if ran.director is not None:
-            kind.ran(ran.director.departed - ran.director.missed)
+            kind.note_unplanned_operations(ran.director.departed - ran.director.missed)
         if self.crowded or kind.plan is not plan:  # what is measured is everybody's
             return
-        peak = watch.peak_bytes
+        peak = ran.watch.peak_bytes
         if peak is None or kind.graph is None:
             return
         took = kind.graph.resident_bytes - self.known.planner.moved_bytes + plan.slab_bytes + peak
         self.measured_bytes = took
         # ranks that share a model do the same, and another policy is one to follow
         alone = self.known.planner.agreement is None and self.policy == "optimal"
-        if said := learn(kind, ran, took, alone):
+        if said := learn(kind, ran, Outcome.of(ran, took, alone)):
             warn(said)

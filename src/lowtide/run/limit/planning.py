@@ -133,16 +133,16 @@ class Planner:
         with working("planning", "planned again", self.progress) as work:
             work.done(in_one_line(self._solve(kind, kind.graph)))
 
-    def confer(self, kind: Kind) -> None:
-        """Hear what the other ranks learned from the latest step; what one of them wants again, all do
+    def share_findings(self, kind: Kind) -> None:
+        """Exchange what the latest step showed with the other ranks; what one of them wants again, all do
         again.
         """
         if self.agreement is None or kind.steps > LEARNING_STEPS:
             return
-        mine = (kind.look_again, kind.solve_again, kind.margin_bytes, self.kept)
-        for look_again, solve_again, margin, kept in self.agreement.share(mine):
+        mine = (kind.look_again, kind.replan, kind.margin_bytes, self.kept)
+        for look_again, replan, margin, kept in self.agreement.share(mine):
             kind.look_again = kind.look_again or look_again
-            kind.solve_again = kind.solve_again or solve_again
+            kind.replan = kind.replan or replan
             kind.margin_bytes = max(kind.margin_bytes, margin)
             self.kept.update(kept)
 
@@ -151,19 +151,6 @@ class Planner:
         before = self.optimizer_bytes + self.moved_bytes
         self.optimizer, self.moved_bytes = optimizer, 0
         return self.optimizer_bytes - before
-
-    def note_pace(self, kind: Kind) -> None:
-        """Take down how long the latest step that was timed took, once that is known without waiting for the
-        device.
-        """
-        if kind.timed is not None and not kind.timed.over():
-            return
-        watch, kind.timed = kind.timed, None
-        seconds = watch.seconds() if watch is not None else None
-        if watch is not None and seconds is not None:
-            assert kind.graph is not None
-            extra = watch.replay_seconds + watch.recording_seconds + kind.graph.overhead_seconds
-            kind.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
 
     def limit(self, graph: StepGraph, margin_bytes: int) -> int | None:
         """The budget in bytes; a percentage is of the plain step, or of a larger one that was planned. The
@@ -215,7 +202,7 @@ class Planner:
         self._greatest_plain = self._plain_peak(graph)
         self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
         plan = replace(plan, budget_bytes=limit)
-        kind.takes(graph, plan)
+        kind.take(graph, plan)
         return plan
 
     def _larger(self, refusal: BudgetError, kind: Kind, graph: StepGraph, limit: int | None) -> BudgetError:
