@@ -152,7 +152,40 @@ class Planner:
         self.optimizer, self.moved_bytes = optimizer, 0
         return self.optimizer_bytes - before
 
-    def limit(self, graph: StepGraph, margin_bytes: int) -> int | None:
+    # ---- one plan --------------------------------------------------------------------------------
+
+    def _solve(self, kind: Kind, graph: StepGraph) -> Plan:
+        """Give the kind a plan for this step, within the budget less the kind's margin.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        graph = self._without_kept(graph)
+        limit = self._limit_bytes(graph, kind.margin_bytes)
+        self._balance(graph, limit, kind.margin_bytes)
+        refusal = self._optimizer_refuses(limit)
+        if self.agreement is not None:
+            refusal = self.agreement.refusal(refusal)
+        elif refusal is not None:
+            refusal = self._larger(refusal, graph, limit, kind.margin_bytes)
+        if refusal is not None:
+            raise refusal
+        moved = replace(graph, resident_bytes=graph.resident_bytes - self.moved_bytes)
+
+        def solve(limit: int | None) -> Plan:
+            return self._plan_within(moved, limit, kind.margin_bytes)
+
+        # of this rank's own, or one for all ranks that share the model
+        plan = solve(limit) if self.agreement is None else self.agreement.solve(solve, moved, limit)
+        if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes):
+            plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
+        self._greatest_plain = self._plain_peak(graph)
+        self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
+        plan = replace(plan, budget_bytes=limit)
+        kind.take(graph, plan)
+        return plan
+
+    def _limit_bytes(self, graph: StepGraph, margin_bytes: int) -> int | None:
         """The budget in bytes; a percentage is of the plain step, or of a larger one that was planned. The
         smallest one leaves ``margin_bytes`` for what comes on top of a plan.
         """
@@ -175,77 +208,49 @@ class Planner:
                 raise
             return error.smallest_bytes
 
-    # ---- one plan --------------------------------------------------------------------------------
+    def _plan_within(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> Plan:
+        """A plan whose peak and the margin are within the limit.
 
-    def _solve(self, kind: Kind, graph: StepGraph) -> Plan:
-        graph = self._without_kept(graph)
-        limit = self.limit(graph, kind.margin_bytes)
-        self._balance(kind, graph, limit)
-        refusal = self._optimizer_refuses(limit)
-        if self.agreement is not None:
-            refusal = self.agreement.refusal(refusal)
-        if refusal is not None:
-            raise refusal if self.agreement is not None else self._larger(refusal, kind, graph, limit)
-        moved = replace(graph, resident_bytes=graph.resident_bytes - self.moved_bytes)
+        It is asked for a little less where something has to be evicted, and may take all of it where less
+        does not work.
 
-        def solve(budget: int | None) -> Plan:
-            return self._plan_within(moved, budget, kind.margin_bytes)
-
-        # of this rank's own, or one for all ranks that share the model
-        plan = solve(limit) if self.agreement is None else self.agreement.solve(solve, moved, limit)
-        if (
-            plan.slab_bytes
-            and limit is not None
-            and self._optimizer_refuses(limit - plan.slab_bytes) is not None
-        ):
-            plan = without_slab(plan)  # it would stand beside optimizer.step(), too
-        self._greatest_plain = self._plain_peak(graph)
-        self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
-        plan = replace(plan, budget_bytes=limit)
-        kind.take(graph, plan)
+        Raises:
+            BudgetError: no plan fits.
+        """
+        if limit is None:
+            return make(graph, policy=self.policy)
+        most, as_it_is = limit - margin_bytes, plain(graph).peak_bytes
+        evicts = as_it_is > most
+        target = max(1, most - budgets.slack_bytes(limit) if evicts else most)
+        cached = evicts and self.policy == "optimal"
+        plan = carried(graph, target, self._cache.of(graph), most) if cached else None
+        try:
+            plan = plan or make(graph, budget=target, policy=self.policy)
+        except BudgetError as error:
+            least = error.smallest_bytes
+            if least is None:
+                raise
+            if least > most:
+                smallest = min(as_it_is + margin_bytes, budgets.with_slack(least + margin_bytes) + 1)
+                raise self._refusal(error, graph, limit, smallest) from None
+            plan = make(graph, budget=least, policy=self.policy)
+        if cached:
+            keep(self._cache, graph, plan, most)
         return plan
 
-    def _larger(self, refusal: BudgetError, kind: Kind, graph: StepGraph, limit: int | None) -> BudgetError:
+    def _larger(
+        self, refusal: BudgetError, graph: StepGraph, limit: int | None, margin_bytes: int
+    ) -> BudgetError:
         """The optimizer's refusal, or the plan's where that needs more still: the smallest budget that is
         named has to do for both.
         """
         try:
-            self._plan_within(graph, limit, kind.margin_bytes)
+            self._plan_within(graph, limit, margin_bytes)
         except BudgetError as error:
             if (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
                 error.add("Nor does the budget hold optimizer.step().")
                 return error
         return refusal
-
-    def _plan_within(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> Plan:
-        """A plan for the limit, less what was seen to come on top."""
-        target, enough = limit, plain(graph).peak_bytes + margin_bytes  # for nothing to be evicted
-        if limit is not None:
-            target = (limit if enough <= limit else limit - budgets.slack_bytes(limit)) - margin_bytes
-        if limit is None or enough <= limit or self.policy != "optimal":
-            return self._searched(graph, limit, target, margin_bytes, enough)
-        room = limit - margin_bytes
-        plan = carried(graph, max(1, target or 0), self._cache.of(graph), room)
-        plan = plan or self._searched(graph, limit, target, margin_bytes, enough)
-        keep(self._cache, graph, plan, room)
-        return plan
-
-    def _searched(
-        self, graph: StepGraph, limit: int | None, target: int | None, margin_bytes: int, enough: int
-    ) -> Plan:
-        """The policy's plan for ``target`` bytes, or for the least that works where that is within the
-        limit.
-        """
-        try:
-            return make(graph, budget=None if target is None else max(1, target), policy=self.policy)
-        except BudgetError as error:
-            least = error.smallest_bytes
-            if least is None or limit is None:
-                raise
-            if least + margin_bytes > limit:
-                smallest = min(enough, budgets.with_slack(least + margin_bytes) + 1)
-                raise self._refusal(error, graph, limit, smallest) from None
-        return make(graph, budget=least, policy=self.policy)
 
     def _refusal(self, error: BudgetError, graph: StepGraph, limit: int, smallest: int) -> BudgetError:
         """The planner's refusal with the budget as it was given, the smallest one that will be accepted, and
@@ -263,7 +268,7 @@ class Planner:
             detail=error.detail,
         )
 
-    def _balance(self, kind: Kind, graph: StepGraph, limit: int | None) -> None:
+    def _balance(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> None:
         """Where the optimizer leaves its share of the host open: move as much of its state as takes less time
         than recomputing would.
         """
@@ -283,7 +288,7 @@ class Planner:
                 resident_bytes=graph.resident_bytes - (everything - optimizer.device_state_bytes(share)),
             )
             try:
-                return self._plan_within(moved, limit, kind.margin_bytes).predicted_extra_seconds
+                return self._plan_within(moved, limit, margin_bytes).predicted_extra_seconds
             except BudgetError:
                 return math.inf
 
