@@ -16,7 +16,7 @@ from lowtide.run.limit.arguments import refuse_other_kinds, refuse_sharded
 from lowtide.run.limit.handle import Handle, check_given, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.planning import Policy
-from lowtide.run.record.verify import Verify
+from lowtide.run.record.verify import Verify, check_verify
 from lowtide.store.stores import Stores
 
 
@@ -77,8 +77,7 @@ def limit_memory(
     """
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"limit_memory takes a torch.nn.Module, not {type(model).__name__}")
-    if verify not in ("first", "always", "never"):
-        raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+    check_verify(verify)
     check_given(budget, policy)
     refuse_other_kinds(model, policy, loss_fn, optimizer, stores)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):

@@ -12,7 +12,7 @@ from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled_program
 from lowtide.run.record.recorder import Recorder
-from lowtide.run.record.verify import Findings, Verify
+from lowtide.run.record.verify import Findings, Verify, check_verify
 from lowtide.store.stores import Stores
 
 
@@ -45,8 +45,7 @@ class apply:
     """
 
     def __init__(self, plan: Plan, *, verify: Verify = "first", stores: Stores | None = None) -> None:
-        if verify not in ("first", "always", "never"):
-            raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+        check_verify(verify)
         if not isinstance(plan, Plan):
             raise PlanError(
                 f"apply takes a Plan, not {type(plan).__name__}: make one with "

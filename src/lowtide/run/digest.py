@@ -1,7 +1,8 @@
-"""Compare tensors byte by byte: at once, or by a digest that is kept in place of the bytes."""
+"""The bytes of tensors: seen through any geometry, compared at once, or by a digest kept in their place."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
 
 import torch
@@ -20,12 +21,23 @@ def reach(tensor: torch.Tensor) -> int:
     return (tensor.storage_offset() + last + 1) * tensor.element_size()  # pyright: ignore
 
 
+def tensor_over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int | torch.SymInt,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> torch.Tensor:
+    """A tensor of this geometry over a storage."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset, shape, strides)  # type: ignore
+
+
 def words_of(tensor: torch.Tensor, dtype: torch.dtype, extent: int) -> torch.Tensor:
     """The first ``extent`` bytes of the tensor's storage as numbers of ``dtype``, without what is left over
     at their end.
     """
-    words = torch.empty(0, dtype=dtype, device=tensor.device)
-    return words.set_(tensor.untyped_storage(), 0, (extent // dtype.itemsize,), (1,))  # type: ignore
+    return tensor_over(tensor.untyped_storage(), dtype, 0, (extent // dtype.itemsize,), (1,))
 
 
 def digest(tensor: torch.Tensor, extent: int) -> int:

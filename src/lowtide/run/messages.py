@@ -50,6 +50,18 @@ def warn(text: str) -> None:
     warnings.warn(text, LowtideWarning, stacklevel=level)
 
 
+class Once:
+    """Warns of each thing once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            warn(text)
+
+
 def own_checkpointing(model: torch.nn.Module) -> str:
     """What to say of a model that runs parts of itself under ``torch.utils.checkpoint``."""
     names = (

@@ -38,17 +38,28 @@ def refuse_other_kinds(
             "alone. Put the rest into a function of the output, as in loss_fn=lambda output: "
             "criterion(output, target)"
         )
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+    check_optimizer(model, optimizer)
+    if stores is not None and not isinstance(stores, Stores):
+        raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
+
+
+def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
+    """Whether this is an optimizer, if anything, and the model's.
+
+    Raises:
+        PlanError: it is not.
+    """
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
         given = optimizer.__name__ + ", a class" if isinstance(optimizer, type) else type(optimizer).__name__
         raise PlanError(f"optimizer= takes a torch.optim.Optimizer of the model's parameters, not {given}")
-    if optimizer is not None and _strange(model, optimizer):
+    if _is_of_others(model, optimizer):
         raise PlanError(
             f"optimizer= was given {type(optimizer).__name__} that holds none of this model's parameters: "
             "give the one that trains the model, or leave optimizer= out and subtract what it takes from "
             "the budget"
         )
-    if stores is not None and not isinstance(stores, Stores):
-        raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
@@ -72,7 +83,7 @@ def _name(function: Any) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-def _strange(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+def _is_of_others(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
     """Whether an optimizer has to do with other models only. One beside a frozen model, which is not limited,
     is let be.
     """

@@ -16,7 +16,7 @@ from lowtide.graph import StepGraph
 from lowtide.interception import settle
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
-from lowtide.run.limit.arguments import refuse_other_kinds
+from lowtide.run.limit.arguments import check_optimizer
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.messages import limit_line
@@ -47,7 +47,7 @@ class Handle:
     def __repr__(self) -> str:
         if self._limiter.removed and self.model.__dict__.get("forward") is not self._limiter:
             return f"<lowtide.Handle of {type(self.model).__name__}: removed, or replaced by a later limit>"
-        return limit_line(self.model, self._limiter.budget, len(self.plans), self.plan)
+        return limit_line(self.model, self._limiter.known.planner.budget, len(self.plans), self.plan)
 
     @property
     def plan(self) -> Plan | None:
@@ -190,7 +190,7 @@ class Handle:
             >>> handle.set_optimizer(torch.optim.AdamW(model.parameters()))  # doctest: +SKIP
         """
         limiter = self._in_force()
-        refuse_other_kinds(self.model, None, None, optimizer, None)
+        check_optimizer(self.model, optimizer)
         limiter.known.set_optimizer(None if optimizer is None else innermost(optimizer))
 
     def remove(self) -> None:

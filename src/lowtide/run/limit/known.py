@@ -18,7 +18,7 @@ from lowtide.run.limit.kinds import MOST_KINDS, Kind, Replan, plan_for_larger, s
 from lowtide.run.limit.optimizer_need import own_share
 from lowtide.run.limit.planning import Planner
 from lowtide.run.look.look import Look
-from lowtide.run.messages import OWN_OFF, own_checkpointing, warn
+from lowtide.run.messages import OWN_OFF, Once, own_checkpointing, warn
 from lowtide.run.record.verify import Verify
 
 
@@ -33,6 +33,7 @@ class Known:
         kinds: by key, the latest last.
         latest: the planned kind of the latest step, or ``None``.
         lock: held while a kind or its plan changes.
+        tell: warns of something once.
     """
 
     def __init__(self, planner: Planner, verify: Verify) -> None:
@@ -42,13 +43,7 @@ class Known:
         self.kinds: dict[StepKey, Kind] = {}
         self.latest: Kind | None = None
         self.lock = threading.RLock()
-        self._told: set[str] = set()
-
-    def tell(self, what: str, text: str) -> None:
-        """Warn of something once."""
-        if what not in self._told:
-            self._told.add(what)
-            warn(text)
+        self.tell = Once()
 
     def kind_for(self, key: StepKey) -> Kind:
         """What is known of steps with this key; what an earlier step taught is acted upon now.
@@ -175,10 +170,11 @@ class Known:
         """Operations were found that do not reproduce: say so once, and keep what they write in every plan
         from now on. Say once, too, that the model checkpoints by itself.
         """
-        for name, reason in look.kept.items():
+        kept = look.recorder.findings.kept
+        for name, reason in kept.items():
             if name not in self.planner.kept:
                 warn(f"lowtide keeps the results of {name}: {reason}")
-        self.planner.kept.update(look.kept)
+        self.planner.kept.update(kept)
         if look.tracer.checkpoints:
             self.tell("checkpoints", own_checkpointing(self.model))
 

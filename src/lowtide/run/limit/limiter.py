@@ -118,7 +118,7 @@ class Limiter:
         names = ("model", "policy", "loss_fn", "verify", "original", "progress", "removed")
         return {
             **{name: self.__dict__[name] for name in names},
-            "budget": self.budget,
+            "budget": self.known.planner.budget,
             "counted": self.known.planner.optimizer is not None,
         }
 
@@ -165,16 +165,6 @@ class Limiter:
     def forward(self) -> Callable[..., Any]:
         """The model's own forward."""
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
-
-    @property
-    def budget(self) -> str | int | None:
-        """As it was given; the latest."""
-        return self.known.planner.budget
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model's parameters lie."""
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
 
     # ---- whether it engages ----------------------------------------------------------------------
 
@@ -235,7 +225,7 @@ class Limiter:
         key = step_key(members, args, kwargs)
         kind = self.known.kind_for(key)
         self.crowded |= self._beside_others()
-        if self.crowded and self.budget is not None:
+        if self.crowded and self.known.planner.budget is not None:
             self.known.tell("crowded", CROWDED)
         kind.unseen_backward |= compiled  # a compiled call that returns puts dispatch back as it was
         if kind.wants_look and (self.crowded or kind.unseen_backward):
@@ -246,7 +236,7 @@ class Limiter:
                 if not self.crowded:  # beside others, a model may have no part in any backward: a teacher
                     raise
         if kind.wants_look:
-            return self._look(kind, args, kwargs)
+            return self._look(kind, members.device, args, kwargs)
         return self._step(kind, key, members, args, kwargs, begin)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -293,11 +283,11 @@ class Limiter:
 
     # ---- looking ---------------------------------------------------------------------------------
 
-    def _look(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def _look(self, kind: Kind, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         compiled()  # it takes half a minute once: now, and not when backward has ended
         look = Look(
             self.model,
-            self.device,
+            device,
             verify=self.known.is_to_verify(kind),
             on_end=lambda look: self._looked(look, kind),
         )
@@ -362,14 +352,15 @@ class Limiter:
             BudgetError: no plan fits.
             TraceError: no loss can be found or stood in for.
         """
-        kind = self.known.kind_for(step_key(Members(self.model), args, kwargs))
+        members = Members(self.model)
+        kind = self.known.kind_for(step_key(members, args, kwargs))
         if not kind.wants_look:
             return kind
         with self.not_waiting(), self._inside():
             look, graph = look_aside(
                 self.model,
                 [self.model],
-                self.device,
+                members.device,
                 self.forward,
                 args,
                 kwargs,
@@ -423,7 +414,7 @@ class Limiter:
         recorder = Recorder(
             ran.director,
             check=self.verify == "always",
-            watch=watch if timing else None,
+            around_unpack=watch.unpacks if timing else None,
             mover=mover,
             program=kind.programs[ran.without_plan],
         )

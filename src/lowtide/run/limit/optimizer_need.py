@@ -11,7 +11,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter import storages
-from lowtide.run.messages import warn
+from lowtide.run.messages import Once
 from lowtide.trace.fake import Faker, FakeTracer
 
 
@@ -94,7 +94,7 @@ class KnownNeed:
 
     def __init__(self) -> None:
         self._known: tuple[tuple[Any, ...], OptimizerNeed] | None = None
-        self._told = False
+        self._tell = Once()
 
     def of(self, optimizer: torch.optim.Optimizer) -> OptimizerNeed:
         """As `optimizer_need`; says once what is not known."""
@@ -103,12 +103,12 @@ class KnownNeed:
         rests_on = _rests_on(optimizer)
         if self._known is None or self._known[0] != rests_on:
             self._known = (rests_on, optimizer_need(optimizer))
-            if self._known[1].unknown and not self._told:
-                self._told = True
-                warn(
+            if self._known[1].unknown:
+                self._tell(
+                    "unknown",
                     f"what a step of {type(optimizer).__name__} allocates beside its state cannot be worked "
                     f"out ({self._known[1].unknown}), so only the state counts against the budget: measure "
-                    "one with lowtide.measure(optimizer.step), and leave as much of the budget free"
+                    "one with lowtide.measure(optimizer.step), and leave as much of the budget free",
                 )
         return replace(self._known[1], missing_gradient_bytes=_missing_bytes(optimizer))
 

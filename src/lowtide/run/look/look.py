@@ -23,6 +23,7 @@ from lowtide.graph import StepGraph
 from lowtide.interception import interceptors, unseen
 from lowtide.ops import has_plain_storage, is_wrapper
 from lowtide.run.compiled_submodules import left_alone
+from lowtide.run.digest import tensor_over
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped
 from lowtide.run.record.recorder import Recorder
@@ -45,7 +46,7 @@ class Look:
 
     Attributes:
         verified: every operation ran twice and was compared.
-        kept: operations that did not reproduce, with the reason; what they wrote stayed.
+        recorder: its findings name the operations that did not reproduce; what they wrote stayed.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
             measured, or the step is not over.
         watch: follows its backward.
@@ -72,10 +73,6 @@ class Look:
         self.watch = StepWatch(self._backward_ends, device, self.left)
         self.peak_bytes: int | None = None
         self.blind = self.ended = False
-
-    @property
-    def kept(self) -> dict[str, str]:
-        return self.recorder.findings.kept
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """The forward, looked at: it is the region that can be planned. What its caller does from here on,
@@ -283,8 +280,7 @@ def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
     """A tensor over the same bytes on a storage object of its own, which does not hold them."""
     alone = private.borrowed_storage(tensor.untyped_storage())
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    alias.set_(alone, tensor.storage_offset(), tensor.shape, tensor.stride())
+    alias = tensor_over(alone, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_conj():
         alias = private.conjugated(alias)
     return private.negated(alias) if tensor.is_neg() else alias

@@ -15,7 +15,9 @@ from lowtide.run.digest import digest
 from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.replay import bring_back
 from lowtide.run.record.tape import Ref
-from lowtide.run.watch import StepWatch
+
+AroundUnpack = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+"""Makes the call that brings an evicted tensor back."""
 
 
 class Kept:
@@ -44,14 +46,14 @@ class Kept:
 class Evicted:
     """A saved tensor that is brought back when asked for."""
 
-    __slots__ = ("asked", "digest", "mover", "ref", "version", "watch", "witness")
+    __slots__ = ("around", "asked", "digest", "mover", "ref", "version", "witness")
 
     def __init__(
         self,
         ref: Ref,
         tensor: torch.Tensor,
         checked: int | None,
-        watch: StepWatch | None = None,
+        around: AroundUnpack | None = None,
         mover: TransferEngine | None = None,
     ) -> None:
         self.mover = mover
@@ -60,7 +62,7 @@ class Evicted:
         self.witness = private.version_witness(tensor)
         self.version = private.version(self.witness)
         self.digest = checked
-        self.watch = watch
+        self.around = around
         self.asked = False
         ref.value.readers += 1
 
@@ -70,7 +72,7 @@ class Evicted:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, replayed or from the cache of an earlier replay."""
-        return self._unpack() if self.watch is None else self.watch.unpacks(self._unpack)
+        return self._unpack() if self.around is None else self.around(self._unpack)
 
     def _unpack(self) -> torch.Tensor:
         if self.mover is None:

@@ -41,8 +41,8 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
         return None
     made = module.Program()
     for step in steps:
-        func = _overload(step.name)
-        if func is None:
+        func = operation_named(step.name)
+        if not isinstance(func, private.OpOverload):
             made.add(step.name, "", _CLOSER, [], [], -1, step.stored, None)
             continue
         info = op_info(func)
@@ -64,12 +64,14 @@ def _kind(step: ProgramStep, info: OpInfo) -> int:
     return _RECORD if info.replays_plainly else _CLOSER
 
 
-def _overload(name: str) -> Any:
-    """The overload of that name, or ``None``: a compiled module's call has no name of an operation."""
+def operation_named(name: str) -> private.OpOverload | private.OpOverloadPacket | None:
+    """The overload of that name, or the packet of overloads, or ``None``: a compiled module's call has no
+    name of an operation.
+    """
     found: Any = torch.ops
     try:
         for part in name.split("."):
             found = getattr(found, part)
-    except AttributeError:
+    except (AttributeError, RuntimeError):
         return None
-    return found if isinstance(found, private.OpOverload) else None
+    return found if isinstance(found, (private.OpOverload, private.OpOverloadPacket)) else None

@@ -31,13 +31,12 @@ from lowtide.ops import (
 from lowtide.run.digest import digest, reach
 from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
-from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
+from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.native import compiled
 from lowtide.run.record.random_draws import drawn
 from lowtide.run.record.replay import flat_results
 from lowtide.run.record.tape import Fetch, LiveValue, Node, Ref, Standing, Writer
 from lowtide.run.record.verify import Findings, copied, on_a_copy, why_not_reproduced
-from lowtide.run.watch import StepWatch
 
 
 class Recorder(Interceptor):
@@ -48,7 +47,7 @@ class Recorder(Interceptor):
         verify: run every recorded operation a second time at once and compare, and check what is evicted for
             writes that the dispatcher did not see.
         check: compare every replayed tensor with the digest of the original.
-        watch: is told when backward asks for the first saved tensor.
+        around_unpack: makes the call that brings an evicted tensor back.
         mover: carries out the plan's moves.
         program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
             What is verified or checked is Python's.
@@ -60,7 +59,7 @@ class Recorder(Interceptor):
         *,
         verify: bool = False,
         check: bool = False,
-        watch: StepWatch | None = None,
+        around_unpack: AroundUnpack | None = None,
         mover: TransferEngine | None = None,
         program: Any = None,
     ) -> None:
@@ -68,7 +67,7 @@ class Recorder(Interceptor):
         self.director = director
         self.verify = verify
         self.check = check or verify
-        self.watch = watch
+        self.around_unpack = around_unpack
         self.mover = mover
         self.findings = Findings()
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
@@ -80,7 +79,7 @@ class Recorder(Interceptor):
             self.core = compiled().Core(self, program)
 
     @contextmanager
-    def recording(self) -> Iterator[Recorder]:
+    def recording(self) -> Iterator[None]:
         """Intercept operations and saved tensors together; afterwards nothing but autograd's graph holds what
         was recorded.
         """
@@ -94,7 +93,7 @@ class Recorder(Interceptor):
                 core.hooks_found()
                 stack.callback(core.hooks_end)
             stack.enter_context(self)
-            yield self
+            yield
 
     def boundary(self) -> None:
         """From here on, what was written so far counts as having entered: it stays where something rests on
@@ -440,7 +439,9 @@ class Recorder(Interceptor):
         if not value.evicted:
             value.evicted = True
             self.findings.evicted_bytes += value.nbytes
-        return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
+        return Evicted(
+            Ref(value, tensor), tensor, checked if self.check else None, self.around_unpack, self.mover
+        )
 
 
 class Unrecordable(Exception):

@@ -90,15 +90,15 @@ def _run(node: Writer, transient: dict[int, torch.Tensor], uses: dict[int, int])
         old = ref.value
         if not matters:
             blank = torch.empty(old.nbytes, dtype=torch.uint8, device=node.device)
-            base = torch.empty(0, dtype=ref.dtype, device=node.device)
-            base.set_(blank.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore
+            base = ref.over(blank.untyped_storage())
         else:
             base = transient.get(id(old))
             if base is None:
                 base = old.here()
             assert base is not None
             if old.held is not None or old.readers > 1 or uses.get(id(old), 0) > 1:
-                base = _clone_storage(base, ref)
+                whole = words_of(base, torch.uint8, base.untyped_storage().nbytes())
+                base = ref.over(whole.clone().untyped_storage())
         substitutes[id(ref)] = base
 
     if node.call is not None:
@@ -157,12 +157,6 @@ def _place(
         value.cached = tensor
     if uses.get(id(value), 0) > 0:
         transient[id(value)] = tensor
-
-
-def _clone_storage(base: torch.Tensor, ref: Ref) -> torch.Tensor:
-    copy = words_of(base, torch.uint8, base.untyped_storage().nbytes()).clone()
-    view = torch.empty(0, dtype=ref.dtype, device=base.device)
-    return view.set_(copy.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore
 
 
 def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:

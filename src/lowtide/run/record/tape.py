@@ -8,33 +8,14 @@ autograd lets its graph go, all of it goes.
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
+from lowtide.run.digest import tensor_over
 from lowtide.run.move.engine import StoredTensor, TransferEngine
-
-
-class Writer(Protocol):
-    """What writes a value again: a recorded operation, or the fetch of a value that moved.
-
-    Attributes:
-        func: for messages.
-        order: position in the forward.
-        exact: whether every bit comes back.
-        grad: whether gradients are on while it runs.
-    """
-
-    func: Any
-    order: float
-    exact: bool
-    grad: bool
-
-    def inputs(self) -> list[LiveValue]:
-        """The values that it reads."""
-        ...
 
 
 class LiveValue:
@@ -121,11 +102,14 @@ class Ref:
         self.conjugate = tensor.is_conj()
         self.negative = tensor.is_neg()
 
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A new tensor of this geometry over a storage, without its conjugate and negative bits."""
+        return tensor_over(storage, self.dtype, self.offset, self.shape, self.strides)
+
     def view(self, base: torch.Tensor) -> torch.Tensor:
         """This geometry over the storage of ``base``."""
         if base.dtype is not self.dtype:
-            empty = torch.empty(0, dtype=self.dtype, device=base.device)
-            base = empty.set_(base.untyped_storage(), self.offset, self.shape, self.strides)  # type: ignore
+            base = self.over(base.untyped_storage())
         elif (
             base.shape != self.shape or base.stride() != self.strides or base.storage_offset() != self.offset
         ):
@@ -264,3 +248,7 @@ class Fetch:
         """The bytes, now."""
         self.engine.taken(self.stored)
         return self.stored.fetch()
+
+
+Writer = Node | Fetch
+"""What writes a value again."""

@@ -9,12 +9,19 @@ from typing import Any, Literal
 import torch
 
 from lowtide import private
+from lowtide.errors import PlanError
 from lowtide.ops import OpInfo, has_plain_storage
-from lowtide.run.digest import same_bytes, words_of
+from lowtide.run.digest import same_bytes, tensor_over, words_of
 from lowtide.run.record.replay import flat_results, run_again
 from lowtide.run.record.tape import Node
 
 Verify = Literal["first", "always", "never"]
+
+
+def check_verify(verify: str) -> None:
+    """Raise a `PlanError` where this is no `Verify`."""
+    if verify not in ("first", "always", "never"):
+        raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
 
 
 @dataclass
@@ -48,8 +55,7 @@ def on_a_copy(tensor: torch.Tensor, *, lazy: bool = False) -> torch.Tensor:
     """
     words = words_of(tensor, torch.uint8, tensor.untyped_storage().nbytes())
     storage = (private.lazy_clone(words) if lazy else words.clone()).untyped_storage()
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore
+    return tensor_over(storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def why_not_reproduced(

@@ -53,15 +53,15 @@ class ScopeRecorder(Recorder):
         self._news: dict[str, str] = {}
         self._withdrawn = False
         if verify == "first":
-            self.watch = self  # type: ignore[assignment]
+            self.around_unpack = self._unpacks
 
     @contextmanager
-    def recording(self) -> Iterator[Recorder]:
+    def recording(self) -> Iterator[None]:
         """As the recorder's; what reproduced is remembered when the scope ends well, and what did not is
         said.
         """
         with super().recording():
-            yield self
+            yield
         for name, reason in self._news.items():
             warn(f"lowtide keeps the results of {name} in a checkpointing scope: {reason}")
         if self._withdrawn:
@@ -108,7 +108,7 @@ class ScopeRecorder(Recorder):
         self._withdrawn = True
         return super()._written_behind(value, tensor)
 
-    def unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
+    def _unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
         """Backward asks for a saved tensor: where its replay is another than the forward's, nothing of this
         run is trusted any more.
         """

@@ -7,7 +7,6 @@ import inspect
 from collections.abc import Callable, Collection
 from typing import Any
 
-import torch
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     SelectiveCheckpointContext,
@@ -19,6 +18,7 @@ from lowtide.errors import PlanError
 from lowtide.interception import is_made_of_others
 from lowtide.ops import op_info
 from lowtide.run.record.directors import RegionDirector
+from lowtide.run.record.native import operation_named
 
 Overload = private.OpOverload
 Packet = private.OpOverloadPacket
@@ -133,15 +133,8 @@ def _known(operation: object) -> str:
             f"checkpointing(policy=[{operation!r}]): a list names operations, as torch.ops.aten.gelu or "
             "'aten.gelu.default'"
         )
-    found: Any = operation
-    if isinstance(operation, str):
-        found = torch.ops
-        try:
-            for part in operation.split("."):
-                found = getattr(found, part)
-        except (AttributeError, RuntimeError):
-            found = None
-    if not isinstance(found, (Overload, Packet)):
+    found = operation_named(operation) if isinstance(operation, str) else operation
+    if found is None:
         raise PlanError(
             f"checkpointing(policy=[{operation!r}]): there is no operation of that name; names are those of "
             "torch.ops, as in 'aten.gelu' or 'aten.gelu.default'"

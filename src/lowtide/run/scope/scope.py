@@ -16,7 +16,7 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.interception import watchers
 from lowtide.run.record.directors import RegionDirector
-from lowtide.run.record.verify import Verify
+from lowtide.run.record.verify import Verify, check_verify
 from lowtide.run.scope.reproduced import ScopeRecorder
 from lowtide.run.scope.rules import RegionPolicy, director_for, selective
 
@@ -54,8 +54,7 @@ def checkpointing(policy: RegionPolicy = None, *, verify: Verify = "first") -> A
         ...     y = torch.nn.functional.gelu(layer(x))
         >>> y.sum().backward()
     """
-    if verify not in ("first", "always", "never"):
-        raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+    check_verify(verify)
     return _scope(director_for(policy), verify, _place(sys._getframe(1)))
 
 
