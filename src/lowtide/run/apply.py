@@ -30,7 +30,7 @@ class apply:
 
     Attributes:
         findings: what the latest step found out.
-        departed: how many operations of the latest step the plan did not know.
+        departed: how many operations of the latest step and of the plan have no counterpart in the other.
 
     Raises:
         PlanError: ``plan`` is no plan, or carries no program.
@@ -85,7 +85,7 @@ class apply:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._stack is not None and self._director is not None
-        self.departed = self._director.departed
+        self.departed = self._director.extra + self._director.skipped
         stack, self._stack, self._director = self._stack, None, None
         stack.__exit__(kind, error, trace)
         self._verified = self._verified or kind is None

@@ -39,7 +39,7 @@ class Handle:
 
     @classmethod
     def of(cls, limiter: Limiter) -> Handle:
-        """The handle of a limit, always the same one."""
+        """The one handle of a limit."""
         if limiter.handle is None:
             limiter.handle = cls(limiter)
         return limiter.handle
@@ -92,7 +92,7 @@ class Handle:
 
         Args:
             title: which step it is; empty for the model's class.
-            more: what was measured, and what `lowtide.report.make_report` takes beside.
+            more: measurements and other arguments of `lowtide.report.make_report`.
 
         Raises:
             PlanError: no step has ended yet.
@@ -117,9 +117,7 @@ class Handle:
 
     @property
     def plans(self) -> dict[StepKey, Plan]:
-        """Every plan so far, by what the step looked like. A plan serves smaller steps of the same kind,
-        too.
-        """
+        """The plans so far, by kind of step. A plan serves smaller steps of the same kind, too."""
         return {
             key: kind.calibrated() for key, kind in self._limiter.known.kinds.items() if kind.plan is not None
         }
@@ -225,10 +223,10 @@ class Handle:
             limiter.removed = False
 
     def _in_force(self) -> Limiter:
-        """What governs the model's steps.
+        """The limiter, which is still in force.
 
         Raises:
-            PlanError: it does not any more.
+            PlanError: it was removed or replaced.
         """
         if self._limiter.removed:
             raise PlanError(
@@ -239,20 +237,20 @@ class Handle:
 
 
 def check_budget(budget: str | int) -> None:
-    """Whether this can be a budget.
+    """Check how a budget is written.
 
     Raises:
-        BudgetError: it cannot; says how one is written.
+        BudgetError: it is malformed; says how one is written.
     """
     if not budgets.asks_for(budget):
         budgets.parse(budget, 1 << 60)
 
 
 def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory") -> None:
-    """Whether there is a budget, and one that is well written, or a policy that does without.
+    """Check that there is a well-written budget, or a policy that needs none.
 
     Raises:
-        BudgetError: it is not so.
+        BudgetError: there is neither.
     """
     if budget is None and policy is None:
         raise BudgetError(
@@ -264,11 +262,11 @@ def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory
 
 
 def handle_of(model: torch.nn.Module) -> Handle | None:
-    """The handle of a limited model, the very one that its limit was returned with, or ``None`` if it has no
+    """The handle of a limited model, the same object that `limit_memory` returned, or ``None`` if it has no
     limit.
 
-    What others wrapped around the model's forward afterwards (accelerate does, for mixed precision) is seen
-    through.
+    It is found through wrappers that others put around the model's forward, as accelerate does for mixed
+    precision.
 
     Raises:
         PlanError: ``model`` is no module.

@@ -13,7 +13,7 @@ from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.step_times import StepTimes
 
 _LOOKS = 8  # at a kind whose steps differ from one to the next, before the plan for the longest stays
-_LONGER = 0.1  # so much more than its graph a step has to do to be looked at
+_LONGER = 0.1  # a step with a larger share of operations that its plan lacks is looked at
 # a step with a smaller share of the elements of the step that a plan is for gets one of its own
 _WORTH_ITS_PLAN = 0.4
 MOST_KINDS = 24  # are remembered
@@ -26,7 +26,7 @@ class Replan(Enum):
     TOOK_MORE = auto()
     """A step took more than predicted."""
     BUDGET_CHANGED = auto()
-    """The budget is another, or what stands before the step."""
+    """The budget or the optimizer is another."""
 
 
 @dataclass
@@ -78,11 +78,11 @@ class Kind:
 
     @property
     def may_look_again(self) -> bool:
-        """Whether there were few looks so far: some models do something else in every step."""
+        """Whether there were few looks so far; some models run other operations in every step."""
         return self.looks < _LOOKS
 
     def note_unplanned_operations(self, count: int) -> None:
-        """A step ran so many operations that its plan does not know."""
+        """A step ran so many operations that its plan does not have."""
         if count > 0:
             self.varies = True
         if self.plan is not None and count > _LONGER * len(self.plan.program) and self.may_look_again:
@@ -110,17 +110,17 @@ class Kind:
         return self.times.calibrated(self.plan)
 
     def add_resident(self, more: int) -> None:
-        """So many bytes more are there before each step than when it was looked at."""
+        """Add to the bytes that exist before each step."""
         if self.graph is not None:
             self.graph = replace(self.graph, resident_bytes=self.graph.resident_bytes + more)
 
     # ---- smaller steps ---------------------------------------------------------------------------
 
     def serves(self, key: StepKey) -> bool:
-        """Whether the plan is to be used for a step with ``key``, which fits in this kind's.
+        """Whether a step with ``key``, which fits in this kind's, is to run under this plan.
 
-        It holds for every smaller step. Where it evicts much and the step is far smaller, the first such step
-        shows whether it needs a plan at all; one that does deserves its own.
+        The plan holds for every smaller step. The first one that is far smaller shows whether such steps need
+        a plan at all; if so, they get their own.
         """
         assert self.plan is not None
         near = key.elements() >= _WORTH_ITS_PLAN * self.key.elements()
@@ -135,31 +135,29 @@ class Kind:
         """A step with ``key`` was seen to fit without a plan, or not."""
         if key == self.key:
             return
-        # what it shows of smaller steps, or of larger ones
+        # a size that fits covers smaller ones; a size that does not covers larger ones
         covered = [known for known in self.sizes if (known.fits_in(key) if fits else key.fits_in(known))]
         rest = [(known, was) for known, was in self.sizes.items() if known not in covered]
         self.sizes = dict([*rest, (key, fits)][-_MOST_SIZES:])
 
 
 def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
-    """The kind of the smallest planned step that is at least as large in every dimension as one with ``key``,
-    else the same.
+    """The smallest planned kind that is at least as large as ``key`` in every dimension, and else the same.
 
-    What a step takes grows with its sizes, operation by operation, so its plan holds for the smaller step,
-    too.
+    The bytes of each operation grow with the step's sizes, so a plan holds for smaller steps, too.
     """
     fitting = [k for k in kinds if k.plan is not None and not k.look_again and key.fits_in(k.key)]
     return min((k for k in fitting if k.serves(key)), key=lambda k: k.key.elements(), default=None)
 
 
 def keeps_all(program: Sequence[ProgramStep]) -> tuple[ProgramStep, ...]:
-    """The program with nothing evicted; a recorder still evicts what a step runs besides."""
+    """The program with nothing evicted; operations outside it still are."""
     kept = ((step, (True,) * len(step.stored)) for step in program)
     return tuple(step._replace(replayed=False, stored=stored) for step, stored in kept)
 
 
 def same_but_gradients(kinds: dict[Any, Kind], key: StepKey) -> Kind | None:
-    """The planned kind that differs from ``key`` in nothing but that no gradients stood before the step."""
+    """The planned kind whose key is equal but for the gradients that exist before the step."""
     return next(
         (
             k

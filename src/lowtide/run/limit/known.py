@@ -1,7 +1,7 @@
-"""What is known of each kind of step of a model, and the plans made from it.
+"""All kinds of steps of a model, and their plans.
 
-Comes in: a kind's key, or the graph of a step that was looked at. Goes out: the `Kind`, with a plan where one
-can be made. What a user has to hear is said here, once.
+In: a kind's key, or the graph of a step that was looked at. Out: the `Kind`, with a plan where one can be
+made. Warnings of what was found are given here, once each.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ class Known:
         self.tell = Once()
 
     def kind_for(self, key: StepKey) -> Kind:
-        """What is known of steps with this key; what an earlier step taught is acted upon now.
+        """The kind of steps with this key; its plan is made again if an earlier step asked for that.
 
         Raises:
             BudgetError: no plan fits.
@@ -62,7 +62,7 @@ class Known:
                     without = same_but_gradients(self.kinds, key) if key.gradients else None
                     kind = Kind(key)
                     if without is not None:
-                        self._plan_standing(kind, without)
+                        self._plan_with_gradients(kind, without)
                     self.kinds[key] = kind
                     if len(self.kinds) > MOST_KINDS:
                         self.kinds.pop(next(iter(self.kinds)))
@@ -72,15 +72,15 @@ class Known:
             self.latest = kind if kind.plan is not None else self.latest
             return kind
 
-    def _plan_standing(self, kind: Kind, without: Kind) -> None:
+    def _plan_with_gradients(self, kind: Kind, without: Kind) -> None:
         """Plan for steps that add to gradients, without the margin if no plan leaves it."""
         try:
-            self.planner.plan_standing(kind, without)
+            self.planner.plan_with_gradients(kind, without)
         except BudgetError as error:
             if not without.margin_bytes:
                 raise
             without.margin_bytes = 0
-            self.planner.plan_standing(kind, without)
+            self.planner.plan_with_gradients(kind, without)
             self.tell("stays", f"lowtide plans as if no step had taken more than predicted: {error}")
 
     def _solve_again(self, kind: Kind) -> None:
@@ -111,7 +111,7 @@ class Known:
     # ---- looks -----------------------------------------------------------------------------------
 
     def is_to_verify(self, kind: Kind) -> bool:
-        """Whether a look runs each operation twice: not those that were verified at another size."""
+        """Whether a look runs each operation twice; not where that was done at another size."""
         if self.verify == "never" or kind.looks or kind.must_verify or self.planner.kept:
             return self.verify != "never"
         return not any(
@@ -123,8 +123,8 @@ class Known:
         """A step of a kind was looked at: plan for the longest one seen.
 
         Returns:
-            Whether anything could be made of it. A look that trusted another size's verification and met
-            another program is to be repeated.
+            Whether the look is of use. One that trusted another size's verification and found another program
+            is to be repeated.
 
         Raises:
             BudgetError: no plan fits.
@@ -147,8 +147,12 @@ class Known:
         return True
 
     def _plan(self, kind: Kind, graph: StepGraph, checkpoints: int) -> None:
-        """Plan for a kind from a step of it that was looked at, ``checkpoints`` parts of which checkpoint by
-        themselves.
+        """Plan for a kind from a step of it that was looked at.
+
+        Args:
+            kind: gets the plan.
+            graph: the step.
+            checkpoints: how many calls of ``torch.utils.checkpoint`` it made.
 
         Raises:
             BudgetError: no plan fits.
@@ -167,8 +171,8 @@ class Known:
             raise
 
     def _tell_of(self, look: Look) -> None:
-        """Operations were found that do not reproduce: say so once, and keep what they write in every plan
-        from now on. Say once, too, that the model checkpoints by itself.
+        """Warn of a model that checkpoints by itself, and of operations that do not reproduce: every plan
+        keeps their results from now on.
         """
         kept = look.recorder.findings.kept
         for name, reason in kept.items():
@@ -180,7 +184,7 @@ class Known:
 
 
 def _program(graph: StepGraph) -> int:
-    """What a step runs and saves, whatever its sizes and times, as a number."""
+    """A hash of what a step runs and saves, without its sizes and times."""
     return hash(
         (
             tuple((op.name, op.reads, op.writes, op.phase, op.replayable) for op in graph.operations),

@@ -24,8 +24,8 @@ from lowtide.progress import working
 from lowtide.run.hidden_costs import (
     checkpoint_bytes,
     overlapped_bytes,
+    with_earlier_gradients,
     with_overhead,
-    with_standing_gradients,
 )
 from lowtide.run.limit.kinds import Kind
 from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
@@ -36,21 +36,21 @@ Policy = str | Callable[..., Plan]
 
 
 class Planner:
-    """Makes plans for the steps of one model. It is called between steps, never while one runs.
+    """Makes the plans of one model, between steps, never while one runs.
 
     Args:
         model: the model.
         budget: as given to `limit_memory`.
         policy: a policy or its name.
         optimizer: counts against the budget, or ``None``.
-        groups: over which plans may shard, by name.
+        groups: process groups over which plans may shard, by name.
         progress: as of `limit_memory`.
 
     Attributes:
-        kept: operations that do not reproduce, with the reason: every plan keeps what they write.
-        moved_bytes: of the optimizer's state, to the host.
-        solved: how many plans have been searched for. Where the step fits as it is, there is nothing to
-            search; where decisions that were made before lie near the bound, nothing to win.
+        kept: operations that do not reproduce, with the reason: every plan keeps their results.
+        moved_bytes: of the optimizer's state that was moved to the host.
+        solved: how many plans took a search. A step that fits as it is takes none, nor does one for which
+            earlier decisions are near the bound.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Planner:
         self.agreement: Agreement | None = None
         # ranks that share layers and run other programs: each plans alone
         self._neighbours: Agreement | None = None
-        # whether other ranks share the model: a copy of a model is not whole yet when this is made
+        # whether the ranks that share the model were looked for: a copied model is not complete yet here
         self._asked = False
         self._cache = Cache(folder())
         self._need = KnownNeed()
@@ -103,7 +103,7 @@ class Planner:
                 self._solve(kind, graph)
             except BudgetError as error:
                 refusal = error
-            # a rank that refuses alone would leave the others waiting in a collective
+            # if one rank refused alone, the others would wait in a collective
             if self._neighbours is not None:
                 refusal = self._neighbours.refusal(refusal)
             if refusal is not None:
@@ -111,8 +111,8 @@ class Planner:
             assert kind.plan is not None
             work.done(in_one_line(kind.plan))
 
-    def plan_standing(self, kind: Kind, without: Kind) -> None:
-        """Plan for steps before which gradients stand, from a step before which none did.
+    def plan_with_gradients(self, kind: Kind, without: Kind) -> None:
+        """Plan for steps that add to gradients, from a step without earlier ones.
 
         Raises:
             BudgetError: no plan fits.
@@ -121,7 +121,7 @@ class Planner:
         kind.looks, kind.margin_bytes = without.looks, without.margin_bytes
         kind.backwards = without.backwards
         with working("planning", "planned for steps that add to gradients", self.progress) as work:
-            work.done(in_one_line(self._solve(kind, with_standing_gradients(without.graph))))
+            work.done(in_one_line(self._solve(kind, with_earlier_gradients(without.graph))))
 
     def solve_again(self, kind: Kind) -> None:
         """Make the plan again from all that is known by now.
@@ -134,9 +134,7 @@ class Planner:
             work.done(in_one_line(self._solve(kind, kind.graph)))
 
     def share_findings(self, kind: Kind) -> None:
-        """Exchange what the latest step showed with the other ranks; what one of them wants again, all do
-        again.
-        """
+        """Exchange what the latest step showed with all ranks: if one has to look or plan again, all do."""
         if self.agreement is None or kind.steps > LEARNING_STEPS:
             return
         mine = (kind.look_again, kind.replan, kind.margin_bytes, self.kept)
@@ -147,7 +145,11 @@ class Planner:
             self.kept.update(kept)
 
     def count(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Count this optimizer from now on; by how many bytes more stands before each step."""
+        """Count this optimizer from now on.
+
+        Returns:
+            How many bytes more each step has beside it.
+        """
         before = self.optimizer_bytes + self.moved_bytes
         self.optimizer, self.moved_bytes = optimizer, 0
         return self.optimizer_bytes - before
@@ -186,8 +188,8 @@ class Planner:
         return plan
 
     def _limit_bytes(self, graph: StepGraph, margin_bytes: int) -> int | None:
-        """The budget in bytes; a percentage is of the plain step, or of a larger one that was planned. The
-        smallest one leaves ``margin_bytes`` for what comes on top of a plan.
+        """The budget in bytes. A percentage is of the plain step, or of a larger one that was planned;
+        ``"min"`` includes the margin.
         """
         if self.budget is None:
             return None
@@ -200,7 +202,7 @@ class Planner:
         )
 
     def _least(self, graph: StepGraph) -> int:
-        """The smallest peak of any plan that is known."""
+        """The smallest peak that the policy can reach."""
         try:
             return make(graph, budget=1, policy=self.policy).predicted_peak_bytes
         except BudgetError as error:
@@ -209,10 +211,9 @@ class Planner:
             return error.smallest_bytes
 
     def _plan_within(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> Plan:
-        """A plan whose peak and the margin are within the limit.
+        """A plan that leaves the margin free within the limit.
 
-        It is asked for a little less where something has to be evicted, and may take all of it where less
-        does not work.
+        A step that needs eviction is planned for a little less, or for all of it if less does not work.
 
         Raises:
             BudgetError: no plan fits.
@@ -253,12 +254,12 @@ class Planner:
         return refusal
 
     def _refusal(self, error: BudgetError, graph: StepGraph, limit: int, smallest: int) -> BudgetError:
-        """The planner's refusal with the budget as it was given, the smallest one that will be accepted, and
-        the optimizer's state apart from what else stands.
+        """The planner's refusal, worded with the given budget, the smallest one that works, and the
+        optimizer's state as a part of its own.
         """
-        standing = error.parts.pop(budgets.STANDING, 0)
-        state = min(self.optimizer_bytes, standing)
-        rest = {budgets.STATE: state, budgets.STANDING: standing - state}
+        resident = error.parts.pop(budgets.STANDING, 0)
+        state = min(self.optimizer_bytes, resident)
+        rest = {budgets.STATE: state, budgets.STANDING: resident - state}
         return budgets.too_small(
             limit,
             smallest,
@@ -269,8 +270,8 @@ class Planner:
         )
 
     def _balance(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> None:
-        """Where the optimizer leaves its share of the host open: move as much of its state as takes less time
-        than recomputing would.
+        """With ``host_fraction="auto"``, move optimizer state to the host while that takes less time than
+        recomputing.
         """
         optimizer: Any = self.optimizer
         if limit is None or getattr(optimizer, "host_fraction", None) != "auto":
@@ -307,16 +308,16 @@ class Planner:
         self.agreement, self._neighbours = None, self.agreement  # on every rank alike
         return graph
 
-    # ---- what a step needs beside what it was seen to take ---------------------------------------
+    # ---- what counts beside the step that was looked at ------------------------------------------
 
     def _plain_peak(self, graph: StepGraph) -> int:
-        """What percentages are of, collectives under way included: a smaller step, as the last of an epoch,
-        has as much memory as those before it.
+        """The peak that percentages are of, with collectives under way: that of the largest step so far, so
+        that the last one of an epoch has no smaller budget.
         """
         return max(plain(graph).peak_bytes + overlapped_bytes(graph), self._greatest_plain)
 
     def _without_kept(self, graph: StepGraph) -> StepGraph:
-        """The graph with the operations that were found not to reproduce marked so."""
+        """The graph with operations that do not reproduce marked as not replayable."""
         if not self.kept:
             return graph
         operations = tuple(
@@ -328,9 +329,7 @@ class Planner:
         return replace(graph, operations=operations)
 
     def _whole(self, graph: StepGraph) -> StepGraph:
-        """Count everything of the model's and the optimizer's that stood before the step, used by it or
-        not.
-        """
+        """Count all of the model and of the optimizer's state, whether the step uses it or not."""
         own = resident_bytes(self.model)
         seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
         there = {name for name, p in self.model.named_parameters() if gradient_of(p) is not None}
@@ -341,7 +340,7 @@ class Planner:
 
     @property
     def optimizer_bytes(self) -> int:
-        """What of a graph's resident bytes is the optimizer's state on the device."""
+        """Bytes of the optimizer's state on the device, which a graph's resident bytes include."""
         return self._optimizer_need().state_bytes if self.optimizer is not None else 0
 
     def _optimizer_need(self) -> OptimizerNeed:
@@ -353,14 +352,14 @@ class Planner:
         if self.optimizer is None or limit is None:
             return None
         need = self._optimizer_need()
-        standing = resident_bytes(self.model) + need.state_bytes + need.missing_gradient_bytes
-        least = standing + need.step_bytes
+        resident = resident_bytes(self.model) + need.state_bytes + need.missing_gradient_bytes
+        least = resident + need.step_bytes
         if least <= limit:
             return None
         parameters = sum(parameter.nbytes for parameter in self.model.parameters())
         parts = {
             budgets.PARAMETERS: parameters,
-            budgets.GRADIENTS: standing - need.state_bytes - parameters,
+            budgets.GRADIENTS: resident - need.state_bytes - parameters,
             budgets.STATE: need.state_bytes,
             "its update": need.step_bytes,
         }

@@ -1,10 +1,10 @@
-"""Look at one step: run it for real, in little memory, and write it down.
+"""Look at one step: run it for real, in little memory, and record its `StepGraph`.
 
-Comes in: a model's forward and its arguments; its caller computes the loss and calls backward, as in any
-step. Goes out, when backward has ended: the `StepGraph`. Every block keeps what enters it (copy on write),
-everything else is evicted as autograd packs it and replayed in backward. So nothing but the program itself
-holds what the step made, and the storages' ends are the program's own. Each forward operation runs twice at
-once: that verifies that it can be replayed, and times it warm.
+In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
+when backward has ended: the `StepGraph`. Every block keeps its inputs (copy on write); everything else is
+evicted when autograd packs it, and replayed in backward. So only the program itself holds the step's tensors,
+and a storage is freed when the program releases it. Each forward operation runs twice: that verifies its
+replay, and times it warm.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from lowtide.trace.untouched import Gradients, untouched, without_history
 
 
 class Look:
-    """One step that is looked at.
+    """A look at one step.
 
     Args:
         model: its forward is the region that can be planned.
@@ -50,7 +50,7 @@ class Look:
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
             measured, or the step is not over.
         watch: follows its backward.
-        blind: backward ran on a thread whose operations are not seen.
+        blind: backward ran on a thread whose operations are not intercepted.
         ended: whether ``on_end`` was called.
         began: when, by `time.perf_counter`.
     """
@@ -75,8 +75,8 @@ class Look:
         self.blind = self.ended = False
 
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward, looked at: it is the region that can be planned. What its caller does from here on,
-        until backward has ended, belongs to the step, too.
+        """Run the forward, which is the region that can be planned. What its caller does until backward has
+        ended belongs to the step, too.
         """
         tracer, recorder = self.tracer, self.recorder
         try:
@@ -116,9 +116,7 @@ class Look:
         return result
 
     def beside(self, result: Any, alone: Callable[[], None]) -> None:
-        """Another forward ran beside the step and returned ``result``: a backward through that one alone
-        means that nobody waits for this step, and ``alone`` is called.
-        """
+        """Abandon this look, and call ``alone``, if backward runs only through this other ``result``."""
 
         def ends() -> None:
             if not (self.watch.backwards or self.watch.began):
@@ -140,17 +138,17 @@ class Look:
                 self._on_end(self)
 
     def released(self, number: int) -> None:
-        """Autograd has let go of a saved tensor."""
+        """Autograd has released a saved tensor."""
         self.tracer.releases(number)
         self.left()
 
     def left(self) -> None:
-        """Something of the step's graph is gone: outside of backward with the last of it the step is over."""
+        """Close once the last saved tensor is released, unless backward runs and will do so."""
         if self.tracer.unreleased == 0 and not (self.tracer.in_region or private.in_backward()):
             self.close()
 
     def close(self) -> None:
-        """The step is over, or its caller lets go of it."""
+        """End the look: the step is over, or given up."""
         if not self.tracer.closed:
             self.tracer.closed = True
             self.peak_bytes = self.watch.peak_bytes
@@ -158,7 +156,7 @@ class Look:
             self._stack.close()
 
     def graph(self) -> StepGraph:
-        """What was seen; gradients that the model has from the step have their parameters' names."""
+        """The step; gradients that it left in the model have their parameters' names."""
         self.close()
         self.tracer.name_gradients()
         return self.tracer.graph()
@@ -182,7 +180,7 @@ class Look:
 
 
 class _Looked:
-    """What autograd holds in place of a saved tensor; its end is the saved tensor's release."""
+    """What autograd holds in place of a saved tensor; it is deleted when the saved tensor is released."""
 
     __slots__ = ("held", "look", "number")
 
@@ -190,12 +188,12 @@ class _Looked:
         self.look, self.number, self.held = look, number, held
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, on a storage of its own as far as anybody can tell."""
+        """The tensor, on a storage object of its own."""
         self.look.watch.backward_begins()
         try:
             with unseen():
                 return self._unpack()
-        except BaseException:  # backward ends here, and nobody calls back
+        except BaseException:  # backward ends here without a hook
             self.look.close()
             raise
 
@@ -227,15 +225,15 @@ def look_aside(
     may_run_backward: bool = False,
     verify: bool = True,
 ) -> tuple[Look, StepGraph]:
-    """Look at a step that is nobody's training step: afterwards gradients, buffers, module attributes and
-    random states are what they were.
+    """Look at a step that is no training step: gradients, buffers, module attributes and random states are
+    restored afterwards.
 
     Args:
         model, device, verify: as of `Look`.
         modules: what the step may change.
         step, args, kwargs: the forward.
-        loss_of: from what it returned to what backward begins at.
-        may_run_backward: it may be a whole step, which runs its own backward.
+        loss_of: from the forward's result to the loss.
+        may_run_backward: ``step`` may be a whole step, which runs its own backward.
     """
     with untouched(modules), torch.enable_grad():
         look = Look(model, device, verify=verify)
@@ -273,12 +271,12 @@ def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
 
     search(model)
     blocks = found or list(model.children())
-    # which take no hooks from here
+    # TorchScript's modules take no hooks
     return [block for block in blocks if not isinstance(block, torch.jit.ScriptModule)]
 
 
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same bytes on a storage object of its own, which does not hold them."""
+    """A tensor over the same bytes on a storage object of its own, which does not keep them alive."""
     alone = private.borrowed_storage(tensor.untyped_storage())
     alias = tensor_over(alone, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_conj():
@@ -287,34 +285,33 @@ def alias_of(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class _LittleMemory(Recorder):
-    """Evicts everything but copies of what enters a block.
+    """Evicts everything, and keeps copies of the inputs of blocks.
 
     Args:
-        tracer: knows what the step made.
+        tracer: knows which tensors the step made.
         verify: as of `lowtide.run.record.recorder.Recorder`.
     """
 
     def __init__(self, tracer: StepTracer, verify: bool) -> None:
         super().__init__(RegionDirector(), verify=verify)
-        self.check = False  # what was compared at once needs no digest
+        self.check = False  # operations that ran twice need no digests
         self._tracer = tracer
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def held(self, tensor: torch.Tensor, droppable: bool) -> Kept | Evicted:
-        """What stands for a saved tensor."""
+        """Keep or evict a saved tensor."""
         key = private.storage_key(tensor)
         entry = self._given.get(key)
         if entry is None and not (droppable and self._tracer.made(tensor)):
             return Kept(tensor)
-        # the operation that saves it is about to write it, as rrelu does its noise: there is nothing to copy
-        # yet
+        # it is written after it was saved, as rrelu does with its noise: there is nothing to copy yet
         if key in self._blank:
             return Kept(tensor)
         value = entry[0] if entry is not None else self._value_of(tensor)
         return self._evict(value, tensor)
 
     def will_evict(self, tensor: torch.Tensor) -> bool:
-        """Layers save what they would in a plain step."""
+        """Layers save the same as in a plain step."""
         return False
 
     def _second_run(self, call: Callable[[], Any]) -> Any:
@@ -324,8 +321,8 @@ class _LittleMemory(Recorder):
         return apart(func, args, kwargs, self._tracer.first_run)
 
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:
-        """As the recorder's, but what stays of the step's own stays on a storage of its own, so that the
-        original ends when the program lets go of it.
+        """As the recorder's, but tensors that the step made are kept as copies, so that the originals are
+        freed when the program releases them.
         """
         key = private.storage_key(tensor)
         if key in self._given or not self._tracer.made(tensor):
@@ -339,23 +336,23 @@ class _LittleMemory(Recorder):
             self._ends[key] = weakref.ref(tensor.untyped_storage(), lambda _: held.pop(key, None))
         return value
 
-    def stands(self, tensor: torch.Tensor) -> bool:
-        """As the recorder's; what the step made would be held until backward."""
+    def may_keep(self, tensor: torch.Tensor) -> bool:
+        """As the recorder's, but nothing that the step made: it would be kept until backward."""
         return self._tracer.stands(tensor)
 
     def boundary(self) -> None:
-        """As the recorder's; copies are found again, and so is what stays, by who overwrites it."""
+        """As the recorder's, but kept values stay registered: they are copied when they are overwritten."""
         self._given.clear()
 
     def close(self) -> None:
-        """Forget what would hold tensors."""
+        """Forget what would keep tensors alive."""
         self._given.clear()
         self._blank.clear()
 
     def copy_before_write(self, written: list[torch.Tensor]) -> None:
-        """What replays start from is overwritten before backward, by another forward of the model perhaps.
+        """Copy what replays start from before it is overwritten, by another forward for instance.
 
-        In backward it is not: who writes there fills sharded weights again (FSDP), which hold nothing before.
+        Not in backward: a write there refills sharded weights (FSDP), whose storages were empty before.
         """
         if private.in_backward():
             return

@@ -1,9 +1,9 @@
-"""The compiled half of the recorder (`cpp/`), and what it is told of a plan's program.
+"""The compiled half of the recorder (`cpp/`), and a plan's program in its form.
 
-It takes the operations that the program has next and that need no closer look: those that are not recorded
-and overwrite nothing that the recorder knows, and those that are recorded, overwrite nothing and draw no
-random numbers. Everything else, a step that departs from its plan included, goes to the recorder in Python,
-operation by operation; both work on the same tables and the same tape. Without a compiler Python does it all.
+It handles the program's next operation if that is plain: one that is not recorded and overwrites nothing that
+the recorder knows, or one that is recorded, overwrites nothing and draws no random numbers. Everything else,
+and a step that departs from its plan, goes to the recorder in Python, operation by operation. Both work on
+the same tables and the same tape. Without a compiler Python does it all.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from lowtide import interception, private
 from lowtide.ops import OpInfo, op_info
 from lowtide.plan.data import ProgramStep
 
-_PASS, _RECORD, _CLOSER = 0, 1, 2
+_PASS, _RECORD, _PYTHON = 0, 1, 2
 
 
 @cache
 def compiled() -> Any:
-    """The compiled module, or ``None`` where it cannot be compiled. It is compiled where operations are
-    intercepted first (half a minute, once for each PyTorch and Python).
+    """The compiled module, or ``None`` where it cannot be compiled. Compiling takes half a minute, once for
+    each version of PyTorch and Python.
     """
     from lowtide.run.record import handles, replay, tape
 
@@ -35,7 +35,7 @@ def compiled() -> Any:
 
 
 def compiled_program(steps: Sequence[ProgramStep]) -> Any:
-    """What the compiled half has to know of a plan's program, or ``None`` where there is none."""
+    """A plan's program for the compiled half, or ``None`` where there is none."""
     module = compiled()
     if module is None:
         return None
@@ -43,7 +43,7 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
     for step in steps:
         func = operation_named(step.name)
         if not isinstance(func, private.OpOverload):
-            made.add(step.name, "", _CLOSER, [], [], -1, step.stored, None)
+            made.add(step.name, "", _PYTHON, [], [], -1, step.stored, None)
             continue
         info = op_info(func)
         places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
@@ -58,15 +58,15 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
 
 def _kind(step: ProgramStep, info: OpInfo) -> int:
     if step.moves or info.uninitialized:
-        return _CLOSER
+        return _PYTHON
     if not step.replayed:
         return _PASS
-    return _RECORD if info.replays_plainly else _CLOSER
+    return _RECORD if info.replays_plainly else _PYTHON
 
 
 def operation_named(name: str) -> private.OpOverload | private.OpOverloadPacket | None:
-    """The overload of that name, or the packet of overloads, or ``None``: a compiled module's call has no
-    name of an operation.
+    """The overload or packet of that name, or ``None``: a compiled module's call is no operation of
+    PyTorch's.
     """
     found: Any = torch.ops
     try:

@@ -1,5 +1,5 @@
-"""Scopes: inside any forward, keep only what enters them. `checkpointing` is a block of code, `checkpoint` a
-call.
+"""Scopes: regions of any forward that keep only their inputs. `checkpointing` is a block of code,
+`checkpoint` a call.
 """
 
 from __future__ import annotations
@@ -119,7 +119,7 @@ def refusal_of(
     debug: bool,
     early_stop: bool,
 ) -> str | None:
-    """Which option of `checkpoint` has no meaning here, why, and what to do; ``None`` where all have one."""
+    """Why an option of `checkpoint` has no meaning here, and what to do; ``None`` where all have one."""
     dropped = [
         (use_reentrant, "use_reentrant", "backward is never run inside backward: drop it, or give False"),
         (not preserve_rng_state, "preserve_rng_state", "random states are always the forward's: drop it"),
