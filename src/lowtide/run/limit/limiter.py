@@ -382,36 +382,44 @@ class Limiter:
         begin: float,
     ) -> Any:
         plan = kind.plan
-        assert plan is not None
-        assert kind.graph is not None
+        assert plan is not None and kind.graph is not None
         kind.times.note(kind.graph.overhead_seconds)
         ran = Ran(key, plan, kind.fits_without_plan(key))
-        ran.watch = watch = StepWatch(lambda: self._learn(kind, ran), members.device)
-        if plan.budget_bytes is not None and watch.peak_bytes is None:
+        ran.watch = self.local.watch = StepWatch(lambda: self._learn(kind, ran), members.device)
+        if plan.budget_bytes is not None and ran.watch.peak_bytes is None:
             self.known.tell("unmeasured", UNMEASURED)
-        self.local.watch = watch
         steady = plan.budget_bytes is None or not kind.varies
         if steady and (ran.without_plan or plan.changes_nothing):
-            kind.steps += 1
             result = self._plainly(args, kwargs)
-            watch.forward_ends(tensors_inside(result))
-            return result
-        timing = kind.times.due(kind.steps)
-        if timing:
+        else:
+            result = self._recorded(kind, ran, members, args, kwargs, begin)
+        kind.steps += 1
+        ran.watch.forward_ends(tensors_inside(result))
+        return result
+
+    def _recorded(
+        self,
+        kind: Kind,
+        ran: Ran,
+        members: Members,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        begin: float,
+    ) -> Any:
+        """Run the forward under the plan; all since ``begin`` beside the forward itself is its overhead."""
+        plan, watch, first = ran.plan, ran.watch, kind.steps == 0
+        timed = kind.times.due(kind.steps)
+        if timed:
             kind.times.timed = watch
-        mover = (
-            TransferEngine(plan, self.stores, self.verify != "never" and kind.steps == 0)
-            if plan.moves
-            else None
-        )
+        mover = TransferEngine(plan, self.stores, first and self.verify != "never") if plan.moves else None
         program = keeps_all(plan.program) if ran.without_plan else plan.program
         if kind.programs.get(ran.without_plan) is None:
             kind.programs[ran.without_plan] = compiled_program(program)
-        ran.director = PlanDirector(program, plan.moves, smaller=key != kind.key)
+        ran.director = PlanDirector(program, plan.moves, smaller=ran.key != kind.key)
         recorder = Recorder(
             ran.director,
             check=self.verify == "always",
-            around_unpack=watch.unpacks if timing else None,
+            around_unpack=watch.unpacks if timed else None,
             mover=mover,
             program=kind.programs[ran.without_plan],
         )
@@ -424,14 +432,12 @@ class Limiter:
             inside = time.perf_counter()
             result = self.forward(*args, **kwargs)
             outside = time.perf_counter()
-        kind.steps += 1
-        if mover is not None and mover.notes and kind.steps == 1:
+        if mover is not None and mover.notes and first:
             warn(
                 f"{len(mover.notes)} values do not fit their codec and stay as they are, on top of the "
                 f"predicted peak ({mover.notes[0]})"
             )
         watch.recording_seconds += inside - begin + time.perf_counter() - outside
-        watch.forward_ends(tensors_inside(result))
         return result
 
     def _learn(self, kind: Kind, ran: Ran) -> None:

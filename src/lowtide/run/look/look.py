@@ -293,8 +293,7 @@ class _LittleMemory(Recorder):
     """
 
     def __init__(self, tracer: StepTracer, verify: bool) -> None:
-        super().__init__(RegionDirector(), verify=verify)
-        self.check = False  # operations that ran twice need no digests
+        super().__init__(RegionDirector(), verify=verify, check=False)  # what ran twice needs no digests
         self._tracer = tracer
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 

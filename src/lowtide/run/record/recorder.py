@@ -46,7 +46,7 @@ class Recorder(Interceptor):
         director: decides what is recorded and what stays.
         verify: run every recorded operation twice and compare, and check evicted values for writes that the
             dispatcher did not see.
-        check: compare every replayed tensor with the digest of the original.
+        check: compare every replayed tensor with the digest of the original; ``None`` is as ``verify``.
         around_unpack: makes the call that brings an evicted tensor back.
         mover: carries out the plan's moves.
         program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
@@ -58,7 +58,7 @@ class Recorder(Interceptor):
         director: Director,
         *,
         verify: bool = False,
-        check: bool = False,
+        check: bool | None = None,
         around_unpack: AroundUnpack | None = None,
         mover: TransferEngine | None = None,
         program: Any = None,
@@ -66,7 +66,7 @@ class Recorder(Interceptor):
         private.keep_dynamo_out()
         self.director = director
         self.verify = verify
-        self.check = check or verify
+        self.check = verify if check is None else check
         self.around_unpack = around_unpack
         self.mover = mover
         self.findings = Findings()
