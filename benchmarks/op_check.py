@@ -23,7 +23,7 @@ import torch
 from torch.utils import _pytree as pytree
 
 from lowtide.meter import storages
-from lowtide.run.record.digest import same_bytes
+from lowtide.run.digest import same_bytes
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.recorder import Recorder
 

@@ -28,8 +28,8 @@ if TYPE_CHECKING:
     from lowtide.plan.moves.supply import measure_links
     from lowtide.run.apply import apply
     from lowtide.run.limit.handle import Handle, handle_of
-    from lowtide.run.limit.messages import LowtideWarning
     from lowtide.run.look.step import trace
+    from lowtide.run.messages import LowtideWarning
     from lowtide.run.scope.scope import checkpoint, checkpointing
     from lowtide.store.stores import Stores
 
@@ -44,7 +44,7 @@ _HOMES = {
     "lowtide.plan.moves.supply": ("measure_links",),
     "lowtide.run.apply": ("apply",),
     "lowtide.run.limit.handle": ("Handle", "handle_of"),
-    "lowtide.run.limit.messages": ("LowtideWarning",),
+    "lowtide.run.messages": ("LowtideWarning",),
     "lowtide.run.scope.scope": ("checkpoint", "checkpointing"),
     "lowtide.store.stores": ("Stores",),
 }

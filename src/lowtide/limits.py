@@ -12,11 +12,11 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter.resident import innermost
-from lowtide.run.limit.arguments import refuse_other_kinds, refuse_sharded
+from lowtide.run.limit.arguments import check_arguments, refuse_sharded
 from lowtide.run.limit.handle import Handle, check_given, handle_of
 from lowtide.run.limit.limiter import Limiter
 from lowtide.run.limit.planning import Policy
-from lowtide.run.record.verify import Verify
+from lowtide.run.record.verify import Verify, check_verify
 from lowtide.store.stores import Stores
 
 
@@ -77,10 +77,9 @@ def limit_memory(
     """
     if not isinstance(model, torch.nn.Module):
         raise PlanError(f"limit_memory takes a torch.nn.Module, not {type(model).__name__}")
-    if verify not in ("first", "always", "never"):
-        raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+    check_verify(verify)
     check_given(budget, policy)
-    refuse_other_kinds(model, policy, loss_fn, optimizer, stores)
+    check_arguments(model, policy, loss_fn, optimizer, stores)
     if isinstance(model, torch.nn.parallel.DistributedDataParallel):
         model = model.module
     if private.is_compiled(model):

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import lowtide
 from lowtide.interception import unseen
-from lowtide.run.record.digest import digest
+from lowtide.run.digest import digest
 
 SIZES = [2, 7, 64, 255, 256, 257, 258, 300, 1000, 1024, 4096, 10_007]
 """In words of eight bytes: below, at and above where tables are summed."""

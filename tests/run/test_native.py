@@ -21,6 +21,7 @@ from lowtide.plan.data import Plan
 from lowtide.plan.policies import make_plan
 from lowtide.plan.simulate.simulator import Simulator
 from lowtide.run.limit import limiter
+from lowtide.run.limit.kinds import Replan
 from lowtide.run.record.native import compiled
 from lowtide.run.record.recorder import Recorder
 
@@ -112,7 +113,7 @@ def test_a_plan_made_again_has_its_own_program(twins: Any) -> None:
         pair.step(lambda m: m(batch()), seed)
     kind = pair.limited.__dict__["forward"].known.latest
     first = kind.programs[False]
-    kind.solve_again = "the test wants it"
+    kind.replan = Replan.TOOK_MORE
     for seed in range(3):
         pair.step(lambda m: m(batch()), seed)
     assert kind.programs[False] is not first

@@ -263,7 +263,7 @@ def test_it_is_told_as_well_after_a_first_look_or_a_pause(first: str) -> None:
 
 
 def test_a_limit_whose_steps_cannot_be_measured_says_so_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("lowtide.run.limit.watch.available", lambda: False)
+    monkeypatch.setattr("lowtide.run.watch.available", lambda: False)
     model = mlp()
     lowtide.limit_memory(model, "100%")
     with pytest.warns(lowtide.LowtideWarning, match="cannot be measured.*C\\+\\+ compiler") as said:

@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 
-from lowtide.run.limit.messages import LowtideWarning
+from lowtide.run.messages import LowtideWarning
 from lowtide.train import checkpoint
 from lowtide.train.checkpoint import CheckpointError
 
@@ -196,7 +196,7 @@ KILLER = """
 import os, random, signal, sys, time, warnings
 from pathlib import Path
 import torch
-from lowtide.run.limit.messages import LowtideWarning
+from lowtide.run.messages import LowtideWarning
 from lowtide.train import checkpoint
 
 torch.set_num_threads(1)

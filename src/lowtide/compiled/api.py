@@ -18,10 +18,10 @@ from lowtide.meter import resident_bytes
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Offload, Plan
 from lowtide.private import captured, compile_in_place, compile_settings, inductor, uncompiled
-from lowtide.run.limit.arguments import refuse_other_kinds, sharded_units
+from lowtide.run.limit.arguments import check_optimizer, sharded_units
 from lowtide.run.limit.handle import check_budget, handle_of
-from lowtide.run.limit.messages import limit_line
 from lowtide.run.limit.optimizer_need import optimizer_need
+from lowtide.run.messages import limit_line
 from lowtide.traced import honour_regions, wishes_of
 
 BACKENDS = ("inductor", "aot_eager")
@@ -271,7 +271,7 @@ def compile(
     if away and how.setdefault("dynamic", False):
         raise PlanError("tiers are for sizes that do not vary: leave out dynamic=True, or tiers")
     check_budget(budget)
-    refuse_other_kinds(model, None, None, optimizer, None)
+    check_optimizer(model, optimizer)
     optimizer = None if optimizer is None else innermost(optimizer)
     inner = uncompiled(model)
     for limited in (model, inner):

@@ -21,7 +21,7 @@ from lowtide.compiled.variants import Variant
 from lowtide.errors import BudgetError
 from lowtide.private import partitioning
 from lowtide.private.partitioning import FreeSize, SizesAt
-from lowtide.run.limit.messages import warn
+from lowtide.run.messages import warn
 
 RESERVE = 1.25
 """Of the largest size that the plans before held for, what the next is made for."""

@@ -24,7 +24,7 @@ from lowtide.compiled.regions import Region, Run, Sizes
 from lowtide.compiled.timeline import StepPlan, plan_step
 from lowtide.meter import measurable, storages
 from lowtide.private import captured, tree_leaves
-from lowtide.run.limit.messages import warn
+from lowtide.run.messages import warn
 
 Shapes = tuple[tuple[int, ...], ...]
 """Of the tensors that a step is given."""

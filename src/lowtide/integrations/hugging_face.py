@@ -9,7 +9,7 @@ from transformers import TrainerCallback
 from lowtide.integrations.peaks import Peaks
 from lowtide.limits import limit_memory
 from lowtide.run.limit.handle import Handle, check_given, handle_of
-from lowtide.run.limit.messages import warn
+from lowtide.run.messages import warn
 
 
 class LimitMemory(TrainerCallback):

@@ -18,7 +18,7 @@ from lowtide.errors import PlanError
 from lowtide.integrations.peaks import PEAK, Peaks
 from lowtide.limits import limit_memory
 from lowtide.run.limit.handle import Handle, check_given
-from lowtide.run.limit.messages import warn
+from lowtide.run.messages import warn
 
 
 class LimitMemory(Callback):  # pyright: ignore[reportGeneralTypeIssues]

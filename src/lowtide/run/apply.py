@@ -12,7 +12,7 @@ from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled_program
 from lowtide.run.record.recorder import Recorder
-from lowtide.run.record.verify import Findings, Verify
+from lowtide.run.record.verify import Findings, Verify, check_verify
 from lowtide.store.stores import Stores
 
 
@@ -30,7 +30,7 @@ class apply:
 
     Attributes:
         findings: what the latest step found out.
-        departed: how many operations of the latest step the plan did not know.
+        departed: how many operations of the latest step and of the plan have no counterpart in the other.
 
     Raises:
         PlanError: ``plan`` is no plan, or carries no program.
@@ -45,8 +45,7 @@ class apply:
     """
 
     def __init__(self, plan: Plan, *, verify: Verify = "first", stores: Stores | None = None) -> None:
-        if verify not in ("first", "always", "never"):
-            raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+        check_verify(verify)
         if not isinstance(plan, Plan):
             raise PlanError(
                 f"apply takes a Plan, not {type(plan).__name__}: make one with "
@@ -73,7 +72,7 @@ class apply:
         recorder = Recorder(
             self._director,
             verify=verify,
-            check=self.verify == "always",
+            check=verify or self.verify == "always",
             mover=TransferEngine(self.plan, self.stores, verify) if self.plan.moves else None,
             program=compiled_program(self.plan.program),
         )
@@ -86,7 +85,7 @@ class apply:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         assert self._stack is not None and self._director is not None
-        self.departed = self._director.departed
+        self.departed = self._director.extra + self._director.skipped
         stack, self._stack, self._director = self._stack, None, None
         stack.__exit__(kind, error, trace)
         self._verified = self._verified or kind is None

@@ -25,7 +25,7 @@ from typing import Any, BinaryIO
 import torch
 
 from lowtide.errors import LowtideError
-from lowtide.run.limit.messages import LowtideWarning
+from lowtide.run.messages import LowtideWarning
 from lowtide.train.ranks import Ranks
 
 KEPT = 2

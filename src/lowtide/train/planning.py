@@ -21,7 +21,7 @@ from lowtide.models import ModelSpec, build_model
 from lowtide.plan import Plan, make
 from lowtide.plan.data import in_one_line
 from lowtide.progress import working
-from lowtide.run.limit.hidden_costs import with_overhead
+from lowtide.run.hidden_costs import with_overhead
 from lowtide.trace.fake import trace_fake
 from lowtide.train.arrangements import check_compile
 from lowtide.train.options import DTYPES, check_device, check_file, check_policy, require

@@ -45,8 +45,8 @@ class Offload:
             raise PlanError(f"Offload({self.tier!r}): there is no such tier, give {names}")
         if self.path and self.tier != "disk":
             raise PlanError(
-                f"Offload({self.tier!r}, path={self.path!r}): the {self.tier} tier has no path; leave it out, "
-                "or give 'disk'"
+                f"Offload({self.tier!r}, path={self.path!r}): the {self.tier} tier has no path; leave it "
+                "out, or give 'disk'"
             )
 
 

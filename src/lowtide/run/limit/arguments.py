@@ -1,4 +1,4 @@
-"""What `limit_memory` does not take, said where it is given and not in the middle of the first step."""
+"""Check the arguments of `limit_memory` when it is called, not in the middle of the first step."""
 
 from __future__ import annotations
 
@@ -16,17 +16,15 @@ from lowtide.store.stores import Stores
 
 
 class CallError(PlanError, TypeError):
-    """A function that cannot be called as it will be."""
+    """``loss_fn`` takes other arguments than it will be given."""
 
 
-def refuse_other_kinds(
-    model: torch.nn.Module, policy: Any, loss_fn: Any, optimizer: Any, stores: Any
-) -> None:
-    """Whether every argument of `limit_memory` is of its kind, and goes with the model.
+def check_arguments(model: torch.nn.Module, policy: Any, loss_fn: Any, optimizer: Any, stores: Any) -> None:
+    """Check the types of the arguments, and that they go with the model.
 
     Raises:
-        PlanError: one does not; as a `TypeError`, too, where ``loss_fn`` takes other arguments than it will
-            be given.
+        PlanError: one does not; a `CallError`, which is a `TypeError`, too, where ``loss_fn`` takes other
+            arguments than it will be given.
     """
     if policy is not None:
         resolve(policy)
@@ -38,21 +36,32 @@ def refuse_other_kinds(
             "alone. Put the rest into a function of the output, as in loss_fn=lambda output: "
             "criterion(output, target)"
         )
-    if optimizer is not None and not isinstance(optimizer, torch.optim.Optimizer):
+    check_optimizer(model, optimizer)
+    if stores is not None and not isinstance(stores, Stores):
+        raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
+
+
+def check_optimizer(model: torch.nn.Module, optimizer: Any) -> None:
+    """Check that this is ``None`` or an optimizer of the model's parameters.
+
+    Raises:
+        PlanError: it is neither.
+    """
+    if optimizer is None:
+        return
+    if not isinstance(optimizer, torch.optim.Optimizer):
         given = optimizer.__name__ + ", a class" if isinstance(optimizer, type) else type(optimizer).__name__
         raise PlanError(f"optimizer= takes a torch.optim.Optimizer of the model's parameters, not {given}")
-    if optimizer is not None and _strange(model, optimizer):
+    if _holds_none(model, optimizer):
         raise PlanError(
             f"optimizer= was given {type(optimizer).__name__} that holds none of this model's parameters: "
             "give the one that trains the model, or leave optimizer= out and subtract what it takes from "
             "the budget"
         )
-    if stores is not None and not isinstance(stores, Stores):
-        raise PlanError(f"stores= takes lowtide.Stores(...), not {type(stores).__name__}")
 
 
 def _takes_one(function: Callable[..., Any]) -> bool:
-    """Whether a function can be called with one argument, as far as it says what it takes."""
+    """Whether a function can be called with one argument; true where its signature is not known."""
     if isinstance(function, torch.nn.Module):
         if private.forward_pre_hooks(function):  # which may add arguments
             return True
@@ -72,10 +81,8 @@ def _name(function: Any) -> str:
     return getattr(function, "__qualname__", type(function).__name__)
 
 
-def _strange(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
-    """Whether an optimizer has to do with other models only. One beside a frozen model, which is not limited,
-    is let be.
-    """
+def _holds_none(model: torch.nn.Module, optimizer: torch.optim.Optimizer) -> bool:
+    """Whether an optimizer holds no parameter of a model that trains; a frozen one is not limited."""
     held = {id(parameter) for group in optimizer.param_groups for parameter in group["params"]}
     own = list(model.parameters())
     return any(parameter.requires_grad for parameter in own) and not any(
@@ -93,7 +100,7 @@ def sharded_units(model: torch.nn.Module) -> list[str]:
 
 
 def refuse_sharded(model: torch.nn.Module) -> None:
-    """A replay never reaches into a sharded unit from outside: its weights are not there then.
+    """Refuse a model with sharded units inside: a replay from outside would find their weights freed.
 
     Raises:
         PlanError: the model holds units that FSDP shards on their own.

@@ -16,10 +16,10 @@ from lowtide.graph import StepGraph
 from lowtide.interception import settle
 from lowtide.meter.resident import innermost
 from lowtide.plan.data import Plan
-from lowtide.run.limit.arguments import refuse_other_kinds
+from lowtide.run.limit.arguments import check_optimizer
 from lowtide.run.limit.key import StepKey
 from lowtide.run.limit.limiter import Limiter
-from lowtide.run.limit.messages import limit_line
+from lowtide.run.messages import limit_line
 from lowtide.trace.results import tensors_inside
 
 if TYPE_CHECKING:
@@ -39,7 +39,7 @@ class Handle:
 
     @classmethod
     def of(cls, limiter: Limiter) -> Handle:
-        """The handle of a limit, always the same one."""
+        """The one handle of a limit."""
         if limiter.handle is None:
             limiter.handle = cls(limiter)
         return limiter.handle
@@ -47,7 +47,7 @@ class Handle:
     def __repr__(self) -> str:
         if self._limiter.removed and self.model.__dict__.get("forward") is not self._limiter:
             return f"<lowtide.Handle of {type(self.model).__name__}: removed, or replaced by a later limit>"
-        return limit_line(self.model, self._limiter.budget, len(self.plans), self.plan)
+        return limit_line(self.model, self._limiter.known.planner.budget, len(self.plans), self.plan)
 
     @property
     def plan(self) -> Plan | None:
@@ -92,7 +92,7 @@ class Handle:
 
         Args:
             title: which step it is; empty for the model's class.
-            more: what was measured, and what `lowtide.report.make_report` takes beside.
+            more: measurements and other arguments of `lowtide.report.make_report`.
 
         Raises:
             PlanError: no step has ended yet.
@@ -117,9 +117,7 @@ class Handle:
 
     @property
     def plans(self) -> dict[StepKey, Plan]:
-        """Every plan so far, by what the step looked like. A plan serves smaller steps of the same kind,
-        too.
-        """
+        """The plans so far, by kind of step. A plan serves smaller steps of the same kind, too."""
         return {
             key: kind.calibrated() for key, kind in self._limiter.known.kinds.items() if kind.plan is not None
         }
@@ -190,7 +188,7 @@ class Handle:
             >>> handle.set_optimizer(torch.optim.AdamW(model.parameters()))  # doctest: +SKIP
         """
         limiter = self._in_force()
-        refuse_other_kinds(self.model, None, None, optimizer, None)
+        check_optimizer(self.model, optimizer)
         limiter.known.set_optimizer(None if optimizer is None else innermost(optimizer))
 
     def remove(self) -> None:
@@ -225,10 +223,10 @@ class Handle:
             limiter.removed = False
 
     def _in_force(self) -> Limiter:
-        """What governs the model's steps.
+        """The limiter, which is still in force.
 
         Raises:
-            PlanError: it does not any more.
+            PlanError: it was removed or replaced.
         """
         if self._limiter.removed:
             raise PlanError(
@@ -239,20 +237,20 @@ class Handle:
 
 
 def check_budget(budget: str | int) -> None:
-    """Whether this can be a budget.
+    """Check how a budget is written.
 
     Raises:
-        BudgetError: it cannot; says how one is written.
+        BudgetError: it is malformed; says how one is written.
     """
     if not budgets.asks_for(budget):
         budgets.parse(budget, 1 << 60)
 
 
 def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory") -> None:
-    """Whether there is a budget, and one that is well written, or a policy that does without.
+    """Check that there is a well-written budget, or a policy that needs none.
 
     Raises:
-        BudgetError: it is not so.
+        BudgetError: there is neither.
     """
     if budget is None and policy is None:
         raise BudgetError(
@@ -264,11 +262,11 @@ def check_given(budget: str | int | None, policy: Any, what: str = "limit_memory
 
 
 def handle_of(model: torch.nn.Module) -> Handle | None:
-    """The handle of a limited model, the very one that its limit was returned with, or ``None`` if it has no
+    """The handle of a limited model, the same object that `limit_memory` returned, or ``None`` if it has no
     limit.
 
-    What others wrapped around the model's forward afterwards (accelerate does, for mixed precision) is seen
-    through.
+    It is found through wrappers that others put around the model's forward, as accelerate does for mixed
+    precision.
 
     Raises:
         PlanError: ``model`` is no module.

@@ -1,4 +1,4 @@
-"""What makes two steps the same kind of step: what a plan is keyed by."""
+"""The key of a kind of step: steps with equal keys share a plan."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from lowtide import private
 class StepKey(NamedTuple):
     """Shapes and dtypes of the inputs, and the modes that change what a step does or what it allocates.
 
-    Numbers among the arguments (a time step, the number of items in a batch) are no part of it: they change
-    from step to step.
+    Numbers among the arguments (a time step, the number of items in a batch) are left out: they change from
+    step to step.
     """
 
     shapes: tuple[tuple[int, ...], ...]
@@ -28,7 +28,7 @@ class StepKey(NamedTuple):
     gradients: int
 
     def fits_in(self, other: StepKey) -> bool:
-        """Whether a step with this key is one with ``other``, but for being smaller in some dimensions."""
+        """Whether this is the key of the same step as ``other``, only smaller in some dimensions."""
         if not self.differs_in_size(other):
             return False
         return all(
@@ -37,15 +37,15 @@ class StepKey(NamedTuple):
         )
 
     def differs_in_size(self, other: StepKey) -> bool:
-        """Whether nothing but how large the inputs are tells the two apart."""
+        """Whether the two keys are equal but for the sizes of the inputs."""
         return self[1:] == other[1:]
 
     def elements(self) -> int:
-        """Elements of all inputs together."""
+        """How many elements all inputs have together."""
         return sum(map(math.prod, self.shapes))
 
     def without_gradients(self) -> StepKey:
-        """The same for a step before which no gradients stood."""
+        """The key of the same step when no gradients exist before it."""
         return self._replace(gradients=0)
 
 
@@ -63,12 +63,12 @@ def _leaf(item: Any) -> Any:
 
 
 class Members:
-    """What a model is made of now, in one walk without names.
+    """The modules, parameters and buffers of a model now, found in one walk without names.
 
-    Every step takes one, and names take ten times as long.
+    Every step takes such a walk, and with names it would take ten times as long.
 
     Args:
-        model: it.
+        model: the model.
 
     Attributes:
         modules, parameters, buffers: all of them, modules once.
@@ -105,9 +105,9 @@ class Members:
         self.compiled = [module for module in modules if private.is_compiled(module)]
         self.training = bytes([bool(module.training) for module in modules])
 
-    def standing(self) -> tuple[bytes, bytes, bytes]:
-        """Of each parameter, as bytes: whether it is trainable, whether it has a gradient, and its type and
-        size. PyTorch warns of who asks for the gradient of what was computed.
+    def parameter_states(self) -> tuple[bytes, bytes, bytes]:
+        """For each parameter, as bytes: whether it is trainable, has a gradient, and its type and size.
+        Only leaves are asked for a gradient: PyTorch warns for others.
         """
         types = [part for one in self.parameters for part in (id(one.dtype), hash(one.nbytes))]
         return (
@@ -117,12 +117,12 @@ class Members:
         )
 
     def are_lazy(self) -> bool:
-        """Whether some of it is not initialized yet."""
+        """Whether some parameters or buffers are not initialized yet."""
         return any(map(torch.nn.parameter.is_lazy, self.kinds))
 
     @property
     def device(self) -> torch.device:
-        """Where the first parameter lies."""
+        """The first parameter's device."""
         return self.parameters[0].device if self.parameters else torch.device("cpu")
 
 
@@ -135,7 +135,7 @@ def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         if torch.is_autocast_enabled(device)
         else (False,)
     )
-    trainable, standing, types = members.standing()
+    trainable, gradients, types = members.parameter_states()
     return StepKey(
         shapes=tuple(
             tuple(leaf.shape) for leaf in leaves if isinstance(leaf, torch.Tensor) and not leaf.is_nested
@@ -150,5 +150,5 @@ def step_key(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
         trainable=hash(trainable),
         # a model may be cast, or its embeddings resized, between two steps
         parameters=hash(types),
-        gradients=hash(standing) if any(standing) else 0,
+        gradients=hash(gradients) if any(gradients) else 0,
     )

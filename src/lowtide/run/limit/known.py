@@ -1,7 +1,7 @@
-"""What is known of each kind of step of a model, and the plans made from it.
+"""All kinds of steps of a model, and their plans.
 
-Comes in: a kind's key, or the graph of a step that was looked at. Goes out: the `Kind`, with a plan where one
-can be made. What a user has to hear is said here, once.
+In: a kind's key, or the graph of a step that was looked at. Out: the `Kind`, with a plan where one can be
+made. Warnings of what was found are given here, once each.
 """
 
 from __future__ import annotations
@@ -14,14 +14,12 @@ from lowtide.errors import BudgetError
 from lowtide.graph import StepGraph
 from lowtide.run.limit.arguments import refuse_sharded
 from lowtide.run.limit.key import StepKey
-from lowtide.run.limit.kinds import MOST_KINDS, Kind, plan_for_larger, same_but_gradients
-from lowtide.run.limit.messages import OWN_OFF, own_checkpointing, warn
+from lowtide.run.limit.kinds import MOST_KINDS, Kind, Replan, plan_for_larger, same_but_gradients
 from lowtide.run.limit.optimizer_need import own_share
 from lowtide.run.limit.planning import Planner
 from lowtide.run.look.look import Look
+from lowtide.run.messages import OWN_OFF, Once, own_checkpointing, warn
 from lowtide.run.record.verify import Verify
-
-_BUDGET_CHANGED = "the budget was changed"
 
 
 class Known:
@@ -35,6 +33,7 @@ class Known:
         kinds: by key, the latest last.
         latest: the planned kind of the latest step, or ``None``.
         lock: held while a kind or its plan changes.
+        tell: warns of something once.
     """
 
     def __init__(self, planner: Planner, verify: Verify) -> None:
@@ -44,16 +43,10 @@ class Known:
         self.kinds: dict[StepKey, Kind] = {}
         self.latest: Kind | None = None
         self.lock = threading.RLock()
-        self._told: set[str] = set()
-
-    def tell(self, what: str, text: str) -> None:
-        """Warn of something once."""
-        if what not in self._told:
-            self._told.add(what)
-            warn(text)
+        self.tell = Once()
 
     def kind_for(self, key: StepKey) -> Kind:
-        """What is known of steps with this key; what an earlier step taught is acted upon now.
+        """The kind of steps with this key; its plan is made again if an earlier step asked for that.
 
         Raises:
             BudgetError: no plan fits.
@@ -69,39 +62,35 @@ class Known:
                     without = same_but_gradients(self.kinds, key) if key.gradients else None
                     kind = Kind(key)
                     if without is not None:
-                        self._plan_standing(kind, without)
+                        self._plan_with_gradients(kind, without)
                     self.kinds[key] = kind
                     if len(self.kinds) > MOST_KINDS:
                         self.kinds.pop(next(iter(self.kinds)))
-            self.planner.confer(kind)
-            if kind.solve_again and not kind.wants_look:
+            self.planner.share_findings(kind)
+            if kind.replan is not None and not kind.wants_look:
                 self._solve_again(kind)
             self.latest = kind if kind.plan is not None else self.latest
             return kind
 
-    def _plan_standing(self, kind: Kind, without: Kind) -> None:
-        """Plan for steps that add to gradients, if need be without what one step took besides."""
+    def _plan_with_gradients(self, kind: Kind, without: Kind) -> None:
+        """Plan for steps that add to gradients, without the margin if no plan leaves it."""
         try:
-            self.planner.plan_standing(kind, without)
+            self.planner.plan_with_gradients(kind, without)
         except BudgetError as error:
             if not without.margin_bytes:
                 raise
             without.margin_bytes = 0
-            self.planner.plan_standing(kind, without)
+            self.planner.plan_with_gradients(kind, without)
             self.tell("stays", f"lowtide plans as if no step had taken more than predicted: {error}")
 
     def _solve_again(self, kind: Kind) -> None:
-        """Make the plan again; where none fits that leaves what one step took besides, the one that is there
-        stays.
-        """
+        """Make the plan again; where none leaves the margin, the present one stays."""
         try:
             self.planner.solve_again(kind)
         except BudgetError as error:
-            plan = kind.plan
-            if plan is None or not kind.margin_bytes or kind.solve_again == _BUDGET_CHANGED:
+            if kind.replan is Replan.BUDGET_CHANGED or not kind.margin_bytes:
                 raise
-            kind.stays_bytes = kind.margin_bytes + max(plan.predicted_peak_bytes, plan.budget_bytes or 0)
-            kind.margin_bytes, kind.solve_again = 0, ""
+            kind.keep_plan()
             self.tell("stays", f"lowtide goes on with the plan that it has, since no other fits: {error}")
 
     def set_budget(self, budget: str | int) -> None:
@@ -109,21 +98,21 @@ class Known:
         with self.lock:
             self.planner.budget = budget
             for kind in self.kinds.values():
-                kind.solve_again = _BUDGET_CHANGED
+                kind.replan = Replan.BUDGET_CHANGED
 
     def set_optimizer(self, optimizer: torch.optim.Optimizer | None) -> None:
         """Plan with this optimizer's state, in place of the one counted so far, before the next step."""
         with self.lock:
             more = self.planner.count(optimizer)
             for kind in self.kinds.values():
-                kind.stands_on(more)
-                kind.solve_again = _BUDGET_CHANGED
+                kind.add_resident(more)
+                kind.replan = Replan.BUDGET_CHANGED
 
     # ---- looks -----------------------------------------------------------------------------------
 
     def is_to_verify(self, kind: Kind) -> bool:
-        """Whether a look runs each operation twice: not those that were verified at another size."""
-        if self.verify == "never" or kind.looks or kind.strange or self.planner.kept:
+        """Whether a look runs each operation twice; not where that was done at another size."""
+        if self.verify == "never" or kind.looks or kind.must_verify or self.planner.kept:
             return self.verify != "never"
         return not any(
             other.verified is not None and other.key.differs_in_size(kind.key)
@@ -134,8 +123,8 @@ class Known:
         """A step of a kind was looked at: plan for the longest one seen.
 
         Returns:
-            Whether anything could be made of it. A look that trusted another size's verification and met
-            another program is to be repeated.
+            Whether the look is of use. One that trusted another size's verification and found another program
+            is to be repeated.
 
         Raises:
             BudgetError: no plan fits.
@@ -143,8 +132,8 @@ class Known:
         self._tell_of(look)
         program = _program(graph)
         if not look.verified and self.verify != "never":
-            kind.strange = all(other.verified != program for other in self.kinds.values())
-            if kind.strange:
+            kind.must_verify = all(other.verified != program for other in self.kinds.values())
+            if kind.must_verify:
                 return False
         kind.verified = program
         kind.looks += 1
@@ -153,13 +142,17 @@ class Known:
         if kind.graph is None or len(graph.operations) > len(kind.graph.operations):
             self._plan(kind, graph, look.tracer.checkpoints)
         else:
-            kind.look_again = ""
+            kind.look_again = False
         self.latest = kind
         return True
 
     def _plan(self, kind: Kind, graph: StepGraph, checkpoints: int) -> None:
-        """Plan for a kind from a step of it that was looked at, ``checkpoints`` parts of which checkpoint by
-        themselves.
+        """Plan for a kind from a step of it that was looked at.
+
+        Args:
+            kind: gets the plan.
+            graph: the step.
+            checkpoints: how many calls of ``torch.utils.checkpoint`` it made.
 
         Raises:
             BudgetError: no plan fits.
@@ -178,19 +171,20 @@ class Known:
             raise
 
     def _tell_of(self, look: Look) -> None:
-        """Operations were found that do not reproduce: say so once, and keep what they write in every plan
-        from now on. Say once, too, that the model checkpoints by itself.
+        """Warn of a model that checkpoints by itself, and of operations that do not reproduce: every plan
+        keeps their results from now on.
         """
-        for name, reason in look.kept.items():
+        kept = look.recorder.findings.kept
+        for name, reason in kept.items():
             if name not in self.planner.kept:
                 warn(f"lowtide keeps the results of {name}: {reason}")
-        self.planner.kept.update(look.kept)
+        self.planner.kept.update(kept)
         if look.tracer.checkpoints:
             self.tell("checkpoints", own_checkpointing(self.model))
 
 
 def _program(graph: StepGraph) -> int:
-    """What a step runs and saves, whatever its sizes and times, as a number."""
+    """A hash of what a step runs and saves, without its sizes and times."""
     return hash(
         (
             tuple((op.name, op.reads, op.writes, op.phase, op.replayable) for op in graph.operations),

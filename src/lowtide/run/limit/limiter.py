@@ -1,9 +1,9 @@
-"""What stands in for the forward of a model whose training step stays within a budget.
+"""Replace the forward of a model whose training step stays within a budget.
 
 A kind of step goes through three states. *Unknown*: its next step is looked at (`lowtide.run.look.look`).
-*Looked at*: the planner makes a plan, when backward has ended and before anything else runs. *Planned*: steps
-run under the plan, and each is watched. What one of them shows (it took more than the budget, it ran other
-operations) is noted with the kind, and acted upon before the next step.
+*Looked at*: the planner makes a plan when backward has ended, before anything else runs. *Planned*: steps run
+under the plan, and each is measured. What follows a step (`outcome.py`) is noted with its kind, and done
+before the next step.
 """
 
 from __future__ import annotations
@@ -25,34 +25,35 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import alone, interceptors
 from lowtide.progress import took
-from lowtide.run.limit.compiled_submodules import left_alone
+from lowtide.run.compiled_submodules import left_alone
 from lowtide.run.limit.key import Members, StepKey, step_key
-from lowtide.run.limit.kinds import Kind, Ran, keeps_all, learn
+from lowtide.run.limit.kinds import Kind, keeps_all
 from lowtide.run.limit.known import Known
-from lowtide.run.limit.messages import ABANDONED, UNMEASURED, warn
+from lowtide.run.limit.outcome import Outcome, Ran, learn
 from lowtide.run.limit.planning import Planner, Policy
 from lowtide.run.limit.unlimited import (
     AROUND_COMPILED,
-    CROWDED,
+    SHARED,
     Engagement,
     governed,
     keeps_nothing,
     why_unlimited,
 )
-from lowtide.run.limit.watch import StepWatch
 from lowtide.run.look.look import Look, look_aside
+from lowtide.run.messages import ABANDONED, UNMEASURED, warn
 from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import PlanDirector
 from lowtide.run.record.native import compiled, compiled_program
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.verify import Verify
+from lowtide.run.watch import StepWatch
 from lowtide.store.stores import Stores
 from lowtide.trace.eager import StepTracer
 from lowtide.trace.results import loss_to_plan_for, tensors_inside
 
 
 class _Local(threading.local):
-    """What a thread is in the middle of.
+    """The state of a thread.
 
     Attributes:
         inside: the model's own forward runs.
@@ -67,16 +68,15 @@ class _Local(threading.local):
 
 
 class Limiter:
-    """Stands in for ``model.forward``: looks at the first step of each kind, and runs every later one under
-    its plan.
+    """Replaces ``model.forward``: looks at the first step of each kind, and runs later ones under its plan.
 
-    It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the model that they
-    know. It can be copied and pickled with the model; plans are not copied, the copy plans for itself.
+    It is the instance's ``forward`` attribute, so hooks, wrappers and ``state_dict`` see the unchanged model.
+    It can be copied and pickled with the model; plans are not copied, the copy makes its own.
 
     Attributes:
         known: the kinds of steps so far, and their plans.
-        crowded: other limited models take part in the same steps; each is planned for its own part.
-        removed: the limit is gone, and calls (through a wrapper that still holds this) run as they are.
+        shared: other limited models take part in the same steps; each is planned for its own part.
+        removed: the limit is gone, and calls (through a wrapper that still holds this) run unchanged.
     """
 
     def __init__(
@@ -110,14 +110,14 @@ class Limiter:
         self.measured_bytes: int | None = None  # of the latest step that ended
         self.local = _Local()
         self.engagement: Engagement | None = None
-        self.handle: Any = None  # the only one, from the first that asks on
-        self.crowded = False
+        self.handle: Any = None  # the one that users hold, once somebody asks
+        self.shared = False
 
     def __getstate__(self) -> dict[str, Any]:
         names = ("model", "policy", "loss_fn", "verify", "original", "progress", "removed")
         return {
             **{name: self.__dict__[name] for name in names},
-            "budget": self.budget,
+            "budget": self.known.planner.budget,
             "counted": self.known.planner.optimizer is not None,
         }
 
@@ -150,7 +150,7 @@ class Limiter:
 
     @property
     def __code__(self) -> CodeType:
-        """Of the model's own forward, of which `torch.export` asks where it stands."""
+        """The code of the model's own forward; `torch.export` asks for its place."""
         return inspect.unwrap(self.forward).__code__
 
     @property
@@ -165,16 +165,6 @@ class Limiter:
         """The model's own forward."""
         return self.original if self.original is not None else type(self.model).forward.__get__(self.model)
 
-    @property
-    def budget(self) -> str | int | None:
-        """As it was given; the latest."""
-        return self.known.planner.budget
-
-    @property
-    def device(self) -> torch.device:
-        """Where the model's parameters lie."""
-        return next((p.device for p in self.model.parameters()), torch.device("cpu"))
-
     # ---- whether it engages ----------------------------------------------------------------------
 
     def wait_for_a_step(self) -> None:
@@ -182,14 +172,14 @@ class Limiter:
         self.engagement = Engagement(self.model, warn)
 
     def stop_waiting(self) -> None:
-        """The limit engages, or is gone."""
+        """The limit has engaged, or is gone."""
         if self.engagement is not None:
             self.engagement.end()
             self.engagement = None
 
     @contextmanager
     def not_waiting(self) -> Iterator[None]:
-        """What runs in the block is no step of the user's; who waited for one goes on waiting."""
+        """Suspend the warning for the block, which is no step of the user's."""
         waited = self.engagement is not None
         self.stop_waiting()
         try:
@@ -202,7 +192,7 @@ class Limiter:
 
     @private.skipped_by_dynamo
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        if args and args[0] is self.model:  # who took this for a function has bound it to the model
+        if args and args[0] is self.model:  # a caller has bound this to the model like a function
             args = args[1:]
         if self.local.inside or self.removed:
             return self.forward(*args, **kwargs)
@@ -221,31 +211,31 @@ class Limiter:
         unlimited = why_unlimited(members, args, kwargs)
         if unlimited is not None:
             if unlimited.text:
-                self.stop_waiting()  # it is told what stands in the way
+                self.stop_waiting()  # the reason is told instead
                 self.known.tell(*unlimited)
             return self._plainly(args, kwargs)
         begin = time.perf_counter()
         self.stop_waiting()
-        self._settle()
-        if self.local.look is not None:  # its step has several forwards before its backward
+        self._finish_previous()
+        if self.local.look is not None:  # a step with several forwards before its backward
             result = self._plainly(args, kwargs)
             self.local.look[0].beside(result, lambda: self.known.tell("abandoned", ABANDONED))
             return result
         key = step_key(members, args, kwargs)
         kind = self.known.kind_for(key)
-        self.crowded |= self._beside_others()
-        if self.crowded and self.budget is not None:
-            self.known.tell("crowded", CROWDED)
-        kind.unseen_backward |= compiled  # a compiled call that returns puts dispatch back as it was
-        if kind.wants_look and (self.crowded or kind.unseen_backward):
+        self.shared |= self._beside_others()
+        if self.shared and self.known.planner.budget is not None:
+            self.known.tell("shared", SHARED)
+        kind.unseen_backward |= compiled  # a compiled call restores dispatch when it returns
+        if kind.wants_look and (self.shared or kind.unseen_backward):
             try:
                 with alone():
                     self.prepare(args, kwargs, within_step=True)
             except TraceError:
-                if not self.crowded:  # beside others, a model may have no part in any backward: a teacher
+                if not self.shared:  # a teacher beside others takes no part in backward
                     raise
         if kind.wants_look:
-            return self._look(kind, args, kwargs)
+            return self._look(kind, members.device, args, kwargs)
         return self._step(kind, key, members, args, kwargs, begin)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -260,13 +250,11 @@ class Limiter:
         finally:
             self.local.inside = False
 
-    def _settle(self) -> None:
-        """A step is about to begin: an earlier one of this thread that was looked at, and whose graph its
-        caller kept, is over now.
-        """
+    def _finish_previous(self) -> None:
+        """Finish this thread's previous step, whose graph its caller may have kept."""
         if self.local.look is not None:
             look, kind = self.local.look
-            if look.ended:  # on the thread that ran backward
+            if look.ended:  # it was finished on the thread that ran backward
                 self.local.look = None
             elif look.watch.backwards:
                 self._tell_together()
@@ -292,11 +280,11 @@ class Limiter:
 
     # ---- looking ---------------------------------------------------------------------------------
 
-    def _look(self, kind: Kind, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        compiled()  # it takes half a minute once: now, and not when backward has ended
+    def _look(self, kind: Kind, device: torch.device, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        compiled()  # takes half a minute once; better now than after backward
         look = Look(
             self.model,
-            self.device,
+            device,
             verify=self.known.is_to_verify(kind),
             on_end=lambda look: self._looked(look, kind),
         )
@@ -310,8 +298,8 @@ class Limiter:
         return result
 
     def _beside_others(self) -> bool:
-        """Whether steps of other limited models are being looked at, which do not see their own part alone
-        then: they are to look again, as this one does.
+        """Whether other limited models are looking at a step now. Such a look shows the operations of both,
+        so all of them look again.
         """
         others = [one for one in interceptors() if isinstance(one, StepTracer)]
         for tracer in others:
@@ -319,12 +307,12 @@ class Limiter:
         return bool(others)
 
     def _looked(self, look: Look, kind: Kind) -> None:
-        """A step that was looked at is over: plan for its kind."""
+        """A look has ended: plan for its kind."""
         if self.local.look is not None and self.local.look[0] is look:
             self.local.look = None
         if look.blind or look.tracer.crowded:
             kind.unseen_backward |= look.blind
-            self.crowded |= look.tracer.crowded
+            self.shared |= look.tracer.crowded
             look.close()
             return
         twice = "every operation ran twice" if look.verified else "no operation ran twice"
@@ -338,7 +326,7 @@ class Limiter:
             self._tell_above(kind, graph, peak)
 
     def _tell_above(self, kind: Kind, graph: StepGraph, peak: int | None) -> None:
-        """Say that a look took more than the budget."""
+        """Warn of a look that took more than the budget."""
         plan = kind.plan
         if plan is None or plan.budget_bytes is None or plan.changes_nothing or peak is None:
             return
@@ -351,24 +339,25 @@ class Limiter:
             )
 
     def prepare(self, args: tuple[Any, ...], kwargs: dict[str, Any], within_step: bool = False) -> Kind:
-        """Plan for steps with these arguments now: one runs, and everything is put back.
+        """Plan for steps with these arguments now: look at one, and restore all state afterwards.
 
         Args:
             args, kwargs: of the model.
-            within_step: a step of the user's is about to run, and is told what this takes.
+            within_step: a step of the user's is about to run; warn if this takes more than the budget.
 
         Raises:
             BudgetError: no plan fits.
-            TraceError: no loss can be found or stood in for.
+            TraceError: no loss can be found or made up.
         """
-        kind = self.known.kind_for(step_key(Members(self.model), args, kwargs))
+        members = Members(self.model)
+        kind = self.known.kind_for(step_key(members, args, kwargs))
         if not kind.wants_look:
             return kind
         with self.not_waiting(), self._inside():
             look, graph = look_aside(
                 self.model,
                 [self.model],
-                self.device,
+                members.device,
                 self.forward,
                 args,
                 kwargs,
@@ -393,36 +382,46 @@ class Limiter:
         begin: float,
     ) -> Any:
         plan = kind.plan
-        assert plan is not None
-        self.known.planner.note_pace(kind)
-        watch = StepWatch(lambda: self._learn(kind, ran), members.device)
-        if plan.budget_bytes is not None and watch.peak_bytes is None:
+        assert plan is not None and kind.graph is not None
+        kind.times.note(kind.graph.overhead_seconds)
+        ran = Ran(key, plan, kind.fits_without_plan(key))
+        ran.watch = self.local.watch = StepWatch(lambda: self._learn(kind, ran), members.device)
+        if plan.budget_bytes is not None and ran.watch.peak_bytes is None:
             self.known.tell("unmeasured", UNMEASURED)
-        self.local.watch = watch
-        ran = Ran(key, plan, watch, light=kind.is_light(key))
         steady = plan.budget_bytes is None or not kind.varies
-        if steady and (ran.light or plan.changes_nothing):
-            kind.steps += 1
+        if steady and (ran.without_plan or plan.changes_nothing):
             result = self._plainly(args, kwargs)
-            watch.forward_ends(tensors_inside(result))
-            return result
-        timing = kind.steps > 0 and kind.wants_pace()
-        kind.timed = watch if timing else kind.timed
-        mover = (
-            TransferEngine(plan, self.stores, self.verify != "never" and kind.steps == 0)
-            if plan.moves
-            else None
-        )
-        program = keeps_all(plan.program) if ran.light else plan.program
-        if kind.programs.get(ran.light) is None:
-            kind.programs[ran.light] = compiled_program(program)
-        ran.director = PlanDirector(program, plan.moves, smaller=key != kind.key)
+        else:
+            result = self._recorded(kind, ran, members, args, kwargs, begin)
+        kind.steps += 1
+        ran.watch.forward_ends(tensors_inside(result))
+        return result
+
+    def _recorded(
+        self,
+        kind: Kind,
+        ran: Ran,
+        members: Members,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        begin: float,
+    ) -> Any:
+        """Run the forward under the plan; all since ``begin`` beside the forward itself is its overhead."""
+        plan, watch, first = ran.plan, ran.watch, kind.steps == 0
+        timed = kind.times.due(kind.steps)
+        if timed:
+            kind.times.timed = watch
+        mover = TransferEngine(plan, self.stores, first and self.verify != "never") if plan.moves else None
+        program = keeps_all(plan.program) if ran.without_plan else plan.program
+        if kind.programs.get(ran.without_plan) is None:
+            kind.programs[ran.without_plan] = compiled_program(program)
+        ran.director = PlanDirector(program, plan.moves, smaller=ran.key != kind.key)
         recorder = Recorder(
             ran.director,
             check=self.verify == "always",
-            watch=watch if timing else None,
+            around_unpack=watch.unpacks if timed else None,
             mover=mover,
-            program=kind.programs[ran.light],
+            program=kind.programs[ran.without_plan],
         )
         ran.findings = recorder.findings
         watch.replays = recorder.core.replays if recorder.core is not None else None
@@ -433,29 +432,27 @@ class Limiter:
             inside = time.perf_counter()
             result = self.forward(*args, **kwargs)
             outside = time.perf_counter()
-        kind.steps += 1
-        if mover is not None and mover.notes and kind.steps == 1:
+        if mover is not None and mover.notes and first:
             warn(
                 f"{len(mover.notes)} values do not fit their codec and stay as they are, on top of the "
                 f"predicted peak ({mover.notes[0]})"
             )
         watch.recording_seconds += inside - begin + time.perf_counter() - outside
-        watch.forward_ends(tensors_inside(result))
         return result
 
     def _learn(self, kind: Kind, ran: Ran) -> None:
-        """A backward of a step has ended: hold what it took against the budget."""
-        plan, watch = ran.plan, ran.watch
+        """A backward of a step has ended: compare what it took with the budget."""
+        plan = ran.plan
         if ran.director is not None:
-            kind.ran(ran.director.departed - ran.director.missed)
-        if self.crowded or kind.plan is not plan:  # what is measured is everybody's
+            kind.note_unplanned_operations(ran.director.extra)
+        if self.shared or kind.plan is not plan:  # the peak is that of all models together
             return
-        peak = watch.peak_bytes
+        peak = ran.watch.peak_bytes
         if peak is None or kind.graph is None:
             return
         took = kind.graph.resident_bytes - self.known.planner.moved_bytes + plan.slab_bytes + peak
         self.measured_bytes = took
-        # ranks that share a model do the same, and another policy is one to follow
+        # ranks that share a model run alike, and a policy that the user chose is followed
         alone = self.known.planner.agreement is None and self.policy == "optimal"
-        if said := learn(kind, ran, took, alone):
+        if said := learn(kind, ran, Outcome.of(ran, took, alone)):
             warn(said)

@@ -1,4 +1,4 @@
-"""What an optimizer needs: the state it has or will have, and what its step allocates on the way."""
+"""The memory of an optimizer: its state, present or to come, and what its step allocates."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.meter import storages
-from lowtide.run.limit.messages import warn
+from lowtide.run.messages import Once
 from lowtide.trace.fake import Faker, FakeTracer
 
 
@@ -33,14 +33,14 @@ class OptimizerNeed:
 
 
 def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
-    """Run one step of a twin of ``optimizer`` on fake tensors and watch what it allocates. Of sharded
+    """Run one step of a copy of ``optimizer`` on fake tensors and count what it allocates. Of sharded
     parameters (FSDP2) this process's share counts.
 
-    Optimizers whose step cannot run on fake tensors (it asks NumPy, say) are known by the state that they
-    have; what their step allocates is not known then, and the caller has to say so.
+    Of optimizers whose step cannot run on fake tensors (it calls NumPy, say) only the present state is known;
+    the caller has to tell that.
 
     Raises:
-        PlanError: this optimizer cannot be run so, and has no state yet.
+        PlanError: it cannot run on fake tensors, and has no state yet.
     """
     faker = Faker()
     parameters = _parameters(optimizer)
@@ -73,7 +73,7 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
             stack.enter_context(_AnyNumber())
             peaks = [_step_peak(twin, type(optimizer)) for _ in range(2)]  # the first makes the state
             total = _bytes(item for state in twin.state.values() for item in state.values())
-    except Exception as error:  # an optimizer is anybody's code, and this one meets fake tensors
+    except Exception as error:  # user code on fake tensors may raise anything
         if present:
             return OptimizerNeed(present, 0, missing, f"{type(error).__name__}: {error}")
         raise PlanError(
@@ -85,37 +85,35 @@ def optimizer_need(optimizer: torch.optim.Optimizer) -> OptimizerNeed:
 
 
 class KnownNeed:
-    """An optimizer's need, worked out again only where its parameters, options or state are others than
-    before.
+    """An optimizer's need, worked out again only when its parameters, options or state have changed.
 
-    A step of a twin takes as long as a small model's plan, and each kind of step and each new plan asks for
-    it.
+    A step on fake tensors takes as long as planning for a small model, and every plan needs the result.
     """
 
     def __init__(self) -> None:
         self._known: tuple[tuple[Any, ...], OptimizerNeed] | None = None
-        self._told = False
+        self._tell = Once()
 
     def of(self, optimizer: torch.optim.Optimizer) -> OptimizerNeed:
-        """As `optimizer_need`; says once what is not known."""
+        """As `optimizer_need`; warns once of what is not known."""
         if hasattr(optimizer, "device_state_bytes"):
             return optimizer_need(optimizer)
-        rests_on = _rests_on(optimizer)
-        if self._known is None or self._known[0] != rests_on:
-            self._known = (rests_on, optimizer_need(optimizer))
-            if self._known[1].unknown and not self._told:
-                self._told = True
-                warn(
+        inputs = _inputs(optimizer)
+        if self._known is None or self._known[0] != inputs:
+            self._known = (inputs, optimizer_need(optimizer))
+            if self._known[1].unknown:
+                self._tell(
+                    "unknown",
                     f"what a step of {type(optimizer).__name__} allocates beside its state cannot be worked "
                     f"out ({self._known[1].unknown}), so only the state counts against the budget: measure "
-                    "one with lowtide.measure(optimizer.step), and leave as much of the budget free"
+                    "one with lowtide.measure(optimizer.step), and leave as much of the budget free",
                 )
         return replace(self._known[1], missing_gradient_bytes=_missing_bytes(optimizer))
 
 
-def _rests_on(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
-    """What an optimizer's state and its step's memory follow from, to be compared: its options, its
-    parameters and the forms of its state.
+def _inputs(optimizer: torch.optim.Optimizer) -> tuple[Any, ...]:
+    """What an optimizer's memory depends on, to be compared: options, parameters, and the shapes and types of
+    its state.
     """
 
     def form(item: Any) -> Any:
@@ -145,7 +143,7 @@ def _missing_bytes(optimizer: torch.optim.Optimizer) -> int:
 
 
 def own_share(item: Any) -> Any:
-    """What this process holds of a tensor that processes share (a DTensor); anything else as it is."""
+    """This process's part of a DTensor; anything else unchanged."""
     return item.to_local() if hasattr(item, "to_local") else item
 
 
@@ -160,8 +158,8 @@ def _step_peak(twin: torch.optim.Optimizer, kind: type[torch.optim.Optimizer]) -
 
 
 class _AnyNumber(private.TorchDispatchMode):
-    """Lets a fake number be read: what an optimizer allocates does not depend on how many steps it has
-    counted.
+    """Answers with some number where a fake tensor is read: an optimizer's memory does not depend on its step
+    count.
     """
 
     def __torch_dispatch__(

@@ -21,11 +21,11 @@ from lowtide.plan.data import Plan, in_one_line
 from lowtide.plan.layout.slab import without_slab
 from lowtide.plan.simulate import plain
 from lowtide.progress import working
-from lowtide.run.limit.hidden_costs import (
+from lowtide.run.hidden_costs import (
     checkpoint_bytes,
     overlapped_bytes,
+    with_earlier_gradients,
     with_overhead,
-    with_standing_gradients,
 )
 from lowtide.run.limit.kinds import Kind
 from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
@@ -36,21 +36,21 @@ Policy = str | Callable[..., Plan]
 
 
 class Planner:
-    """Makes plans for the steps of one model. It is called between steps, never while one runs.
+    """Makes the plans of one model, between steps, never while one runs.
 
     Args:
         model: the model.
         budget: as given to `limit_memory`.
         policy: a policy or its name.
         optimizer: counts against the budget, or ``None``.
-        groups: over which plans may shard, by name.
+        groups: process groups over which plans may shard, by name.
         progress: as of `limit_memory`.
 
     Attributes:
-        kept: operations that do not reproduce, with the reason: every plan keeps what they write.
-        moved_bytes: of the optimizer's state, to the host.
-        solved: how many plans have been searched for. Where the step fits as it is, there is nothing to
-            search; where decisions that were made before lie near the bound, nothing to win.
+        kept: operations that do not reproduce, with the reason: every plan keeps their results.
+        moved_bytes: of the optimizer's state that was moved to the host.
+        solved: how many plans took a search. A step that fits as it is takes none, nor does one for which
+            earlier decisions are near the bound.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Planner:
         self.agreement: Agreement | None = None
         # ranks that share layers and run other programs: each plans alone
         self._neighbours: Agreement | None = None
-        # whether other ranks share the model: a copy of a model is not whole yet when this is made
+        # whether the ranks that share the model were looked for: a copied model is not complete yet here
         self._asked = False
         self._cache = Cache(folder())
         self._need = KnownNeed()
@@ -103,7 +103,7 @@ class Planner:
                 self._solve(kind, graph)
             except BudgetError as error:
                 refusal = error
-            # a rank that refuses alone would leave the others waiting in a collective
+            # if one rank refused alone, the others would wait in a collective
             if self._neighbours is not None:
                 refusal = self._neighbours.refusal(refusal)
             if refusal is not None:
@@ -111,8 +111,8 @@ class Planner:
             assert kind.plan is not None
             work.done(in_one_line(kind.plan))
 
-    def plan_standing(self, kind: Kind, without: Kind) -> None:
-        """Plan for steps before which gradients stand, from a step before which none did.
+    def plan_with_gradients(self, kind: Kind, without: Kind) -> None:
+        """Plan for steps that add to gradients, from a step without earlier ones.
 
         Raises:
             BudgetError: no plan fits.
@@ -121,7 +121,7 @@ class Planner:
         kind.looks, kind.margin_bytes = without.looks, without.margin_bytes
         kind.backwards = without.backwards
         with working("planning", "planned for steps that add to gradients", self.progress) as work:
-            work.done(in_one_line(self._solve(kind, with_standing_gradients(without.graph))))
+            work.done(in_one_line(self._solve(kind, with_earlier_gradients(without.graph))))
 
     def solve_again(self, kind: Kind) -> None:
         """Make the plan again from all that is known by now.
@@ -133,41 +133,63 @@ class Planner:
         with working("planning", "planned again", self.progress) as work:
             work.done(in_one_line(self._solve(kind, kind.graph)))
 
-    def confer(self, kind: Kind) -> None:
-        """Hear what the other ranks learned from the latest step; what one of them wants again, all do
-        again.
-        """
+    def share_findings(self, kind: Kind) -> None:
+        """Exchange what the latest step showed with all ranks: if one has to look or plan again, all do."""
         if self.agreement is None or kind.steps > LEARNING_STEPS:
             return
-        mine = (kind.look_again, kind.solve_again, kind.margin_bytes, self.kept)
-        for look_again, solve_again, margin, kept in self.agreement.share(mine):
+        mine = (kind.look_again, kind.replan, kind.margin_bytes, self.kept)
+        for look_again, replan, margin, kept in self.agreement.share(mine):
             kind.look_again = kind.look_again or look_again
-            kind.solve_again = kind.solve_again or solve_again
+            kind.replan = kind.replan or replan
             kind.margin_bytes = max(kind.margin_bytes, margin)
             self.kept.update(kept)
 
     def count(self, optimizer: torch.optim.Optimizer | None) -> int:
-        """Count this optimizer from now on; by how many bytes more stands before each step."""
+        """Count this optimizer from now on.
+
+        Returns:
+            How many bytes more each step has beside it.
+        """
         before = self.optimizer_bytes + self.moved_bytes
         self.optimizer, self.moved_bytes = optimizer, 0
         return self.optimizer_bytes - before
 
-    def note_pace(self, kind: Kind) -> None:
-        """Take down how long the latest step that was timed took, once that is known without waiting for the
-        device.
-        """
-        if kind.timed is not None and not kind.timed.over():
-            return
-        watch, kind.timed = kind.timed, None
-        seconds = watch.seconds() if watch is not None else None
-        if watch is not None and seconds is not None:
-            assert kind.graph is not None
-            extra = watch.replay_seconds + watch.recording_seconds + kind.graph.overhead_seconds
-            kind.seconds.append((seconds, extra if watch.device.type == "cpu" else None))
+    # ---- one plan --------------------------------------------------------------------------------
 
-    def limit(self, graph: StepGraph, margin_bytes: int) -> int | None:
-        """The budget in bytes; a percentage is of the plain step, or of a larger one that was planned. The
-        smallest one leaves ``margin_bytes`` for what comes on top of a plan.
+    def _solve(self, kind: Kind, graph: StepGraph) -> Plan:
+        """Give the kind a plan for this step, within the budget less the kind's margin.
+
+        Raises:
+            BudgetError: no plan fits.
+        """
+        graph = self._without_kept(graph)
+        limit = self._limit_bytes(graph, kind.margin_bytes)
+        self._balance(graph, limit, kind.margin_bytes)
+        refusal = self._optimizer_refuses(limit)
+        if self.agreement is not None:
+            refusal = self.agreement.refusal(refusal)
+        elif refusal is not None:
+            refusal = self._larger(refusal, graph, limit, kind.margin_bytes)
+        if refusal is not None:
+            raise refusal
+        moved = replace(graph, resident_bytes=graph.resident_bytes - self.moved_bytes)
+
+        def solve(limit: int | None) -> Plan:
+            return self._plan_within(moved, limit, kind.margin_bytes)
+
+        # of this rank's own, or one for all ranks that share the model
+        plan = solve(limit) if self.agreement is None else self.agreement.solve(solve, moved, limit)
+        if plan.slab_bytes and limit is not None and self._optimizer_refuses(limit - plan.slab_bytes):
+            plan = without_slab(plan)  # it would take its bytes during optimizer.step(), too
+        self._greatest_plain = self._plain_peak(graph)
+        self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
+        plan = replace(plan, budget_bytes=limit)
+        kind.take(graph, plan)
+        return plan
+
+    def _limit_bytes(self, graph: StepGraph, margin_bytes: int) -> int | None:
+        """The budget in bytes. A percentage is of the plain step, or of a larger one that was planned;
+        ``"min"`` includes the margin.
         """
         if self.budget is None:
             return None
@@ -180,7 +202,7 @@ class Planner:
         )
 
     def _least(self, graph: StepGraph) -> int:
-        """The smallest peak of any plan that is known."""
+        """The smallest peak that the policy can reach."""
         try:
             return make(graph, budget=1, policy=self.policy).predicted_peak_bytes
         except BudgetError as error:
@@ -188,85 +210,56 @@ class Planner:
                 raise
             return error.smallest_bytes
 
-    # ---- one plan --------------------------------------------------------------------------------
+    def _plan_within(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> Plan:
+        """A plan that leaves the margin free within the limit.
 
-    def _solve(self, kind: Kind, graph: StepGraph) -> Plan:
-        graph = self._without_kept(graph)
-        limit = self.limit(graph, kind.margin_bytes)
-        self._balance(kind, graph, limit)
-        refusal = self._optimizer_refuses(limit)
-        if self.agreement is not None:
-            refusal = self.agreement.refusal(refusal)
-        if refusal is not None:
-            raise refusal if self.agreement is not None else self._larger(refusal, kind, graph, limit)
-        moved = replace(graph, resident_bytes=graph.resident_bytes - self.moved_bytes)
+        A step that needs eviction is planned for a little less, or for all of it if less does not work.
 
-        def solve(budget: int | None) -> Plan:
-            return self._plan_within(moved, budget, kind.margin_bytes)
-
-        # of this rank's own, or one for all ranks that share the model
-        plan = solve(limit) if self.agreement is None else self.agreement.solve(solve, moved, limit)
-        if (
-            plan.slab_bytes
-            and limit is not None
-            and self._optimizer_refuses(limit - plan.slab_bytes) is not None
-        ):
-            plan = without_slab(plan)  # it would stand beside optimizer.step(), too
-        self._greatest_plain = self._plain_peak(graph)
-        self.solved += not (plan.changes_nothing or CARRIED in plan.notes)
-        plan = replace(plan, budget_bytes=limit)
-        kind.takes(graph, plan)
+        Raises:
+            BudgetError: no plan fits.
+        """
+        if limit is None:
+            return make(graph, policy=self.policy)
+        most, as_it_is = limit - margin_bytes, plain(graph).peak_bytes
+        evicts = as_it_is > most
+        target = max(1, most - budgets.slack_bytes(limit) if evicts else most)
+        cached = evicts and self.policy == "optimal"
+        plan = carried(graph, target, self._cache.of(graph), most) if cached else None
+        try:
+            plan = plan or make(graph, budget=target, policy=self.policy)
+        except BudgetError as error:
+            least = error.smallest_bytes
+            if least is None:
+                raise
+            if least > most:
+                smallest = min(as_it_is + margin_bytes, budgets.with_slack(least + margin_bytes) + 1)
+                raise self._refusal(error, graph, limit, smallest) from None
+            plan = make(graph, budget=least, policy=self.policy)
+        if cached:
+            keep(self._cache, graph, plan, most)
         return plan
 
-    def _larger(self, refusal: BudgetError, kind: Kind, graph: StepGraph, limit: int | None) -> BudgetError:
+    def _larger(
+        self, refusal: BudgetError, graph: StepGraph, limit: int | None, margin_bytes: int
+    ) -> BudgetError:
         """The optimizer's refusal, or the plan's where that needs more still: the smallest budget that is
         named has to do for both.
         """
         try:
-            self._plan_within(graph, limit, kind.margin_bytes)
+            self._plan_within(graph, limit, margin_bytes)
         except BudgetError as error:
             if (error.smallest_bytes or 0) > (refusal.smallest_bytes or 0):
                 error.add("Nor does the budget hold optimizer.step().")
                 return error
         return refusal
 
-    def _plan_within(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> Plan:
-        """A plan for the limit, less what was seen to come on top."""
-        target, enough = limit, plain(graph).peak_bytes + margin_bytes  # for nothing to be evicted
-        if limit is not None:
-            target = (limit if enough <= limit else limit - budgets.slack_bytes(limit)) - margin_bytes
-        if limit is None or enough <= limit or self.policy != "optimal":
-            return self._searched(graph, limit, target, margin_bytes, enough)
-        room = limit - margin_bytes
-        plan = carried(graph, max(1, target or 0), self._cache.of(graph), room)
-        plan = plan or self._searched(graph, limit, target, margin_bytes, enough)
-        keep(self._cache, graph, plan, room)
-        return plan
-
-    def _searched(
-        self, graph: StepGraph, limit: int | None, target: int | None, margin_bytes: int, enough: int
-    ) -> Plan:
-        """The policy's plan for ``target`` bytes, or for the least that works where that is within the
-        limit.
-        """
-        try:
-            return make(graph, budget=None if target is None else max(1, target), policy=self.policy)
-        except BudgetError as error:
-            least = error.smallest_bytes
-            if least is None or limit is None:
-                raise
-            if least + margin_bytes > limit:
-                smallest = min(enough, budgets.with_slack(least + margin_bytes) + 1)
-                raise self._refusal(error, graph, limit, smallest) from None
-        return make(graph, budget=least, policy=self.policy)
-
     def _refusal(self, error: BudgetError, graph: StepGraph, limit: int, smallest: int) -> BudgetError:
-        """The planner's refusal with the budget as it was given, the smallest one that will be accepted, and
-        the optimizer's state apart from what else stands.
+        """The planner's refusal, worded with the given budget, the smallest one that works, and the
+        optimizer's state as a part of its own.
         """
-        standing = error.parts.pop(budgets.STANDING, 0)
-        state = min(self.optimizer_bytes, standing)
-        rest = {budgets.STATE: state, budgets.STANDING: standing - state}
+        resident = error.parts.pop(budgets.STANDING, 0)
+        state = min(self.optimizer_bytes, resident)
+        rest = {budgets.STATE: state, budgets.STANDING: resident - state}
         return budgets.too_small(
             limit,
             smallest,
@@ -276,9 +269,9 @@ class Planner:
             detail=error.detail,
         )
 
-    def _balance(self, kind: Kind, graph: StepGraph, limit: int | None) -> None:
-        """Where the optimizer leaves its share of the host open: move as much of its state as takes less time
-        than recomputing would.
+    def _balance(self, graph: StepGraph, limit: int | None, margin_bytes: int) -> None:
+        """With ``host_fraction="auto"``, move optimizer state to the host while that takes less time than
+        recomputing.
         """
         optimizer: Any = self.optimizer
         if limit is None or getattr(optimizer, "host_fraction", None) != "auto":
@@ -296,7 +289,7 @@ class Planner:
                 resident_bytes=graph.resident_bytes - (everything - optimizer.device_state_bytes(share)),
             )
             try:
-                return self._plan_within(moved, limit, kind.margin_bytes).predicted_extra_seconds
+                return self._plan_within(moved, limit, margin_bytes).predicted_extra_seconds
             except BudgetError:
                 return math.inf
 
@@ -315,16 +308,16 @@ class Planner:
         self.agreement, self._neighbours = None, self.agreement  # on every rank alike
         return graph
 
-    # ---- what a step needs beside what it was seen to take ---------------------------------------
+    # ---- what counts beside the step that was looked at ------------------------------------------
 
     def _plain_peak(self, graph: StepGraph) -> int:
-        """What percentages are of, collectives under way included: a smaller step, as the last of an epoch,
-        has as much memory as those before it.
+        """The peak that percentages are of, with collectives under way: that of the largest step so far, so
+        that the last one of an epoch has no smaller budget.
         """
         return max(plain(graph).peak_bytes + overlapped_bytes(graph), self._greatest_plain)
 
     def _without_kept(self, graph: StepGraph) -> StepGraph:
-        """The graph with the operations that were found not to reproduce marked so."""
+        """The graph with operations that do not reproduce marked as not replayable."""
         if not self.kept:
             return graph
         operations = tuple(
@@ -336,9 +329,7 @@ class Planner:
         return replace(graph, operations=operations)
 
     def _whole(self, graph: StepGraph) -> StepGraph:
-        """Count everything of the model's and the optimizer's that stood before the step, used by it or
-        not.
-        """
+        """Count all of the model and of the optimizer's state, whether the step uses it or not."""
         own = resident_bytes(self.model)
         seen = sum(s.bytes for s in graph.storages if s.kind in ("parameter", "buffer", "gradient"))
         there = {name for name, p in self.model.named_parameters() if gradient_of(p) is not None}
@@ -349,7 +340,7 @@ class Planner:
 
     @property
     def optimizer_bytes(self) -> int:
-        """What of a graph's resident bytes is the optimizer's state on the device."""
+        """Bytes of the optimizer's state on the device, which a graph's resident bytes include."""
         return self._optimizer_need().state_bytes if self.optimizer is not None else 0
 
     def _optimizer_need(self) -> OptimizerNeed:
@@ -361,14 +352,14 @@ class Planner:
         if self.optimizer is None or limit is None:
             return None
         need = self._optimizer_need()
-        standing = resident_bytes(self.model) + need.state_bytes + need.missing_gradient_bytes
-        least = standing + need.step_bytes
+        resident = resident_bytes(self.model) + need.state_bytes + need.missing_gradient_bytes
+        least = resident + need.step_bytes
         if least <= limit:
             return None
         parameters = sum(parameter.nbytes for parameter in self.model.parameters())
         parts = {
             budgets.PARAMETERS: parameters,
-            budgets.GRADIENTS: standing - need.state_bytes - parameters,
+            budgets.GRADIENTS: resident - need.state_bytes - parameters,
             budgets.STATE: need.state_bytes,
             "its update": need.step_bytes,
         }

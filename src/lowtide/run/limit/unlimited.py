@@ -1,4 +1,4 @@
-"""Steps that a limit leaves as they are, limits that never engage, and what is said of both."""
+"""Steps that run without a limit, limits that never engage, and the warnings for both."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ from lowtide.trace.results import tensors_inside
 
 
 class Unlimited(NamedTuple):
-    """Why a step runs as it is.
+    """Why a step runs without the limit.
 
     Attributes:
-        key: of the reason; each is said once.
-        text: what is said, empty where nobody would be surprised.
+        key: of the reason; each is told once.
+        text: the warning, empty where nobody would be surprised.
     """
 
     key: str
@@ -29,7 +29,7 @@ class Unlimited(NamedTuple):
 AROUND_COMPILED = (
     "torch.compile around a limited model does not reach into it: compile its submodules, which stay compiled"
 )
-CROWDED = (
+SHARED = (
     "several limited models take part in one step: each is planned for its own part, and what they take "
     "together is not held against a budget. To have one budget for all, put one limit on a module that runs "
     "them"
@@ -74,13 +74,13 @@ def why_unlimited(members: Members, args: tuple[Any, ...], kwargs: dict[str, Any
 
 
 def governed() -> bool:
-    """Whether another limited model around this one decides what it keeps."""
+    """Whether a limited model around this one decides what is kept."""
     return any(isinstance(one, Recorder) for one in interceptors())
 
 
 def keeps_nothing() -> bool:
-    """Whether autograd keeps nothing here, or the model is written down as a program (`torch.export`,
-    `torch.jit.trace`) and no step runs.
+    """Whether autograd keeps nothing here, or the model is being exported (`torch.export`,
+    `torch.jit.trace`).
     """
     if not torch.is_grad_enabled() or torch.is_inference_mode_enabled():
         return True
@@ -88,8 +88,8 @@ def keeps_nothing() -> bool:
 
 
 class _Runs:
-    """Notes that a part of the model ran. In a copy of the model it notes nothing: the copy has a limit of
-    its own.
+    """A hook that notes that a part of the model ran. A copy notes nothing: a copied model has a limit of its
+    own.
     """
 
     def __init__(self, name: str = "", ran: dict[str, None] | None = None) -> None:
@@ -103,12 +103,12 @@ class _Runs:
 
 
 class Engagement:
-    """Watches a limited model until its forward runs for the first time. It may never: the model's parts are
-    called one by one, perhaps.
+    """Waits for a limited model's first forward, and warns if its parameters get gradients before, because
+    its parts are called one by one, for instance.
 
     Args:
         model: the limited model.
-        warn: tells whoever runs the step.
+        warn: gives the warning.
     """
 
     def __init__(self, model: torch.nn.Module, warn: Callable[[str], None]) -> None:
@@ -142,7 +142,7 @@ class Engagement:
         )
 
     def end(self) -> None:
-        """The limit engages, or it has been said that it does not."""
+        """Remove the hooks."""
         for hook in self._hooks:
             hook.remove()
         self._hooks = []

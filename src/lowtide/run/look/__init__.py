@@ -1,4 +1,4 @@
-"""Look at a first step: it runs for real, in little memory, and is written down.
+"""Look at a first step: run it for real, in little memory, and record its `StepGraph`.
 
 In: a model's forward and its arguments, or a function that ends in a loss. Out: a `StepGraph`.
 Begin with `look.py`; `step.py` is `lowtide.trace`.

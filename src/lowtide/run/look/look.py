@@ -1,10 +1,10 @@
-"""Look at one step: run it for real, in little memory, and write it down.
+"""Look at one step: run it for real, in little memory, and record its `StepGraph`.
 
-Comes in: a model's forward and its arguments; its caller computes the loss and calls backward, as in any
-step. Goes out, when backward has ended: the `StepGraph`. Every block keeps what enters it (copy on write),
-everything else is evicted as autograd packs it and replayed in backward. So nothing but the program itself
-holds what the step made, and the storages' ends are the program's own. Each forward operation runs twice at
-once: that verifies that it can be replayed, and times it warm.
+In: a model's forward and its arguments; the caller computes the loss and calls backward, as in any step. Out,
+when backward has ended: the `StepGraph`. Every block keeps its inputs (copy on write); everything else is
+evicted when autograd packs it, and replayed in backward. So only the program itself holds the step's tensors,
+and a storage is freed when the program releases it. Each forward operation runs twice: that verifies its
+replay, and times it warm.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
 from lowtide.interception import interceptors, unseen
 from lowtide.ops import has_plain_storage, is_wrapper
-from lowtide.run.limit.compiled_submodules import left_alone
-from lowtide.run.limit.watch import StepWatch
+from lowtide.run.compiled_submodules import left_alone
+from lowtide.run.digest import tensor_over
 from lowtide.run.record.directors import RegionDirector
 from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import LiveValue
 from lowtide.run.record.verify import on_a_copy
-from lowtide.run.scope.scope import blocks_of
+from lowtide.run.watch import StepWatch
 from lowtide.trace.eager import StepTracer, apart
 from lowtide.trace.results import tensors_inside
 from lowtide.trace.untouched import Gradients, untouched, without_history
 
 
 class Look:
-    """One step that is looked at.
+    """A look at one step.
 
     Args:
         model: its forward is the region that can be planned.
@@ -46,11 +46,11 @@ class Look:
 
     Attributes:
         verified: every operation ran twice and was compared.
-        kept: operations that did not reproduce, with the reason; what they wrote stayed.
+        recorder: its findings name the operations that did not reproduce; what they wrote stayed.
         peak_bytes: most live bytes of the step, above those at its start; ``None`` where that cannot be
             measured, or the step is not over.
         watch: follows its backward.
-        blind: backward ran on a thread whose operations are not seen.
+        blind: backward ran on a thread whose operations are not intercepted.
         ended: whether ``on_end`` was called.
         began: when, by `time.perf_counter`.
     """
@@ -74,13 +74,9 @@ class Look:
         self.peak_bytes: int | None = None
         self.blind = self.ended = False
 
-    @property
-    def kept(self) -> dict[str, str]:
-        return self.recorder.findings.kept
-
     def run(self, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """The forward, looked at: it is the region that can be planned. What its caller does from here on,
-        until backward has ended, belongs to the step, too.
+        """Run the forward, which is the region that can be planned. What its caller does until backward has
+        ended belongs to the step, too.
         """
         tracer, recorder = self.tracer, self.recorder
         try:
@@ -90,7 +86,7 @@ class Look:
                     tracer.given(tensor)
                 stack.enter_context(tracer.following_modules())
                 if tracer.model is not None:
-                    for block in blocks_of(tracer.model):
+                    for block in _blocks(tracer.model):
                         stack.callback(block.register_forward_pre_hook(lambda *_: recorder.boundary()).remove)
                         stack.callback(block.register_forward_hook(lambda *_: recorder.boundary()).remove)
                     stack.enter_context(left_alone(tracer.model.modules(), tracer))
@@ -120,9 +116,7 @@ class Look:
         return result
 
     def beside(self, result: Any, alone: Callable[[], None]) -> None:
-        """Another forward ran beside the step and returned ``result``: a backward through that one alone
-        means that nobody waits for this step, and ``alone`` is called.
-        """
+        """Abandon this look, and call ``alone``, if backward runs only through this other ``result``."""
 
         def ends() -> None:
             if not (self.watch.backwards or self.watch.began):
@@ -144,17 +138,17 @@ class Look:
                 self._on_end(self)
 
     def released(self, number: int) -> None:
-        """Autograd has let go of a saved tensor."""
+        """Autograd has released a saved tensor."""
         self.tracer.releases(number)
         self.left()
 
     def left(self) -> None:
-        """Something of the step's graph is gone: outside of backward with the last of it the step is over."""
+        """Close once the last saved tensor is released, unless backward runs and will do so."""
         if self.tracer.unreleased == 0 and not (self.tracer.in_region or private.in_backward()):
             self.close()
 
     def close(self) -> None:
-        """The step is over, or its caller lets go of it."""
+        """End the look: the step is over, or given up."""
         if not self.tracer.closed:
             self.tracer.closed = True
             self.peak_bytes = self.watch.peak_bytes
@@ -162,7 +156,7 @@ class Look:
             self._stack.close()
 
     def graph(self) -> StepGraph:
-        """What was seen; gradients that the model has from the step have their parameters' names."""
+        """The step; gradients that it left in the model have their parameters' names."""
         self.close()
         self.tracer.name_gradients()
         return self.tracer.graph()
@@ -186,7 +180,7 @@ class Look:
 
 
 class _Looked:
-    """What autograd holds in place of a saved tensor; its end is the saved tensor's release."""
+    """What autograd holds in place of a saved tensor; it is deleted when the saved tensor is released."""
 
     __slots__ = ("held", "look", "number")
 
@@ -194,12 +188,12 @@ class _Looked:
         self.look, self.number, self.held = look, number, held
 
     def unpack(self) -> torch.Tensor:
-        """The tensor, on a storage of its own as far as anybody can tell."""
+        """The tensor, on a storage object of its own."""
         self.look.watch.backward_begins()
         try:
             with unseen():
                 return self._unpack()
-        except BaseException:  # backward ends here, and nobody calls back
+        except BaseException:  # backward ends here without a hook
             self.look.close()
             raise
 
@@ -231,15 +225,15 @@ def look_aside(
     may_run_backward: bool = False,
     verify: bool = True,
 ) -> tuple[Look, StepGraph]:
-    """Look at a step that is nobody's training step: afterwards gradients, buffers, module attributes and
-    random states are what they were.
+    """Look at a step that is no training step: gradients, buffers, module attributes and random states are
+    restored afterwards.
 
     Args:
         model, device, verify: as of `Look`.
         modules: what the step may change.
         step, args, kwargs: the forward.
-        loss_of: from what it returned to what backward begins at.
-        may_run_backward: it may be a whole step, which runs its own backward.
+        loss_of: from the forward's result to the loss.
+        may_run_backward: ``step`` may be a whole step, which runs its own backward.
     """
     with untouched(modules), torch.enable_grad():
         look = Look(model, device, verify=verify)
@@ -261,38 +255,55 @@ def look_aside(
             look.close()
 
 
+def _blocks(model: torch.nn.Module) -> list[torch.nn.Module]:
+    """The outermost members of the model's lists of modules; its children where there are none."""
+    found: list[torch.nn.Module] = []
+
+    def search(module: torch.nn.Module) -> None:
+        for child in module.children():
+            if (
+                isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
+                and len(list(module.children())) > 1
+            ):
+                found.append(child)
+            else:
+                search(child)
+
+    search(model)
+    blocks = found or list(model.children())
+    # TorchScript's modules take no hooks
+    return [block for block in blocks if not isinstance(block, torch.jit.ScriptModule)]
+
+
 def alias_of(tensor: torch.Tensor) -> torch.Tensor:
-    """A tensor over the same bytes on a storage object of its own, which does not hold them."""
+    """A tensor over the same bytes on a storage object of its own, which does not keep them alive."""
     alone = private.borrowed_storage(tensor.untyped_storage())
-    alias = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    alias.set_(alone, tensor.storage_offset(), tensor.shape, tensor.stride())
+    alias = tensor_over(alone, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
     if tensor.is_conj():
         alias = private.conjugated(alias)
     return private.negated(alias) if tensor.is_neg() else alias
 
 
 class _LittleMemory(Recorder):
-    """Evicts everything but copies of what enters a block.
+    """Evicts everything, and keeps copies of the inputs of blocks.
 
     Args:
-        tracer: knows what the step made.
+        tracer: knows which tensors the step made.
         verify: as of `lowtide.run.record.recorder.Recorder`.
     """
 
     def __init__(self, tracer: StepTracer, verify: bool) -> None:
-        super().__init__(RegionDirector(), verify=verify)
-        self.check = False  # what was compared at once needs no digest
+        super().__init__(RegionDirector(), verify=verify, check=False)  # what ran twice needs no digests
         self._tracer = tracer
         self._ends: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
     def held(self, tensor: torch.Tensor, droppable: bool) -> Kept | Evicted:
-        """What stands for a saved tensor."""
+        """Keep or evict a saved tensor."""
         key = private.storage_key(tensor)
         entry = self._given.get(key)
         if entry is None and not (droppable and self._tracer.made(tensor)):
             return Kept(tensor)
-        # the operation that saves it is about to write it, as rrelu does its noise: there is nothing to copy
-        # yet
+        # it is written after it was saved, as rrelu does with its noise: there is nothing to copy yet
         if key in self._blank:
             return Kept(tensor)
         value = entry[0] if entry is not None else self._value_of(tensor)
@@ -305,8 +316,8 @@ class _LittleMemory(Recorder):
         return apart(func, args, kwargs, self._tracer.first_run)
 
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:
-        """As the recorder's, but what stays of the step's own stays on a storage of its own, so that the
-        original ends when the program lets go of it.
+        """As the recorder's, but tensors that the step made are kept as copies, so that the originals are
+        freed when the program releases them.
         """
         key = private.storage_key(tensor)
         if key in self._given or not self._tracer.made(tensor):
@@ -320,23 +331,23 @@ class _LittleMemory(Recorder):
             self._ends[key] = weakref.ref(tensor.untyped_storage(), lambda _: held.pop(key, None))
         return value
 
-    def stands(self, tensor: torch.Tensor) -> bool:
-        """As the recorder's; what the step made would be held until backward."""
+    def may_keep(self, tensor: torch.Tensor) -> bool:
+        """As the recorder's, but nothing that the step made: it would be kept until backward."""
         return self._tracer.stands(tensor)
 
     def boundary(self) -> None:
-        """As the recorder's; copies are found again, and so is what stays, by who overwrites it."""
+        """As the recorder's, but kept values stay registered: they are copied when they are overwritten."""
         self._given.clear()
 
     def close(self) -> None:
-        """Forget what would hold tensors."""
+        """Forget what would keep tensors alive."""
         self._given.clear()
         self._blank.clear()
 
     def copy_before_write(self, written: list[torch.Tensor]) -> None:
-        """What replays start from is overwritten before backward, by another forward of the model perhaps.
+        """Copy what replays start from before it is overwritten, by another forward for instance.
 
-        In backward it is not: who writes there fills sharded weights again (FSDP), which hold nothing before.
+        Not in backward: a write there refills sharded weights (FSDP), whose storages were empty before.
         """
         if private.in_backward():
             return

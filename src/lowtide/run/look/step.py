@@ -14,7 +14,7 @@ import torch
 
 from lowtide.errors import TraceError
 from lowtide.graph import StepGraph
-from lowtide.run.limit.hidden_costs import with_overhead
+from lowtide.run.hidden_costs import with_overhead
 from lowtide.run.look.look import look_aside
 from lowtide.trace.fake import trace_fake
 from lowtide.trace.results import loss_in
@@ -39,8 +39,8 @@ def trace(
             ``None`` after its own backward.
         model: the module whose parameters the step uses, when it cannot be found from the callable's own
             variables.
-        fake: run it on fake tensors instead, for a model or a device that is not here. Models that go by what
-            is in their tensors cannot be followed so.
+        fake: run it on fake tensors instead, for a model or a device that is not here. Models that branch on
+            the contents of tensors cannot be traced so.
         costs: have each operation's seconds in the graph. Without it every operation takes 0 seconds, and two
             traces are equal.
 
@@ -96,7 +96,7 @@ def find_modules(
 
 
 def _variables(function: Any) -> list[Any]:
-    """What the names in a function's code stand for that are not its own."""
+    """The values of the nonlocal and global names in a function's code."""
     if not inspect.isfunction(function):
         return []
     variables = inspect.getclosurevars(function)
@@ -104,7 +104,7 @@ def _variables(function: Any) -> list[Any]:
 
 
 def device_of(modules: list[torch.nn.Module], args: tuple[Any, ...]) -> str:
-    """The kind of device of the first tensor that the modules have, or that is given."""
+    """The device type of the first tensor of the modules or the arguments."""
     own = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
     tensors = (item for item in (*own, *args) if isinstance(item, torch.Tensor))
     return next((tensor.device.type for tensor in tensors), "cpu")

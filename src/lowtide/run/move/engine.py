@@ -1,8 +1,8 @@
 """Carry out a plan's moves: copies out while forward goes on, copies in ahead of backward's need.
 
-The rules are those of `lowtide.plan.simulate.transfers`. A moved value comes back like a replayed one: its
-node (`Fetch`) is an operation without inputs. The node holds what is stored (`StoredTensor`), and goes when
-autograd lets go of the last saved tensor that rests on it.
+The rules are those of `lowtide.plan.simulate.transfers`. A moved value comes back like a replayed one, by an
+operation without inputs (`lowtide.run.record.tape.Fetch`). That holds what is stored (`StoredTensor`), and is
+deleted when autograd has released the last saved tensor that depends on it.
 """
 
 from __future__ import annotations
@@ -18,8 +18,7 @@ from lowtide import private
 from lowtide.interception import unseen
 from lowtide.plan.data import Compress, Move, Plan, Shard, stages
 from lowtide.plan.layout import find
-from lowtide.run.record.digest import digest, words_of
-from lowtide.run.record.tape import LiveValue
+from lowtide.run.digest import digest, words_of
 from lowtide.store.codec import Codec, CodecError
 from lowtide.store.lanes import Transfer
 from lowtide.store.shard import Gather, Replicas
@@ -29,20 +28,20 @@ from lowtide.store.tier import Slot, Tier
 
 
 class StoredTensor:
-    """What is stored of one value.
+    """One value in a store: whole, encoded or as this rank's part.
 
     Args:
-        move: what the plan says of it.
-        number: which of the plan's moves that is.
-        tensor: shows the value.
-        stores: where it goes.
+        move: the plan's move of the value.
+        number: its place among the plan's moves.
+        tensor: a tensor on the value.
+        stores: the stores it goes to.
         verify: check that what is sharded is replicated.
 
     Attributes:
         move: as given.
         exact: whether every bit comes back.
         replayable_from: whether operations may be replayed from what comes back.
-        note: why it is kept as it is after all, else empty.
+        note: why it is kept unchanged after all, else empty.
     """
 
     __slots__ = (
@@ -55,7 +54,7 @@ class StoredTensor:
         self.move, self.note = move, ""
         self.exact = self.replayable_from = True
         self._stores, self._device = stores, tensor.device
-        # for the first time that the value comes back; what asks again has memory of its own
+        # for the first fetch alone; later ones have memory of their own
         self._slab = stores.slab
         nbytes = tensor.untyped_storage().nbytes()
         self._dtype = torch.uint8 if nbytes % tensor.element_size() else tensor.dtype
@@ -107,11 +106,11 @@ class StoredTensor:
 
     @property
     def can_begin(self) -> bool:
-        """Whether something can be done ahead of need: a read, or a gather."""
+        """Whether it takes a read or a gather, which can begin ahead of need."""
         return self._slot is not None or self._group is not None
 
     def settle(self) -> None:
-        """Order the device behind the copy out, and let go of what it copied from."""
+        """Order the device behind the copy out, and release what was copied."""
         writes, self._writes = self._writes, []
         for transfer in writes:
             transfer.join()
@@ -128,15 +127,15 @@ class StoredTensor:
             return
         encoded = self._group is not None or self._codec is not None
         sizes = [elements * dtype.itemsize for _, elements, dtype in self._places]
-        self._arriving = room = self._room(sizes, self.move.arrival if encoded else self.move.place)
-        for (at, _, _), target in zip(self._places, room.targets, strict=True):
+        self._arriving = destination = self._destination(
+            sizes, self.move.arrival if encoded else self.move.place
+        )
+        for (at, _, _), target in zip(self._places, destination.targets, strict=True):
             self._reads.append(self._slot.tier.read(self._slot, target, at))
-        room.pending(self._reads)
+        destination.pending(self._reads)
 
-    def _room(self, sizes: list[int], at: int) -> _Destination:
-        """Where bytes of these sizes come to: at their place in the slab if it is free, or in memory of
-        their own.
-        """
+    def _destination(self, sizes: list[int], at: int) -> _Destination:
+        """Memory for parts of these sizes: at their place in the slab if that is free, or of their own."""
         starts, total = _packed(sizes, _PART_ALIGN)
         taken = self._slab.take(at, total) if self._slab is not None and at >= 0 else None
         if taken is None:
@@ -144,9 +143,9 @@ class StoredTensor:
         return _Destination(starts, sizes, self._device, taken)
 
     def _gather(self, group: Replicas, part: torch.Tensor) -> _Destination:
-        room = self._room([part.nbytes * group.size], self.move.place)
-        room.pending([group.gather(part, room.targets[0])])
-        return room
+        destination = self._destination([part.nbytes * group.size], self.move.place)
+        destination.pending([group.gather(part, destination.targets[0])])
+        return destination
 
     def fetch(self) -> torch.Tensor:
         """The value as a flat tensor of its own."""
@@ -163,22 +162,22 @@ class StoredTensor:
         if self._slot is not None:
             self.begin()
             arrived, self._arriving, self._reads = self._arriving, None, []
-            assert arrived is not None  # held until the value has been put together: it lies there
+            assert arrived is not None  # holds the parts until the value is put together
             arrived.join()
             parts = tuple(
                 part.view(dtype) for part, (_, _, dtype) in zip(arrived.targets, self._places, strict=True)
             )
         if self._group is not None:
-            room, self._gathering = self._gathering, None
-            room = room or self._gather(self._group, parts[0])
-            room.join()
+            destination, self._gathering = self._gathering, None
+            destination = destination or self._gather(self._group, parts[0])
+            destination.join()
         elif self._codec is not None:
-            room = self._room([self._elements * self._dtype.itemsize], self.move.place)
-            self._codec.decode(parts, room.tensors[0].view(self._dtype))
+            destination = self._destination([self._elements * self._dtype.itemsize], self.move.place)
+            self._codec.decode(parts, destination.tensors[0].view(self._dtype))
         else:
-            room = arrived
-        assert room is not None
-        return room.tensors[0].view(self._dtype)
+            destination = arrived
+        assert destination is not None
+        return destination.tensors[0].view(self._dtype)
 
 
 _PART_ALIGN = 64
@@ -186,12 +185,11 @@ _PART_ALIGN = 64
 
 
 class _Destination:
-    """Where something comes to.
+    """Memory that transfers write to.
 
     Attributes:
         tensors: flat bytes for each part.
-        targets: the same for those who write them, or read what arrived to put a value together: their
-            threads let go of it when they get to it.
+        targets: the same bytes, for the threads that write them or decode them, which may hold them longer.
     """
 
     __slots__ = ("_pending", "_place", "targets", "tensors")
@@ -216,13 +214,13 @@ class _Destination:
         self.targets = [self._place.target[start:end] for start, end in spans]
 
     def pending(self, work: Sequence[Transfer | Gather]) -> None:
-        """This writes there; until it has, nobody else may."""
+        """This work writes there; nothing else may until it has finished."""
         self._pending = list(work)
         if self._place is not None:
             self._place.writing(work)
 
     def join(self) -> None:
-        """Order the device behind what is written; whoever wrote it is let go of."""
+        """Order the device behind the pending writes, and forget them."""
         pending, self._pending = self._pending, []
         for work in pending:
             work.join()
@@ -231,7 +229,7 @@ class _Destination:
 
 
 def _packed(sizes: list[int], align: int) -> tuple[list[int], int]:
-    """Where parts begin, each at a multiple of ``align``, and how many bytes they take.
+    """The offsets of parts, each a multiple of ``align``, and the bytes that all of them take.
 
     >>> _packed([10, 3], 64)
     ([0, 64], 67)
@@ -243,47 +241,16 @@ def _packed(sizes: list[int], align: int) -> tuple[list[int], int]:
     return starts, end
 
 
-class Fetch:
-    """The node that writes a moved value: an operation without inputs.
-
-    Attributes:
-        func: for messages.
-        order: position in the forward.
-        exact: whether every bit comes back.
-        output: the value.
-    """
-
-    __slots__ = ("__weakref__", "engine", "exact", "func", "grad", "order", "output", "stored")
-
-    def __init__(self, stored: StoredTensor, engine: TransferEngine, order: float) -> None:
-        self.func = "a moved value"
-        self.stored = stored
-        self.engine = engine
-        self.order = order
-        self.exact = stored.exact
-        self.grad = False
-        self.output: weakref.ref[LiveValue] | None = None
-
-    def inputs(self) -> list[LiveValue]:
-        """None."""
-        return []
-
-    def fetch(self) -> torch.Tensor:
-        """The bytes, now."""
-        self.engine.taken(self.stored)
-        return self.stored.fetch()
-
-
 class TransferEngine:
     """The moves of one forward.
 
     Args:
         plan: has moves.
-        stores: where to; what every step under the plan stores there is laid out and reserved, if it is not.
+        stores: the stores to use; what a step under the plan needs there is reserved once.
         verify: check that what is sharded is replicated.
 
     Raises:
-        StoreError: there is no room for it.
+        StoreError: the stores have too little memory.
         PlanError: a tier cannot be opened, a codec or a group is not known.
 
     Attributes:
@@ -305,8 +272,8 @@ class TransferEngine:
         self._early: dict[int, int] = {}
         self._began = False
 
-    def out(self, number: int, tensor: torch.Tensor, order: float) -> Fetch:
-        """Store the value that ``tensor`` shows, the ``number``-th of the plan's moves (rules 1 and 2)."""
+    def out(self, number: int, tensor: torch.Tensor) -> StoredTensor:
+        """Store the value of ``tensor``, the ``number``-th of the plan's moves (rules 1 and 2)."""
         move = self.plan.moves[number]
         with unseen():
             stored = StoredTensor(move, number, tensor, self.stores, self.verify)
@@ -319,7 +286,7 @@ class TransferEngine:
                 self._waiting_bytes += stored.waiting_bytes
                 while self._waiting_bytes > self.plan.window_bytes:
                     self._settle()
-        return Fetch(stored, self, order)
+        return stored
 
     def _settle(self) -> None:
         stored = self._waiting.popleft()
@@ -327,7 +294,7 @@ class TransferEngine:
         stored.settle()
 
     def begin(self) -> None:
-        """Backward asks for a saved tensor: what is still on its way out is waited for."""
+        """Backward has begun: wait for the copies out that are under way."""
         if self._began or not private.in_backward():
             return
         self._began = True
@@ -335,32 +302,32 @@ class TransferEngine:
             self._settle()
 
     def ahead(self) -> None:
-        """Rule 4: start fetching what comes next while there is room."""
+        """Rule 4: start fetching what comes next, as far as the window allows."""
         if not self._began:
             return
-        room = self.plan.window_bytes - sum(self._early.values())
+        free = self.plan.window_bytes - sum(self._early.values())
         while self._next < len(self._order):
             reference = self._order[self._next]
             stored = reference() if reference is not None else None
             if stored is not None and stored.can_begin:
                 size = stored.move.ahead_bytes
-                if size > room:
+                if size > free:
                     return
-                room -= size
+                free -= size
                 self._early[id(stored)] = size
                 with unseen():
                     stored.begin()
             self._next += 1
 
     def taken(self, stored: StoredTensor) -> None:
-        """A value is in use: it is not ahead of need any more, and neither is anything before it."""
+        """A value is in use, and no longer ahead of need; nor is any before it."""
         self._early.pop(id(stored), None)
         if stored.move.fetched >= self._next:
             self._order[stored.move.fetched] = None
 
 
 def _prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
-    """Lay out what every step under ``plan`` stores or places, and reserve it, if that has not been done."""
+    """Lay out and reserve what every step under ``plan`` stores, once."""
     if stores.prepared is plan:
         return
     lives: dict[Tier, list[tuple[int, int, int]]] = {}
@@ -385,6 +352,6 @@ def _prepare(plan: Plan, stores: Stores, device: torch.device) -> None:
 
 @lru_cache(maxsize=64)
 def _offsets(lives: tuple[tuple[int, int, int], ...], align: int) -> list[int]:
-    """Where each (from, until, bytes) lies; kinds of steps that take turns ask for the same again."""
+    """The offset of each (from, until, bytes); cached, since kinds of steps take turns."""
     lower, upper, size = zip(*lives, strict=True)
     return find(lower, upper, size, align=align, seconds=2.0).offsets.tolist()

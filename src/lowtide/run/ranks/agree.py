@@ -1,12 +1,12 @@
 """Ranks that share collectives share a plan, so that a recomputed collective is issued by all of them or by
 none.
 
-The ranks of one tensor-parallel group tell each other what they know before a plan is made: the room that
-their budgets leave, and what was learned from the last step. The first of them solves for the tightest and
-sends the plan to the others. So do the ranks of a group that `Stores` was given to shard over: each keeps a
-part of the same values. Collectives are recomputed only where all ranks trace the same program; else each
-plans alone and keeps what collectives return. Data-parallel ranks and pipeline stages share no layer, and
-never wait for one another here.
+Before a plan is made, the ranks of a tensor-parallel group exchange the bytes that their budgets leave for
+activations, and what the last step showed. The first rank solves for the fewest bytes and sends the plan to
+the others. The ranks of a group that `Stores` may shard over do the same: each keeps a part of the same
+values. Collectives are recomputed only where all ranks trace the same program; otherwise each plans alone and
+keeps the results of collectives. Data-parallel ranks and pipeline stages share no layers, and never wait for
+one another here.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from lowtide.interception import unseen
 from lowtide.plan.data import Plan
 
 LEARNING_STEPS = 4
-"""For how many steps under a plan ranks tell each other what they learned; nothing is learned later."""
+"""After so many steps under a plan ranks stop exchanging what their steps showed."""
 
 
 @dataclass(frozen=True)
@@ -41,31 +41,31 @@ class Agreement:
     rank: int
 
     def share(self, item: Any) -> list[Any]:
-        """What every rank gives, by rank. A collective."""
+        """The item of every rank, by rank. A collective."""
         found: list[Any] = [None] * self.process_group.size()
         with unseen():
             torch.distributed.all_gather_object(found, item, group=self.process_group)
         return found
 
     def from_first(self, item: Any) -> Any:
-        """What the first rank gives. A collective."""
+        """The item of the first rank. A collective."""
         found = [item]
         with unseen():
             torch.distributed.broadcast_object_list(found, src=self.first, group=self.process_group)
         return found[0]
 
     def same_program(self, graph: StepGraph) -> bool:
-        """Whether every rank runs these operations; when each lets go of what differs by its backend's
-        threads. A collective.
+        """Whether all ranks traced equal operations, whatever the order of frees, which the backend's threads
+        change. A collective.
         """
         return len(set(self.share(replace(graph, resident_bytes=0, events=()).fingerprint()))) == 1
 
     def refusal(self, error: BudgetError | None) -> BudgetError | None:
-        """What any rank has against a budget, on every rank. A collective."""
+        """The first refusal of any rank, on every rank. A collective."""
         return next((found for found in self.share(error) if found is not None), None)
 
     def solve(self, solve: Callable[[int | None], Plan], graph: StepGraph, limit: int | None) -> Plan:
-        """One plan for all: solved by the first rank, for the least room that any budget leaves. A
+        """One plan for all ranks: solved by the first, for the fewest bytes that any budget leaves. A
         collective.
 
         Args:
@@ -76,18 +76,18 @@ class Agreement:
         Raises:
             BudgetError: no plan fits; on every rank.
         """
-        rooms = self.share(None if limit is None else limit - graph.resident_bytes)
-        tightest = None if None in rooms else min(rooms)
+        left = self.share(None if limit is None else limit - graph.resident_bytes)
+        least = None if None in left else min(left)
         answer: str | BudgetError = ""
         if self.rank == 0:
             try:
-                answer = solve(None if tightest is None else tightest + graph.resident_bytes).to_json()
+                answer = solve(None if least is None else least + graph.resident_bytes).to_json()
             except BudgetError as error:
                 answer = error
-        answer, standing = self.from_first((answer, graph.resident_bytes))
+        answer, first_resident = self.from_first((answer, graph.resident_bytes))
         if isinstance(answer, BudgetError):
             if answer.smallest_bytes is not None:
-                answer.smallest_bytes += graph.resident_bytes - standing
+                answer.smallest_bytes += graph.resident_bytes - first_resident
             raise answer
         return replace(Plan.from_json(answer), budget_bytes=limit)
 
@@ -105,8 +105,8 @@ def agreement_of(model: torch.nn.Module) -> Agreement | None:
 
 
 def agreement_over(groups: Mapping[str, Any]) -> Agreement | None:
-    """The ranks that hold the same values, over whose group a plan may shard them: where there is one such
-    group, of more than one rank.
+    """The ranks of the one group that a plan may shard over; ``None`` without one, or with several, or for a
+    single rank.
     """
     if len(groups) != 1:
         return None

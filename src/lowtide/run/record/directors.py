@@ -1,5 +1,5 @@
-"""Directors decide, operation by operation, what the recorder records and what stays: one inside a
-checkpointing scope, which knows no graph, the other by a plan.
+"""Directors decide for each operation whether it is recorded and which of its results stay: one inside a
+checkpointing scope, without a graph, the other by a plan.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ class RegionDirector:
         self._evicted = evicted
 
     def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-        """The next operation, which is about to run: whether it is recorded and its results evicted. To be
-        called once for each that is no view.
+        """Whether the next operation is recorded and its results evicted; asked once before each that is no
+        view.
         """
         return self._evicted
 
     def skip(self, count: int) -> None:
-        """So many operations have passed."""
+        """So many operations have run without being asked about."""
 
     def stays(self, info: OpInfo, writes: int) -> tuple[bool, ...]:
-        """The operation has run: which of the ``writes`` values that it wrote stay (missing ones do not)."""
+        """Which of the ``writes`` values of the operation that has run stay; missing entries do not."""
         return ()
 
 
@@ -46,14 +46,15 @@ class PlanDirector:
         program, moves: the plan's.
         smaller: whether the step is smaller than the one that was planned for.
 
-    Where the running step departs from the program (data-dependent routing), it looks ahead for where the two
-    meet again; an operation that the plan does not know is recorded and evicted, which is always safe; but
-    not a collective, which other ranks may know.
+    Where the step runs other operations than the program (data-dependent routing), it searches ahead for the
+    place where the two agree again. An operation that the program does not have is recorded and evicted,
+    which is always safe; but not a collective, which other ranks may not run.
 
     Attributes:
         at: the place in the program.
-        departed: how many operations the plan did not know.
-        missed: how many of the plan's operations the step did not have, or had otherwise.
+        extra: how many operations of the step the program does not have.
+        skipped: how many of the program's operations the step did not run, or ran on other tensors.
+        moves: for each value of the latest operation, its place among the plan's moves, or -1.
     """
 
     def __init__(
@@ -63,10 +64,14 @@ class PlanDirector:
         self._moves = moves
         self._smaller = smaller
         self.at = 0
-        self.departed = 0
-        self.missed = 0
+        self.extra = 0
+        self.skipped = 0
         self.moves: tuple[int, ...] = ()
-        """for each value that the latest operation wrote, its place among the plan's moves, or -1"""
+
+    @property
+    def departed(self) -> bool:
+        """Whether the step has run other operations than the program."""
+        return self.extra > 0 or self.skipped > 0
 
     def _find(self, info: OpInfo) -> int | None:
         program, at = self._program, self.at
@@ -78,7 +83,7 @@ class PlanDirector:
         return None
 
     def skip(self, count: int) -> None:
-        """On by so many operations of the program."""
+        """Advance by so many operations of the program."""
         self.at += count
 
     def evicts(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -88,10 +93,10 @@ class PlanDirector:
         return not info.collective if at is None else self._program[at].replayed
 
     def moves_of(self, wrote: Sequence[torch.Tensor]) -> tuple[int, ...]:
-        """For each value that the latest operation wrote its place among the plan's moves, or -1.
+        """For each value of the latest operation its place among the plan's moves, or -1.
 
-        A value of another shape, dtype or size than the plan's was written by another operation of that name:
-        the step has departed from the program. Only what comes back as it was may move from there on.
+        A value of another shape, dtype or size than the plan's comes from another operation of that name: the
+        step has departed from the program. From there on only values that come back bitwise may move.
         """
         moves = [
             number if number >= 0 and has_plain_storage(t) else -1
@@ -99,17 +104,15 @@ class PlanDirector:
         ]
         for number, tensor in zip(moves, wrote, strict=True):
             if number >= 0 and not self._is_of(tensor, self._moves[number]):
-                self.departed += 1
-                self.missed += 1
+                self.skipped += 1
                 return (-1,) * len(moves)
-        departed = self.departed > 0 or self.missed > 0
-        return tuple(
-            -1 if number < 0 or (departed and self._moves[number].encoded) else number for number in moves
-        )
+        if self.departed:
+            moves = [-1 if number < 0 or self._moves[number].encoded else number for number in moves]
+        return tuple(moves)
 
     def _is_of(self, tensor: torch.Tensor, move: Move) -> bool:
-        """Whether a value that is moved so was written through this tensor; in a smaller step through one
-        that is larger in no dimension.
+        """Whether this is the tensor that the move is for; in a smaller step one that is larger in no
+        dimension.
         """
         shape, nbytes = tuple(tensor.shape), tensor.untyped_storage().nbytes()
         if str(tensor.dtype) != f"torch.{move.dtype}" or len(shape) != len(move.shape):
@@ -119,19 +122,17 @@ class PlanDirector:
         return nbytes == move.bytes and shape == move.shape
 
     def stays(self, info: OpInfo, writes: int) -> tuple[bool, ...]:
-        """What the plan says of it; on to the next."""
+        """As the program says; advance to its next operation."""
         self.moves = ()
         at = self._find(info)
         if at is None:
-            self.departed += 1
+            self.extra += 1
             return ()
-        self.departed += at - self.at
-        self.missed += at - self.at
+        self.skipped += at - self.at
         self.at = at + 1
         step = self._program[at]
         if len(step.stored) != writes:
-            self.departed += 1
-            self.missed += 1
+            self.skipped += 1
             return ()
         self.moves = step.moves
         return step.stored

@@ -11,22 +11,24 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import unseen
 from lowtide.ops import has_plain_storage, is_wrapper
-from lowtide.run.limit.watch import StepWatch
+from lowtide.run.digest import digest
 from lowtide.run.move.engine import TransferEngine
-from lowtide.run.record.digest import digest
 from lowtide.run.record.replay import bring_back
 from lowtide.run.record.tape import Ref
 
+AroundUnpack = Callable[[Callable[[], torch.Tensor]], torch.Tensor]
+"""Makes the call that brings an evicted tensor back."""
+
 
 class Kept:
-    """A saved tensor that stays."""
+    """A saved tensor that is kept."""
 
     __slots__ = ("mover", "tensor", "version")
 
     def __init__(self, tensor: torch.Tensor, mover: TransferEngine | None = None) -> None:
         self.mover = mover
-        # what a node made itself, it must not hold: autograd would never let go of either; nor may a mask
-        # that the model returns, too, look as if its caller held it
+        # a node must not hold its own output: the cycle would never be freed. Nor may a mask that the model
+        # returns, too, look as if its caller held it
         self.tensor = (
             tensor if tensor.is_leaf or not has_plain_storage(tensor) else private.unseen_alias(tensor)
         )
@@ -42,25 +44,25 @@ class Kept:
 
 
 class Evicted:
-    """A saved tensor that is brought back when asked for."""
+    """A saved tensor that is evicted, and brought back when autograd unpacks it."""
 
-    __slots__ = ("asked", "digest", "mover", "ref", "version", "watch", "witness")
+    __slots__ = ("around", "asked", "digest", "mover", "ref", "version", "witness")
 
     def __init__(
         self,
         ref: Ref,
         tensor: torch.Tensor,
         checked: int | None,
-        watch: StepWatch | None = None,
+        around: AroundUnpack | None = None,
         mover: TransferEngine | None = None,
     ) -> None:
         self.mover = mover
         self.ref = ref
-        self.asked = True  # it counts among the readers when all of it stands
+        self.asked = True  # no reader before the constructor has succeeded
         self.witness = private.version_witness(tensor)
         self.version = private.version(self.witness)
         self.digest = checked
-        self.watch = watch
+        self.around = around
         self.asked = False
         ref.value.readers += 1
 
@@ -70,7 +72,7 @@ class Evicted:
 
     def unpack(self) -> torch.Tensor:
         """The tensor, replayed or from the cache of an earlier replay."""
-        return self._unpack() if self.watch is None else self.watch.unpacks(self._unpack)
+        return self._unpack() if self.around is None else self.around(self._unpack)
 
     def _unpack(self) -> torch.Tensor:
         if self.mover is None:
@@ -101,11 +103,11 @@ class Evicted:
 
 class Attributed:
     """A saved tensor with attributes, such as Megatron's ``main_grad``: a custom function's backward reads
-    them and sets others. Autograd hands out a plain tensor without them to whoever stands behind hooks.
+    them and sets others. With saved-tensor hooks autograd hands out a plain tensor without them.
 
     Args:
         tensor: the saved tensor.
-        packed: what stands for its numbers.
+        packed: brings its contents back.
     """
 
     __slots__ = ("attributes", "kind", "packed", "requires_grad")
@@ -115,7 +117,7 @@ class Attributed:
         self.requires_grad = tensor.requires_grad
 
     def unpack(self) -> torch.Tensor:
-        """The tensor; for a custom function of its own type, with the very attributes of the original."""
+        """The tensor; for a custom function with the original's type and its attributes."""
         found = unpack(self.packed)
         if not private.in_custom_backward():
             return found
@@ -127,7 +129,7 @@ class Attributed:
 
 
 class Wrapped:
-    """A saved tensor subclass that holds other tensors; each is packed for itself."""
+    """A saved tensor subclass that holds other tensors, each of which is packed on its own."""
 
     __slots__ = ("context", "kind", "packed", "rest", "shape", "strides")
 
@@ -141,14 +143,14 @@ class Wrapped:
         self.rest = {name: part for name, part in parts.items() if name not in self.packed}
 
     def unpack(self) -> torch.Tensor:
-        """The subclass put together again."""
+        """The subclass, made of its unpacked parts."""
         inner = {**{name: unpack(packed) for name, packed in self.packed.items()}, **self.rest}
         return self.kind.__tensor_unflatten__(inner, self.context, self.shape, self.strides)
 
 
 def _is_content(part: Any) -> bool:
-    """Whether a part is a tensor of numbers: offsets and lengths are integers, and a nested tensor is of
-    another shape with others in their place.
+    """Whether a part may be packed: not offsets and lengths, which are integers and decide a nested tensor's
+    shape.
     """
     return isinstance(part, torch.Tensor) and (
         part.is_floating_point() or part.is_complex() or is_wrapper(part)
@@ -156,8 +158,8 @@ def _is_content(part: Any) -> bool:
 
 
 def unpack(packed: Any) -> torch.Tensor:
-    """What autograd gets back for what `Recorder.pack` returned."""
-    # most are: the fewest calls between two kernels
+    """The tensor for what `Recorder.pack` returned."""
+    # the commonest case, with the fewest calls
     if type(packed) is Kept and packed.mover is None:
         tensor = packed.tensor
         if private.version(tensor) == packed.version:
@@ -171,7 +173,7 @@ def _check_version(tensor: torch.Tensor, expected: int, shape: torch.Size | None
 
 
 def overwritten(like: torch.Tensor, version: int, expected: int, shape: Sequence[int]) -> None:
-    """Raise what autograd raises where a saved tensor was overwritten."""
+    """Raise autograd's own error for a saved tensor that was overwritten."""
     kind = like.type().removeprefix("torch.")
     raise RuntimeError(
         "one of the variables needed for gradient computation has been modified by an inplace "

@@ -1,43 +1,28 @@
-"""The compiled half of the recorder (`cpp/`), and what it is told of a plan's program.
+"""The compiled half of the recorder (`cpp/`), and a plan's program in its form.
 
-It takes the operations that the program has next and that need no closer look: those that are not recorded
-and overwrite nothing that the recorder knows, and those that are recorded, overwrite nothing and draw no
-random numbers. Everything else, a step that departs from its plan included, goes to the recorder in Python,
-operation by operation; both work on the same tables and the same tape. Without a compiler Python does it all.
+It handles the program's next operation if that is plain: one that is not recorded and overwrites nothing that
+the recorder knows, or one that is recorded, overwrites nothing and draws no random numbers. Everything else,
+and a step that departs from its plan, goes to the recorder in Python, operation by operation. Both work on
+the same tables and the same tape. Without a compiler Python does it all.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 from lowtide import interception, private
-from lowtide.native import BuildError, compiler
 from lowtide.ops import OpInfo, op_info, operation_named
 from lowtide.plan.data import ProgramStep
 
-_PASS, _RECORD, _CLOSER = 0, 1, 2
-
-
-@dataclass(frozen=True, slots=True)
-class Overhead:
-    """Seconds of the executor beside the kernels.
-
-    Attributes:
-        passing_seconds: for each operation of the forward, its views and saved tensors included.
-        replayed_seconds: beyond that, for each operation that is recorded and runs again.
-    """
-
-    passing_seconds: float
-    replayed_seconds: float
+_PASS, _RECORD, _PYTHON = 0, 1, 2
 
 
 @cache
 def compiled() -> Any:
-    """The compiled module, or ``None`` where it cannot be compiled. It is compiled where operations are
-    intercepted first (half a minute, once for each PyTorch and Python).
+    """The compiled module, or ``None`` where it cannot be compiled. Compiling takes half a minute, once for
+    each version of PyTorch and Python.
     """
     from lowtide.run.record import handles, replay, tape
 
@@ -47,28 +32,16 @@ def compiled() -> Any:
     return module
 
 
-def executor_overhead() -> Overhead:
-    """What the executor adds here, as `benchmarks/recorder.py` reads it with cold caches: without a compiler
-    Python does it all. It is the host's time; what of it hides behind a GPU's see
-    `lowtide.run.limit.hidden_costs`.
-    """
-    try:
-        compiler()
-    except BuildError:
-        return Overhead(30e-6, 33e-6)
-    return Overhead(1e-6, 9e-6)
-
-
 def compiled_program(steps: Sequence[ProgramStep]) -> Any:
-    """What the compiled half has to know of a plan's program, or ``None`` where there is none."""
+    """A plan's program for the compiled half, or ``None`` where there is none."""
     module = compiled()
     if module is None:
         return None
     made = module.Program()
     for step in steps:
         func = operation_named(step.name)
-        if not isinstance(func, private.OpOverload):  # a compiled module's call
-            made.add(step.name, "", _CLOSER, [], [], -1, step.stored, None)
+        if not isinstance(func, private.OpOverload):
+            made.add(step.name, "", _PYTHON, [], [], -1, step.stored, None)
             continue
         info = op_info(func)
         places = {argument.name: at for at, argument in enumerate(private.schema_of(func).arguments)}
@@ -83,7 +56,7 @@ def compiled_program(steps: Sequence[ProgramStep]) -> Any:
 
 def _kind(step: ProgramStep, info: OpInfo) -> int:
     if step.moves or info.uninitialized:
-        return _CLOSER
+        return _PYTHON
     if not step.replayed:
         return _PASS
-    return _RECORD if info.replays_plainly else _CLOSER
+    return _RECORD if info.replays_plainly else _PYTHON

@@ -1,12 +1,12 @@
-"""Random operations that a replay can draw again, whoever else draws from the same generator.
+"""Replay random operations exactly, even while other threads draw.
 
-All threads of a process share PyTorch's default generator. Whoever reads its state, draws, and later sets
-that state to draw again is disturbed by another thread (one that loads data, say) that draws in between, and
-disturbs it. So on the CPU an operation that may run again draws from a generator of its thread's own, which
-begins where the shared one stands; then the shared one goes on from where the own one ends, so that the
-numbers are those of the plain step. Where another thread has drawn meanwhile, nothing says whose turn it was:
-the shared one stays as it is, and an operation that only fills a tensor draws anew, from where a number of
-the shared one says. A replay draws from the own generator alone.
+All threads of a process share PyTorch's default generator. A thread that reads its state, draws, and later
+sets that state to draw again would disturb others that draw in between (one that loads data, say), and be
+disturbed by them. So on the CPU an operation that may run again draws from a generator of its own thread,
+which begins at the shared generator's state; then the shared one is set to where the own one ends, so that
+the numbers are those of the plain step. If another thread has drawn meanwhile, the shared one stays as it is,
+and an operation that only fills a tensor draws again, with a seed drawn from the shared one. A replay uses
+the own generator alone.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ _OWN = _Own()
 
 @functools.cache
 def taking_generator(func: Any) -> tuple[Any, int]:
-    """The overload of a random operation that takes a generator besides (``None`` if there is none), and at
-    which position.
+    """The overload of a random operation that also takes a generator, or ``None``, and the generator's
+    position.
     """
     if not isinstance(func, private.OpOverload):
         return None, 0
@@ -63,11 +63,11 @@ _STATE, _NUMPY, _BYTES = methodcaller("get_state"), methodcaller("numpy"), metho
 
 
 def _went_on(generator: torch.Generator, before: bytes, after: torch.Tensor) -> bool:
-    """Set a generator's state to ``after`` if it is ``before``; whether it was.
+    """Set a generator's state to ``after`` if it is ``before``; return whether it was.
 
-    All of it runs within iterators that Python brings along, between which no other thread gets its turn: one
-    that did would have thousands of its numbers drawn again. The state that is compared is held until all is
-    done, since letting go of a tensor gives others their turn, too.
+    All of it runs inside built-in iterators, between which Python does not switch threads: a thread that drew
+    in between would have its numbers drawn a second time. The compared state is kept until the end, since
+    freeing a tensor may switch threads, too.
     """
     states, _held = tee(map(_STATE, (generator,)))
     arrays, _held_too = tee(map(_NUMPY, states))
@@ -76,13 +76,13 @@ def _went_on(generator: torch.Generator, before: bytes, after: torch.Tensor) -> 
 
 
 def drawn(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any], fills: bool) -> Any:
-    """Run a random operation in the forward, and take down from where it draws.
+    """Run a random operation in the forward, and record the state that it draws from.
 
     Args:
         node: the operation as it is recorded.
         call: runs an operation.
         args, kwargs: what it is called with.
-        fills: whether it only overwrites what it is given, so that it may run once more.
+        fills: whether it only overwrites its argument, so that it may run a second time.
     """
     given = [item for item in (*args, *kwargs.values()) if isinstance(item, torch.Generator)]
     node.generator = given[0] if given else None
@@ -102,9 +102,7 @@ def drawn(node: Node, call: Call, args: tuple[Any, ...], kwargs: dict[str, Any],
 
 
 def drawn_again(node: Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Run a random operation from the state that was taken down; where that takes the shared generator, it is
-    left as it was.
-    """
+    """Run a random operation again from its recorded state; the shared generator is left unchanged."""
     assert node.random_state is not None
     func, position = taking_generator(node.func)
     if func is not None and node.device.type == "cpu":

@@ -1,8 +1,8 @@
-"""Record a running forward on the tape, and stand between autograd and what it saves.
+"""Record a running forward on the tape, and evict the tensors that autograd saves.
 
-`Recorder` is the interceptor and the pair of saved-tensor hooks of one forward. What is recorded and what is
-held is asked of a `Director`: one that follows a plan (`lowtide.run.apply`) or one that knows only its region
-(`lowtide.run.scope.scope`).
+`Recorder` is the interceptor and the pair of saved-tensor hooks of one forward. A director
+(`lowtide.run.record.directors`) decides what is recorded and which results stay: one follows a plan, another
+a scope's rule.
 """
 
 from __future__ import annotations
@@ -28,15 +28,14 @@ from lowtide.ops import (
     tensors_of,
     written_tensors,
 )
-from lowtide.run.limit.watch import StepWatch
-from lowtide.run.move.engine import Fetch, TransferEngine
-from lowtide.run.record.digest import digest, reach
+from lowtide.run.digest import digest, reach
+from lowtide.run.move.engine import TransferEngine
 from lowtide.run.record.directors import Director, PlanDirector, RegionDirector
-from lowtide.run.record.handles import Attributed, Evicted, Kept, Wrapped, unpack
+from lowtide.run.record.handles import AroundUnpack, Attributed, Evicted, Kept, Wrapped, unpack
 from lowtide.run.record.native import compiled
 from lowtide.run.record.random_draws import drawn
 from lowtide.run.record.replay import flat_results
-from lowtide.run.record.tape import LiveValue, Node, Ref, Standing, Writer
+from lowtide.run.record.tape import Fetch, LiveValue, Node, Ref, SparseInput, Writer
 from lowtide.run.record.verify import Findings, copied, on_a_copy, why_not_reproduced
 
 
@@ -45,13 +44,13 @@ class Recorder(Interceptor):
 
     Args:
         director: decides what is recorded and what stays.
-        verify: run every recorded operation a second time at once and compare, and check what is evicted for
-            writes that the dispatcher did not see.
-        check: compare every replayed tensor with the digest of the original.
-        watch: is told when backward asks for the first saved tensor.
+        verify: run every recorded operation twice and compare, and check evicted values for writes that the
+            dispatcher did not see.
+        check: compare every replayed tensor with the digest of the original; ``None`` is as ``verify``.
+        around_unpack: makes the call that brings an evicted tensor back.
         mover: carries out the plan's moves.
         program: the plan's, as the compiled recorder knows it (`lowtide.run.record.native`), or ``None``.
-            What is verified or checked is Python's.
+            Verifying and checking are done in Python.
     """
 
     def __init__(
@@ -59,16 +58,16 @@ class Recorder(Interceptor):
         director: Director,
         *,
         verify: bool = False,
-        check: bool = False,
-        watch: StepWatch | None = None,
+        check: bool | None = None,
+        around_unpack: AroundUnpack | None = None,
         mover: TransferEngine | None = None,
         program: Any = None,
     ) -> None:
         private.keep_dynamo_out()
         self.director = director
         self.verify = verify
-        self.check = check or verify
-        self.watch = watch
+        self.check = verify if check is None else check
+        self.around_unpack = around_unpack
         self.mover = mover
         self.findings = Findings()
         self._given: dict[int, tuple[LiveValue, weakref.ref[torch.UntypedStorage]]] = {}
@@ -80,10 +79,8 @@ class Recorder(Interceptor):
             self.core = compiled().Core(self, program)
 
     @contextmanager
-    def recording(self) -> Iterator[Recorder]:
-        """Intercept operations and saved tensors together; afterwards nothing but autograd's graph holds what
-        was recorded.
-        """
+    def recording(self) -> Iterator[None]:
+        """Intercept operations and saved tensors; afterwards only autograd's graph holds the tape."""
         with ExitStack() as stack:
             stack.callback(self.close)
             core = self.core if self.mover is None else None
@@ -94,21 +91,18 @@ class Recorder(Interceptor):
                 core.hooks_found()
                 stack.callback(core.hooks_end)
             stack.enter_context(self)
-            yield self
+            yield
 
     def boundary(self) -> None:
-        """From here on, what was written so far counts as having entered: it stays where something rests on
-        it.
-        """
+        """Begin a region: earlier values are its inputs, and are kept where replays need them."""
         self._given.clear()
         self._held.clear()
 
     @contextmanager
     def region(self, director: RegionDirector) -> Iterator[None]:
-        """A scope inside what this recorder records.
+        """A scope inside this recorder's forward: a region with a director of its own.
 
-        A plan has its own decisions for the scope's operations, made when the step was traced; a scope's own
-        recorder starts a region.
+        Not under a plan, which has decisions for the scope's operations.
         """
         if isinstance(self.director, PlanDirector):
             yield
@@ -122,7 +116,7 @@ class Recorder(Interceptor):
             self.director = before
 
     def close(self) -> None:
-        """Forget every value that no saved tensor rests on."""
+        """Forget all values; those that saved tensors need are held by autograd's graph."""
         self._given.clear()
         self._held.clear()
         self._blank.clear()
@@ -130,15 +124,15 @@ class Recorder(Interceptor):
     # ---- operations ------------------------------------------------------------------------------
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Run one operation and record it where the director wants that; a backward inside the forward only
-        runs.
+        """Run one operation, and record it if the director wants that; a backward inside the forward is not
+        recorded.
         """
         info = op_info(func)
         if info.is_view or info.waits or private.in_backward():
             return self._call(func, args, kwargs)
         self._wanted = self.director.evicts(func, args, kwargs)
         inputs = [*tensors_of(args), *tensors_of(kwargs)]
-        plain = all(has_plain_storage(t) or self.stands(t) for t in inputs)
+        plain = all(has_plain_storage(t) or self.may_keep(t) for t in inputs)
         written = written_tensors(info, args, kwargs) if info.written else []
         before: list[tuple[torch.Tensor, torch.Tensor]] = []
         prepared = self._prepare(func, info, args, kwargs, inputs, written, before) if plain else None
@@ -155,7 +149,7 @@ class Recorder(Interceptor):
             result = self._call(func, args, kwargs)
         flat = flat_results(result)
         if info.collective and node is not None:
-            flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be looked at below
+            flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below
         keys = {private.storage_key(t) for t in inputs if has_plain_storage(t)}
         fresh: dict[int, int] = {}
         for position, tensor in enumerate(flat):
@@ -186,18 +180,18 @@ class Recorder(Interceptor):
         return result
 
     def skip(self, count: int) -> None:
-        """So many operations of the program have run without being recorded."""
+        """So many operations of the program have run in the compiled half."""
         self.director.skip(count)
 
     def _call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return proceed(func, args, kwargs)
 
     def _second_run(self, call: Callable[[], Any]) -> Any:
-        """Make the call that runs an operation a second time."""
+        """Make the call of a second run."""
         return call()
 
     def _forget(self, touched: list[torch.Tensor], info: OpInfo) -> None:
-        """Tensors are being overwritten: what was known of their values is of older ones."""
+        """Forget the values of tensors that are being overwritten."""
         for tensor in touched:
             key = private.storage_key(tensor) if has_plain_storage(tensor) else None
             if key is not None and not (key in self._blank and info.fills and not covers_storage(tensor)):
@@ -216,7 +210,7 @@ class Recorder(Interceptor):
         written: list[torch.Tensor],
         before: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[Node, list[Ref]] | None:
-        """The node of a call about to be made, or ``None`` when it cannot be replayed."""
+        """The node of a call about to be made, or ``None`` where it cannot be replayed."""
         if (info.reason and not info.collective) or info.uninitialized or not self._wanted:
             return None
         fills = {id(t) for t in written if info.fills and covers_storage(t)}
@@ -245,14 +239,12 @@ class Recorder(Interceptor):
         return node, writes
 
     def _reference(self, item: Any, fills: set[int], overwritten: set[int], writes: list[Ref]) -> Any:
-        """An argument with references in place of tensors; those that the call overwrites are added to
-        ``writes``.
-        """
+        """An argument with `Ref` in place of tensors; the overwritten ones also go to ``writes``."""
         if isinstance(item, torch.Tensor):
             if is_sparse(item):
                 if id(item) in overwritten:
                     raise Unrecordable
-                return Standing(item)
+                return SparseInput(item)
             filled = id(item) in fills
             value = LiveValue(None, item.untyped_storage().nbytes()) if filled else self._value_of(item)
             ref = Ref(value, item)
@@ -265,8 +257,8 @@ class Recorder(Interceptor):
             return [self._reference(part, fills, overwritten, writes) for part in item]
         return item
 
-    def stands(self, tensor: torch.Tensor) -> bool:
-        """Whether replays may hold a tensor that is not strided: a sparse one, of an input or a buffer."""
+    def may_keep(self, tensor: torch.Tensor) -> bool:
+        """Whether a replay may keep a tensor that is not strided: a sparse input or buffer."""
         return is_sparse(tensor)
 
     def _link(
@@ -284,7 +276,7 @@ class Recorder(Interceptor):
         for position in fresh.values():
             if not (place < len(stays) and stays[place]):
                 made.append(
-                    self._give(node, flat[position], 0 if position in loose else reach(flat[position]))
+                    self._register(node, flat[position], 0 if position in loose else reach(flat[position]))
                 )
                 node.outputs.append((position, weakref.ref(made[-1])))
             place += 1
@@ -293,7 +285,7 @@ class Recorder(Interceptor):
             if place < len(stays) and stays[place]:
                 value = LiveValue(None, ref.value.nbytes)
             else:
-                value = self._give(node, tensor, max(ref.value.extent, reach(tensor)))
+                value = self._register(node, tensor, max(ref.value.extent, reach(tensor)))
             made.append(value)
             node.written.append((ref, matter[id(ref)], weakref.ref(value)))
             place += 1
@@ -307,23 +299,23 @@ class Recorder(Interceptor):
         fresh: dict[int, int],
         wrote: list[torch.Tensor],
     ) -> None:
-        """What was just written and moves: store it, and let readers find its way back."""
+        """Store the values just written that the plan moves, and register their `Fetch`."""
         moves = director.moves_of(wrote)
-        if info.collective and any(number >= 0 for number in moves):  # what is copied has to be there
+        if info.collective and any(number >= 0 for number in moves):  # its results are copied below
             wrote = [private.wait_for_collective(tensor) for tensor in wrote]
         loose = [position in info.loose for position in fresh.values()] + [False] * (len(wrote) - len(fresh))
         for number, tensor, is_loose in zip(moves, wrote, loose, strict=True):
             if number < 0 or not has_plain_storage(tensor):
                 continue
-            fetch = mover.out(number, tensor, self._order - 0.5)
-            value = self._give(fetch, tensor, 0 if is_loose else reach(tensor))
+            fetch = Fetch(mover.out(number, tensor), mover, self._order - 0.5)
+            value = self._register(fetch, tensor, 0 if is_loose else reach(tensor))
             if not fetch.exact:
                 value.digest = None
             fetch.output = weakref.ref(value)
 
-    def _give(self, node: Writer, tensor: torch.Tensor, extent: int) -> LiveValue:
-        """Enter the value that ``node`` just wrote, and that ``tensor`` shows, into the table of values that
-        can come back; the first ``extent`` of its bytes say something.
+    def _register(self, node: Writer, tensor: torch.Tensor, extent: int) -> LiveValue:
+        """Register the value of ``tensor`` as recomputable by ``node``; its first ``extent`` bytes were
+        written.
         """
         storage = tensor.untyped_storage()
         key = private.storage_address(storage)
@@ -342,7 +334,7 @@ class Recorder(Interceptor):
         blank[key] = weakref.ref(storage, lambda _: blank.pop(key, None))
 
     def _value_of(self, tensor: torch.Tensor) -> LiveValue:
-        """The value that a tensor shows now; one that stays is held from here on."""
+        """The present value of a tensor; one that is not recomputable is held from here on."""
         key = private.storage_key(tensor)
         entry = self._given.get(key)
         if entry is not None:
@@ -350,7 +342,7 @@ class Recorder(Interceptor):
             if self.verify and value.digest is not None and digest(tensor, value.extent) != value.digest:
                 value = self._written_behind(value, tensor)
             if isinstance(value.node, Fetch) and not value.node.stored.replayable_from:
-                raise Unrecordable  # too little of it comes back
+                raise Unrecordable  # its codec loses too much to replay from
             return value
         reference = self._held.get(key)
         value = reference() if reference is not None else None
@@ -361,10 +353,9 @@ class Recorder(Interceptor):
         return value
 
     def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
-        """Code that the dispatcher does not see has overwritten ``tensor``: the value that it shows now,
-        which stays.
+        """Code that the dispatcher does not see has overwritten ``tensor``: keep its present value.
 
-        What had read the old one cannot be replayed: nobody has a copy of it.
+        Operations that read the old one cannot be replayed, since no copy of it exists.
         """
         name = str(value.node.func) if value.node is not None else "an operation"
         self._not_reproduced(name, "its result was written by code that the dispatcher does not see")
@@ -383,7 +374,7 @@ class Recorder(Interceptor):
         return new
 
     def _copy_on_write(self, written: list[torch.Tensor]) -> None:
-        """Give recorded readers of a held tensor a copy of their own before the tensor is overwritten."""
+        """Give recorded readers of a held tensor a copy before it is overwritten."""
         for tensor in written:
             if not has_plain_storage(tensor):
                 continue
@@ -401,7 +392,7 @@ class Recorder(Interceptor):
     # ---- saved tensors ---------------------------------------------------------------------------
 
     def pack(self, tensor: torch.Tensor) -> Any:
-        """Autograd saves ``tensor``: keep it, or hold what brings it back."""
+        """Autograd saves ``tensor``: keep or evict it."""
         if type(tensor) is torch.nn.Parameter:  # the commonest, and no plan evicts it
             packed = Kept(tensor, self.mover)
         elif is_wrapper(tensor):
@@ -434,7 +425,9 @@ class Recorder(Interceptor):
         if not value.evicted:
             value.evicted = True
             self.findings.evicted_bytes += value.nbytes
-        return Evicted(Ref(value, tensor), tensor, checked if self.check else None, self.watch, self.mover)
+        return Evicted(
+            Ref(value, tensor), tensor, checked if self.check else None, self.around_unpack, self.mover
+        )
 
 
 class Unrecordable(Exception):

@@ -1,4 +1,4 @@
-"""Bring back a value that was evicted: run what is recorded again, from what is there."""
+"""Bring back an evicted value: replay recorded operations, starting from values that are there."""
 
 from __future__ import annotations
 
@@ -10,10 +10,9 @@ from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.interception import compiled_recorder, unseen
 from lowtide.ops import op_info
-from lowtide.run.move.engine import Fetch
-from lowtide.run.record.digest import words_of
+from lowtide.run.digest import words_of
 from lowtide.run.record.random_draws import drawn_again
-from lowtide.run.record.tape import LiveValue, Node, Ref, Standing, Writer
+from lowtide.run.record.tape import Fetch, LiveValue, Node, Ref, SparseInput, Writer
 
 
 def flat_results(result: Any) -> list[Any]:
@@ -24,11 +23,11 @@ def flat_results(result: Any) -> list[Any]:
 
 
 def bring_back(value: LiveValue) -> torch.Tensor:
-    """A tensor on the bytes of ``value``, replaying what it takes.
+    """A tensor on the bytes of ``value``, after the replays that it takes.
 
-    Operations run in forward order, each once; an output that others wait for is cached with its value, and a
-    cached value that nobody waits for any more is dropped. When the counts are used up (a second backward
-    over a retained graph), everything replayed here is private to this call.
+    Operations run in forward order, each once. An output with readers left is cached with its value, and
+    dropped after the last of them. Without readers left (a second backward over a retained graph) nothing is
+    cached beyond this call.
 
     Raises:
         ReplayError: the replay starts from a tensor that was overwritten or freed.
@@ -38,8 +37,7 @@ def bring_back(value: LiveValue) -> torch.Tensor:
         return base
     order: list[Writer] = []
     seen: set[int] = set()
-    # Values that this call makes; those whose count says that somebody will come for them stay cached
-    # afterwards.
+    # values that this call makes; those with readers left stay cached afterwards
     transient: dict[int, torch.Tensor] = {}
     stack = [value]
     while stack:
@@ -49,9 +47,8 @@ def bring_back(value: LiveValue) -> torch.Tensor:
             continue
         if wanted.here() is not None:
             if wanted.cached is not None:
-                transient[id(wanted)] = (
-                    wanted.cached
-                )  # a count used up by an earlier replay would drop it before this call has done with it
+                # its last reader may read it, and drop it, before this call needs it
+                transient[id(wanted)] = wanted.cached
             continue
         seen.add(id(node))
         order.append(node)
@@ -77,9 +74,7 @@ def bring_back(value: LiveValue) -> torch.Tensor:
 
 
 def _run(node: Writer, transient: dict[int, torch.Tensor], uses: dict[int, int]) -> None:
-    """Run one recorded operation again, or fetch what was moved, and put its outputs where they are waited
-    for.
-    """
+    """Run one recorded operation again, or fetch a moved value, and cache its outputs for their readers."""
     if isinstance(node, Fetch):
         assert node.output is not None
         _place(node.output(), node.fetch(), transient, uses)
@@ -91,15 +86,15 @@ def _run(node: Writer, transient: dict[int, torch.Tensor], uses: dict[int, int])
         old = ref.value
         if not matters:
             blank = torch.empty(old.nbytes, dtype=torch.uint8, device=node.device)
-            base = torch.empty(0, dtype=ref.dtype, device=node.device)
-            base.set_(blank.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore
+            base = ref.over(blank.untyped_storage())
         else:
             base = transient.get(id(old))
             if base is None:
                 base = old.here()
             assert base is not None
             if old.held is not None or old.readers > 1 or uses.get(id(old), 0) > 1:
-                base = _clone_storage(base, ref)
+                whole = words_of(base, torch.uint8, base.untyped_storage().nbytes())
+                base = ref.over(whole.clone().untyped_storage())
         substitutes[id(ref)] = base
 
     if node.call is not None:
@@ -132,7 +127,7 @@ def _argument(
     if isinstance(item, Ref):
         base = substitutes.get(id(item))
         return item.view(_base(node, item.value, transient) if base is None else base)
-    if isinstance(item, Standing):
+    if isinstance(item, SparseInput):
         return item.here()
     if isinstance(item, list):
         return [_argument(node, part, substitutes, transient) for part in item]
@@ -160,16 +155,8 @@ def _place(
         transient[id(value)] = tensor
 
 
-def _clone_storage(base: torch.Tensor, ref: Ref) -> torch.Tensor:
-    copy = words_of(base, torch.uint8, base.untyped_storage().nbytes()).clone()
-    view = torch.empty(0, dtype=ref.dtype, device=base.device)
-    return view.set_(copy.untyped_storage(), ref.offset, ref.shape, ref.strides)  # type: ignore
-
-
 def run_again(node: Node, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """One call with the recorded random state, leaving the generator as it was; a collective is waited
-    for.
-    """
+    """Call an operation with its recorded random state, and restore the generator; wait for a collective."""
     if node.random_state is None:
         result = node.func(*args, **kwargs)
         return private.wait_for_collective(result) if op_info(node.func).collective else result

@@ -1,39 +1,21 @@
 """The tape: recorded operations, and the values that they wrote.
 
-Everything is linked by references and nothing is registered anywhere: autograd's graph holds handles, a
-handle holds a value, a value holds the node that wrote it, a node holds the values that it read. When
-autograd lets its graph go, all of it goes.
+It is held by references alone: autograd's graph holds handles, a handle holds a value, a value holds the node
+that wrote it, a node holds the values that it read. When autograd releases its graph, all of it is freed.
+During the forward the recorder has tables to find values by their storages.
 """
 
 from __future__ import annotations
 
 import weakref
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
 from lowtide import private
 from lowtide.errors import ReplayError
-
-
-class Writer(Protocol):
-    """What writes a value again: a recorded operation, or the fetch of a value that moved.
-
-    Attributes:
-        func: for messages.
-        order: position in the forward.
-        exact: whether every bit comes back.
-        grad: whether gradients are on while it runs.
-    """
-
-    func: Any
-    order: float
-    exact: bool
-    grad: bool
-
-    def inputs(self) -> list[LiveValue]:
-        """The values that it reads."""
-        ...
+from lowtide.run.digest import tensor_over
+from lowtide.run.move.engine import StoredTensor, TransferEngine
 
 
 class LiveValue:
@@ -43,12 +25,12 @@ class LiveValue:
         node: the operation that writes it again, or ``None`` when the value is held instead.
         held: a tensor on the stored storage; later in-place writes show in its version counter.
         version: that counter when the value was recorded.
-        cached: a replayed copy that somebody still waits for.
+        cached: a replayed copy, while it has readers left.
         readers: how many nodes and saved tensors have yet to read it.
         nbytes: size of its storage.
         digest: of its bytes, where verification asks for it.
-        evicted: whether autograd was to save it and did not.
-        extent: how many of its storage's bytes say something: the rest was never written.
+        evicted: whether a saved tensor of it was evicted.
+        extent: how many of its storage's bytes were written.
     """
 
     __slots__ = (
@@ -76,17 +58,17 @@ class LiveValue:
         return value
 
     def read(self) -> None:
-        """One of its readers has read it, or never will; a copy that nobody waits for any more goes."""
+        """Count off one reader; drop the cached copy after the last."""
         if self.readers > 0:
             self.readers -= 1
             if self.readers == 0:
                 self.cached = None
 
     def here(self) -> torch.Tensor | None:
-        """A tensor on the value's bytes if they are at hand.
+        """A tensor on the value's bytes if they are in memory.
 
         Raises:
-            ReplayError: the bytes that were held have been overwritten or freed since.
+            ReplayError: they have been overwritten or freed since.
         """
         if self.held is None:
             return self.cached
@@ -107,7 +89,7 @@ class LiveValue:
 
 
 class Ref:
-    """A tensor argument: a value and the geometry it is seen through."""
+    """A tensor argument: a value and a geometry over it."""
 
     __slots__ = ("conjugate", "dtype", "negative", "offset", "shape", "strides", "value")
 
@@ -120,11 +102,14 @@ class Ref:
         self.conjugate = tensor.is_conj()
         self.negative = tensor.is_neg()
 
+    def over(self, storage: torch.UntypedStorage) -> torch.Tensor:
+        """A new tensor of this geometry over a storage, without its conjugate and negative bits."""
+        return tensor_over(storage, self.dtype, self.offset, self.shape, self.strides)
+
     def view(self, base: torch.Tensor) -> torch.Tensor:
         """This geometry over the storage of ``base``."""
         if base.dtype is not self.dtype:
-            empty = torch.empty(0, dtype=self.dtype, device=base.device)
-            base = empty.set_(base.untyped_storage(), self.offset, self.shape, self.strides)  # type: ignore
+            base = self.over(base.untyped_storage())
         elif (
             base.shape != self.shape or base.stride() != self.strides or base.storage_offset() != self.offset
         ):
@@ -136,8 +121,8 @@ class Ref:
         return base
 
 
-class Standing:
-    """A sparse argument, which is held as it is."""
+class SparseInput:
+    """A sparse argument, kept by reference."""
 
     __slots__ = ("tensor", "version")
 
@@ -164,18 +149,18 @@ class Node:
     Attributes:
         func, args, kwargs: the call, with `Ref` in place of tensors.
         order: position in the forward.
-        written: for each argument that it writes: its Ref's old value, whether the old content matters, and a
-            weak reference to the new value.
+        written: for each argument that it writes: a `Ref` to the old value, whether it reads that, and a weak
+            reference to the new value.
         outputs: for each new storage: position in the flat list of result tensors, and a weak reference to
             its value.
-        statistics: positions of running statistics, which get clones in a replay.
+        statistics: positions of running statistics; a replay gets clones of them.
         random_state: the generator's state before the call, for random operations.
         generator: the generator argument, if one was given.
         device: where it ran.
-        exact: whether its replay starts from the very bits of the forward.
-        grad: whether gradients were on, which some kernels look at.
-        call: the call as the compiled recorder took it down, instead of ``args`` and ``kwargs``, or ``None``.
-        waits: whether it counts among the readers of what it reads: until it has run once more, or is gone.
+        exact: whether its replay starts from the same bits as the forward.
+        grad: whether gradients were enabled, which some kernels depend on.
+        call: the compiled recorder's form of the call, in place of ``args`` and ``kwargs``, or ``None``.
+        waits: whether it counts among the readers of its inputs: until it has run again, or is deleted.
     """
 
     __slots__ = (
@@ -202,7 +187,7 @@ class Node:
         self._inputs: list[LiveValue] | None = None
 
     def inputs(self) -> list[LiveValue]:
-        """The values that it reads, each once; to be asked when all of the node is known."""
+        """The values that it reads, each once; call this when the node is complete."""
         if self._inputs is None:
             unseen = [ref for ref, matters, _ in self.written if not matters]
             found: dict[int, LiveValue] = {}
@@ -214,7 +199,7 @@ class Node:
         return self._inputs
 
     def reads(self, values: list[LiveValue]) -> None:
-        """All of the node is known, and these are the values that it reads."""
+        """Complete the node: count it among the readers of these values."""
         self._inputs = values
         self.waits = True
         for value in values:
@@ -223,7 +208,7 @@ class Node:
                 self.exact = False
 
     def has_read(self) -> None:
-        """It has run again, or nobody is left who could ask for that: it is no reader any more."""
+        """Stop counting this node as a reader: it has run again, or never will."""
         if self.waits:
             self.waits = False
             for value in self.inputs():
@@ -232,3 +217,38 @@ class Node:
     def __del__(self) -> None:
         if self.waits:
             self.has_read()
+
+
+class Fetch:
+    """The node that writes a moved value: an operation without inputs.
+
+    Attributes:
+        func: for messages.
+        order: position in the forward.
+        exact: whether every bit comes back.
+        output: the value.
+    """
+
+    __slots__ = ("__weakref__", "engine", "exact", "func", "grad", "order", "output", "stored")
+
+    def __init__(self, stored: StoredTensor, engine: TransferEngine, order: float) -> None:
+        self.func = "a moved value"
+        self.stored = stored
+        self.engine = engine
+        self.order = order
+        self.exact = stored.exact
+        self.grad = False
+        self.output: weakref.ref[LiveValue] | None = None
+
+    def inputs(self) -> list[LiveValue]:
+        """None."""
+        return []
+
+    def fetch(self) -> torch.Tensor:
+        """The bytes, now."""
+        self.engine.taken(self.stored)
+        return self.stored.fetch()
+
+
+Writer = Node | Fetch
+"""What writes a value again."""

@@ -9,21 +9,28 @@ from typing import Any, Literal
 import torch
 
 from lowtide import private
+from lowtide.errors import PlanError
 from lowtide.ops import OpInfo, has_plain_storage
-from lowtide.run.record.digest import same_bytes, words_of
+from lowtide.run.digest import same_bytes, tensor_over, words_of
 from lowtide.run.record.replay import flat_results, run_again
 from lowtide.run.record.tape import Node
 
 Verify = Literal["first", "always", "never"]
 
 
+def check_verify(verify: str) -> None:
+    """Raise a `PlanError` where this is no `Verify`."""
+    if verify not in ("first", "always", "never"):
+        raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+
+
 @dataclass
 class Findings:
-    """What one recorded forward found out.
+    """The findings of one recorded forward.
 
     Attributes:
         kept: operation names that did not reproduce, with the reason; their results were kept.
-        evicted_bytes: the most bytes that what was evicted would hold.
+        evicted_bytes: the bytes of all evicted values together.
     """
 
     kept: dict[str, str] = field(default_factory=dict)
@@ -31,9 +38,7 @@ class Findings:
 
 
 def copied(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy in the same layout: through another one a kernel goes in other steps, and the last bits may
-    differ.
-    """
+    """A copy in the same layout: a kernel may round differently in another one."""
     return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).copy_(
         tensor
     )
@@ -44,12 +49,11 @@ def on_a_copy(tensor: torch.Tensor, *, lazy: bool = False) -> torch.Tensor:
 
     Args:
         tensor: what to copy.
-        lazy: both storages lie on the same bytes until one is written; each has an end of its own.
+        lazy: the storages share their bytes until one is written; each is freed on its own.
     """
     words = words_of(tensor, torch.uint8, tensor.untyped_storage().nbytes())
     storage = (private.lazy_clone(words) if lazy else words.clone()).untyped_storage()
-    copy = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-    return copy.set_(storage, tensor.storage_offset(), tensor.shape, tensor.stride())  # type: ignore
+    return tensor_over(storage, tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride())
 
 
 def why_not_reproduced(
@@ -61,14 +65,14 @@ def why_not_reproduced(
     before: list[tuple[torch.Tensor, torch.Tensor]],
     around: Callable[[Callable[[], Any]], Any],
 ) -> str:
-    """Why a second run of an operation gives something else than the first did, or nothing.
+    """Why a second run of an operation differs from the first, or an empty text.
 
     Args:
-        node: the operation as it is recorded.
-        info: what is known of it.
-        args, kwargs: what it was called with.
-        flat: what it returned.
-        before: for each tensor that it overwrote, a copy of what was there.
+        node: the recorded operation.
+        info: its properties.
+        args, kwargs: its arguments.
+        flat: its results.
+        before: each tensor that it overwrote, with a copy from before.
         around: makes the call of the second run, to measure it.
     """
     fresh = {id(tensor): copy for tensor, copy in before}

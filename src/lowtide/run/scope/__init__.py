@@ -1,4 +1,4 @@
-"""Regions that keep only what enters them: `lowtide.checkpointing` and `lowtide.checkpoint`.
+"""Regions of a forward that keep only their inputs: `lowtide.checkpointing` and `lowtide.checkpoint`.
 
-In: a region of somebody's forward, and a rule. Out: the same gradients. Begin with `scope.py`.
+In: a region of a forward, and a rule. Out: the same gradients. Begin with `scope.py`.
 """

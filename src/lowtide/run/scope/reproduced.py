@@ -1,9 +1,9 @@
-"""A scope's recorder: it verifies what runs for the first time, and remembers that it reproduced.
+"""A scope's recorder: it verifies what runs for the first time, and remembers what reproduced.
 
-What runs is known by a trail: a number for the place in the program, the operations so far, the shapes, types
-and parameters that they read, and which of them were recorded. A trail that is new is verified: its operation
-runs twice. One that is known is trusted. So every block of a model is verified in its first step, and again
-when its shapes or its operations change.
+Each operation has a fingerprint: a hash of the place in the program, the operations so far, the shapes, types
+and parameters that they read, and which of them were recorded. An operation with a new fingerprint runs
+twice, to be verified; one with a known fingerprint is trusted. So every block of a model is verified in its
+first step, and again when its shapes or its operations change.
 """
 
 from __future__ import annotations
@@ -18,19 +18,19 @@ import torch
 from lowtide import private
 from lowtide.errors import ReplayError
 from lowtide.ops import OpInfo, op_info
-from lowtide.run.limit.messages import warn
+from lowtide.run.messages import warn
 from lowtide.run.record.directors import Director
 from lowtide.run.record.recorder import Recorder
 from lowtide.run.record.tape import LiveValue, Node, Ref
 from lowtide.run.record.verify import Verify
 
-MOST_TRAILS = 1 << 17
+MOST_FINGERPRINTS = 1 << 17
 
 
 @cache
 def _known() -> dict[int, bool]:
-    """For each trail whether its last operation reproduced: facts about code, which no model owns. Trails
-    hold the addresses of parameters, so those of two models differ.
+    """For each fingerprint, whether the operation reproduced: facts about code, which no model owns. It holds
+    addresses of parameters, so those of two models differ.
     """
     return {}
 
@@ -41,32 +41,32 @@ class ScopeRecorder(Recorder):
     Args:
         director: decides what is recorded.
         verify: ``first`` verifies what was not verified before, ``always`` everything, ``never`` nothing.
-        place: stands for where in the program the scope is.
+        place: a number for the scope's place in the program.
     """
 
     def __init__(self, director: Director, verify: Verify, place: int) -> None:
         super().__init__(director, verify=verify != "never")
         self._verify: Verify = verify
-        self._trail = place
+        self._fingerprint = place
         self._new: dict[int, bool] = {}
         self._reproduces: bool | None = None
         self._news: dict[str, str] = {}
         self._withdrawn = False
         if verify == "first":
-            self.watch = self  # type: ignore[assignment]
+            self.around_unpack = self._unpacks
 
     @contextmanager
-    def recording(self) -> Iterator[Recorder]:
-        """As the recorder's; what reproduced is remembered when the scope ends well, and what did not is
-        said.
+    def recording(self) -> Iterator[None]:
+        """As the recorder's. At the end it remembers what reproduced, unless the scope failed, and warns of
+        what did not.
         """
         with super().recording():
-            yield self
+            yield
         for name, reason in self._news.items():
             warn(f"lowtide keeps the results of {name} in a checkpointing scope: {reason}")
         if self._withdrawn:
             return
-        if len(_known()) > MOST_TRAILS:
+        if len(_known()) > MOST_FINGERPRINTS:
             _known().clear()
         _known().update(self._new)
 
@@ -75,52 +75,51 @@ class ScopeRecorder(Recorder):
         return private.storage_key(tensor) in self._given
 
     def operation(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Verify the operation or trust it, by its trail, and go on as the recorder does."""
+        """Verify the operation or trust it, by its fingerprint, and go on as the recorder does."""
         if self._verify == "never" or op_info(func).is_view or private.in_backward():
             return super().operation(func, args, kwargs)
-        self._trail = hash((self._trail, id(func), *_looks_of(args)))
-        self._reproduces = _known().get(self._trail)
+        self._fingerprint = hash((self._fingerprint, id(func), *_looks_of(args)))
+        self._reproduces = _known().get(self._fingerprint)
         if self._verify == "first":
             self.verify = self.check = self._reproduces is None
         result = super().operation(func, args, kwargs)
         if not self._wanted:
-            self._trail = ~self._trail  # what reads a kept value is verified without it
+            # operations that read a kept value are verified apart from those that read a recorded one
+            self._fingerprint = ~self._fingerprint
         return result
 
     def _prepare(self, func: Any, info: OpInfo, *rest: Any) -> tuple[Node, list[Ref]] | None:
-        """As the recorder's; what did not reproduce before is kept."""
+        """As the recorder's, but an operation that did not reproduce before is not recorded."""
         return None if self._reproduces is False else super()._prepare(func, info, *rest)
 
     def _link(self, *node: Any) -> None:
-        """As the recorder's: it has been verified."""
+        """As the recorder's; the operation has been verified by now."""
         if self.verify:
-            self._new[self._trail] = True
+            self._new[self._fingerprint] = True
         super()._link(*node)
 
     def _not_reproduced(self, name: str, reason: str) -> None:
         super()._not_reproduced(name, reason)
-        self._new[self._trail] = False
-        told = hash((self._trail, name))
+        self._new[self._fingerprint] = False
+        told = hash((self._fingerprint, name))
         if told not in _known():
             _known()[told] = False
             self._news[name] = reason
 
     def _written_behind(self, value: LiveValue, tensor: torch.Tensor) -> LiveValue:
-        """As the recorder's. Only a verified run finds such writes, so the next one has to be verified,
-        too.
-        """
+        """As the recorder's. Only a verified run finds such writes, so the next run is verified, too."""
         self._withdrawn = True
         return super()._written_behind(value, tensor)
 
-    def unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """Backward asks for a saved tensor: where its replay is another than the forward's, nothing of this
-        run is trusted any more.
+    def _unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
+        """Bring a saved tensor back; if its replay differs from the forward, trust nothing of this run any
+        more.
         """
         try:
             return unpack()
         except ReplayError:
-            for trail in self._new:
-                _known().pop(trail, None)
+            for fingerprint in self._new:
+                _known().pop(fingerprint, None)
             raise
 
 

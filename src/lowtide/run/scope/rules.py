@@ -1,4 +1,4 @@
-"""Rules of a scope: which operations' results are evicted, said without a step graph."""
+"""Rules of a scope: which operations' results are evicted, without a step graph."""
 
 from __future__ import annotations
 
@@ -58,12 +58,12 @@ class RuleDirector(RegionDirector):
 
 @functools.cache
 def _makes_tensors(func: Overload) -> bool:
-    """Whether an operation returns tensors: what reads a number off one does not."""
+    """Whether an operation returns tensors, and not a number."""
     return any("Tensor" in str(one.type) for one in private.schema_of(func).returns)
 
 
 def director_for(policy: RegionPolicy) -> RegionDirector:
-    """Who decides in a scope with this policy.
+    """The director of a scope with this policy.
 
     Raises:
         PlanError: it needs a step graph, is no rule, or names an operation that no scope sees.
@@ -101,7 +101,7 @@ def _takes(rule: Callable[..., object], count: int) -> bool:
         inspect.signature(rule).bind(*range(count))
     except TypeError:
         return False
-    except ValueError:  # it does not say what it takes
+    except ValueError:  # its signature is not known
         return count == 1
     return True
 
@@ -115,7 +115,7 @@ def _takes_graph(rule: Callable[..., object]) -> bool:
 
 
 def _among(operations: Operations) -> Callable[[Overload, tuple[Any, ...], dict[str, Any]], bool]:
-    """The rule that a list of operations is."""
+    """The rule that evicts a list of operations."""
     named = frozenset(_known(operation) for operation in operations)
 
     def evicts(func: Overload, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
@@ -126,7 +126,7 @@ def _among(operations: Operations) -> Callable[[Overload, tuple[Any, ...], dict[
 
 
 def _known(operation: object) -> str:
-    """The name of an operation, or of a packet, of which a scope sees at least one overload."""
+    """The name of an operation, or of a packet with an overload that a scope can see."""
     if not isinstance(operation, (str, Overload, Packet)):
         raise PlanError(
             f"checkpointing(policy=[{operation!r}]): a list names operations, as torch.ops.aten.gelu or "
@@ -154,7 +154,7 @@ def _known(operation: object) -> str:
 
 
 def selective(context_fn: Callable[..., Any]) -> RegionDirector:
-    """What a policy of PyTorch's selective checkpointing says, as a scope's director.
+    """A policy of PyTorch's selective checkpointing as a scope's director.
 
     Args:
         context_fn: ``functools.partial(create_selective_checkpoint_contexts, policy)``.

@@ -1,5 +1,5 @@
-"""Scopes: inside any forward, keep only what enters them. `checkpointing` is a block of code, `checkpoint` a
-call.
+"""Scopes: regions of any forward that keep only their inputs. `checkpointing` is a block of code,
+`checkpoint` a call.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from lowtide import private
 from lowtide.errors import PlanError
 from lowtide.interception import watchers
 from lowtide.run.record.directors import RegionDirector
-from lowtide.run.record.verify import Verify
+from lowtide.run.record.verify import Verify, check_verify
 from lowtide.run.scope.reproduced import ScopeRecorder
 from lowtide.run.scope.rules import RegionPolicy, director_for, selective
 
@@ -54,8 +54,7 @@ def checkpointing(policy: RegionPolicy = None, *, verify: Verify = "first") -> A
         ...     y = torch.nn.functional.gelu(layer(x))
         >>> y.sum().backward()
     """
-    if verify not in ("first", "always", "never"):
-        raise PlanError(f"verify={verify!r} is not known: use 'first', 'always' or 'never'")
+    check_verify(verify)
     return _scope(director_for(policy), verify, _place(sys._getframe(1)))
 
 
@@ -120,7 +119,7 @@ def refusal_of(
     debug: bool,
     early_stop: bool,
 ) -> str | None:
-    """Which option of `checkpoint` has no meaning here, why, and what to do; ``None`` where all have one."""
+    """Why an option of `checkpoint` has no meaning here, and what to do; ``None`` where all have one."""
     dropped = [
         (use_reentrant, "use_reentrant", "backward is never run inside backward: drop it, or give False"),
         (not preserve_rng_state, "preserve_rng_state", "random states are always the forward's: drop it"),
@@ -159,23 +158,3 @@ def _scope(director: RegionDirector, verify: Verify, place: int) -> Iterator[Non
         )
     with ScopeRecorder(director, verify, place).recording():
         yield
-
-
-def blocks_of(model: torch.nn.Module) -> list[torch.nn.Module]:
-    """The outermost members of the model's lists of modules; its children where there are none."""
-    found: list[torch.nn.Module] = []
-
-    def search(module: torch.nn.Module) -> None:
-        for child in module.children():
-            if (
-                isinstance(module, (torch.nn.ModuleList, torch.nn.Sequential))
-                and len(list(module.children())) > 1
-            ):
-                found.append(child)
-            else:
-                search(child)
-
-    search(model)
-    blocks = found or list(model.children())
-    # which take no hooks from here
-    return [block for block in blocks if not isinstance(block, torch.jit.ScriptModule)]

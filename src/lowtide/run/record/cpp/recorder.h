@@ -245,10 +245,9 @@ class Core {
     return value;
   }
 
-  void departs() {  // it is another operation than the plan's
+  void departs() {  // another operation ran in place of the program's
     py::object director = behind(recorder_).attr("director");
-    for (const char* count : {"departed", "missed"})
-      director.attr(count) = director.attr(count).cast<long>() + 1;
+    director.attr("skipped") = director.attr("skipped").cast<long>() + 1;
   }
 
   void reads(const py::object& node, c10::SmallVector<py::object, 4>& inputs) {

@@ -1,6 +1,4 @@
-"""Leave the recorder around calls of compiled submodules: their operations are one, which nobody looks
-into.
-"""
+"""Turn the recorder off around calls of compiled submodules: each call is one opaque operation."""
 
 from __future__ import annotations
 
@@ -15,8 +13,8 @@ from lowtide.interception import unseen
 from lowtide.trace.eager import StepTracer
 
 
-class _Outside:
-    """A compiled call whose operations pass by lowtide."""
+class _Unrecorded:
+    """A compiled call whose operations are not intercepted."""
 
     def __init__(self, call: Callable[..., Any], observer: StepTracer | None) -> None:
         self.call = call
@@ -31,17 +29,16 @@ class _Outside:
 
 @contextmanager
 def left_alone(modules: Iterable[torch.nn.Module], observer: StepTracer | None = None) -> Iterator[None]:
-    """For the length of the block, operations of those of a model's modules that are compiled pass by
-    lowtide.
+    """Within the block, operations of compiled modules are not intercepted.
 
-    Such a call is one opaque operation: what it returns and what it saves stays.
+    Such a call is one opaque operation: what it returns and what it saves is kept.
     """
     changed: list[tuple[torch.nn.Module, str, Any]] = []
     for module in filter(private.is_compiled, modules):
         name = private.compiled_call(module)
         call = module.__dict__.get(name)
-        if call is not None and not isinstance(call, _Outside):
-            module.__dict__[name] = _Outside(call, observer)
+        if call is not None and not isinstance(call, _Unrecorded):
+            module.__dict__[name] = _Unrecorded(call, observer)
             changed.append((module, name, call))
     try:
         yield

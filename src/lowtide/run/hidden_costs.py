@@ -1,5 +1,5 @@
 """What a step takes that its graph does not show: collectives under way, the random states of checkpoints,
-the executor's own time, and the gradients that stand before a later step.
+the executor's own time, and the gradients that earlier steps left.
 """
 
 from __future__ import annotations
@@ -9,15 +9,15 @@ from dataclasses import replace
 import torch
 
 from lowtide.graph import Event, StepGraph
+from lowtide.native import BuildError, compiler
 from lowtide.ops import FUNCTIONAL_COLLECTIVES
-from lowtide.run.record.native import executor_overhead
 
 
 def overlapped_bytes(graph: StepGraph) -> int:
-    """What collectives under way may hold beside the operations that they overlap: a gather and a
-    reduce-scatter at a time.
+    """Bytes that collectives may hold while they overlap other operations: a gather and a reduce-scatter at a
+    time.
 
-    A trace shows it where they start; how long it stays is up to the other ranks.
+    A trace shows them where a collective starts; when it ends depends on the other ranks.
     """
     found: dict[str, int] = {}
     for operation in graph.operations:
@@ -27,8 +27,8 @@ def overlapped_bytes(graph: StepGraph) -> int:
 
 
 def checkpoint_bytes(graph: StepGraph, checkpoints: int) -> int:
-    """What as many calls of ``torch.utils.checkpoint`` hold beside their inputs, from forward to backward:
-    the CPU's random state each, in a tensor that no operation makes.
+    """Bytes that so many calls of ``torch.utils.checkpoint`` hold from forward to backward beside their
+    inputs: each the CPU's random state, in a tensor that no operation makes.
     """
     if torch.device(graph.device).type != "cpu":
         return 0
@@ -36,27 +36,36 @@ def checkpoint_bytes(graph: StepGraph, checkpoints: int) -> int:
 
 
 def with_overhead(graph: StepGraph) -> StepGraph:
-    """The graph with what this executor adds to its operations here.
+    """The graph with the time that the executor adds to its operations.
 
-    A GPU runs behind the host: what the host adds to an operation shows by as much as it is longer than the
-    operation.
+    A GPU runs behind the host: only the part of the host's time that is longer than the operation counts.
     """
-    overhead = executor_overhead()
+    passing, replayed = _overhead_seconds()
     behind = torch.device(graph.device).type != "cpu"
     hidden = [op.seconds if behind else 0.0 for op in graph.operations if op.phase == "forward"]
     return replace(
         graph,
-        overhead_seconds=sum(max(0.0, overhead.passing_seconds - seconds) for seconds in hidden),
-        replay_overhead_seconds=sum(max(0.0, overhead.replayed_seconds - seconds) for seconds in hidden)
-        / max(1, len(hidden)),
+        overhead_seconds=sum(max(0.0, passing - seconds) for seconds in hidden),
+        replay_overhead_seconds=sum(max(0.0, replayed - seconds) for seconds in hidden) / max(1, len(hidden)),
     )
 
 
-def with_standing_gradients(graph: StepGraph) -> StepGraph:
-    """The step that ``graph`` shows, when the gradients that it made stood before it, as they do from the
-    second micro-step of an accumulation on: what it makes now is added to them and ends at once.
+def _overhead_seconds() -> tuple[float, float]:
+    """What the executor adds to each operation of the forward, views and saved tensors included, and what it
+    adds to each replayed one beyond that, as measured by `benchmarks/recorder.py` with cold caches.
+    """
+    try:
+        compiler()
+    except BuildError:  # Python does it all
+        return 30e-6, 33e-6
+    return 1e-6, 9e-6
 
-    Gradients are the storages of the step's own that have a parameter's name.
+
+def with_earlier_gradients(graph: StepGraph) -> StepGraph:
+    """The same step when its gradients exist before it, as from the second micro-step of an accumulation on:
+    new gradients are added to them and freed at once.
+
+    Gradients are the storages made in the step that have a parameter's name.
     """
     made = {
         storage.id: storage.bytes

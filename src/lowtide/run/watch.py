@@ -1,4 +1,4 @@
-"""Watch one step from outside: when its backward begins and ends, what it really took, and how long."""
+"""Watch one step: when its backward begins and ends, its peak memory and its time."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from lowtide.meter import MeterError, Peak, available, peak
 
 
 class _Mark:
-    """Lives as long as one of the nodes of autograd's graph that it was left in."""
+    """A sentinel in the metadata of autograd's nodes; it dies with the last of them."""
 
 
 class StepWatch:
@@ -24,14 +24,15 @@ class StepWatch:
     Args:
         on_end: called each time that a backward through the step has ended.
         device: whose memory and time are watched.
-        on_gone: called when nobody can run backward through the step any more; ``None`` ends the watch then,
-            or the meter would stand after the last step.
+        on_gone: called when backward through the step has become impossible; ``None`` closes the watch then,
+            so that no meter stays open after the last step.
 
     Attributes:
         began: whether a backward through the step is under way, or has failed.
         backwards: how many backwards through the step have ended.
-        recording_seconds: time around the forward; it says nothing on a GPU, where the host runs ahead.
-        replays: knows how long the compiled recorder's replays took, or ``None``.
+        recording_seconds: time that recording added to the forward; meaningless on a GPU, where the host runs
+            ahead.
+        replays: the compiled recorder's counts, with the time of its replays, or ``None``.
     """
 
     def __init__(
@@ -57,34 +58,34 @@ class StepWatch:
 
     @property
     def replay_seconds(self) -> float:
-        """Time that bringing values back took; it says nothing on a GPU."""
+        """Time that replays and fetches took; meaningless on a GPU."""
         return self._replay_seconds + (self.replays.seconds if self.replays is not None else 0.0)
 
     def forward_ends(self, outputs: Iterable[torch.Tensor]) -> None:
-        """The forward returned ``outputs``: backward is expected to come from there."""
+        """The forward has returned ``outputs``; backward will begin there."""
         if len(self._marks) == 1:
             self._marks.append(_now(self.device))
         mark = _Mark()
-        self._awaited = weakref.ref(mark, self._let_go)
+        self._awaited = weakref.ref(mark, self._check_gone)
         for output in outputs:
             if output.grad_fn is not None:
                 output.grad_fn.register_prehook(self.backward_begins)
                 output.grad_fn.metadata["lowtide", id(self)] = mark  # pyright: ignore
 
     def pending(self) -> bool:
-        """Whether the step's backward is still to come: it has not begun, and someone can still begin it."""
+        """Whether backward has not begun and still can."""
         alive = self._awaited is not None and self._awaited() is not None
         return alive and not (self.backwards or self.began)
 
     def failed(self) -> bool:
-        """Whether a backward has begun and, to go by who asks, ended with an error: nobody calls back
-        then.
+        """Whether a backward has begun and ended with an error; to be asked outside of backward, since
+        autograd calls no hook then.
         """
         return self.began and not private.in_backward()
 
     def backward_begins(self, *_: object) -> None:
         """Backward reaches the step."""
-        if self.began or not private.in_backward():  # a debugger may look at a saved tensor, too
+        if self.began or not private.in_backward():  # a debugger may unpack a saved tensor, too
             return
         self.began = True
         if len(self._marks) == 2:
@@ -92,7 +93,7 @@ class StepWatch:
         private.at_backward_end(self._backward_ends)
 
     def unpacks(self, unpack: Callable[[], torch.Tensor]) -> torch.Tensor:
-        """What ``unpack`` brings back for backward, timed."""
+        """Call ``unpack`` for backward, and time it."""
         self.backward_begins()
         begin = time.perf_counter()
         found = unpack()
@@ -105,17 +106,15 @@ class StepWatch:
         if len(self._marks) == 3:
             self._marks.append(_now(self.device))
         self._on_end()
-        self._let_go()
+        self._check_gone()
 
-    def _let_go(self, *_: object) -> None:
+    def _check_gone(self, *_: object) -> None:
         under_way = self.began and not self.failed()
         if not under_way and self._awaited is not None and self._awaited() is None:
             (self._on_gone or self.close)()
 
     def over(self) -> bool:
-        """Whether the time is known without waiting; of a step whose backward never ended it never will be,
-        which is known, too.
-        """
+        """Whether `seconds` will not block."""
         return isinstance(self._marks[-1], float) or self._marks[-1].query()
 
     def seconds(self) -> float | None:

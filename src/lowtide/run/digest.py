@@ -1,7 +1,8 @@
-"""Compare tensors byte by byte: at once, or by a digest that is kept in place of the bytes."""
+"""The bytes of tensors: seen through any geometry, compared at once, or by a digest kept in their place."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from math import isqrt
 
 import torch
@@ -20,22 +21,33 @@ def reach(tensor: torch.Tensor) -> int:
     return (tensor.storage_offset() + last + 1) * tensor.element_size()  # pyright: ignore
 
 
+def tensor_over(
+    storage: torch.UntypedStorage,
+    dtype: torch.dtype,
+    offset: int | torch.SymInt,
+    shape: Sequence[int],
+    strides: Sequence[int],
+) -> torch.Tensor:
+    """A tensor of this geometry over a storage."""
+    empty = torch.empty(0, dtype=dtype, device=storage.device)
+    return empty.set_(storage, offset, shape, strides)  # type: ignore
+
+
 def words_of(tensor: torch.Tensor, dtype: torch.dtype, extent: int) -> torch.Tensor:
-    """The first ``extent`` bytes of the tensor's storage as numbers of ``dtype``, without what is left over
-    at their end.
+    """The first ``extent`` bytes of the tensor's storage as numbers of ``dtype``; an incomplete last one is
+    left out.
     """
-    words = torch.empty(0, dtype=dtype, device=tensor.device)
-    return words.set_(tensor.untyped_storage(), 0, (extent // dtype.itemsize,), (1,))  # type: ignore
+    return tensor_over(tensor.untyped_storage(), dtype, 0, (extent // dtype.itemsize,), (1,))
 
 
 def digest(tensor: torch.Tensor, extent: int) -> int:
-    """A number of 64 bits that says what the first ``extent`` bytes of the tensor's storage are, and where.
+    """A number of 64 bits that depends on the first ``extent`` bytes of the tensor's storage and their order.
 
     The bytes are taken as 64-bit words and summed over the columns of two tables, of widths w and w + 2, and
     over the rows of the first. Two places share a column in both tables only if they are the same: so one
     word more, less or elsewhere changes a sum. The sums, each with its place, go through a mixing function
-    (splitmix64's) and are added. Only they are allocated: three times the root of the number of words. The
-    device is waited for once.
+    (splitmix64's) and are added. Only they are allocated: three times the root of the number of words. It
+    waits for the device once.
 
     >>> one, other = torch.tensor([1.0, 2.0, 3.0, 4.0]), torch.tensor([3.0, 4.0, 1.0, 2.0])
     >>> digest(one, 16) == digest(one.clone(), 16), digest(one, 16) == digest(other, 16)
@@ -52,7 +64,7 @@ def digest(tensor: torch.Tensor, extent: int) -> int:
 
 
 def _table(words: torch.Tensor, width: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The words as rows of ``width``, and what is left over."""
+    """The words as rows of ``width``, and the rest."""
     whole = words.numel() // width * width
     return words[:whole].view(-1, width), words[whole:]
 

@@ -1,4 +1,4 @@
-"""What a limited model says: of itself in one line, and in warnings to the code that runs its steps."""
+"""A limited model's one-line description, and its warnings."""
 
 from __future__ import annotations
 
@@ -19,27 +19,24 @@ ABANDONED = (
     "loss kept when an error ended its step, perhaps). Let go of what a step that you give up returned "
     "(del loss); the next step that begins so is planned for"
 )
-"""What to say after a backward through a forward that was taken for part of an earlier step."""
-
+"""For a backward through a forward that was taken for part of an earlier step."""
 
 UNMEASURED = (
     "what the steps of this limited model take cannot be measured while they run: one that takes more than "
     "its budget would not be noticed. On a CPU this needs a C++ compiler (apt-get install g++, or name one "
     "in CXX); lowtide doctor says what there is"
 )
-"""What to say once of a limit whose steps are held against nothing."""
+"""For a limit whose steps cannot be measured."""
 
 
 class LowtideWarning(UserWarning):
-    """Something that a user should know and that stops nothing: an operation that does not reproduce, a plan
+    """Something that a user should know and that is no error: an operation that does not reproduce, a plan
     made again.
     """
 
 
 def warn(text: str) -> None:
-    """Warn whoever called: the warning points at the innermost code that is neither lowtide's nor PyTorch's,
-    nor a context manager's.
-    """
+    """Warn. The warning points at the innermost caller outside lowtide, PyTorch and `contextlib`."""
     frame, level = sys._getframe(1), 2
     while frame.f_back is not None and frame.f_globals.get("__name__", "").partition(".")[0] in (
         "lowtide",
@@ -50,8 +47,20 @@ def warn(text: str) -> None:
     warnings.warn(text, LowtideWarning, stacklevel=level)
 
 
+class Once:
+    """Warns of each thing once."""
+
+    def __init__(self) -> None:
+        self._told: set[str] = set()
+
+    def __call__(self, what: str, text: str) -> None:
+        if what not in self._told:
+            self._told.add(what)
+            warn(text)
+
+
 def own_checkpointing(model: torch.nn.Module) -> str:
-    """What to say of a model that runs parts of itself under ``torch.utils.checkpoint``."""
+    """The warning for a model that runs parts of itself under ``torch.utils.checkpoint``."""
     names = (
         "activation_checkpointing",
         "gradient_checkpointing",
