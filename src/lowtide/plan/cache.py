@@ -8,7 +8,6 @@ else. ``LOWTIDE_CACHE`` names the folder of the files, or is ``off``.
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import operator
@@ -21,7 +20,6 @@ from pathlib import Path
 from lowtide.graph import StepGraph
 
 _LOG = logging.getLogger(__name__)
-_FORMAT = 1
 _MOST_OF_A_PROGRAM = 8
 _MOST_FILES = 256
 _OFF = ("off", "0", "no", "false")
@@ -42,21 +40,6 @@ class Decisions:
     budget_bytes: int
     plain_peak_bytes: int
     gap: float
-
-
-def program_digest(graph: StepGraph) -> str:
-    """A digest of what a step runs and saves, whatever its sizes and times: the same in every process."""
-    text = json.dumps(
-        [
-            _FORMAT,
-            [[op.name, op.reads, op.writes, op.phase, op.replayable] for op in graph.operations],
-            [[s.kind, s.producer] for s in graph.storages],
-            [[v.storage, v.version, v.storable, v.must_store] for v in graph.values],
-            [[s.value, s.droppable, s.forced] for s in graph.saved],
-        ],
-        separators=(",", ":"),
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
 
 
 def folder() -> Path | None:
@@ -84,14 +67,14 @@ class Cache:
 
     def of(self, graph: StepGraph) -> list[Decisions]:
         """What is known of the step's program."""
-        digest = program_digest(graph)
+        digest = graph.fingerprint(sizes=False)
         if digest not in self._known:
             self._known[digest] = self._read(digest)
         return list(self._known[digest])
 
     def keep(self, graph: StepGraph, new: Decisions) -> None:
         """Keep what was decided for ``graph``; older decisions for the same budget and size go."""
-        digest = program_digest(graph)
+        digest = graph.fingerprint(sizes=False)
         same = (new.budget_bytes, new.plain_peak_bytes)
         # another process may have kept something meanwhile
         older = dict.fromkeys([*self._known.get(digest, ()), *self._read(digest)])

@@ -475,12 +475,9 @@ def with_collectives(graph: StepGraph) -> StepGraph:
     """The graph with its functional collectives replayable, as they are where all ranks run them again."""
     if any(operation.name.startswith("_c10d_functional.wait_tensor") for operation in graph.operations):
         return graph  # someone else's, which a trace shows as an operation and a run does not
-    operations = tuple(
-        replace(operation, replayable=True, reason="")
-        if operation.name in FUNCTIONAL_COLLECTIVES
-        and operation.phase == "forward"
-        and operation.reason == IS_COLLECTIVE
-        else operation
-        for operation in graph.operations
-    )
-    return replace(graph, operations=operations)
+
+    def together(op: Operation) -> Operation:
+        known = op.name in FUNCTIONAL_COLLECTIVES and op.reason == IS_COLLECTIVE
+        return replace(op, replayable=True, reason="") if known and op.phase == "forward" else op
+
+    return graph.with_operations(together)

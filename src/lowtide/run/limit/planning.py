@@ -325,15 +325,10 @@ class Planner:
 
     def _without_kept(self, graph: StepGraph) -> StepGraph:
         """The graph with the operations that were found not to reproduce marked so."""
-        if not self.kept:
-            return graph
-        operations = tuple(
-            replace(operation, replayable=False, reason=self.kept[operation.name])
-            if operation.name in self.kept
-            else operation
-            for operation in graph.operations
+        kept = self.kept
+        return graph.with_operations(
+            lambda op: replace(op, replayable=False, reason=kept[op.name]) if op.name in kept else op
         )
-        return replace(graph, operations=operations)
 
     def _whole(self, graph: StepGraph) -> StepGraph:
         """Count everything of the model's and the optimizer's that stood before the step, used by it or
