@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
-GRAPH_FORMAT = 5
+GRAPH_FORMAT = 6
 
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "backward"]
 """Where a storage comes from: it stood before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
@@ -110,7 +110,6 @@ class Operation:
         reason: why it is not replayable, else empty.
         seconds: time of one run, measured or estimated.
         scratch_bytes: the most it allocates beyond its outputs while it runs.
-        flops: floating-point operations as `torch.utils.flop_counter` counts them, 0 where it knows none.
     """
 
     index: int
@@ -124,7 +123,6 @@ class Operation:
     reason: str = ""
     seconds: float = 0.0
     scratch_bytes: int = 0
-    flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,6 @@ class StepGraph:
             anything is evicted.
         replay_overhead_seconds: extra seconds to dispatch one replayed operation.
         device: the device that the budget is about, for example ``cpu`` or ``cuda``.
-        source: how the graph was made: ``fake`` or ``real`` tensors.
     """
 
     operations: tuple[Operation, ...]
@@ -178,7 +175,6 @@ class StepGraph:
     overhead_seconds: float = 0.0
     replay_overhead_seconds: float = 0.0
     device: str = "cpu"
-    source: Literal["fake", "real"] = "fake"
 
     def __repr__(self) -> str:
         forward = sum(1 for operation in self.operations if operation.phase == "forward")
@@ -190,7 +186,7 @@ class StepGraph:
         return (
             f"StepGraph({len(self.operations):,} operations, {forward:,} of them forward; "
             f"{len(self.storages):,} storages; {len(self.saved):,} saved tensors, {kept:,} bytes that a plan "
-            f"may evict; {self.device}, traced on {self.source} tensors)"
+            f"may evict; {self.device})"
         )
 
     def fingerprint(self, sizes: bool = True) -> str:

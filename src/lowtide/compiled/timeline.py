@@ -19,10 +19,11 @@ from lowtide.compiled.correction import NEAR, ROUNDS, Correction, at_or_smallest
 from lowtide.compiled.recording import Moment, Recording
 from lowtide.compiled.steps import Outside, Step, StepBuilder
 from lowtide.compiled.variants import Menu, Variant
-from lowtide.plan import make, make_plan
+from lowtide.plan import make
 from lowtide.plan.bound.program import Program
 from lowtide.plan.bound.relaxation import Bound
 from lowtide.plan.data import Plan
+from lowtide.plan.policies import make_plan
 
 SPREAD = 4
 """Ways to cut a graph that is called several times, between the least memory and the plain cut, that are

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -76,8 +76,6 @@ class Tracer:
         operations, storages, values, saved, events: as they will stand in the graph.
         unreleased: how many saved tensors autograd still holds.
     """
-
-    source: Literal["real", "fake"] = "real"
 
     def __init__(self, model: torch.nn.Module | None, device: torch.device) -> None:
         private.keep_dynamo_out()
@@ -458,7 +456,6 @@ class Tracer:
             resident_bytes=sum(s["bytes"] for s in self.storages if s["producer"] is None),
             plain_seconds=sum(operation.seconds for operation in operations),
             device=self.device.type,
-            source=self.source,
         )
 
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Codec, Links, Moving, Plan, decision_of
+from lowtide.plan.data import Links, Moving, Plan, decision_of
 from lowtide.plan.moves.placements import default_placements, missing_links, placements_of
+from lowtide.plan.moves.supply import Codec
 from lowtide.plan.policies.build import Policy, make_plan
 from lowtide.plan.search.mix import Mixer
 from lowtide.plan.search.planner import planner_of
