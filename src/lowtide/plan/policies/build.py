@@ -11,7 +11,7 @@ from typing import Protocol
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.bound.relaxation import Bound, lower_bound
+from lowtide.plan.bound.relaxation import Bound, Relaxation
 from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Plan, ProgramStep, Recompute
 from lowtide.plan.layout.slab import lay_out
 from lowtide.plan.moves.movable import as_simulated, closed_with, move_of, refuse_moves
@@ -96,7 +96,7 @@ def make_plan(
             "no lower bound is stated for a plan that moves values: the bound's program knows only "
             "recomputing",
         )
-    floor = bound or lower_bound(sim, limit)
+    floor = bound or Relaxation(sim).bound(limit)
     evicted = set(simulation.evicted)
     rows = as_simulated(graph, moved, simulation, places)
     return Plan(

@@ -35,7 +35,7 @@ def least_time(graph: StepGraph, budget: int | None = None) -> Plan:
             policy="optimal",
             budget=budget,
             simulator=planner.sim,
-            bound=planner.bound(limit),
+            bound=planner.relaxation.bound(limit),
         )
 
 
@@ -81,7 +81,7 @@ def mixed(
             )
             limit = budget if budget is not None else mixer.least().simulation.peak_bytes
             best, alone = mixer.solve(limit)
-            floor = mixer.bound(limit)
+            floor = mixer.relaxation.bound(limit)
         told = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in alone.items())
         notes = (
             f"of the mixes this adds least: {1000 * best.simulation.extra_seconds:.1f} ms"

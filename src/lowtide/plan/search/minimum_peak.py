@@ -70,7 +70,7 @@ def minimum_peak(
 def _halved(search: LocalSearch, stages: Stages, high: int) -> list[Candidate]:
     """The lowest plan for each of a few budgets below ``high``."""
     relaxation = Relaxation(search.sim, stages)
-    low = relaxation.least_peak()
+    low = relaxation.least_peak
     found: list[Candidate] = []
     for _ in range(_HALVINGS):
         if high - low < _CLOSE * high:
