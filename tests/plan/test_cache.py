@@ -141,7 +141,7 @@ def test_it_is_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("LOWTIDE_CACHE", raising=False)
     assert folder() == tmp_path / "lowtide" / "plans"
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "here"))
-    assert folder() == tmp_path / "here"
+    assert folder() == tmp_path / "here" / "plans"
     monkeypatch.setenv("LOWTIDE_CACHE", "off")
     assert folder() is None
 

@@ -3,7 +3,7 @@ size or budget of a step, and in files for another process.
 
 What is found here is only a place to begin (`lowtide.plan.carry`): the exact simulator and the bound say anew
 whether it does. So a file that is out of date, damaged or another machine's can waste a moment, and nothing
-else. ``LOWTIDE_CACHE`` names the folder of the files, or is ``off``.
+else. The files are in ``LOWTIDE_CACHE``, unless that is ``off``.
 """
 
 from __future__ import annotations
@@ -18,11 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowtide.graph import StepGraph
+from lowtide.native import NO_CACHE, cache_folder
 
 _LOG = logging.getLogger(__name__)
 _MOST_OF_A_PROGRAM = 8
 _MOST_FILES = 256
-_OFF = ("off", "0", "no", "false")
 
 
 @dataclass(frozen=True)
@@ -44,13 +44,8 @@ class Decisions:
 
 def folder() -> Path | None:
     """Where files are kept, or ``None`` where that is turned off."""
-    named = os.environ.get("LOWTIDE_CACHE", "")
-    if named.lower() in _OFF:
-        return None
-    if named:
-        return Path(named)
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "lowtide" / "plans"
+    off = os.environ.get("LOWTIDE_CACHE", "").lower() in NO_CACHE
+    return None if off else cache_folder() / "plans"
 
 
 class Cache:
