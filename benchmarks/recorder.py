@@ -72,7 +72,7 @@ def keep_but_one(graph: StepGraph, budget: int | None = None) -> Plan:
     writers = [graph.operations[v.producer].name if v.producer is not None else "" for v in graph.values]
     evicted = [v for v in Simulator(graph).droppable if "gelu" in writers[v]][-1:]
     stored = [v for v in Simulator(graph).droppable if v not in evicted]
-    return make_plan(graph, stored=stored, policy="keep_but_one", budget=budget, bound=False)
+    return make_plan(graph, stored=stored, policy="keep_but_one", budget=budget)
 
 
 def timed(model: nn.Module, x: Tensor) -> tuple[float, float]:

@@ -38,7 +38,6 @@ _HOMES = {
     "lowtide.graph": ("StepGraph",),
     "lowtide.limits": ("limit_memory",),
     "lowtide.meter": ("Measurement", "measure"),
-    "lowtide.plan": ("policies",),
     "lowtide.plan.data": ("Chain", "Compress", "Keep", "Offload", "Plan", "Recompute", "Shard"),
     "lowtide.plan.layout": ("layout",),
     "lowtide.plan.moves.supply": ("measure_links",),
@@ -49,6 +48,9 @@ _HOMES = {
     "lowtide.store.stores": ("Stores",),
 }
 """Where the names are that are loaded when they are first used."""
+
+_ROOMS = {"estimate": "lowtide.estimate", "plan": "lowtide.plan", "policies": "lowtide.plan.policies"}
+"""Names that are modules; `plan` is a function, too."""
 
 __all__ = [
     "BudgetError",
@@ -85,8 +87,8 @@ __all__ = [
 
 
 def __getattr__(name: str) -> Any:
-    if name in ("estimate", "plan"):  # rooms; the last is a verb, too
-        return import_module(f"lowtide.{name}")
+    if name in _ROOMS:
+        return import_module(_ROOMS[name])
     home = next((home for home, names in _HOMES.items() if name in names), None)
     if home is None:
         raise AttributeError(f"module 'lowtide' has no attribute {name!r}")

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import hashlib
 import json
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, replace
 from typing import Any, Literal, NamedTuple
 
 GRAPH_FORMAT = 6
@@ -106,7 +107,6 @@ class Operation:
         reason: why it is not replayable, else empty.
         seconds: time of one run, measured or estimated.
         scratch_bytes: the most it allocates beyond its outputs while it runs.
-        flops: floating-point operations as `torch.utils.flop_counter` counts them, 0 where it knows none.
     """
 
     index: int
@@ -120,7 +120,6 @@ class Operation:
     reason: str = ""
     seconds: float = 0.0
     scratch_bytes: int = 0
-    flops: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -161,7 +160,6 @@ class StepGraph:
             anything is evicted.
         replay_overhead_seconds: extra seconds to dispatch one replayed operation.
         device: the device that the budget is about, for example ``cpu`` or ``cuda``.
-        source: how the graph was made: ``fake`` or ``real`` tensors.
     """
 
     operations: tuple[Operation, ...]
@@ -174,7 +172,6 @@ class StepGraph:
     overhead_seconds: float = 0.0
     replay_overhead_seconds: float = 0.0
     device: str = "cpu"
-    source: Literal["fake", "real"] = "fake"
 
     def __repr__(self) -> str:
         forward = sum(1 for operation in self.operations if operation.phase == "forward")
@@ -186,24 +183,28 @@ class StepGraph:
         return (
             f"StepGraph({len(self.operations):,} operations, {forward:,} of them forward; "
             f"{len(self.storages):,} storages; {len(self.saved):,} saved tensors, {kept:,} bytes that a plan "
-            f"may evict; {self.device}, traced on {self.source} tensors)"
+            f"may evict; {self.device})"
         )
 
-    def structure(self) -> list[Any]:
-        """Everything but times and scratch, as nested lists: two traces of one step agree on it."""
-        return [
+    def fingerprint(self, sizes: bool = True) -> str:
+        """A digest of everything but times and scratch: two traces of one step share it, in every process,
+        and a plan belongs to the graphs that do. Without ``sizes``, steps that run and save the same share
+        it, whatever their sizes.
+        """
+        parts = [
             [[o.name, o.reads, o.writes, o.phase, o.random, o.replayable] for o in self.operations],
-            [[s.bytes, s.kind, s.producer] for s in self.storages],
+            [[s.bytes if sizes else 0, s.kind, s.producer] for s in self.storages],
             [[v.storage, v.version, v.producer, v.storable] for v in self.values],
             [[s.value, s.droppable, s.forced] for s in self.saved],
-            self.events,
-            self.resident_bytes,
+            self.events if sizes else (),
+            self.resident_bytes if sizes else 0,
         ]
-
-    def fingerprint(self) -> str:
-        """A digest of `structure`: a plan belongs to the graphs that share it."""
-        text = json.dumps(self.structure(), separators=(",", ":"))
+        text = json.dumps(parts, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+    def with_operations(self, change: Callable[[Operation], Operation], **parts: Any) -> StepGraph:
+        """The same step with each operation as ``change`` returns it, and other ``parts`` as given."""
+        return replace(self, operations=tuple(map(change, self.operations)), **parts)
 
     def to_json(self) -> dict[str, Any]:
         """This graph as a dictionary of plain values; `from_json` reads it back."""

@@ -35,19 +35,26 @@ class BuildError(Exception):
     """A file cannot be compiled here; the message says why, and what helps."""
 
 
+NO_CACHE = ("off", "0", "no", "false")
+"""Values of ``LOWTIDE_CACHE`` with which no plans are kept."""
+
+
+def cache_folder() -> Path:
+    """The folder for what lowtide keeps: ``LOWTIDE_CACHE``, else the user's cache folder."""
+    named = os.environ.get("LOWTIDE_CACHE", "")
+    if named and named.lower() not in NO_CACHE:
+        return Path(named)
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "lowtide"
+
+
 def cache_dir() -> Path:
-    """The folder for compiled files: ``LOWTIDE_CACHE_DIR``, else the user's cache folder, else a private
-    folder for temporary files.
+    """The folder for compiled files: `cache_folder`, else a private folder for temporary files.
 
     Raises:
         BuildError: none of them is writable and ours alone.
     """
     uid = os.getuid() if hasattr(os, "getuid") else 0
-    named = os.environ.get("LOWTIDE_CACHE_DIR")
-    home = os.environ.get("XDG_CACHE_HOME") or os.path.join(os.path.expanduser("~"), ".cache")
-    places = (
-        [Path(named)] if named else [Path(home) / "lowtide", Path(tempfile.gettempdir()) / f"lowtide-{uid}"]
-    )
+    places = [cache_folder(), Path(tempfile.gettempdir()) / f"lowtide-{uid}"]
     for place in places:
         try:
             place.mkdir(parents=True, exist_ok=True, mode=0o700)
@@ -59,7 +66,7 @@ def cache_dir() -> Path:
         except OSError:
             continue
     raise BuildError(
-        f"no private, writable cache folder among {', '.join(map(str, places))}; set LOWTIDE_CACHE_DIR to one"
+        f"no private, writable cache folder among {', '.join(map(str, places))}; set LOWTIDE_CACHE to one"
     )
 
 

@@ -327,7 +327,7 @@ def test_what_tiers_cannot_do_is_refused(tmp_path: Path) -> None:
     with pytest.raises(lowtide.PlanError, match=r"Offload\('tape'\): there is no such tier"):
         lowtide.compile(model, "60%", tiers="tape")
     with pytest.raises(lowtide.PlanError, match="is no tier: give 'host', 'disk'"):
-        lowtide.compile(model, "60%", tiers=[lowtide.plan.Compress("int8")])  # type: ignore[list-item]
+        lowtide.compile(model, "60%", tiers=[lowtide.Compress("int8")])  # type: ignore[list-item]
     with pytest.raises(lowtide.PlanError, match="tiers are for a model that is one graph: leave out tiers"):
         lowtide.compile(model, "60%", tiers="disk", regional=True)
     with pytest.raises(lowtide.PlanError, match="leave out dynamic=True, or tiers"):

@@ -336,7 +336,7 @@ _BUILD = (
 
 @needs_allocator
 def test_two_processes_may_compile_at_once(tmp_path: Path) -> None:
-    place = {**os.environ, "LOWTIDE_CACHE_DIR": str(tmp_path / "cache")}
+    place = {**os.environ, "LOWTIDE_CACHE": str(tmp_path / "cache")}
     runs = [
         subprocess.Popen([sys.executable, "-c", _BUILD], env=place, stdout=subprocess.PIPE, text=True)
         for _ in range(2)
@@ -353,7 +353,7 @@ def test_without_a_compiler_the_profiler_measures(tmp_path: Path) -> None:
         "with peak() as p: torch.empty(9)\n"
         "print(p.source, p.peak_bytes)"
     )
-    place = {**os.environ, "LOWTIDE_CACHE_DIR": str(tmp_path / "cache"), "PATH": str(tmp_path), "CXX": ""}
+    place = {**os.environ, "LOWTIDE_CACHE": str(tmp_path / "cache"), "PATH": str(tmp_path), "CXX": ""}
     done = subprocess.run(
         [sys.executable, "-c", code], env=place, capture_output=True, text=True, timeout=300, check=True
     )
@@ -369,8 +369,12 @@ def test_a_cache_folder_that_others_can_write_is_not_used(
     place = tmp_path / "open"
     place.mkdir()
     place.chmod(0o777)
-    monkeypatch.setenv("LOWTIDE_CACHE_DIR", str(place))
-    with pytest.raises(BuildError, match="LOWTIDE_CACHE_DIR"):
+    mine = tmp_path / f"lowtide-{os.getuid()}"
+    monkeypatch.setenv("LOWTIDE_CACHE", str(place))
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    assert cache_dir() == mine
+    mine.chmod(0o777)
+    with pytest.raises(BuildError, match="LOWTIDE_CACHE"):
         cache_dir()
 
 

@@ -9,8 +9,7 @@ import torch
 from lazy_streams import LazyStreams
 from torch import nn
 
-from lowtide.optim import CudaLink, HostOptimizer
-from lowtide.store import pool
+from lowtide.optim import CudaLink, HostOptimizer, pool
 
 WIDTH = 64
 

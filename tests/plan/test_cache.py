@@ -15,7 +15,7 @@ from synthetic import transformer
 
 import lowtide.plan
 from lowtide.plan import cache as caches
-from lowtide.plan.cache import Cache, Decisions, folder, program_digest
+from lowtide.plan.cache import Cache, Decisions, folder
 from lowtide.plan.carry import CARRIED, carried
 from lowtide.plan.carry import keep as keep_plan
 from lowtide.plan.search.planner import planner_of
@@ -55,17 +55,15 @@ def test_the_newest_come_first_and_one_for_each_budget_stays(tmp_path: Path):
 def test_digests_tell_programs_apart_and_not_their_sizes_and_times():
     graph = random_graph(3)
     larger = tuple(replace(s, bytes=2 * s.bytes) for s in graph.storages)
-    assert program_digest(graph) == program_digest(replace(graph, plain_seconds=9.0, storages=larger))
+    other = replace(graph, plain_seconds=9.0, storages=larger)
+    assert graph.fingerprint(sizes=False) == other.fingerprint(sizes=False)
     operations = (replace(graph.operations[0], name="another"), *graph.operations[1:])
     others = [replace(graph, operations=operations), random_graph(4)]
-    assert len({program_digest(g) for g in (graph, *others)}) == 3
+    assert len({g.fingerprint(sizes=False) for g in (graph, *others)}) == 3
 
 
 def test_digests_are_the_same_in_every_process():
-    code = (
-        "from synthetic import transformer; from lowtide.plan.cache import program_digest as d; "
-        "print(d(transformer(1)))"
-    )
+    code = "from synthetic import transformer; print(transformer(1).fingerprint(sizes=False))"
     told = subprocess.run(
         [sys.executable, "-c", code],
         capture_output=True,
@@ -73,7 +71,7 @@ def test_digests_are_the_same_in_every_process():
         check=True,
         env={**os.environ, "PYTHONHASHSEED": "7", "PYTHONPATH": os.pathsep.join(sys.path)},
     )
-    assert told.stdout.strip() == program_digest(transformer(1))
+    assert told.stdout.strip() == transformer(1).fingerprint(sizes=False)
 
 
 @pytest.mark.parametrize(
@@ -132,7 +130,7 @@ def test_the_least_recently_used_go(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     graphs = [planned(layers) for layers in (1, 2, 3)]
     for age, (graph, plan, budget) in enumerate(graphs[:2]):
         keep(Cache(tmp_path), graph, plan, budget)
-        os.utime(tmp_path / f"{program_digest(graph)}.json", (1000 + age, 1000 + age))
+        os.utime(tmp_path / f"{graph.fingerprint(sizes=False)}.json", (1000 + age, 1000 + age))
     assert Cache(tmp_path).of(graphs[0][0])  # used, so it is young again
     keep(Cache(tmp_path), *graphs[2])
     assert [bool(Cache(tmp_path).of(graph)) for graph, _, _ in graphs] == [True, False, True]
@@ -143,7 +141,7 @@ def test_it_is_turned_off(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
     monkeypatch.delenv("LOWTIDE_CACHE", raising=False)
     assert folder() == tmp_path / "lowtide" / "plans"
     monkeypatch.setenv("LOWTIDE_CACHE", str(tmp_path / "here"))
-    assert folder() == tmp_path / "here"
+    assert folder() == tmp_path / "here" / "plans"
     monkeypatch.setenv("LOWTIDE_CACHE", "off")
     assert folder() is None
 

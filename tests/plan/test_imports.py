@@ -28,6 +28,12 @@ def test_no_file_of_the_planner_loads_torch_or_what_executes():
     )
 
 
+def test_what_a_plan_is_needs_no_solver():
+    code = "import sys, lowtide.plan.data; print('scipy' in sys.modules)"
+    told = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert told.stdout.strip() == "False"
+
+
 def test_one_file_reaches_for_codecs_and_speeds():
     root = Path(lowtide.plan.__file__).parent
     reaching = {

@@ -13,8 +13,8 @@ from synthetic import residual_network, transformer
 
 from lowtide import policies
 from lowtide.graph import StepGraph
-from lowtide.plan import Chain, Compress, Offload, Plan, make
-from lowtide.plan.data import Moving
+from lowtide.plan import Plan, make
+from lowtide.plan.data import Chain, Compress, Moving, Offload
 from lowtide.plan.simulate import Simulation, Simulator, plain
 from lowtide.report.timeline import KINDS, Timeline, timeline
 
@@ -64,7 +64,7 @@ def test_blocks_add_up_to_what_is_simulated(build: Callable[[], StepGraph], poli
 def test_random_steps_add_up_under_full_recomputation(seed: int) -> None:
     graph = random_graph(seed)
     agrees(graph, None)
-    agrees(graph, policies.make_plan(graph, stored=(), bound=False))
+    agrees(graph, policies.make_plan(graph, stored=()))
 
 
 @pytest.mark.parametrize("slab", [False, True])
@@ -76,7 +76,7 @@ def test_random_steps_add_up_under_full_recomputation(seed: int) -> None:
 def test_moved_values_add_up(decision: Moving, slab: bool) -> None:
     graph = transformer(3)
     wide = [tensor.value for tensor in graph.saved if tensor.droppable and tensor.module.endswith("mlp.act")]
-    plan = policies.make_plan(graph, stored=(), moves=dict.fromkeys(wide, decision), slab=slab, bound=False)
+    plan = policies.make_plan(graph, stored=(), moves=dict.fromkeys(wide, decision), slab=slab)
     assert plan.moves
     line = timeline(graph, plan)
     assert line.peak_bytes == plan.predicted_peak_bytes

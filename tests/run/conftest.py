@@ -26,7 +26,7 @@ Step = Callable[[torch.nn.Module], torch.Tensor]
 
 def evict_everything(graph: StepGraph, budget: int | None = None) -> Plan:
     """The policy that stores only what it has to."""
-    return make_plan(graph, stored=(), policy="evict_everything", budget=budget, bound=False)
+    return make_plan(graph, stored=(), policy="evict_everything", budget=budget)
 
 
 def bits(tensor: torch.Tensor) -> bytes:

@@ -34,7 +34,7 @@ def evict_gelu(graph: StepGraph, budget: int | None = None) -> Plan:
     """Keep all but what GELU wrote."""
     made = [graph.operations[v.producer].name if v.producer is not None else "" for v in graph.values]
     stored = [v for v in Simulator(graph).droppable if "gelu" not in made[v]]
-    return make_plan(graph, stored=stored, policy="evict_gelu", budget=budget, bound=False)
+    return make_plan(graph, stored=stored, policy="evict_gelu", budget=budget)
 
 
 class Block(nn.Module):
@@ -260,9 +260,7 @@ def test_modules_take_turns_whose_arguments_differ(twins: Any, monkeypatch: pyte
     torch.manual_seed(0)
     pair = twins(
         Unlike(),
-        policy=lambda graph, budget=None: make_plan(
-            graph, stored=[], policy="all", budget=budget, bound=False
-        ),
+        policy=lambda graph, budget=None: make_plan(graph, stored=[], policy="all", budget=budget),
     )
     for seed in range(5):
         pair.step(lambda m: m(batch()), seed)

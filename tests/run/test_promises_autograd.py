@@ -372,7 +372,7 @@ def keep_most(graph: Any, budget: int | None = None) -> Any:
     from lowtide.plan.policies import make_plan
 
     saved = {s.value for s in graph.saved if s.droppable}
-    return make_plan(graph, stored=sorted(saved)[1:], budget=budget, bound=False)
+    return make_plan(graph, stored=sorted(saved)[1:], budget=budget)
 
 
 def test_overwriting_what_is_not_needed_raises_nothing(twins: Any) -> None:
@@ -440,7 +440,7 @@ def test_a_source_that_every_step_overwrites_is_kept() -> None:
 def make_everything(graph: Any) -> Any:
     from lowtide.plan.policies import make_plan
 
-    return make_plan(graph, stored=(), bound=False)
+    return make_plan(graph, stored=())
 
 
 def test_overwritten_replay_source_in_a_scope_raises() -> None:

@@ -16,10 +16,10 @@ from moving_net import net, same, step
 
 import lowtide
 from lowtide import policies
-from lowtide.store import pool
 from lowtide.store.disk import BUFFER_BYTES, Disk
 from lowtide.store.host import Host
 from lowtide.store.lanes import StreamLane, ThreadLane
+from lowtide.store.memory import host_bytes
 
 
 def noise(count: int, seed: int = 0) -> torch.Tensor:
@@ -104,14 +104,13 @@ def test_another_stream_that_joins_leaves_the_memory_to_the_one_it_came_from() -
 def locked(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """Bytes that would have been page-locked."""
     found: list[int] = []
-    real = pool.host_bytes
 
-    def host_bytes(count: int, pin: bool = False) -> torch.Tensor:
+    def unlocked(count: int, pin: bool = False) -> torch.Tensor:
         found.extend([count] * pin)
-        return real(count)
+        return host_bytes(count)
 
-    for name in ("lowtide.store.disk.host_bytes", "lowtide.store.pool.host_bytes"):
-        monkeypatch.setattr(name, host_bytes)
+    for name in ("lowtide.store.disk.host_bytes", "lowtide.store.host.host_bytes"):
+        monkeypatch.setattr(name, unlocked)
     return found
 
 

@@ -4,11 +4,15 @@ transfers take from it.
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from types import SimpleNamespace
+
 import pytest
 import torch
 
+from lowtide.links import Link
+from lowtide.store import measure
 from lowtide.store.lanes import Transfer
-from lowtide.store.measure import measure_tier
 from lowtide.store.tier import Slot, StoreError
 
 
@@ -47,17 +51,31 @@ class Slow:
             self.under_way.pop(0).finish()
 
 
+Measure = Callable[[Slow, Callable[[], None]], Link]
+
+
+@pytest.fixture
+def measured(monkeypatch: pytest.MonkeyPatch) -> Measure:
+    """Measures a tier beside a computation, on the tier's clock."""
+
+    def measure_tier(tier: Slow, compute: Callable[[], None]) -> Link:
+        monkeypatch.setattr(measure, "_kernels", lambda: compute)
+        monkeypatch.setattr(measure, "time", SimpleNamespace(perf_counter=tier.clock))
+        return measure.measure_tier(tier, torch.device("cpu"))  # type: ignore[arg-type]
+
+    return measure_tier
+
+
 @pytest.mark.parametrize(("slower", "busy"), [(1.0, 0.0), (1.25, 0.2), (2.0, 0.5)])
-def test_what_transfers_take_from_a_computation(slower: float, busy: float) -> None:
-    clock = Clock()
-    tier = Slow(clock, slower)
-    found = measure_tier(tier, torch.device("cpu"), compute=tier.compute, clock=clock)  # type: ignore
+def test_what_transfers_take_from_a_computation(slower: float, busy: float, measured: Measure) -> None:
+    tier = Slow(Clock(), slower)
+    found = measured(tier, tier.compute)
     assert found.busy == pytest.approx(busy)
     speed = pytest.approx((1 << 20) / (0.004 * slower))
     assert found.write_bytes_per_second == speed and found.read_bytes_per_second == speed
 
 
-def test_a_tier_that_fails_says_so() -> None:
+def test_a_tier_that_fails_says_so(measured: Measure) -> None:
     clock = Clock()
     tier = Slow(clock, 1.0)
 
@@ -67,11 +85,11 @@ def test_a_tier_that_fails_says_so() -> None:
             tier.under_way.pop(0).finish(StoreError("there is no room"))
 
     with pytest.raises(StoreError, match="no room"):
-        measure_tier(tier, torch.device("cpu"), compute=fail, clock=clock)  # type: ignore[arg-type]
+        measured(tier, fail)
 
 
-def test_a_slow_tier_is_not_measured_for_long() -> None:
+def test_a_slow_tier_is_not_measured_for_long(measured: Measure) -> None:
     clock = Clock()
     tier = Slow(clock, 1000.0)
-    measure_tier(tier, torch.device("cpu"), compute=tier.compute, clock=clock)  # type: ignore[arg-type]
+    measured(tier, tier.compute)
     assert clock.now < 2 * 24 * 4.0 + 1, "one round: 24 transfers of 4 s each, both ways"

@@ -12,8 +12,9 @@ import pytest
 import torch
 from lazy_streams import LazyStreams, on_streams
 
+from lowtide.optim.pool import MemoryPool
 from lowtide.store.host import Host
-from lowtide.store.pool import MemoryPool, host_bytes
+from lowtide.store.memory import host_bytes
 from lowtide.store.tier import StoreError
 
 needs_maps = pytest.mark.skipif(not Path("/proc/self/maps").exists(), reason="reads the process's mappings")
@@ -66,7 +67,7 @@ def test_memory_is_unlocked_with_its_last_view_and_before_it_is_unmapped() -> No
 def test_the_optimizers_pool_and_the_stores_lock_the_same_way() -> None:
     runtime = Runtime()
     with patch.object(torch.cuda, "cudart", lambda: runtime):
-        pinned = MemoryPool("state", "wait", StoreError, kind="pinned")
+        pinned = MemoryPool(pin=True)
         made = pinned.zeros([(1000, torch.float32), (0, torch.float32), (7, torch.bfloat16)])
         assert sorted(runtime.registered.values()) == [14, 4000] and [t.numel() for t in made] == [1000, 0, 7]
         assert pinned.used_bytes == 4014

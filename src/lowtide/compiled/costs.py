@@ -13,7 +13,7 @@ from lowtide.compiled.joint import Call, Joint, Key, described
 from lowtide.private import OpOverload, partitioning, tree_leaves
 from lowtide.trace.costs.measure import measure_costs
 from lowtide.trace.costs.roofline import calibrate
-from lowtide.trace.costs.specs import OpSpec, described_call, flops
+from lowtide.trace.costs.specs import OpSpec, described_call
 
 _FUSED_SHARE = 0.1
 """Of what an element-wise call takes by itself, what its arithmetic adds to a kernel that has its inputs."""
@@ -30,14 +30,12 @@ class Cost:
     Attributes:
         seconds: its time.
         scratch_bytes: what it takes beyond its results.
-        flops: floating-point operations.
         surplus_bytes: what the storage of its one result takes beyond what the graph says.
         parts: names of the nodes that it computes -> what each adds, of a fused one without its traffic.
     """
 
     seconds: float
     scratch_bytes: int
-    flops: int
     surplus_bytes: int = 0
     parts: Mapping[str, float] = field(default_factory=dict)
 
@@ -52,21 +50,20 @@ def costs_of(joint: Joint, time_budget: float = 0.7) -> list[Cost]:
             keys[node] = repr(found)
             specs.setdefault(keys[node], found)
     measured = measure_costs(specs, time_budget=time_budget)
-    work = {key: flops(spec) for key, spec in specs.items()}
     rows: list[Cost] = []
     for call in joint.calls:
         own = measured.get(keys.get(call.node))
         fused = joint.fusible is not None and joint.fusible(call.node)
         parts = {one.name: measured[keys[one]].seconds * _FUSED_SHARE for one in call.inlined if one in keys}
         if own is None:
-            rows.append(Cost(0.0, 0, 0, parts=parts))
+            rows.append(Cost(0.0, 0, parts=parts))
         elif fused:
             parts[call.node.name] = own.seconds * _FUSED_SHARE
-            rows.append(Cost(_moving_seconds(joint, call) + sum(parts.values()), 0, 0, parts=parts))
+            rows.append(Cost(_moving_seconds(joint, call) + sum(parts.values()), 0, parts=parts))
         else:
             parts[call.node.name] = own.seconds
             surplus = own.surplus_bytes if len(call.writes) == 1 else 0
-            rows.append(Cost(own.seconds, own.scratch_bytes, work[keys[call.node]], surplus, parts))
+            rows.append(Cost(own.seconds, own.scratch_bytes, surplus, parts))
     return rows
 
 

@@ -16,7 +16,7 @@ from lowtide.private import partitioning
 
 Phase = Literal["forward", "backward"]
 
-NOTHING = Cost(0.0, 0, 0)
+NOTHING = Cost(0.0, 0)
 
 Place = tuple[int, Key]
 """A storage of a step: the graph's number and the storage's name in it."""
@@ -96,7 +96,7 @@ class StepBuilder:
             if kind == "gap":
                 most = number - self.standing
                 if most > 0:
-                    self._operate("outside", (), phase, cost=Cost(0.0, most, 0), reason="outside")
+                    self._operate("outside", (), phase, cost=Cost(0.0, most), reason="outside")
             elif kind == "forward":
                 phase = "forward"
                 self._stand(self.outside.forward[number], phase)
@@ -160,7 +160,6 @@ class StepBuilder:
                 reason=reason,
                 seconds=cost.seconds,
                 scratch_bytes=cost.scratch_bytes,
-                flops=cost.flops,
             )
         )
         self.events.append(Event("op", index))

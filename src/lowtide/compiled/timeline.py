@@ -24,11 +24,12 @@ from lowtide.compiled.joint import Joint
 from lowtide.compiled.recording import Call, Moment, Timeline
 from lowtide.compiled.steps import Outside, Step, StepBuilder
 from lowtide.compiled.variants import Menu, Variant
-from lowtide.plan import make, make_plan, policies
+from lowtide.plan import make, policies
 from lowtide.plan.bound.program import Program
 from lowtide.plan.bound.relaxation import Bound
 from lowtide.plan.data import Offload, Plan, decision_of
 from lowtide.plan.moves.placements import missing_links
+from lowtide.plan.policies import make_plan
 from lowtide.trace.costs.roofline import outside_modes
 
 FIRST = 0.985
@@ -191,7 +192,7 @@ class _Planning:
         plan = self.tried.get(best)
         if plan is None:
             values = {value for (n, key), value in self.step.value_of.items() if key in best[n].kept}
-            plan = make_plan(self.step.graph, stored=values, policy="optimal", bound=bound or True)
+            plan = make_plan(self.step.graph, stored=values, policy="optimal", bound=bound)
         return self._told(best, plain, plan, limit, plain_peak)
 
     def _refused(self, limit: int, smallest: int, plain_peak: int) -> Exception:

@@ -17,15 +17,15 @@ from lowtide.optim.clip import clip_
 from lowtide.optim.elementwise import kernel_of
 from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import check_options
-from lowtide.optim.link import WHAT, Link, link_for
+from lowtide.optim.link import Link, link_for
 from lowtide.optim.modes import check_modes, fraction_of
 from lowtide.optim.pipeline import Task, Updater
 from lowtide.optim.placed import PlacedOptimizer
+from lowtide.optim.pool import FilePool, Pool
 from lowtide.optim.slots import Placement, Slot
 from lowtide.optim.stream import GradientStream, sent
 from lowtide.optim.tasks import tasks_of
 from lowtide.optim.tensors import is_shared, local
-from lowtide.store.pool import FilePool, Pool
 
 Host = Literal["auto", "memory", "disk"]
 
@@ -151,9 +151,7 @@ class HostOptimizer(PlacedOptimizer):
         link, in_memory = self.link, self.host == "memory"
         if folder is not None and in_memory:
             raise OptimError("host_folder= is for host='disk': leave it out, or put the state on disk")
-        pool: Pool = link.memory(limit)
-        if not in_memory:
-            pool = FilePool(WHAT, "lower host_fraction", OptimError, limit, folder)
+        pool: Pool = link.memory(limit) if in_memory else FilePool(limit, folder)
         own_copies = not link.direct or self.delayed or self.overlap_update
         gradients = pool if link.direct or in_memory else link.memory(limit)
         self._updater = Updater(self.kernel, link, pool, chunk_bytes // 4 // 64 * 64)

@@ -14,10 +14,8 @@ import torch
 from torch import Event, Tensor
 
 from lowtide.optim.errors import OptimError
+from lowtide.optim.pool import MemoryPool
 from lowtide.store.lanes import StreamLane, Streams, Transfer, finished
-from lowtide.store.pool import MemoryPool
-
-WHAT = "the optimizer's host part"
 
 
 @dataclass
@@ -43,8 +41,7 @@ class Link(ABC):
 
     def memory(self, limit_bytes: int | None = None) -> MemoryPool:
         """Host memory as transfers want it."""
-        remedy = "lower host_fraction, or use host='disk'"
-        return MemoryPool(WHAT, remedy, OptimError, limit_bytes, "pinned" if self.pins else "tensors")
+        return MemoryPool(limit_bytes, pin=self.pins)
 
     @abstractmethod
     def down(self, host: Tensor, device: Tensor) -> Transfer:

@@ -17,9 +17,9 @@ from torch import Tensor
 from lowtide.optim.kernels import Group, Kernel, Operands, on_host
 from lowtide.optim.layout import spans
 from lowtide.optim.link import Link
+from lowtide.optim.pool import Pool
 from lowtide.optim.slots import HostGradient, Part, Slot
 from lowtide.store.lanes import Transfer
-from lowtide.store.pool import Pool
 
 DEPTH = 3
 """Batches under way at once: one comes down, one is updated, one goes up."""

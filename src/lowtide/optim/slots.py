@@ -14,9 +14,9 @@ from lowtide import private
 from lowtide.optim.errors import OptimError
 from lowtide.optim.kernels import Group, Kernel
 from lowtide.optim.layout import cuts, granule
+from lowtide.optim.pool import Pool, Spec
 from lowtide.optim.tensors import check, flat, local, shaped, sharded_like
 from lowtide.store.lanes import Transfer
-from lowtide.store.pool import Pool, Spec
 
 
 @dataclass

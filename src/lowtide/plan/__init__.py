@@ -11,31 +11,19 @@ from __future__ import annotations
 
 import sys
 from types import ModuleType
+from typing import TYPE_CHECKING
 
 from lowtide.budget import resolve as bytes_of
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan import policies
-from lowtide.plan.data import (
-    Chain,
-    Compress,
-    Decision,
-    Keep,
-    ModuleRow,
-    Offload,
-    Plan,
-    Recompute,
-    Shard,
-    in_one_line,
-)
-from lowtide.plan.policies import Policy, make_plan
-from lowtide.plan.simulate import Simulation, Simulator, close, plain
+from lowtide.plan.data import Plan, in_one_line
+from lowtide.plan.simulate import plain
 from lowtide.progress import working
 
-__all__ = [
-    "Chain", "Compress", "Decision", "Keep", "ModuleRow", "Offload", "Plan", "Recompute", "Shard",
-    "Simulation", "Simulator", "close", "make", "make_plan", "plain", "policies", "resolve",
-]  # fmt: skip
+if TYPE_CHECKING:
+    from lowtide.plan.policies import Policy
+
+__all__ = ["POLICIES", "Plan", "make", "plain", "resolve"]
 
 POLICIES = ("optimal", "keep_all", "full", "sqrt", "selective", "offload", "mixed", "compress")
 """Those that are known by name."""
@@ -54,6 +42,8 @@ def resolve(policy: str | Policy) -> Policy:
             f"there is no policy {policy!r}: give one of {', '.join(sorted(POLICIES))}, or a function of "
             "(graph, budget)"
         )
+    from lowtide.plan import policies
+
     return getattr(policies, policy)()
 
 

@@ -3,12 +3,11 @@ size or budget of a step, and in files for another process.
 
 What is found here is only a place to begin (`lowtide.plan.carry`): the exact simulator and the bound say anew
 whether it does. So a file that is out of date, damaged or another machine's can waste a moment, and nothing
-else. ``LOWTIDE_CACHE`` names the folder of the files, or is ``off``.
+else. The files are in ``LOWTIDE_CACHE``, unless that is ``off``.
 """
 
 from __future__ import annotations
 
-import hashlib
 import json
 import logging
 import operator
@@ -19,12 +18,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from lowtide.graph import StepGraph
+from lowtide.native import NO_CACHE, cache_folder
 
 _LOG = logging.getLogger(__name__)
-_FORMAT = 1
 _MOST_OF_A_PROGRAM = 8
 _MOST_FILES = 256
-_OFF = ("off", "0", "no", "false")
 
 
 @dataclass(frozen=True)
@@ -44,30 +42,10 @@ class Decisions:
     gap: float
 
 
-def program_digest(graph: StepGraph) -> str:
-    """A digest of what a step runs and saves, whatever its sizes and times: the same in every process."""
-    text = json.dumps(
-        [
-            _FORMAT,
-            [[op.name, op.reads, op.writes, op.phase, op.replayable] for op in graph.operations],
-            [[s.kind, s.producer] for s in graph.storages],
-            [[v.storage, v.version, v.storable] for v in graph.values],
-            [[s.value, s.droppable, s.forced] for s in graph.saved],
-        ],
-        separators=(",", ":"),
-    )
-    return hashlib.sha256(text.encode()).hexdigest()[:32]
-
-
 def folder() -> Path | None:
     """Where files are kept, or ``None`` where that is turned off."""
-    named = os.environ.get("LOWTIDE_CACHE", "")
-    if named.lower() in _OFF:
-        return None
-    if named:
-        return Path(named)
-    home = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    return Path(home) / "lowtide" / "plans"
+    off = os.environ.get("LOWTIDE_CACHE", "").lower() in NO_CACHE
+    return None if off else cache_folder() / "plans"
 
 
 class Cache:
@@ -84,14 +62,14 @@ class Cache:
 
     def of(self, graph: StepGraph) -> list[Decisions]:
         """What is known of the step's program."""
-        digest = program_digest(graph)
+        digest = graph.fingerprint(sizes=False)
         if digest not in self._known:
             self._known[digest] = self._read(digest)
         return list(self._known[digest])
 
     def keep(self, graph: StepGraph, new: Decisions) -> None:
         """Keep what was decided for ``graph``; older decisions for the same budget and size go."""
-        digest = program_digest(graph)
+        digest = graph.fingerprint(sizes=False)
         same = (new.budget_bytes, new.plain_peak_bytes)
         # another process may have kept something meanwhile
         older = dict.fromkeys([*self._known.get(digest, ()), *self._read(digest)])

@@ -57,7 +57,7 @@ def carried(graph: StepGraph, budget: int, known: Iterable[Decisions], room: int
             budget=budget,
             notes=(CARRIED,),
             simulator=planner.sim,
-            bound=planner.bound(budget),
+            bound=planner.relaxation.bound(budget),
         )
 
 

@@ -142,7 +142,7 @@ def short(operation: str) -> str:
 def in_words(decision: Decision) -> str:
     """What a decision does with a value.
 
-    >>> from lowtide.plan import Chain, Offload
+    >>> from lowtide import Chain, Offload
     >>> in_words(Chain(Compress("mask"), Offload("host"))), in_words(Keep())
     ('offloaded', 'kept')
     """

@@ -43,7 +43,7 @@ def tradeoff(graph: StepGraph, points: int = POINTS, seconds: float = ENOUGH_SEC
     """
     planner = planner_of(graph)
     with planner.lock:
-        high, low = planner.sim.plain_peak, planner.relaxation.least_peak()
+        high, low = planner.sim.plain_peak, planner.relaxation.least_peak
         found = [Point(high, 0.0, 0.0)]
         began = time.perf_counter()
         for k in range(1, points):
@@ -53,7 +53,7 @@ def tradeoff(graph: StepGraph, points: int = POINTS, seconds: float = ENOUGH_SEC
                 best = planner.solve(high - (high - low) * k // (points - 1)).simulation
             except BudgetError:  # below the smallest, which it has searched for
                 best = planner.smallest.simulation
-            bound = planner.bound(best.peak_bytes).extra_seconds
+            bound = planner.relaxation.bound(best.peak_bytes, windows=False).extra_seconds
             found.append(Point(best.peak_bytes, best.extra_seconds, min(bound, best.extra_seconds)))
     return _front(found)
 

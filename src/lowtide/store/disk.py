@@ -14,7 +14,7 @@ from torch import Event, Tensor
 
 from lowtide.errors import PlanError
 from lowtide.store.lanes import StreamLane, Streams
-from lowtide.store.pool import host_bytes, reserve
+from lowtide.store.memory import host_bytes, reserve
 from lowtide.store.tier import StoreError, Tier
 
 BUFFER_BYTES = 4 << 20

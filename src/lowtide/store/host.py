@@ -8,7 +8,7 @@ import torch
 from torch import Event, Tensor
 
 from lowtide.store.lanes import Queued, StreamLane, Transfer
-from lowtide.store.pool import MemoryPool
+from lowtide.store.memory import check_free, host_bytes
 from lowtide.store.tier import Slot, StoreError, Tier
 
 
@@ -29,17 +29,18 @@ class Host(Tier):
         super().__init__(512, device)
         found = self.streams
         self._ways = (StreamLane(found), StreamLane(found)) if found is not None else None
-        self._pool = MemoryPool(
-            "saved values",
-            "use a larger budget, a codec, or the disk tier",
-            StoreError,
-            kind="mapped" if found is None else "pinned",
-        )
         self._slabs: list[tuple[int, Tensor]] = []
 
     def _grow(self, end: int) -> None:
         begin = self.counts.slab_bytes
-        self._slabs += [(begin, slab) for slab in self._pool.zeros([(end - begin, torch.uint8)])]
+        try:
+            check_free(end - begin)
+            self._slabs.append((begin, host_bytes(end - begin, pin=self.streams is not None)))
+        except (RuntimeError, OSError, MemoryError, ValueError, OverflowError) as error:
+            raise StoreError(
+                f"the host has no room for {end - begin:,} bytes more of saved values ({error}): use a "
+                "larger budget, a codec, or the disk tier"
+            ) from error
 
     def _pairs(self, start: int, data: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
         """Pieces of the slab, which grows by pieces, with the pieces of ``data`` that belong there."""

@@ -36,25 +36,17 @@ _ENOUGH_SECONDS = 2.0
 """No further round begins after so long: tiers may be slow."""
 
 
-def measure_tier(
-    tier: Tier,
-    device: torch.device,
-    compute: Callable[[], Any] | None = None,
-    clock: Callable[[], float] = time.perf_counter,
-) -> Link:
+def measure_tier(tier: Tier, device: torch.device) -> Link:
     """Move some bytes there and back a few times, beside a computation; takes 2 MiB of the device.
 
     Args:
         tier: it.
         device: where values come from and go to.
-        compute: a few milliseconds of the step's kind of work; by default a matrix product and its
-            activation.
-        clock: seconds.
     """
     data = torch.ones(_TRANSFER_BYTES, dtype=torch.uint8, device=device)
     slots = [tier.take(_TRANSFER_BYTES) for _ in range(_TRANSFERS)]
     waits = device.type != "cpu"
-    compute = compute or _kernels()
+    compute, clock = _kernels(), time.perf_counter
     seconds: dict[bool, list[float]] = {True: [], False: []}
     lost: dict[bool, list[float]] = {True: [], False: []}
     started = clock()
@@ -62,7 +54,7 @@ def measure_tier(
         if number and clock() - started > _ENOUGH_SECONDS:
             break
         for writes in (True, False):
-            alone = 0.0 if waits else _each(compute, clock, lambda since: clock() - since >= _ALONE_SECONDS)
+            alone = 0.0 if waits else _each(compute, lambda since: clock() - since >= _ALONE_SECONDS)
             begin = clock()
             moving = [tier.write(data, slot) if writes else tier.read(slot, data) for slot in slots]
             if waits:
@@ -71,9 +63,7 @@ def measure_tier(
                 torch.get_device_module(device.type).synchronize(device)
                 lost[writes].append(0.0)
             else:
-                beside = _each(
-                    compute, clock, lambda _, moving=moving: all(transfer.done for transfer in moving)
-                )
+                beside = _each(compute, lambda _, moving=moving: all(transfer.done for transfer in moving))
                 lost[writes].append(max(0.0, 1 - alone / beside))
             seconds[writes].append(max(clock() - begin, 1e-9))
             for transfer in moving:
@@ -86,17 +76,19 @@ def measure_tier(
     return Link(moved / writing, moved / reading, _LATENCY_SECONDS, busy)
 
 
-def _each(compute: Callable[[], Any], clock: Callable[[], float], over: Callable[[float], bool]) -> float:
-    """Seconds of one computation, repeated until it is over."""
-    begin, count = clock(), 0
+def _each(compute: Callable[[], Any], over: Callable[[float], bool]) -> float:
+    """Seconds of one computation, repeated until ``over(begin)``."""
+    begin, count = time.perf_counter(), 0
     while not count or not over(begin):
         compute()
         count += 1
-    return max(clock() - begin, 1e-9) / count
+    return max(time.perf_counter() - begin, 1e-9) / count
 
 
 def _kernels() -> Callable[[], Any]:
-    """A matrix product and its activation, on other inputs each time, as a step's are."""
+    """A few milliseconds of a step's kind of work: a matrix product and its activation, on other inputs each
+    time.
+    """
     with private.without_fake_mode():
         inputs = itertools.cycle(torch.ones(8, _WIDTH, _WIDTH).unbind())
         weight = torch.ones(4 * _WIDTH, _WIDTH)

@@ -189,8 +189,6 @@ class FakeTracer(Tracer, TorchDispatchMode):
         priced: what calls of a signature cost.
     """
 
-    source = "fake"
-
     def __init__(self, model: torch.nn.Module | None = None, device: torch.device | str = "cpu") -> None:
         TorchDispatchMode.__init__(self)
         Tracer.__init__(self, model, torch.device(device))

@@ -13,7 +13,7 @@ import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import Any, Literal
+from typing import Any
 
 import torch
 
@@ -76,8 +76,6 @@ class Tracer:
         operations, storages, values, saved, events: as they will stand in the graph.
         unreleased: how many saved tensors autograd still holds.
     """
-
-    source: Literal["real", "fake"] = "real"
 
     def __init__(self, model: torch.nn.Module | None, device: torch.device) -> None:
         private.keep_dynamo_out()
@@ -443,7 +441,6 @@ class Tracer:
             resident_bytes=sum(s["bytes"] for s in self.storages if s["producer"] is None),
             plain_seconds=sum(operation.seconds for operation in operations),
             device=self.device.type,
-            source=self.source,
         )
 
 
@@ -460,12 +457,9 @@ def with_collectives(graph: StepGraph) -> StepGraph:
     """The graph with its functional collectives replayable, as they are where all ranks run them again."""
     if any(operation.name.startswith("_c10d_functional.wait_tensor") for operation in graph.operations):
         return graph  # someone else's, which a trace shows as an operation and a run does not
-    operations = tuple(
-        replace(operation, replayable=True, reason="")
-        if operation.name in FUNCTIONAL_COLLECTIVES
-        and operation.phase == "forward"
-        and operation.reason == IS_COLLECTIVE
-        else operation
-        for operation in graph.operations
-    )
-    return replace(graph, operations=operations)
+
+    def together(op: Operation) -> Operation:
+        known = op.name in FUNCTIONAL_COLLECTIVES and op.reason == IS_COLLECTIVE
+        return replace(op, replayable=True, reason="") if known and op.phase == "forward" else op
+
+    return graph.with_operations(together)

@@ -10,7 +10,8 @@ from synthetic import Layers, Tape, transformer, within
 import lowtide.plan
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan import Plan, make_plan, policies, resolve
+from lowtide.plan import Plan, policies, resolve
+from lowtide.plan.policies import make_plan
 
 LAYERS = 4
 

@@ -38,7 +38,7 @@ def test_rounded_decisions_that_exceed_the_budget_are_brought_back_into_it(recur
         assert plan.peak_bytes <= budget
         # below, replays that stand on each other set the peak, of which the bound's program knows too little
         if share > 1.05:
-            assert plan.extra_seconds <= 1.1 * planner.bound(budget).extra_seconds
+            assert plan.extra_seconds <= 1.1 * planner.relaxation.bound(budget).extra_seconds
         assert plan.extra_seconds <= last
         last = plan.extra_seconds
 
@@ -49,7 +49,7 @@ def test_what_the_windows_take_is_limited_and_leaves_a_bound(
     """A stage of thousands of operations would take a column for each with each of its backward nodes."""
     simulator = Simulator(recurrent)
     relaxation = Relaxation(simulator)
-    budget = (2 * relaxation.least_peak() + simulator.plain_peak) // 3
+    budget = (2 * relaxation.least_peak + simulator.plain_peak) // 3
     without, _ = relaxation.solve(budget, windows=False)
     columns = len(relaxation.program.cost)
     whole, _ = relaxation.solve(budget)

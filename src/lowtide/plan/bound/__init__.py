@@ -3,7 +3,3 @@
 In: a `Simulator` and a budget. Out: a `Bound`: seconds that no schedule within the budget undercuts, and the
 smallest peak; and the relaxed decisions that reach it, which the search rounds.
 """
-
-from lowtide.plan.bound.relaxation import Bound, Relaxation, lower_bound
-
-__all__ = ["Bound", "Relaxation", "lower_bound"]

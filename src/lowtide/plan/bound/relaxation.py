@@ -36,6 +36,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 
@@ -98,11 +99,20 @@ class Relaxation(Columns):
         super().__init__(sim, stages or find_stages(sim), placements or {}, links or {})
         self.floors: dict[int, float] = {}
 
+    @cached_property
     def least_peak(self) -> int:
         """No schedule has a smaller peak."""
         if not self.sim.end:
             return self.sim.graph.resident_bytes
         return int(np.ceil((self.fixed + self.occupancy(self.forced())).max() - 0.5))
+
+    def bound(self, budget: int, windows: bool = True) -> Bound:
+        """No schedule within ``budget`` bytes adds less; the sharpest that is known, else by `solve`."""
+        if budget >= self.sim.plain_peak:
+            return Bound(0.0, self.least_peak)
+        if budget not in self.floors:
+            self.solve(budget, windows)
+        return Bound(self.floors[budget] + self.sim.graph.overhead_seconds, self.least_peak)
 
     def solve(self, budget: int, windows: bool = True) -> tuple[float, Floats]:
         """The least extra seconds within ``budget`` (infinite when nothing fits), and the relaxed decisions.
@@ -201,15 +211,3 @@ class Relaxation(Columns):
         stretch = max(1, self.sim.end // (2 * _ROWS_PER_ROUND))
         _, first = np.unique(worst // stretch, return_index=True)
         return worst[np.sort(first)][:_ROWS_PER_ROUND].tolist()
-
-
-def lower_bound(sim: Simulator, budget: int) -> Bound:
-    """The least extra seconds that any schedule within ``budget`` bytes adds, and the least peak any schedule
-    has.
-    """
-    relaxation = Relaxation(sim)
-    peak = relaxation.least_peak()
-    if budget >= sim.plain_peak:
-        return Bound(0.0, peak)
-    seconds, _ = relaxation.solve(budget)
-    return Bound(seconds + sim.graph.overhead_seconds, peak)

@@ -18,12 +18,12 @@ from lowtide.plan.data.decisions import (
     decision_of,
     stages,
 )
-from lowtide.plan.data.move import Codec, Move
-from lowtide.plan.data.plan import PLAN_FORMAT, Plan, ProgramStep, in_one_line
+from lowtide.plan.data.move import Move
+from lowtide.plan.data.plan import Plan, ProgramStep, in_one_line
 from lowtide.plan.data.table import ModuleRow, module_in_words
 
 __all__ = [
-    "PLAN_FORMAT", "Chain", "Codec", "Compress", "Decision", "Keep", "Link", "Links", "ModuleRow", "Move",
+    "Chain", "Compress", "Decision", "Keep", "Link", "Links", "ModuleRow", "Move",
     "Moving", "Offload", "Plan", "ProgramStep", "Recompute", "Shard", "decision_of", "in_one_line",
     "module_in_words", "stages",
 ]  # fmt: skip

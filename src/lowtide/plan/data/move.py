@@ -1,9 +1,8 @@
-"""A value that leaves its place, as planner, simulator and executor see it; and what they ask of a codec."""
+"""A value that leaves its place, as planner, simulator and executor see it."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Protocol
 
 from lowtide.plan.data.decisions import Moving, Shard, stages
 
@@ -95,18 +94,3 @@ class Move:
     def place_bytes(self) -> int:
         """Bytes of the value that has come back; a gathered one has its padding behind it."""
         return self.encoded_bytes * self.shard.size if self.shard else self.bytes
-
-
-class Codec(Protocol):
-    """What the planner asks of a codec, see `lowtide.store.coding.Codec`."""
-
-    name: str
-    replayable_from: bool
-
-    def scratch(self, elements: int, device: str = "cpu") -> int:
-        """The most that is allocated beyond what is returned."""
-        ...
-
-    def encoded_bytes(self, form: Any) -> int:
-        """The most bytes that a value of this form takes."""
-        ...

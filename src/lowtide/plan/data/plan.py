@@ -20,7 +20,7 @@ from lowtide.plan.data.decisions import (
 from lowtide.plan.data.move import Move
 from lowtide.plan.data.table import ModuleRow, format_seconds, module_in_words, table
 
-PLAN_FORMAT = 5
+_FORMAT = 5
 
 
 class ProgramStep(NamedTuple):
@@ -148,7 +148,7 @@ class Plan:
 
     def to_json(self) -> str:
         """This plan as JSON text; `from_json` reads it back."""
-        data = {"format": PLAN_FORMAT, **asdict(self), "stored": sorted(self.stored)}
+        data = {"format": _FORMAT, **asdict(self), "stored": sorted(self.stored)}
         return json.dumps(data, indent=1)
 
     @classmethod
@@ -161,9 +161,9 @@ class Plan:
         try:
             data: dict[str, Any] = json.loads(text)
             version = data.pop("format")
-            if version != PLAN_FORMAT:
+            if version != _FORMAT:
                 raise PlanError(
-                    f"this plan has format {version!r}; this version of lowtide reads format {PLAN_FORMAT}: "
+                    f"this plan has format {version!r}; this version of lowtide reads format {_FORMAT}: "
                     "make the plan again"
                 )
             data["decisions"] = {int(k): decision_from_json(v) for k, v in data["decisions"].items()}

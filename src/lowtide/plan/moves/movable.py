@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Codec, Compress, Links, Move, Moving, Shard, stages
-from lowtide.plan.moves.supply import codec_named, encoded_bytes
+from lowtide.plan.data import Compress, Links, Move, Moving, Shard, stages
+from lowtide.plan.moves.supply import Codec, codec_named, encoded_bytes
 from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.simulator import Simulation, Simulator, close
 

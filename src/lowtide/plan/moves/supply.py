@@ -9,23 +9,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import lru_cache
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING
 
-from lowtide.plan.data import Codec, Compress, Link, Moving, Shard, decision_of, stages
+from lowtide.plan.data import Compress, Link, Moving, Shard, decision_of, stages
 from lowtide.progress import current
 
 if TYPE_CHECKING:
     import torch
 
-    from lowtide.store.codec import Codec as StoreCodec
+    from lowtide.store.coding import Codec
     from lowtide.store.stores import Stores
+else:
+    Codec = object  # for annotations: the class itself loads PyTorch
 
 
 def codec_named(name: str, own: Sequence[Codec] = ()) -> Codec:
     """The codec of that name, one of ``own`` or of lowtide's."""
     from lowtide.store.codec import codec_named as find
 
-    return find(name, cast("Sequence[StoreCodec]", own))
+    return find(name, own)
 
 
 def encoded_bytes(codec: Codec, elements: int, dtype: str) -> int:
@@ -47,7 +49,7 @@ def link_speeds(way: Moving, own: tuple[Codec, ...], device: str) -> dict[str, L
     """How fast the tier or codec of a decision is, measured once in a process."""
     from lowtide.store.stores import Stores
 
-    return measure_links(way, stores=Stores(codecs=cast("Sequence[StoreCodec]", own)), device=device)
+    return measure_links(way, stores=Stores(codecs=own), device=device)
 
 
 def measure_links(

@@ -11,10 +11,11 @@ from typing import Protocol
 
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.bound.relaxation import Bound, lower_bound
-from lowtide.plan.data import Codec, Keep, Links, ModuleRow, Move, Moving, Plan, ProgramStep, Recompute
+from lowtide.plan.bound.relaxation import Bound, Relaxation
+from lowtide.plan.data import Keep, Links, ModuleRow, Move, Moving, Plan, ProgramStep, Recompute
 from lowtide.plan.layout.slab import lay_out
 from lowtide.plan.moves.movable import as_simulated, closed_with, move_of, refuse_moves
+from lowtide.plan.moves.supply import Codec
 from lowtide.plan.simulate.closure import replay_set
 from lowtide.plan.simulate.refusal import refusal
 from lowtide.plan.simulate.simulator import Simulation, Simulator
@@ -34,7 +35,7 @@ def make_plan(
     stored: Collection[int],
     policy: str = "own",
     budget: int | None = None,
-    bound: bool | Bound = True,
+    bound: Bound | None = None,
     notes: tuple[str, ...] = (),
     simulator: Simulator | None = None,
     moves: Mapping[int, Moving] | None = None,
@@ -51,8 +52,8 @@ def make_plan(
             possible.
         policy: the name that the plan carries.
         budget: the most live bytes allowed, or ``None``.
-        bound: whether to compute the lower bounds (a linear program: seconds on large graphs), or bounds that
-            are known already.
+        bound: lower bounds that are known already; without them they are computed (a linear program: seconds
+            on large graphs), where nothing moves.
         notes: anything worth telling.
         simulator: one that already stands for ``graph``.
         moves: value id -> where it goes, for values that wait elsewhere or in another form.
@@ -88,14 +89,14 @@ def make_plan(
     if budget is not None and simulation.peak_bytes > budget:
         raise refusal(sim, simulation, budget, "" if policy in ("optimal", "mixed") else policy)
     limit = budget if budget is not None else simulation.peak_bytes
-    if moved and bound is True:
-        bound = False
+    if bound is None and moved:
+        bound = Bound(0.0, 0)
         notes = (
             *notes,
             "no lower bound is stated for a plan that moves values: the bound's program knows only "
             "recomputing",
         )
-    floor = bound if isinstance(bound, Bound) else lower_bound(sim, limit) if bound else None
+    floor = bound or Relaxation(sim).bound(limit)
     evicted = set(simulation.evicted)
     rows = as_simulated(graph, moved, simulation, places)
     return Plan(
@@ -111,8 +112,8 @@ def make_plan(
         predicted_peak_bytes=simulation.peak_bytes,
         plain_seconds=graph.plain_seconds,
         predicted_extra_seconds=simulation.extra_seconds,
-        bound_extra_seconds=min(floor.extra_seconds, simulation.extra_seconds) if floor else 0.0,
-        bound_peak_bytes=min(floor.peak_bytes, simulation.peak_bytes) if floor else 0,
+        bound_extra_seconds=min(floor.extra_seconds, simulation.extra_seconds),
+        bound_peak_bytes=min(floor.peak_bytes, simulation.peak_bytes),
         peak_module=simulation.peak_module,
         peak_operation=simulation.peak_operation.name if simulation.peak_operation else "",
         modules=module_rows(sim, simulation),

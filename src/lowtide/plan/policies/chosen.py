@@ -5,8 +5,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Codec, Links, Moving, Plan, decision_of
+from lowtide.plan.data import Links, Moving, Plan, decision_of
 from lowtide.plan.moves.placements import default_placements, missing_links, placements_of
+from lowtide.plan.moves.supply import Codec
 from lowtide.plan.policies.build import Policy, make_plan
 from lowtide.plan.search.mix import Mixer
 from lowtide.plan.search.planner import planner_of
@@ -34,7 +35,7 @@ def least_time(graph: StepGraph, budget: int | None = None) -> Plan:
             policy="optimal",
             budget=budget,
             simulator=planner.sim,
-            bound=planner.bound(limit),
+            bound=planner.relaxation.bound(limit),
         )
 
 
@@ -80,7 +81,7 @@ def mixed(
             )
             limit = budget if budget is not None else mixer.least().simulation.peak_bytes
             best, alone = mixer.solve(limit)
-            floor = mixer.bound(limit)
+            floor = mixer.relaxation.bound(limit)
         told = ", ".join(f"{name} {1000 * s:.1f} ms" for name, s in alone.items())
         notes = (
             f"of the mixes this adds least: {1000 * best.simulation.extra_seconds:.1f} ms"

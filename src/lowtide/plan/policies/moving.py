@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from lowtide.errors import BudgetError, PlanError
 from lowtide.graph import StepGraph
-from lowtide.plan.data import Chain, Codec, Compress, Links, Moving, Offload, Plan, Shard
+from lowtide.plan.data import Chain, Compress, Links, Moving, Offload, Plan, Shard
 from lowtide.plan.moves.movable import default_window, least_count, movable, move_of
 from lowtide.plan.moves.placements import placements_of
-from lowtide.plan.moves.supply import codec_named
+from lowtide.plan.moves.supply import Codec, codec_named
 from lowtide.plan.policies.build import Policy, make_plan
 from lowtide.plan.simulate.simulator import Simulator, close
 from lowtide.plan.split.blocks import entering_blocks, full_stored

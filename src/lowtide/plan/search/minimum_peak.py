@@ -41,20 +41,14 @@ _OVERHEAD_BYTES = 4096
 
 def priced(sim: Simulator) -> Simulator:
     """The same simulator for a step whose operations take as many seconds as they touch bytes."""
-    graph = sim.graph
-    prices = [sum(sim.value_bytes[v] for v in {*op.reads, *op.writes}) for op in graph.operations]
-    operations = tuple(
-        replace(op, seconds=float(price)) for op, price in zip(graph.operations, prices, strict=True)
-    )
     twin = copy.copy(sim)
-    twin.graph = replace(
-        graph,
-        operations=operations,
+    twin.graph = sim.graph.with_operations(
+        lambda op: replace(op, seconds=float(sum(sim.value_bytes[v] for v in {*op.reads, *op.writes}))),
         plain_seconds=0.0,
         overhead_seconds=0.0,
         replay_overhead_seconds=float(_OVERHEAD_BYTES),
     )
-    twin.operations = operations
+    twin.operations = twin.graph.operations
     return twin
 
 
@@ -76,7 +70,7 @@ def minimum_peak(
 def _halved(search: LocalSearch, stages: Stages, high: int) -> list[Candidate]:
     """The lowest plan for each of a few budgets below ``high``."""
     relaxation = Relaxation(search.sim, stages)
-    low = relaxation.least_peak()
+    low = relaxation.least_peak
     found: list[Candidate] = []
     for _ in range(_HALVINGS):
         if high - low < _CLOSE * high:

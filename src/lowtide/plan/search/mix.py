@@ -18,7 +18,7 @@ import numpy as np
 
 from lowtide.errors import BudgetError
 from lowtide.plan.bound.program import Floats
-from lowtide.plan.bound.relaxation import Bound, Relaxation
+from lowtide.plan.bound.relaxation import Relaxation
 from lowtide.plan.data import Links, Move
 from lowtide.plan.moves.movable import closed_with, default_window, least_count
 from lowtide.plan.moves.placements import Placements
@@ -132,23 +132,10 @@ class Mixer:
                 raise refusal(self.sim, least.simulation, budget)
             starts.append(least)
         best = min(starts, key=lambda mix: mix.key)
-        if best.simulation.extra_seconds - self._floor(budget) > _GOOD_GAP * self.graph.plain_seconds:
+        gap = best.simulation.extra_seconds - self.relaxation.bound(budget).extra_seconds
+        if gap > _GOOD_GAP * self.graph.plain_seconds:
             best = min((self._polish(start, budget) for start in starts), key=lambda mix: mix.key)
         return best, alone
-
-    def bound(self, budget: int) -> Bound:
-        """Lower bounds for ``budget`` on any schedule that moves values only in the ways that were
-        offered.
-        """
-        if budget >= self.sim.plain_peak:
-            return Bound(0.0, self.relaxation.least_peak())
-        return Bound(self._floor(budget), self.relaxation.least_peak())
-
-    def _floor(self, budget: int) -> float:
-        """Seconds that no schedule can undercut."""
-        if budget not in self.relaxation.floors:
-            self.relaxation.solve(budget)
-        return self.relaxation.floors[budget] + self.graph.overhead_seconds
 
     def least(self) -> Candidate:
         """The mix with the smallest peak that is found: all that may move does, and the rest is what the

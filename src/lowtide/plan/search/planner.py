@@ -17,7 +17,7 @@ from functools import cached_property, lru_cache
 from lowtide.errors import PlanError
 from lowtide.graph import StepGraph
 from lowtide.plan.bound.program import Floats
-from lowtide.plan.bound.relaxation import Bound, Relaxation
+from lowtide.plan.bound.relaxation import Relaxation
 from lowtide.plan.search.corrected import corrected, rounded
 from lowtide.plan.search.local import Candidate, LocalSearch
 from lowtide.plan.search.minimum_peak import minimum_peak
@@ -101,7 +101,7 @@ class Planner:
         family = self.family()
         if family[0].simulation.peak_bytes <= budget:
             return family[0]
-        if self.relaxation.least_peak() > budget:  # which is no bound where backward runs more than once
+        if self.relaxation.least_peak > budget:  # which is no bound where backward runs more than once
             best = self.smallest if self.smallest.simulation.peak_bytes <= budget else None
         elif every := self.search.everything():
             best = self._best([*family, *every], budget, 0)
@@ -169,13 +169,6 @@ class Planner:
             return best
         return self._best([*pool, self.smallest], budget, _STARTS)
 
-    def bound(self, budget: int) -> Bound:
-        """Lower bounds for ``budget``."""
-        peak = self.relaxation.least_peak()
-        if budget >= self.sim.plain_peak:
-            return Bound(0.0, peak)
-        return Bound(self._floor(budget) + self.graph.overhead_seconds, peak)
-
     def _solved(self, budget: int, windows: bool) -> tuple[float, Floats]:
         """The relaxation's answer: seconds that no schedule undercuts, recording aside, and its decisions."""
         key = (budget, windows)
@@ -183,16 +176,11 @@ class Planner:
             self._relaxed[key] = self.relaxation.solve(budget, windows)
         return self._relaxed[key]
 
-    def _floor(self, budget: int) -> float:
-        """The same seconds, the most that is known of them by now."""
-        self._solved(budget, windows=False)
-        return self.relaxation.floors[budget]
-
     def _far(self, best: Candidate | None, budget: int, share: float) -> bool:
         """Whether more than ``share`` of the step's time lies between a plan and the bound for ``budget``."""
         if best is None:
             return True
-        gap = best.simulation.extra_seconds - self.graph.overhead_seconds - self._floor(budget)
+        gap = best.simulation.extra_seconds - self.relaxation.bound(budget).extra_seconds
         return gap > share * self.graph.plain_seconds
 
     def _best(self, pool: list[Candidate], budget: int, starts: int) -> Candidate | None:

@@ -45,7 +45,7 @@ class Kind:
         accepted_bytes: what a step took under a plan that stays since no other fits, which was said; or 0.
         unseen_backward: backward runs on a thread whose operations are not seen: the next look runs one of
             its own.
-        verified: the program whose operations were seen to reproduce, at this or another size.
+        verified: fingerprint of the program whose operations were seen to reproduce, at this or another size.
         must_verify: its program is another than the one that was verified at another size.
         sizes: of smaller steps that were seen, the latest last: whether one keeps the budget without a plan.
         steps: how many steps have run under a plan.
@@ -64,7 +64,7 @@ class Kind:
     margin_bytes: int = 0
     accepted_bytes: int = 0
     unseen_backward: bool = False
-    verified: int | None = None
+    verified: str | None = None
     must_verify: bool = False
     sizes: dict[StepKey, bool] = field(default_factory=dict)
     steps: int = 0

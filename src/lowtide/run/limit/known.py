@@ -130,7 +130,7 @@ class Known:
             BudgetError: no plan fits.
         """
         self._tell_of(look)
-        program = _program(graph)
+        program = graph.fingerprint(sizes=False)
         if not look.verified and self.verify != "never":
             kind.must_verify = all(other.verified != program for other in self.kinds.values())
             if kind.must_verify:
@@ -181,15 +181,3 @@ class Known:
         self.planner.kept.update(kept)
         if look.tracer.checkpoints:
             self.tell("checkpoints", own_checkpointing(self.model))
-
-
-def _program(graph: StepGraph) -> int:
-    """A hash of what a step runs and saves, without its sizes and times."""
-    return hash(
-        (
-            tuple((op.name, op.reads, op.writes, op.phase, op.replayable) for op in graph.operations),
-            tuple((storage.kind, storage.producer) for storage in graph.storages),
-            tuple((value.storage, value.version, value.storable) for value in graph.values),
-            tuple((saved.value, saved.droppable, saved.forced) for saved in graph.saved),
-        )
-    )

@@ -317,16 +317,11 @@ class Planner:
         return max(plain(graph).peak_bytes + overlapped_bytes(graph), self._greatest_plain)
 
     def _without_kept(self, graph: StepGraph) -> StepGraph:
-        """The graph with operations that do not reproduce marked as not replayable."""
-        if not self.kept:
-            return graph
-        operations = tuple(
-            replace(operation, replayable=False, reason=self.kept[operation.name])
-            if operation.name in self.kept
-            else operation
-            for operation in graph.operations
+        """The graph with the operations that were found not to reproduce marked so."""
+        kept = self.kept
+        return graph.with_operations(
+            lambda op: replace(op, replayable=False, reason=kept[op.name]) if op.name in kept else op
         )
-        return replace(graph, operations=operations)
 
     def _whole(self, graph: StepGraph) -> StepGraph:
         """Count all of the model and of the optimizer's state, whether the step uses it or not."""

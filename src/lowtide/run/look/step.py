@@ -74,8 +74,7 @@ def trace(
 
 def without_costs(graph: StepGraph) -> StepGraph:
     """The graph with every operation taking 0 seconds."""
-    operations = tuple(replace(operation, seconds=0.0, scratch_bytes=0) for operation in graph.operations)
-    return replace(graph, operations=operations, plain_seconds=0.0)
+    return graph.with_operations(lambda op: replace(op, seconds=0.0, scratch_bytes=0), plain_seconds=0.0)
 
 
 def find_modules(
