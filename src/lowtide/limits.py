@@ -64,7 +64,7 @@ def limit_memory(
     Raises:
         BudgetError: the budget is malformed; at the end of the first backward, when no plan fits, with the
             smallest budget that does.
-        PlanError: an argument that cannot be.
+        PlanError: an argument has another type, or does not go with the others.
 
     Example:
         >>> import torch, lowtide

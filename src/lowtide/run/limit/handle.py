@@ -118,9 +118,8 @@ class Handle:
     @property
     def plans(self) -> dict[StepKey, Plan]:
         """The plans so far, by kind of step. A plan serves smaller steps of the same kind, too."""
-        return {
-            key: kind.calibrated() for key, kind in self._limiter.known.kinds.items() if kind.plan is not None
-        }
+        kinds = self._limiter.known.kinds
+        return {key: kind.calibrated() for key, kind in kinds.items() if kind.plan is not None}
 
     @property
     def plannings(self) -> int:

@@ -31,20 +31,20 @@ class Replan(Enum):
 
 @dataclass
 class Kind:
-    """One kind of step, and what its steps have taught.
+    """One kind of step: its plan, and what its steps have shown.
 
     Attributes:
         graph: the step as it was looked at, or ``None`` before.
         plan: the plan in force, or ``None``.
         looks: how often a step of it was looked at.
         backwards: the most that ran through a step that was looked at.
-        varies: its steps may run other operations each: the forward asks for values, or a step was seen to.
+        varies: its steps may differ in their operations: the forward reads values, or a step was seen to.
         look_again: whether the next step is to be looked at although there is a plan.
         replan: why the plan is to be made again before the next step, or ``None``.
         margin_bytes: by how much a step was seen to exceed its prediction.
-        accepted_bytes: what a step took under a plan that stays since no other fits, which was said; or 0.
-        unseen_backward: backward runs on a thread whose operations are not seen: the next look runs one of
-            its own.
+        accepted_bytes: what steps may take without another warning, since no plan leaves the margin; or 0.
+        unseen_backward: backward runs on a thread whose operations are not intercepted: the next look runs
+            its own backward.
         verified: fingerprint of the program whose operations were seen to reproduce, at this or another size.
         must_verify: its program is another than the one that was verified at another size.
         sizes: of smaller steps that were seen, the latest last: whether one keeps the budget without a plan.
@@ -142,7 +142,7 @@ class Kind:
 
 
 def plan_for_larger(kinds: Iterable[Kind], key: StepKey) -> Kind | None:
-    """The smallest planned kind that is at least as large as ``key`` in every dimension, and else the same.
+    """The smallest planned kind that is at least as large as ``key`` in every dimension, and otherwise equal.
 
     The bytes of each operation grow with the step's sizes, so a plan holds for smaller steps, too.
     """
@@ -158,11 +158,6 @@ def keeps_all(program: Sequence[ProgramStep]) -> tuple[ProgramStep, ...]:
 
 def same_but_gradients(kinds: dict[Any, Kind], key: StepKey) -> Kind | None:
     """The planned kind whose key is equal but for the gradients that exist before the step."""
-    return next(
-        (
-            k
-            for k in kinds.values()
-            if k.graph is not None and k.key.without_gradients() == key.without_gradients()
-        ),
-        None,
-    )
+    wanted = key.without_gradients()
+    found = (k for k in kinds.values() if k.graph is not None and k.key.without_gradients() == wanted)
+    return next(found, None)

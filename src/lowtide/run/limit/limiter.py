@@ -14,6 +14,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
+from functools import partial
 from types import CodeType
 from typing import Any
 
@@ -236,7 +237,7 @@ class Limiter:
                     raise
         if kind.wants_look:
             return self._look(kind, members.device, args, kwargs)
-        return self._step(kind, key, members, args, kwargs, begin)
+        return self._step(kind, key, members, partial(self.forward, *args, **kwargs), begin)
 
     def _plainly(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         with self._inside():
@@ -355,7 +356,6 @@ class Limiter:
             return kind
         with self.not_waiting(), self._inside():
             look, graph = look_aside(
-                self.model,
                 [self.model],
                 members.device,
                 self.forward,
@@ -373,13 +373,7 @@ class Limiter:
     # ---- under a plan ----------------------------------------------------------------------------
 
     def _step(
-        self,
-        kind: Kind,
-        key: StepKey,
-        members: Members,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        begin: float,
+        self, kind: Kind, key: StepKey, members: Members, forward: Callable[[], Any], begin: float
     ) -> Any:
         plan = kind.plan
         assert plan is not None and kind.graph is not None
@@ -390,21 +384,16 @@ class Limiter:
             self.known.tell("unmeasured", UNMEASURED)
         steady = plan.budget_bytes is None or not kind.varies
         if steady and (ran.without_plan or plan.changes_nothing):
-            result = self._plainly(args, kwargs)
+            with self._inside():
+                result = forward()
         else:
-            result = self._recorded(kind, ran, members, args, kwargs, begin)
+            result = self._recorded(kind, ran, members, forward, begin)
         kind.steps += 1
         ran.watch.forward_ends(tensors_inside(result))
         return result
 
     def _recorded(
-        self,
-        kind: Kind,
-        ran: Ran,
-        members: Members,
-        args: tuple[Any, ...],
-        kwargs: dict[str, Any],
-        begin: float,
+        self, kind: Kind, ran: Ran, members: Members, forward: Callable[[], Any], begin: float
     ) -> Any:
         """Run the forward under the plan; all since ``begin`` beside the forward itself is its overhead."""
         plan, watch, first = ran.plan, ran.watch, kind.steps == 0
@@ -430,7 +419,7 @@ class Limiter:
             stack.enter_context(recorder.recording())
             stack.enter_context(left_alone(members.compiled))
             inside = time.perf_counter()
-            result = self.forward(*args, **kwargs)
+            result = forward()
             outside = time.perf_counter()
         if mover is not None and mover.notes and first:
             warn(

@@ -66,7 +66,7 @@ class Ran:
         plan: what it ran under.
         without_plan: it ran as it is, since steps of its size were seen to need no plan.
         watch: measures what it takes.
-        director: saw which operations ran, or ``None`` where it ran as it is.
+        director: followed its operations, or ``None`` where it was not recorded.
         findings: of its forward.
         margin_bytes: what it added to its kind's margin.
     """
@@ -84,11 +84,11 @@ class Outcome(NamedTuple):
     """What a step showed when a backward through it ended.
 
     Attributes:
-        measured_bytes: its peak, with what stood before it.
-        evicted_bytes: the most that it would have held besides, had nothing been evicted.
+        measured_bytes: its peak, resident bytes included.
+        evicted_bytes: the most that it would have taken on top without evictions.
         backwards: how many ran so far.
-        followed: it ran the operations of its plan and no others.
-        recorded: its operations were seen.
+        followed: it ran the operations of its plan and no others, as far as is known.
+        recorded: its operations were followed.
         without_plan: as of `Ran`.
         may_drop_plan: steps that keep the budget without a plan may run so.
     """
@@ -141,10 +141,10 @@ def after(kind: Kind, outcome: Outcome) -> After:
 
 
 def learn(kind: Kind, ran: Ran, outcome: Outcome) -> str:
-    """Note with ``kind`` what follows a step of it.
+    """Decide what follows a step, and note it with its kind.
 
     Returns:
-        What to tell of it, or nothing.
+        A warning, or an empty text.
     """
     if ran.margin_bytes and outcome.backwards > kind.backwards:  # only a kept graph made it take more
         kind.margin_bytes -= ran.margin_bytes
@@ -158,7 +158,7 @@ def learn(kind: Kind, ran: Ran, outcome: Outcome) -> str:
     elif action is After.PLAN_WITH_LESS:
         assert limit is not None
         more = max(0, took - max(predicted, limit - budgets.slack_bytes(limit)))
-        kind.margin_bytes += more - ran.margin_bytes  # of a step with several backwards each teaches
+        kind.margin_bytes += more - ran.margin_bytes  # each backward of a step counts anew
         ran.margin_bytes, kind.replan = more, Replan.TOOK_MORE
     if action not in _TOLD or limit is None:
         return ""

@@ -28,7 +28,7 @@ from lowtide.run.hidden_costs import (
     with_overhead,
 )
 from lowtide.run.limit.kinds import Kind
-from lowtide.run.limit.optimizer_need import KnownNeed, OptimizerNeed
+from lowtide.run.limit.optimizer_need import KnownNeed
 from lowtide.run.ranks.agree import LEARNING_STEPS, Agreement, agreement_of, agreement_over
 from lowtide.trace.tracer import with_collectives
 
@@ -148,7 +148,7 @@ class Planner:
         """Count this optimizer from now on.
 
         Returns:
-            How many bytes more each step has beside it.
+            By how many bytes its state exceeds that of the optimizer before.
         """
         before = self.optimizer_bytes + self.moved_bytes
         self.optimizer, self.moved_bytes = optimizer, 0
@@ -336,17 +336,13 @@ class Planner:
     @property
     def optimizer_bytes(self) -> int:
         """Bytes of the optimizer's state on the device, which a graph's resident bytes include."""
-        return self._optimizer_need().state_bytes if self.optimizer is not None else 0
-
-    def _optimizer_need(self) -> OptimizerNeed:
-        assert self.optimizer is not None
-        return self._need.of(self.optimizer)
+        return self._need.of(self.optimizer).state_bytes if self.optimizer is not None else 0
 
     def _optimizer_refuses(self, limit: int | None) -> BudgetError | None:
         """Why the optimizer's own step cannot meet the budget, or ``None``."""
         if self.optimizer is None or limit is None:
             return None
-        need = self._optimizer_need()
+        need = self._need.of(self.optimizer)
         resident = resident_bytes(self.model) + need.state_bytes + need.missing_gradient_bytes
         least = resident + need.step_bytes
         if least <= limit:

@@ -102,7 +102,7 @@ class Look:
             if isinstance(error, RuntimeError) and "support saved tensor hooks" in str(error):
                 raise TraceError(
                     "the model's forward takes gradients with torch.func (grad, vjp, jacrev, hessian), "
-                    "under which PyTorch lets nobody stand between autograd and what it saves: use "
+                    "under which PyTorch allows no hooks on saved tensors: use "
                     "torch.autograd.grad(..., create_graph=True) there, or put the limit on the modules "
                     "around it"
                 ) from error
@@ -214,7 +214,6 @@ class _Looked:
 
 
 def look_aside(
-    model: torch.nn.Module | None,
     modules: list[torch.nn.Module],
     device: torch.device,
     step: Callable[..., Any],
@@ -229,14 +228,14 @@ def look_aside(
     restored afterwards.
 
     Args:
-        model, device, verify: as of `Look`.
-        modules: what the step may change.
+        modules: the modules that the step may change; the forward of the first can be planned.
+        device, verify: as of `Look`.
         step, args, kwargs: the forward.
         loss_of: from the forward's result to the loss.
         may_run_backward: ``step`` may be a whole step, which runs its own backward.
     """
     with untouched(modules), torch.enable_grad():
-        look = Look(model, device, verify=verify)
+        look = Look(modules[0] if modules else None, device, verify=verify)
         given, named = without_history((args, kwargs))
         gradients = Gradients(modules)
         result = look.run(step, given, named)

@@ -65,9 +65,8 @@ def trace(
     if fake:
         graph = trace_fake(step, args, kwargs, modules, device, costs=costs)
     else:
-        root = modules[0] if modules else None
         _, graph = look_aside(
-            root, modules, torch.device(device), step, args, kwargs, loss_in, may_run_backward=True
+            modules, torch.device(device), step, args, kwargs, loss_in, may_run_backward=True
         )
     return with_overhead(graph) if costs else without_costs(graph)
 

@@ -134,9 +134,9 @@ class Recorder(Interceptor):
         inputs = [*tensors_of(args), *tensors_of(kwargs)]
         plain = all(has_plain_storage(t) or self.may_keep(t) for t in inputs)
         written = written_tensors(info, args, kwargs) if info.written else []
-        before: list[tuple[torch.Tensor, torch.Tensor]] = []
-        prepared = self._prepare(func, info, args, kwargs, inputs, written, before) if plain else None
+        prepared = self._prepare(func, info, args, kwargs, inputs, written) if plain else None
         node, writes = prepared if prepared is not None else (None, [])
+        before = [(t, copied(t)) for t in written] if self.verify and node is not None else []
         touched = [
             *written,
             *(args[p] for p in hidden_statistics(info, args) if isinstance(args[p], torch.Tensor)),
@@ -150,25 +150,17 @@ class Recorder(Interceptor):
         flat = flat_results(result)
         if info.collective and node is not None:
             flat = [private.wait_for_collective(tensor) for tensor in flat]  # it may be read below
-        keys = {private.storage_key(t) for t in inputs if has_plain_storage(t)}
-        fresh: dict[int, int] = {}
-        for position, tensor in enumerate(flat):
-            if isinstance(tensor, torch.Tensor) and has_plain_storage(tensor):
-                key = private.storage_key(tensor)
-                if key not in keys and key not in fresh:
-                    fresh[key] = position
+        fresh = _new_storages(flat, inputs)
         if not fresh and not written:
             return result
         stays = self.director.stays(info, len(fresh) + len(written))
         if info.uninitialized:
-            for position in fresh.values():
+            for position in fresh:
                 self._mark_blank(flat[position])
         self._forget(touched, info)
         if self.mover is not None and isinstance(self.director, PlanDirector) and self.director.moves:
             with unseen():
-                self._move(
-                    self.mover, self.director, info, fresh, [flat[at] for at in fresh.values()] + written
-                )
+                self._move(self.mover, self.director, info, fresh, [flat[at] for at in fresh] + written)
         if node is None:
             return result
         if self.verify and not info.collective:
@@ -208,7 +200,6 @@ class Recorder(Interceptor):
         kwargs: dict[str, Any],
         inputs: list[torch.Tensor],
         written: list[torch.Tensor],
-        before: list[tuple[torch.Tensor, torch.Tensor]],
     ) -> tuple[Node, list[Ref]] | None:
         """The node of a call about to be made, or ``None`` where it cannot be replayed."""
         if (info.reason and not info.collective) or info.uninitialized or not self._wanted:
@@ -234,8 +225,6 @@ class Recorder(Interceptor):
             }
         except Unrecordable:
             return None
-        if self.verify:
-            before.extend((t, copied(t)) for t in written)
         return node, writes
 
     def _reference(self, item: Any, fills: set[int], overwritten: set[int], writes: list[Ref]) -> Any:
@@ -264,7 +253,7 @@ class Recorder(Interceptor):
     def _link(
         self,
         node: Node,
-        fresh: dict[int, int],
+        fresh: list[int],
         flat: list[Any],
         writes: list[Ref],
         written: list[torch.Tensor],
@@ -273,7 +262,7 @@ class Recorder(Interceptor):
         made: list[LiveValue] = []
         place = 0
         loose = op_info(node.func).loose
-        for position in fresh.values():
+        for position in fresh:
             if not (place < len(stays) and stays[place]):
                 made.append(
                     self._register(node, flat[position], 0 if position in loose else reach(flat[position]))
@@ -296,14 +285,14 @@ class Recorder(Interceptor):
         mover: TransferEngine,
         director: PlanDirector,
         info: OpInfo,
-        fresh: dict[int, int],
+        fresh: list[int],
         wrote: list[torch.Tensor],
     ) -> None:
         """Store the values just written that the plan moves, and register their `Fetch`."""
         moves = director.moves_of(wrote)
         if info.collective and any(number >= 0 for number in moves):  # its results are copied below
             wrote = [private.wait_for_collective(tensor) for tensor in wrote]
-        loose = [position in info.loose for position in fresh.values()] + [False] * (len(wrote) - len(fresh))
+        loose = [position in info.loose for position in fresh] + [False] * (len(wrote) - len(fresh))
         for number, tensor, is_loose in zip(moves, wrote, loose, strict=True):
             if number < 0 or not has_plain_storage(tensor):
                 continue
@@ -428,6 +417,19 @@ class Recorder(Interceptor):
         return Evicted(
             Ref(value, tensor), tensor, checked if self.check else None, self.around_unpack, self.mover
         )
+
+
+def _new_storages(results: list[Any], inputs: list[torch.Tensor]) -> list[int]:
+    """Positions of results on storages that no input has, one for each storage."""
+    known = {private.storage_key(t) for t in inputs if has_plain_storage(t)}
+    fresh: list[int] = []
+    for position, tensor in enumerate(results):
+        if isinstance(tensor, torch.Tensor) and has_plain_storage(tensor):
+            key = private.storage_key(tensor)
+            if key not in known:
+                known.add(key)
+                fresh.append(position)
+    return fresh
 
 
 class Unrecordable(Exception):

@@ -86,11 +86,8 @@ def why_not_reproduced(
             again = flat_results(around(lambda: run_again(node, *fresh_ones)))
     except RuntimeError as error:
         return f"its second run raised {type(error).__name__}: {error}"
-    both = enumerate(zip(flat, again, strict=True))
-    pairs = [
-        (a, b) for position, (a, b) in both if isinstance(a, torch.Tensor) and position not in info.loose
-    ]
-    pairs += [(tensor, copy) for tensor, copy in before]
+    results = [pair for at, pair in enumerate(zip(flat, again, strict=True)) if at not in info.loose]
+    pairs = [(a, b) for a, b in results if isinstance(a, torch.Tensor)] + before
     for first, second in pairs:
         if has_plain_storage(first) and not same_bytes(first, second):
             return "a second run with equal inputs gave other bytes"

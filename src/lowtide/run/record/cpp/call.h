@@ -1,5 +1,4 @@
-// One call of an operation, taken down to be made again: tensors as storages seen through a geometry, and all
-// else as it is.
+// One recorded call of an operation: tensors as storages with a geometry, everything else by value.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -30,7 +29,7 @@ inline bool plain(const Tensor& t) {
       !t.is_inference() && (t.key_set() & STRANGE).empty();
 }
 
-inline Tensor alias_of(const Tensor& t) {  // shares the version counter, and knows no history
+inline Tensor alias_of(const Tensor& t) {  // shares the version counter, has no autograd history
   auto* impl = t.unsafeGetTensorImpl();
   return Tensor(impl->shallow_copy_and_detach(impl->version_counter(), false));
 }
@@ -58,13 +57,13 @@ struct Geometry {
   }
 };
 
-struct Unseen {  // no kernel of ours is asked
+struct Unseen {  // bypasses our kernels
   bool before = c10::impl::tls_is_dispatch_key_included(OURS);
   Unseen() { c10::impl::tls_set_dispatch_key_included(OURS, false); }
   ~Unseen() { c10::impl::tls_set_dispatch_key_included(OURS, before); }
 };
 
-// Calls `with` for every tensor in an argument or result, until it says no; whether it never did.
+// Calls `with` for each tensor in an argument or result until one returns false; whether none did.
 template <class With>
 bool each_tensor(const IValue& value, With with) {
   if (value.isTensor()) return !value.toTensor().defined() || with(value.toTensor(), size_t(0));
@@ -77,7 +76,7 @@ bool each_tensor(const IValue& value, With with) {
   return true;
 }
 
-// A number in place of a tensor (`x * 0.5`), as PyTorch wraps it.
+// A number in place of a tensor (`x * 0.5`), in the form that PyTorch gives it.
 inline bool is_number(const IValue& value) {
   return value.isTensor() && value.toTensor().defined() &&
       value.toTensor().unsafeGetTensorImpl()->is_wrapped_number();
@@ -96,15 +95,15 @@ inline Tensors flat_results(const Stack& stack, size_t from) {
 }
 
 struct Call {
-  struct Place {  // of a tensor: which input it shows, and how
+  struct Place {  // of a tensor: its input, and its geometry
     size_t argument, item, input;
     Geometry geometry;
   };
   OperatorHandle op;
-  Stack arguments;  // empty where tensors belong
+  Stack arguments;  // empty at the places of tensors
   std::vector<Place> places;
 
-  // Takes down an argument without its tensors.
+  // Records an argument without its tensors.
   void add(const IValue& argument) {
     if (argument.isTensorList()) {
       arguments.emplace_back(c10::List<Tensor>(std::vector<Tensor>(argument.toListRef().size())));

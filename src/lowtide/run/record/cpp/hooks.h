@@ -1,4 +1,4 @@
-// A recorder's place among the thread's saved-tensor hooks.
+// A recorder's saved-tensor hooks among those of its thread.
 #pragma once
 
 #include <ATen/SavedTensorHooks.h>
@@ -8,8 +8,7 @@
 
 namespace lowtide {
 
-// While nothing is evicted they are taken out: autograd saves as in a plain step, and calls nobody. Others'
-// hooks may lie above, and stay there.
+// While nothing is evicted they are removed, so that autograd calls no hook. Hooks of others above them stay.
 class Hooks {
   using Default = at::SavedTensorDefaultHooks;
   using Pairs = decltype(at::impl::SavedTensorDefaultHooksTLS::stack);
@@ -37,7 +36,7 @@ class Hooks {
     in_ = false;
   }
 
-  void end() {  // whoever pushed ours takes them away; they hold the recorder, and it no longer holds them
+  void end() {  // Python pops ours; they hold the recorder, which must not hold them then
     put_in();
     ours_.reset();
     in_ = false;

@@ -1,4 +1,4 @@
-// Python's objects as C++ meets them: slots of classes, weak references, and C++ objects that Python holds.
+// Python objects in C++: slots of classes, weak references, and C++ objects that Python holds.
 #pragma once
 
 #include <ATen/ATen.h>
@@ -67,7 +67,7 @@ py::tuple tuple_of(Items& items) {
   return made;
 }
 
-// A C++ object that Python holds and does not look into.
+// A C++ object that is opaque to Python.
 template <class T>
 struct Boxed {
   PyObject_HEAD
@@ -100,7 +100,7 @@ struct Boxed {
 };
 
 template <PyCFunction function>
-py::object function_of(const char* name, const py::object& self) {  // one argument besides
+py::object function_of(const char* name, const py::object& self) {  // takes one argument beside self
   static PyMethodDef definition = {name, function, METH_O, nullptr};
   return owned(PyCFunction_New(&definition, self.ptr()));
 }

@@ -1,12 +1,12 @@
-// The compiled half of the recorder: for the operations that a plan's program names and that need no closer
-// look, what lowtide.run.record does in Python. That stays the reference: whatever is not plain here (another
-// operation than the program has next, writes to what is known, random numbers, subclasses) goes there. Both
-// halves work on the same objects: the recorder's tables, and the slots of LiveValue and Node.
+// The compiled half of the recorder: it does what lowtide.run.record does in Python, for the plain operations
+// of a plan's program. Everything else (another operation than the program has next, writes to known values,
+// random numbers, subclasses) goes to Python, which is the reference. Both halves work on the same objects:
+// the recorder's tables, and the slots of LiveValue and Node.
 //
-//   recorder.h   the operations of a forward, and what autograd saves
-//   saved.h      what autograd holds instead
-//   replay.h     how that comes back
-//   tape.h       values, and the nodes that wrote them; call.h and python.h: what they are made of
+//   recorder.h   the operations of a forward, and its saved tensors
+//   saved.h      what autograd holds in place of a saved tensor
+//   replay.h     brings evicted values back
+//   tape.h       values, and the nodes that wrote them, made of call.h and python.h
 //   hooks.h      when autograd calls the recorder at all
 
 #include <torch/csrc/autograd/graph_task.h>
@@ -21,7 +21,7 @@ namespace {
 
 using Packer = Boxed<std::shared_ptr<Core>>;
 
-constexpr auto PYTHON = DispatchKey::TESTING_ONLY_GenericWrapper;  // where Python's kernels stand
+constexpr auto PYTHON = DispatchKey::TESTING_ONLY_GenericWrapper;  // the key of Python's kernels
 
 thread_local std::weak_ptr<Core> current;
 

@@ -1,5 +1,5 @@
-// The recorder of one forward: lowtide.run.record.recorder, for the operations that a plan's program has next
-// and that need no closer look (`lowtide.run.record.native` says which).
+// The recorder of one forward: lowtide.run.record.recorder for the plain operations of a plan's program
+// (lowtide.run.record.native says which).
 #pragma once
 
 #include <torch/csrc/Storage.h>
@@ -12,7 +12,7 @@
 
 namespace lowtide {
 
-enum class Does { Pass, Record, Closer };  // a closer look is Python's
+enum class Does { Pass, Record, Python };  // who handles an operation, and how
 
 struct Operation {
   std::optional<OperatorHandle> op;
@@ -33,7 +33,7 @@ struct Program {
            py::object func) {
     auto op = c10::Dispatcher::singleton().findSchema({name, overload});
     size_t arguments = op ? op->schema().arguments().size() : 0;
-    operations.push_back({op, op ? Does(does) : Does::Closer, arguments, std::move(writes),
+    operations.push_back({op, op ? Does(does) : Does::Python, arguments, std::move(writes),
                           std::move(statistics), training, std::move(stored), std::move(func)});
   }
 };
@@ -53,7 +53,7 @@ class Core {
   std::shared_ptr<Replays> replays() const { return replays_; }
 
   Core(const Core&) = delete;
-  ~Core() {  // the last to hold it may be a kernel, which does not hold the interpreter's lock
+  ~Core() {  // the last owner may be a kernel, which does not hold the interpreter's lock
     py::gil_scoped_acquire gil;
     program_.reset();
     for (py::object* object : {&recorder_, &findings_, static_cast<py::object*>(&given_),
@@ -61,12 +61,12 @@ class Core {
       object->release().dec_ref();
   }
 
-  // Runs an operation, unless Python has to look at it.
+  // Runs an operation, or returns false where Python has to.
   bool takes(const OperatorHandle& op, DispatchKeySet keys, Stack* stack) {
     if (python_ran_) from_python();
     if (at_ >= program_->operations.size()) return false;
     const Operation& known = program_->operations[at_];
-    if (known.does == Does::Closer || !(*known.op == op)) return false;
+    if (known.does == Does::Python || !(*known.op == op)) return false;
     first_ = stack->size() - known.arguments;
     shown_.clear();
     for (size_t at = first_; at < stack->size(); ++at) {
@@ -82,7 +82,7 @@ class Core {
     return known.does == Does::Record ? record(known, op, keys, stack) : pass(known, op, keys, stack);
   }
 
-  void to_python() {  // which runs what comes, and may give it up
+  void to_python() {  // it runs the next operation, and may evict values
     py::object recorder = behind(recorder_);
     if (passed_) recorder.attr("skip")(passed_);
     passed_ = 0;
@@ -91,7 +91,7 @@ class Core {
     python_ran_ = true;
   }
 
-  void turn(bool on_now) {  // while this is off, all is Python's
+  void turn(bool on_now) {  // while this is off, Python runs everything
     if (on && !on_now) to_python();
     on = on_now;
   }
@@ -119,7 +119,7 @@ class Core {
  private:
   struct Shown {  // a tensor among the arguments
     size_t argument, item;
-    const Tensor* tensor;  // until the operation has run
+    const Tensor* tensor;  // valid until the operation has run
     uintptr_t key;
   };
 
@@ -182,7 +182,7 @@ class Core {
     if (blank_.size()) return false;
     c10::SmallVector<py::object, 4> inputs;
     py::object call = Boxed<Call>::of(op);
-    if (!take_down(*Boxed<Call>::in(call), *stack, inputs)) return false;
+    if (!describe(*Boxed<Call>::in(call), *stack, inputs)) return false;
     {
       py::gil_scoped_release others;
       run(op, keys, stack);
@@ -195,7 +195,7 @@ class Core {
     }
     if (places.empty()) return true;
     bool same = places.size() == known.stored.size();
-    if (!same) departs();
+    if (!same) skips();
     ++at_;
     ++passed_;
     py::object node = new_node(known.func, order_++, std::move(call));
@@ -203,15 +203,15 @@ class Core {
     c10::SmallVector<py::object, 4> outputs;
     for (size_t at = 0; at < places.size(); ++at) {
       if (same && known.stored[at]) continue;
-      outputs.push_back(py::make_tuple(places[at], weak(give(node, results[places[at]]))));
+      outputs.push_back(py::make_tuple(places[at], weak(register_value(node, results[places[at]]))));
     }
     classes->node.outputs.set(node, tuple_of(outputs));
     if (evicts_any()) hooks_.put_in();
     return true;
   }
 
-  // The call that is about to be made and the values that it reads; false where Python has to look.
-  bool take_down(Call& call, const Stack& stack, c10::SmallVector<py::object, 4>& inputs) {
+  // Records the call about to be made and the values that it reads; false where Python has to.
+  bool describe(Call& call, const Stack& stack, c10::SmallVector<py::object, 4>& inputs) {
     call.arguments.reserve(stack.size() - first_);
     for (size_t at = first_; at < stack.size(); ++at) call.add(stack[at]);
     call.places.reserve(shown_.size());
@@ -227,7 +227,7 @@ class Core {
     return true;
   }
 
-  // The value that a tensor shows now, or null where Python has to look.
+  // The present value of a tensor, or null where Python has to find it.
   py::object value_of(const Tensor& tensor, uintptr_t storage) {
     auto& v = classes->value;
     py::int_ key(storage);
@@ -245,7 +245,7 @@ class Core {
     return value;
   }
 
-  void departs() {  // another operation ran in place of the program's
+  void skips() {  // another operation ran in place of the program's
     py::object director = behind(recorder_).attr("director");
     director.attr("skipped") = director.attr("skipped").cast<long>() + 1;
   }
@@ -260,8 +260,8 @@ class Core {
     n.inputs.set(node, tuple_of(inputs));
   }
 
-  // A node wrote this value, which can come back for as long as its storage is there.
-  py::object give(const py::object& node, const Tensor& tensor) {
+  // Registers the value of a tensor as recomputable by a node, for as long as its storage lives.
+  py::object register_value(const py::object& node, const Tensor& tensor) {
     py::int_ key(storage_key(tensor));
     auto callback = function_of<&forget>("forget", py::make_tuple(given_, key));
     py::object value = new_value(node, tensor);
@@ -280,7 +280,7 @@ class Core {
   py::dict given_, held_, blank_;
   Hooks hooks_;
   bool python_ran_ = false;
-  size_t at_ = 0, first_ = 0;  // in the program; of the operation's arguments on the stack
+  size_t at_ = 0, first_ = 0;  // places: in the program; of the first argument on the stack
   long passed_ = 0, order_ = 0;
   c10::SmallVector<Shown, 8> shown_;
 };

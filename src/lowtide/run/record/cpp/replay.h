@@ -1,4 +1,4 @@
-// How a value that was evicted comes back: lowtide.run.record.replay.bring_back, for calls that C++ took down.
+// Brings back an evicted value: lowtide.run.record.replay.bring_back for calls that C++ recorded.
 #pragma once
 
 #include <c10/util/flat_hash_map.h>
@@ -16,7 +16,7 @@ struct Replaying {  // as lowtide.private.replaying
   c10::AutoGradMode grad{c10::GradMode::is_enabled()};
 };
 
-// What one replay runs, and the values that it meets.
+// One replay: the nodes that it runs, and the values that they read and write.
 class Replay {
  public:
   explicit Replay(py::handle value) : value_(value) {}
@@ -38,15 +38,15 @@ class Replay {
 
  private:
   struct Met {
-    long uses = 0;  // that are to come
-    Tensor made;    // until then
+    long uses = 0;  // still to come
+    Tensor made;    // kept until the last of them
   };
 
   static py::tuple inputs_of(py::handle node) {
     return py::reinterpret_borrow<py::tuple>(classes->node.inputs(node));
   }
 
-  // Finds what has to run; false where some of it is Python's.
+  // Finds the nodes that have to run; false where Python recorded one of them.
   bool collect(PyObject* value) {
     std::vector<PyObject*> wanted{value};
     while (!wanted.empty()) {
@@ -95,7 +95,7 @@ class Replay {
     }
   }
 
-  py::handle value_;  // what it rests on it keeps
+  py::handle value_;  // it keeps the values that it depends on alive
   std::vector<std::pair<long, PyObject*>> order_;
   ska::flat_hash_map<PyObject*, Met> values_;
 };

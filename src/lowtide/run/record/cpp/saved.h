@@ -12,7 +12,7 @@ struct Replays {  // of one step
   double seconds = 0;
 };
 
-// Python raises what autograd would.
+// Python raises autograd's error.
 inline void check_version(uint32_t now, uint32_t expected, const Tensor& like, at::IntArrayRef shape) {
   if (now != expected) classes->overwritten(wrapped(like), now, expected, shape.vec());
 }

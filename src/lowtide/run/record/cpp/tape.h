@@ -25,7 +25,7 @@ struct Classes {
   py::tuple nothing{0};
   py::dict no_names;
 };
-inline Classes* classes = nullptr;  // known once per process
+inline Classes* classes = nullptr;  // set once per process
 
 inline py::object new_value(py::object node, const Tensor& shows) {
   auto& v = classes->value;
@@ -67,7 +67,7 @@ inline bool is_version_recorded(py::handle value) {  // of one that is held
   return version_of(THPVariable_Unpack(v.held(value))) == PyLong_AsLong(v.version(value));
 }
 
-// Undefined where the value has to be brought back, or where Python has to say why it cannot be.
+// Undefined where the value has to be replayed, or where Python has to raise an error.
 inline Tensor here(py::handle value) {
   auto& v = classes->value;
   if (v.held(value) != Py_None) {
@@ -79,11 +79,11 @@ inline Tensor here(py::handle value) {
   return cached != Py_None ? THPVariable_Unpack(cached) : Tensor();
 }
 
-inline const Call* call_of(py::handle node) {  // or null: it is Python's
+inline const Call* call_of(py::handle node) {  // or null: Python recorded it
   return is_a(node, classes->node.type) ? Boxed<Call>::in(classes->node.call(node)) : nullptr;
 }
 
-// A node without what it read and wrote.
+// A node without its inputs and outputs.
 inline py::object new_node(const py::object& func, long order, py::object call) {
   auto& n = classes->node;
   py::object node = fresh(n.type);
