@@ -1,7 +1,7 @@
 """Decide: from a step graph and a budget to a plan.
 
 ``lowtide.plan(graph, budget=...)`` makes one. `simulate` says exactly what any set of stored values does, and
-`policies` has the ways to choose. Policies bring a solver along, so they are loaded when one is asked for.
+`policies` has the ways to choose. Policies import a solver, so they are loaded when one is first used.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 __all__ = ["POLICIES", "Plan", "make", "plain", "resolve"]
 
 POLICIES = ("optimal", "keep_all", "full", "sqrt", "selective", "offload", "mixed", "compress")
-"""Those that are known by name."""
+"""Policies that are known by name."""
 
 
 def resolve(policy: str | Policy) -> Policy:
@@ -88,10 +88,10 @@ def make(
     return made
 
 
-class _Room(ModuleType):
-    """Lets ``lowtide.plan`` be the room and the verb: ``lowtide.plan(graph, budget=...)``."""
+class _Callable(ModuleType):
+    """Makes the package callable: ``lowtide.plan(graph, budget=...)``."""
 
     __call__ = staticmethod(make)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _Callable

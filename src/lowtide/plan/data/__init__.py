@@ -1,7 +1,7 @@
 """What a plan is: plain data, saved as JSON, that needs neither torch nor a solver.
 
 In: nothing. Out: decisions (what may happen to a saved value), `Plan` (a decision for every saved value of a
-step, and what that is predicted to cost), `Move` and `Link` (values that leave their place, and how fast).
+step, and what that is predicted to cost), `Move` and `Link` (values that move, and how fast).
 """
 
 from lowtide.links import Link, Links
