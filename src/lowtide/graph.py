@@ -21,7 +21,7 @@ from typing import Any, Literal, NamedTuple
 GRAPH_FORMAT = 6
 
 StorageKind = Literal["parameter", "buffer", "input", "gradient", "forward", "backward"]
-"""Where a storage comes from: it stood before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
+"""Where a storage comes from: it existed before the step (``parameter``, ``buffer``, ``input``, ``gradient``)
 or an operation of the ``forward`` or ``backward`` phase allocated it."""
 
 EventKind = Literal["op", "free", "pack", "unpack", "done", "release"]
@@ -33,8 +33,8 @@ saved tensor's id otherwise.
 ``free``     the last natural reference to the storage is gone (references that autograd would hold do not
              count)
 ``pack``     autograd saves a tensor
-``unpack``   a backward node asks for a saved tensor
-``done``     what that ``unpack`` handed out is no longer referenced
+``unpack``   a backward node unpacks a saved tensor
+``done``     what that ``unpack`` returned is no longer referenced
 ``release``  autograd gives the saved tensor up for good
 """
 
@@ -54,7 +54,7 @@ class Storage:
         id: position in ``StepGraph.storages``.
         bytes: its size on the device that the budget is about: 0 for a storage of another one.
         kind: see `StorageKind`.
-        producer: index of the operation that allocates it, or ``None`` when it stood before the step.
+        producer: index of the operation that allocates it, or ``None`` when it existed before the step.
         name: a parameter's or buffer's qualified name, else empty.
     """
 
@@ -73,10 +73,10 @@ class Value:
         id: position in ``StepGraph.values``.
         storage: id of the storage it lives in.
         version: 0 for what the allocating operation wrote, one more for each later in-place write.
-        producer: index of the operation that wrote this version, or ``None`` when it stood before the step.
+        producer: index of the operation that wrote this version, or ``None`` when it existed before the step.
         storable: whether holding a reference to the storage keeps this value: false for a version that is
             overwritten later in the step, and for storages whose bytes the program frees or resizes itself.
-        shape, dtype: of the tensor through which it was written; empty where nobody asks.
+        shape, dtype: of the tensor through which it was written; empty where they are not known.
     """
 
     id: int
@@ -152,8 +152,8 @@ class StepGraph:
 
     Attributes:
         operations, storages, values, saved: the parts; each part's ``id`` or ``index`` is its position.
-        events: every operation and every change of who holds what, in the order in which it happened.
-        resident_bytes: bytes of the storages that stood before the step and count against the budget
+        events: every operation and every change of references, in the order in which they happened.
+        resident_bytes: bytes of the storages that existed before the step and count against the budget
             (parameters, buffers, existing gradients, optimizer state), however they are referenced.
         plain_seconds: time of the plain step: the sum over operations, or measured where that was possible.
         overhead_seconds: extra seconds that the executor needs for recording each forward operation when

@@ -23,7 +23,7 @@ from lowtide.plan.moves.placements import (
     placements_of,
 )
 from lowtide.plan.moves.supply import link_speeds
-from lowtide.plan.search.mix import Mixer
+from lowtide.plan.search.mix import MixedPlanner
 from lowtide.plan.search.planner import Planner
 
 FAST, SLOW = Link(1e15, 1e15), Link(1e3, 1e3)
@@ -57,9 +57,11 @@ def graph_of(layers: int) -> StepGraph:
     return replace(graph, operations=timed, plain_seconds=sum(op.seconds for op in timed))
 
 
-def mixer_of(graph: StepGraph, ways: list[Moving], links: dict[str, Link], window: int = 6144) -> Mixer:
+def mixer_of(
+    graph: StepGraph, ways: list[Moving], links: dict[str, Link], window: int = 6144
+) -> MixedPlanner:
     planner = Planner(graph)
-    return Mixer(planner, placements_of(planner.sim, ways, links, 1), links, window)
+    return MixedPlanner(planner, placements_of(planner.sim, ways, links, 1), links, window)
 
 
 @pytest.mark.parametrize(("speed", "codec"), [(1e15, 1e6), (3e6, 1e15), (1e6, 3e6)])

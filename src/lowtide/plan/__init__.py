@@ -4,7 +4,8 @@ In: a `StepGraph` and a budget. Out: a `Plan`, made by a policy: ``lowtide.plan(
 folder knows those before it: `data` (decisions and the plan itself), `simulate` (live bytes at every event),
 `split` (stages and blocks), `moves` (what may go where), `layout` (offsets), `bound` (no plan does better),
 `search` (the least seconds within a budget), `policies` (ways to choose; each ends in `make_plan`).
-`carry.py` begins from decisions that were made before, which `cache.py` keeps.
+`carry.py` begins from decisions that were made before, which `cache.py` keeps. Policies import a solver, so
+they are loaded when one is first used.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ if TYPE_CHECKING:
 __all__ = ["POLICIES", "Plan", "make", "plain", "resolve"]
 
 POLICIES = ("optimal", "keep_all", "full", "sqrt", "selective", "offload", "mixed", "compress")
-"""Those that are known by name."""
+"""Policies that are known by name."""
 
 
 def resolve(policy: str | Policy) -> Policy:
@@ -91,10 +92,10 @@ def make(
     return made
 
 
-class _Room(ModuleType):
-    """Lets ``lowtide.plan`` be the room and the verb: ``lowtide.plan(graph, budget=...)``."""
+class _Callable(ModuleType):
+    """Makes the package callable: ``lowtide.plan(graph, budget=...)``."""
 
     __call__ = staticmethod(make)
 
 
-sys.modules[__name__].__class__ = _Room
+sys.modules[__name__].__class__ = _Callable

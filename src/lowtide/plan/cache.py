@@ -1,9 +1,9 @@
-"""Decisions of earlier plans, kept for whoever plans the same program again: in this process for another
-size or budget of a step, and in files for another process.
+"""Decisions of earlier plans of a program: in memory, for another size or budget of the step, and in files,
+for other processes.
 
-What is found here is only a place to begin (`lowtide.plan.carry`): the exact simulator and the bound say anew
-whether it does. So a file that is out of date, damaged or another machine's can waste a moment, and nothing
-else. The files are in ``LOWTIDE_CACHE``, unless that is ``off``.
+They are only starting points (`lowtide.plan.carry`): the exact simulator and the bound judge them anew. So a
+file that is out of date, damaged or from another machine costs a moment, and nothing else. The files are in
+``LOWTIDE_CACHE``, unless that is ``off``.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ class Cache:
 
     Args:
         root: the folder of the files, or ``None`` for this process alone. One that cannot be read or written
-            is as good as none.
+            counts as none.
     """
 
     def __init__(self, root: Path | None) -> None:
@@ -68,7 +68,7 @@ class Cache:
         return list(self._known[digest])
 
     def keep(self, graph: StepGraph, new: Decisions) -> None:
-        """Keep what was decided for ``graph``; older decisions for the same budget and size go."""
+        """Keep what was decided for ``graph``, in place of older decisions for the same budget and size."""
         digest = graph.fingerprint(sizes=False)
         same = (new.budget_bytes, new.plain_peak_bytes)
         # another process may have kept something meanwhile
@@ -112,11 +112,11 @@ class Cache:
                 os.replace(name, self._root / f"{digest}.json")  # whole or not at all
             finally:
                 Path(name).unlink(missing_ok=True)
-            self._let_go()
+            self._prune()
         except OSError as error:
             _LOG.info("nothing is kept in %s (%s: %s)", self._root, type(error).__name__, error)
 
-    def _let_go(self) -> None:
+    def _prune(self) -> None:
         """Remove the least recently used files where there are too many."""
         assert self._root is not None
         with suppress(FileNotFoundError):  # another process was faster

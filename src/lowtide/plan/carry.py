@@ -1,8 +1,7 @@
 """Plans from decisions that were made before: for another size or budget of the step, or in another process.
 
-Comes in: a step graph, a budget, and decisions for the same program (`lowtide.plan.cache`). Goes out: a plan
-whose peak the exact simulator and whose distance to the best possible the bound has stated for this very
-step; or nothing, where that distance says that a search would do better.
+In: a step graph, a budget, and decisions for the same program (`lowtide.plan.cache`). Out: a plan, simulated
+exactly and compared with the bound for this step, or nothing where a search may find a better one.
 """
 
 from __future__ import annotations
@@ -23,14 +22,14 @@ _WORSE = 0.005
 """By how much of the step a plan may lie further from the bound than the one that a search found there."""
 
 
-def carried(graph: StepGraph, budget: int, known: Iterable[Decisions], room: int) -> Plan | None:
-    """The best plan that known decisions lead to, or ``None`` where it is not certain to be good.
+def carried(graph: StepGraph, budget: int, known: Iterable[Decisions], most: int) -> Plan | None:
+    """The best plan found from known decisions, or ``None`` where it is not near the bound.
 
     Args:
         graph: the step.
         budget: the most live bytes allowed.
         known: decisions for the same program.
-        room: at least ``budget``: what decisions for this very size and budget may use, for a search had to.
+        most: at least ``budget``: what decisions for this size and budget may use, as a search had to.
     """
     planner = planner_of(graph)
     with planner.lock:
@@ -39,13 +38,13 @@ def carried(graph: StepGraph, budget: int, known: Iterable[Decisions], room: int
         for one in known:
             inside = frozenset(v for v in one.stored if 0 <= v < len(graph.values))
             starts.append(inside)
-            if (one.budget_bytes, one.plain_peak_bytes) == (room, planner.sim.plain_peak):
+            if (one.budget_bytes, one.plain_peak_bytes) == (most, planner.sim.plain_peak):
                 good = max(good, one.gap + _WORSE)
                 try:
                     same = planner.search.candidate(inside)
                 except PlanError:
                     continue
-                if budget < same.simulation.peak_bytes <= room:
+                if budget < same.simulation.peak_bytes <= most:
                     budget = same.simulation.peak_bytes
         found = planner.begun(starts, budget, good)
         if found is None:
@@ -61,10 +60,10 @@ def carried(graph: StepGraph, budget: int, known: Iterable[Decisions], room: int
         )
 
 
-def keep(cache: Cache, graph: StepGraph, plan: Plan, room: int) -> None:
-    """Keep what ``plan`` decided for ``graph`` and a budget that leaves ``room`` bytes."""
+def keep(cache: Cache, graph: StepGraph, plan: Plan, most: int) -> None:
+    """Keep what ``plan`` decided for ``graph`` within ``most`` bytes."""
     planner = planner_of(graph)
     with planner.lock:
-        relaxed = planner.distance(plan.predicted_extra_seconds, plan.budget_bytes or room)
+        relaxed = planner.distance(plan.predicted_extra_seconds, plan.budget_bytes or most)
     gap = relaxed / max(graph.plain_seconds, 1e-12)
-    cache.keep(graph, Decisions(tuple(sorted(plan.stored)), room, plan.plain_peak_bytes, gap))
+    cache.keep(graph, Decisions(tuple(sorted(plan.stored)), most, plan.plain_peak_bytes, gap))

@@ -1,8 +1,8 @@
 """Offsets within one slab, so that no step allocates: a static layout for what is expected, first fit above
 it for what is not.
 
-ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: what a step stores is the same
-in every step, so where it lies is worked out once, by whoever knows the lifetimes. A second forward before
+ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: a step stores the same as
+the one before, so a layout is made once from the lifetimes. A second forward before
 the first one's backward finds its places taken and gets others, which are reused by size.
 """
 
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True, slots=True, weakref_slot=True)
 class Region:
-    """Bytes from ``start`` to ``end`` of a slab, taken as long as somebody refers to this."""
+    """Bytes from ``start`` to ``end`` of a slab, taken while this object lives."""
 
     start: int
     end: int

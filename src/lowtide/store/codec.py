@@ -1,4 +1,4 @@
-"""Codecs: a saved value in fewer bytes, exactly or within a stated error. What they have in common stands in
+"""Codecs: a saved value in fewer bytes, exactly or within a stated error. Their common parts are in
 `lowtide.store.coding`.
 """
 
@@ -46,7 +46,7 @@ class Dictionary(Chunked):
         return ceil_div(form.elements * self.bits, 8) + (1 << self.bits) * form.dtype.itemsize
 
     def encode(self, flat: torch.Tensor) -> Parts:
-        """Codes and the numbers that they stand for."""
+        """Codes and the numbers that they mean."""
         source = words(flat)
         if self.bits == 1 and source.numel():
             return self._encode_two(source)
@@ -155,8 +155,8 @@ def _spread(kept: torch.Tensor, there: torch.Tensor, before: torch.Tensor, out: 
 
 
 class Positive(Chunked):
-    """One bit an element: whether it is above zero. Lossless for ReLU's backward, which asks for nothing
-    else; the policy checks that nobody else reads the value."""
+    """One bit an element: whether it is above zero. Lossless for ReLU's backward, which needs nothing
+    else; the policy checks that nothing else reads the value."""
 
     name = "positive"
     lossless = True

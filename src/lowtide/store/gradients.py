@@ -18,7 +18,7 @@ class GradientSlab:
     Backward makes each gradient where it likes; as soon as it is accumulated its bytes move into the slab and
     ``.grad`` becomes a view of it, so the long-lived gradients never lie scattered among short-lived
     activations. Works with ``zero_grad(set_to_none=True)`` and with accumulation over several backwards;
-    values are bitwise those without it. The slab stands for good, also while ``.grad`` is ``None``:
+    values are bitwise those without it. The slab stays allocated, also while ``.grad`` is ``None``:
     `lowtide.meter.resident_bytes` and a budget count it with the model (make it before the first limited
     step).
 

@@ -16,8 +16,8 @@ class Host(Tier):
     """Bytes in main memory.
 
     The slab is as large as the layout says, to the page. On a GPU each direction has a stream: a copy out
-    waits for what computes the value, a copy in for the copy out and for whoever used its destination's
-    memory before. On a CPU the tier's two threads fill the same slots.
+    waits for what computes the value, a copy in for the copy out and for earlier uses of its destination's
+    memory. On a CPU the tier's two threads fill the same slots.
 
     Args:
         device: whose bytes are kept.
@@ -53,7 +53,7 @@ class Host(Tier):
         """Start copying out."""
         if self._ways is None:
             return super().write(data, slot, at)
-        # whoever reads this memory holds the slot, so the copy comes after all reads of what was here before
+        # a read holds its slot, so this copy comes after all reads of what was here before
         slot.writing = self._ways[0].copy(self._pairs(slot.start + at, data), data)
         self.counts.written_bytes += data.numel()
         return slot.writing

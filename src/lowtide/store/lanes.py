@@ -1,11 +1,10 @@
 """Transfers in the background: a lane for each direction, on a thread or on a stream of the device.
 
 A lane does what it is given in order. `ThreadLane` is a thread: copies within main memory, files.
-`StreamLane`
-is a stream: copies between an accelerator and page-locked memory. Both return a `Transfer` at once. The
-stores and the host optimizer move all their bytes this way.
+`StreamLane` is a stream: copies between an accelerator and page-locked memory. Both return a `Transfer` at
+once. The stores and the host optimizer move all their bytes this way.
 
-`Streams` is all that lowtide asks of an accelerator for it; tests put a stand-in in its place.
+`Streams` is all that this needs of an accelerator; tests replace it.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ class Transfer:
     """A copy, or other work, under way.
 
     There are two ways to wait. `wait` holds the program: after it the host may read what was written. `join`
-    holds the device: whatever is asked of it from then on comes after the transfer.
+    holds the device: what is queued on it from then on comes after the transfer.
 
     Attributes:
         error: what went wrong, once it is over.
@@ -37,7 +36,7 @@ class Transfer:
         self.error: BaseException | None = None
 
     def finish(self, error: BaseException | None = None) -> None:
-        """Whoever carries it out is through."""
+        """Mark the transfer finished."""
         self.error = error
         self._done.set()
 
@@ -81,7 +80,7 @@ class ThreadLane:
     def do(self, work: Callable[[], object]) -> Transfer:
         """Do it after everything before it; the transfer raises what it raises."""
         transfer = Transfer()
-        given = [work]  # let go of before anybody hears that it is over: its bytes are free then
+        given = [work]  # released before `finish`: its bytes are free by then
 
         def job() -> None:
             error: BaseException | None = None
@@ -119,13 +118,13 @@ class Streams:
         return self._module.current_stream(self.device)
 
     def mark(self, stream: Any) -> Event:
-        """What ``stream`` has been asked to do until now."""
+        """An event after all that is queued on ``stream`` now."""
         event = self._module.Event()
         event.record(stream)
         return event
 
     def order(self, stream: Any, event: Event) -> None:
-        """What ``stream`` is asked to do from now on comes after ``event``."""
+        """What is queued on ``stream`` from now on comes after ``event``."""
         stream.wait_event(event)
 
     def copy(self, stream: Any, target: Tensor, source: Tensor) -> None:
@@ -134,7 +133,7 @@ class Streams:
             target.copy_(source, non_blocking=True)
 
     def synchronize(self) -> None:
-        """Return when the device has done all it was asked to."""
+        """Return when the device has done all that is queued on it."""
         self._module.synchronize(self.device)
 
 
@@ -160,8 +159,7 @@ class StreamLane:
         Args:
             pairs: targets and sources.
             holds: what may not be freed before the copy has run: the tensors on the device.
-            after: what the copy waits for; without it, what the computing stream has been asked to do until
-                now.
+            after: what the copy waits for; without it, what is queued on the computing stream now.
         """
         origin = self.streams.current()
         for event in after or (self.streams.mark(origin),):
@@ -178,8 +176,8 @@ class StreamLane:
 class Queued(Transfer):
     """A copy on a stream.
 
-    It holds the device's tensor until somebody has waited. If nobody does, the stream that the tensor came
-    from waits before its memory is used again. (`torch.Tensor.record_stream` would have the allocator look
+    It holds the device's tensor until it is waited for. If it never is, the stream that the tensor came from
+    waits before its memory is used again. (`torch.Tensor.record_stream` would have the allocator look
     for finished copies instead, so that memory grew with how far the program runs ahead of the device.)
 
     Attributes:
@@ -207,13 +205,13 @@ class Queued(Transfer):
         self._streams.order(current, self.event)
         if current == self._origin:
             self._holds.clear()
-        self._let_go()
+        self._release()
 
-    def _let_go(self) -> None:
+    def _release(self) -> None:
         if self._holds:
             self._streams.order(self._origin, self.event)
             self._holds.clear()
 
     def __del__(self) -> None:
         if "_holds" in self.__dict__:
-            self._let_go()
+            self._release()

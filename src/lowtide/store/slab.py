@@ -2,7 +2,7 @@
 
 Autograd may hold what it was handed for longer than the plan knows (a retained graph, a hook, a gradient that
 is a view of a saved tensor). So each value gets a storage of its own over its place, and a place is used
-again only when nothing refers to the storage before and no transfer is under way there; else the value comes
+again only when nothing refers to its last storage and no transfer is under way there; else the value comes
 back into memory of its own, and that is counted.
 """
 
@@ -41,8 +41,8 @@ class Place:
 
     @property
     def target(self) -> torch.Tensor:
-        """The same bytes as part of the slab, for transfers, whose threads let go of what they wrote when
-        they get to it.
+        """The same bytes as part of the slab, for transfers: their threads release what they wrote at some
+        later time.
         """
         return self._memory[self.start : self.end]
 
@@ -50,13 +50,13 @@ class Place:
         """These transfers or collectives write there; nothing does when there are none.
 
         A transfer is held by its worker until it is done, and if it fails its error holds much; a collective
-        is held by nobody else.
+        is held only here.
         """
         self._pending = [weakref.ref(item) if isinstance(item, Transfer) else item for item in work]
 
     @property
     def free(self) -> bool:
-        """Whether nobody refers to the bytes, and nothing is being written there."""
+        """Whether nothing refers to the bytes or writes there."""
         return self._storage() is None and all(_done(work) for work in self._pending)
 
 

@@ -42,9 +42,9 @@ class Counts:
 
 
 class Slot:
-    """Bytes of a tier, taken as long as somebody holds this, and what is being written there.
+    """Bytes of a tier, taken while this object lives, and the transfer that writes them.
 
-    What still is when nobody does is written before what comes next: a lane does what it is given in order.
+    A released slot's pending write finishes before its bytes are used again: a lane works in order.
     """
 
     __slots__ = ("region", "tier", "writing")
@@ -171,8 +171,8 @@ class Tier(ABC):
     # ---- the end ---------------------------------------------------------------------------------
 
     def close(self) -> None:
-        """Finish what is under way, end the threads, give the bytes back. It happens by itself when nobody
-        refers to the tier and nothing is stored there any more.
+        """Finish what is under way, end the threads, give the bytes back. It happens by itself with the last
+        reference to the tier and its slots.
         """
         with self._lock:
             if self._closed:
@@ -186,7 +186,7 @@ class Tier(ABC):
         if "_lanes" in self.__dict__:
             self.close()
 
-    # ---- what a tier has to say ------------------------------------------------------------------
+    # ---- what a tier defines -----------------------------------------------------------------------
 
     @abstractmethod
     def _grow(self, end: int) -> None:

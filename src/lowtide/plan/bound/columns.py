@@ -142,7 +142,7 @@ class Columns:
     def _surely_held(self) -> dict[int, int]:
         """Operation -> the event until which what it reads is held at least, if it runs again.
 
-        An operation runs again because one of its outputs is not stored: a saved one, which then rests on
+        An operation runs again because one of its outputs is not stored: a saved one, which then depends on
         what the operation reads until its own last unpack, or one that another replay reads.
         """
         sim = self.sim
@@ -160,9 +160,9 @@ class Columns:
         return until
 
     def _hand_out(self) -> None:
-        """What is there in any case at every event: what the program holds, and what backward has unpacked.
-        Several versions of one storage may be handed out at once, and all of them be one block: it counts
-        once.
+        """The bytes that every schedule holds at each event: the program's own, and what backward has
+        unpacked. Several versions of one storage may be handed out at once, and all of them be one block: it
+        counts once.
         """
         sim = self.sim
         handed: dict[int, Spans] = {}

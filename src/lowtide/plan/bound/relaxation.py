@@ -1,10 +1,10 @@
 """How little extra time, and how small a peak, any schedule can have: lower bounds by a linear relaxation.
 
 In: a `Simulator` and a budget. Out: a `Bound`. What the bound covers: every schedule that runs the step's
-operations in their recorded order, in which each value either stays from forward until everything that rests
-on it is done (stored) or goes when the program lets go of it, operations run again only in backward, each at
-most once, and every tensor that backward unpacks is there from its ``unpack`` to its ``done``. That includes
-every plan of docs/design.md. The costs are the traced ones.
+operations in their recorded order, in which each value either stays from forward until everything that
+depends on it is done (stored) or is freed with the program's last reference, operations run again only in
+backward, each at most once, and every tensor that backward unpacks is there from its ``unpack`` to its
+``done``. That includes every plan of docs/design.md. The costs are the traced ones.
 
 The linear program has s_v in [0, 1] ("value v is stored") and r_i in [0, 1] ("operation i runs again"):
 
@@ -17,7 +17,8 @@ At moment t, ``natural`` is what the program itself holds, the sum is over value
 at t and are surely still held if they are stored, and ``demanded`` are the tensors that backward has unpacked
 and not yet dropped: they are there, stored or not. A stored value is surely held until its own last unpack,
 or, when autograd does not save it, until the last unpack of the first of the saved values that replays can
-make from it; for each operation i that reads it and rests on it longer, s_v + r_i - 1 of it is there longer.
+make from it; for each operation i that reads it and depends on it longer, s_v + r_i - 1 of it is there
+longer.
 
 Where values may also move (`lowtide.plan.moves.placements`), every value v and way k has m_vk in [0, 1]. A
 value that moves may be unpacked and, where its codec allows, replayed from, so the sum of m_vk over k joins
@@ -29,7 +30,7 @@ left out.
 Where memory is tight, `lowtide.plan.bound.windows` adds a stage's backward, one backward node at a time:
 there it also counts the replayed values that wait for later nodes. All other bytes that replays hold are left
 out, so the bound is below the true optimum (FIELD, "Planning"; with integers it is Checkmate's program, arXiv
-1910.02653, equations 1 and 7). `Relaxation.solve_whole` asks for whole s and r, which is sharper.
+1910.02653, equations 1 and 7). `Relaxation.solve_whole` wants whole s and r, which is sharper.
 """
 
 from __future__ import annotations
@@ -122,8 +123,8 @@ class Relaxation(Columns):
         """
         self.point = np.zeros(self.count)
         self.point[: len(self.values)] = 1.0
-        self.standing = self.fixed
-        """what is there in any case, with what else the program is to leave room for"""
+        self.held = self.fixed
+        """bytes held at each event by every schedule, and those that `solve_beside` adds"""
         self.program = self.base_program()
         add_waiting(self.program, self)
         self.moments: list[tuple[int, int]] = []
@@ -135,12 +136,10 @@ class Relaxation(Columns):
         return seconds, point
 
     def solve_beside(self, budget: int, beside: Bytes) -> tuple[float, Floats]:
-        """After `solve` for ``budget``, the same where ``beside`` stands at every event, too; that is no
-        bound.
-        """
-        self.standing = self.fixed + beside
+        """After `solve` for ``budget``, the same with ``beside`` bytes more at each event: no bound."""
+        self.held = self.fixed + beside
         for row, event in self.moments:
-            self.program.right[row] = (budget - float(self.standing[event])) / max(1, budget)
+            self.program.right[row] = (budget - float(self.held[event])) / max(1, budget)
         return self._answer(budget, True, changed=True)
 
     def _answer(self, budget: int, windows: bool, changed: bool) -> tuple[float, Floats]:
@@ -172,15 +171,15 @@ class Relaxation(Columns):
     def _add_moment(self, event: int, entries: list[tuple[int, float]], budget: int) -> None:
         """The row of what takes memory at an event, in shares of the budget."""
         scale = max(1, budget)
-        right = (budget - float(self.standing[event])) / scale
+        right = (budget - float(self.held[event])) / scale
         row = self.program.row([(column, size / scale) for column, size in entries], right)
         self.moments.append((row, event))
 
     def _tighten(self, point: Floats, budget: int, windows: bool) -> bool:
-        """Add the memory rows that ``point`` violates, or else ``windows`` where it is tight; whether there
-        was anything to add.
+        """Add the memory rows that ``point`` violates, or else ``windows`` where it is tight; whether any was
+        added.
         """
-        load = (self.standing + self.occupancy(point)) / max(1, budget)
+        load = (self.held + self.occupancy(point)) / max(1, budget)
         fresh = [e for e in self._violated(load) if e not in self.chosen]
         for event in fresh:
             self.chosen.add(event)
@@ -188,14 +187,14 @@ class Relaxation(Columns):
         return bool(fresh) or (windows and self._add_windows(load, budget))
 
     def _add_windows(self, load: Floats, budget: int) -> bool:
-        """Add the stages whose backward is tightest; whether there was one."""
+        """Add the stages whose backward is tightest; whether any was added."""
         windows = self.windows
         spans = [(k, a, b) for k, (a, b) in enumerate(self.stages.window_events) if a < b]
         tight = sorted((-float(load[a:b].max()), k) for k, a, b in spans if k not in windows)
         most = min(_WINDOWS_PER_ROUND, _MOST_WINDOWS - len(windows))
         added = False
         for _, k in [(level, k) for level, k in tight if level < -0.9][:most]:
-            window = Window(self, self.standing, k)
+            window = Window(self, self.held, k)
             if window.columns + sum(other.columns for other in windows.values()) > _WINDOW_COLUMNS:
                 continue
             for event, entries in window.add(self.program, windows.values()):

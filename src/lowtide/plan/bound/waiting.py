@@ -1,13 +1,13 @@
 """What transfers add to the bound's linear program: two columns for waiting, out and in.
 
 A transfer hides behind what runs meanwhile, as far as there is time. For every tier or group, writes may
-begin when their values are there and have to end before backward asks for anything; reads begin then and have
-to end before their values are asked for:
+begin when their values exist and have to end before backward unpacks anything; reads begin then and have to
+end before their values are unpacked:
 
     sum of writes of values born at event e or later  <=  seconds from e to backward's first unpack
         + encoding + wait_out
-    sum of reads of values asked for by event e       <=  seconds from there to e
-        + replays that can be asked for by e + decoding + wait_in
+    sum of reads of values unpacked by event e        <=  seconds from there to e
+        + replays that can be needed by e + decoding + wait_in
 
 In whatever order an executor transfers, it obeys these.
 """
@@ -47,7 +47,7 @@ def add_waiting(program: Program, columns: Columns) -> None:
     }
     clock = np.cumsum([graph.operations[k].seconds if kind == "op" else 0.0 for kind, k in graph.events])
     turn = clock[min(sim.first_unpack, sim.end - 1)]
-    replays = _first_asked(columns, asked)
+    replays = _first_needed(columns, asked)
     for (_, out), rows in transfers.items():
         for event in _some({at for at, _, _ in rows}):
             entries = [(c, s / unit) for at, c, s in rows if (at >= event if out else at <= event)]
@@ -61,8 +61,8 @@ def add_waiting(program: Program, columns: Columns) -> None:
             program.row([*entries, *coding[out], (wait[out], -1.0)], there / unit)
 
 
-def _first_asked(columns: Columns, asked: dict[int, int]) -> dict[int, int]:
-    """Operation -> the first event at which its running again can be asked for."""
+def _first_needed(columns: Columns, asked: dict[int, int]) -> dict[int, int]:
+    """Operation -> the first event at which its replay can be needed."""
     end, wanted = columns.sim.end, dict(asked)
     found: dict[int, int] = {}
     for i in reversed(columns.operations):

@@ -1,18 +1,18 @@
 """One stage's backward in the bound's linear program, a backward node at a time.
 
-The window of a stage is split into granules: a batch of unpacks and what runs until the next. Because an
-operation runs again at most once, it has run again by granule g (a_i,g = 1) or not, and what it brought back
-waits for whoever still wants it:
+The window of a stage is split into backward nodes: a batch of unpacks and what runs until the next. Because
+an operation runs again at most once, it has run again by node g (a_i,g = 1) or not, and its results wait for
+their last reader:
 
-    a_i,g-1 <= a_i,g <= r_i                  g = 0 stands for before the window
-    a_i,g <= s_u + a_prod(u),g               for what operation i reads (values of other stages: s_u +
-    r_prod(u)) s_v + a_prod(v),g >= 1                   for what granule g unpacks
-    there_v,g >= s_v + a_prod(v),g           until the last unpack of v (s_v or a, where the operation has
-    several outputs) there_u,g >= s_u + a_prod(u),g + r_i - a_i,g - 1      for a reader i that has yet to run
+    a_i,g-1 <= a_i,g <= r_i               g = 0: before the window
+    a_i,g <= s_u + a_prod(u),g            for what operation i reads (of other stages: s_u + r_prod(u))
+    s_v + a_prod(v),g >= 1                for what node g unpacks
+    there_v,g >= s_v + a_prod(v),g        until the last unpack of v; two rows, s_v and a_prod(v),g, where the
+                                          operation has several outputs
+    there_u,g >= s_u + a_prod(u),g + r_i - a_i,g - 1     for a reader i that has yet to run
 
-and the memory row of the granule's worst moment counts what is there in place of what is stored. A value that
-is replayed for one granule and wanted by a later one takes memory at the moments between: that is what the
-plain relaxation does not see.
+The memory row of the node's worst moment counts there in place of s. A value that is replayed for one node
+and read by a later one takes memory at the moments between: that is what the plain relaxation does not see.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ _DEPTH = 1
 
 
 class Window:
-    """The backward of stage ``stage``, where ``standing`` is there in any case at every event."""
+    """The backward of stage ``stage``, with ``held`` bytes at each event in every schedule."""
 
-    def __init__(self, columns: Columns, standing: np.ndarray, stage: int) -> None:
+    def __init__(self, columns: Columns, held: np.ndarray, stage: int) -> None:
         self.decisions = columns
         self.stage = stage
         self.again: dict[int, list[int]] = {}
@@ -48,27 +48,27 @@ class Window:
             and sim.natural_end[sim.storage_of[v]] <= start
             and columns.replay_column(v) is not None
         ]
-        self.granules = self._granules(start, end, standing)
+        self.nodes = self._backward_nodes(start, end, held)
 
     @property
     def columns(self) -> int:
         """About how many columns it takes."""
-        return (len(self.operations) + len(self.values)) * (len(self.granules) + 1)
+        return (len(self.operations) + len(self.values)) * (len(self.nodes) + 1)
 
-    def _granules(self, start: int, end: int, standing: np.ndarray) -> list[tuple[int, set[int]]]:
-        """Per granule: the event with the most fixed bytes, and the values of the stage that it unpacks."""
+    def _backward_nodes(self, start: int, end: int, held: np.ndarray) -> list[tuple[int, set[int]]]:
+        """For each: the event with the most fixed bytes, and the values of the stage that it unpacks."""
         sim = self.decisions.sim
         events = sim.graph.events
         mine = set(self.values)
-        granules: list[tuple[int, set[int]]] = []
+        nodes: list[tuple[int, set[int]]] = []
         demanded: set[int] = set()
         first = start
         ran = False
 
         def close(until: int) -> None:
             if first < until:
-                worst = first + int(standing[first:until].argmax())
-                granules.append((worst, set(demanded)))
+                worst = first + int(held[first:until].argmax())
+                nodes.append((worst, set(demanded)))
 
         for at in range(start, end):
             kind, index = events[at]
@@ -82,15 +82,15 @@ class Window:
             elif kind == "op":
                 ran = True
         close(end)
-        return granules
+        return nodes
 
     def add(self, program: Program, others: Iterable[Window]) -> list[tuple[int, list[tuple[int, float]]]]:
-        """Put this window's columns and rows into the program, beside the ``others`` that are there; returns
+        """Put this window's columns and rows into the program, beside the ``others`` already in it; returns
         moments and the entries that take memory at each.
         """
         decisions = self.decisions
         sim = decisions.sim
-        count = len(self.granules)
+        count = len(self.nodes)
         again = {i: [program.column() for _ in range(count + 1)] for i in self.operations}
         self.again = again
         mine = set(self.values)
@@ -111,12 +111,10 @@ class Window:
                         program.row([(again[i][g], 1.0), *there, (again[sim.producer[u]][g], -1.0)], 0.0)
                 else:
                     program.row([(again[i][count], 1.0), *decisions.available(u)], 0.0)
-        memory: list[list[tuple[int, float]]] = [
-            decisions.held_at(moment, mine) for moment, _ in self.granules
-        ]
+        memory: list[list[tuple[int, float]]] = [decisions.held_at(moment, mine) for moment, _ in self.nodes]
         for v in self.values:
             self._add_value(v, program, memory)
-        return [(moment, entries) for (moment, _), entries in zip(self.granules, memory, strict=True)]
+        return [(moment, entries) for (moment, _), entries in zip(self.nodes, memory, strict=True)]
 
     def _stored(self, value: int, factor: float) -> list[tuple[int, float]]:
         """Entry of s_v where ``value`` can be stored for replays."""
@@ -136,7 +134,7 @@ class Window:
         last = sim.last_unpack.get(v, -1)
         size = float(sim.value_bytes[v])
         readers = [i for i in sim.readers[v] if i in again]
-        for g, (moment, demanded) in enumerate(self.granules, start=1):
+        for g, (moment, demanded) in enumerate(self.nodes, start=1):
             if v in demanded:
                 program.row([*((c, -x) for c, x in own), (again[p][g], -1.0), *decisions.moves_of(v)], -1.0)
             if any(a <= moment < b for a, b in decisions.handed[v]):

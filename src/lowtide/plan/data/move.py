@@ -1,4 +1,4 @@
-"""A value that leaves its place, as planner, simulator and executor see it."""
+"""A value that moves between forward and backward, as planner, simulator and executor see it."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from lowtide.plan.data.decisions import Moving, Shard, stages
 
 @dataclass(frozen=True, slots=True)
 class Move:
-    """A value that leaves its place between forward and backward.
+    """A value that moves between forward and backward.
 
     Attributes:
         value: its id.
@@ -19,8 +19,8 @@ class Move:
         codec_scratch_bytes: the most that encoding or decoding allocates on the way.
         encode_seconds, decode_seconds: time of those.
         replayable_from: whether operations may run again from what comes back.
-        fetched: its place in the order in which backward is predicted to ask for the moved values, from 0; -1
-            when nobody asks.
+        fetched: its place in the order in which backward is predicted to unpack the moved values, from 0; -1
+            when it never does.
         born, gone: half-open lifetime of what is stored, in events of the step.
         place: where in the plan's slab the value comes back to, -1 for memory of its own.
         arrival: where in the slab its encoded form arrives from a tier, likewise.

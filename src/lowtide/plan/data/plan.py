@@ -61,7 +61,7 @@ class Plan:
         bound_extra_seconds: no schedule with the same operations within the budget can add less (given the
             traced costs).
         bound_peak_bytes: no schedule with the same operations can have a smaller peak.
-        peak_module, peak_operation: where the predicted peak stands.
+        peak_module, peak_operation: where the predicted peak is.
         modules: the table that ``print(plan)`` shows.
         notes: anything worth telling.
         program: what an executor does at each operation of the forward.
@@ -72,7 +72,7 @@ class Plan:
         transfer_seconds: what of `predicted_extra_seconds` is waiting for transfers, encoding and decoding,
             and `crowding_seconds`.
         crowding_seconds: by how much the operations that run beside transfers take longer.
-        slab_bytes: of the slab that fetched and gathered values come back into; it stands for the whole step
+        slab_bytes: of the slab that fetched and gathered values come back into; it is held for the whole step
             and is part of the predicted peak. 0 where each has memory of its own.
         loose_peak_bytes: the predicted peak without that slab.
     """
@@ -106,8 +106,8 @@ class Plan:
 
     @property
     def changes_nothing(self) -> bool:
-        """Whether the step runs as it would without this plan; what is evicted and never asked for runs
-        again nowhere, and is not there.
+        """Whether the step runs as it would without this plan: what is evicted without being unpacked later
+        costs nothing.
         """
         again = self.replayed or any(step.replayed for step in self.program)
         return not again and not self.moves

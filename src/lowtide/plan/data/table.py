@@ -82,7 +82,7 @@ def _ranges(numbers: list[int]) -> str:
 
 def table(modules: Sequence[ModuleRow], width: int | None = None) -> list[str]:
     """The lines of the table of ``modules``, with their total. Where they are longer than ``width``, names
-    stand in lines of their own above their numbers.
+    have lines of their own above their numbers.
     """
     rows = fold(modules)
     cells = [("module", "saved by autograd", "kept", "replayed", "extra")]

@@ -144,7 +144,7 @@ def find(
         left = seconds - (time.monotonic() - begin)
         found = search(first, last, count, target, min(left, share * seconds)).offsets
         if found is not None:
-            # down to where each rests on something
+            # each buffer moves down until it touches another
             found = _first_fit(first, last, count, np.argsort(found, kind="stable"))
             best, height, source = found, int((found + count).max()), name
     proved = height == bound

@@ -2,11 +2,11 @@
 the order of time.
 
 In: for each buffer its first and its past-the-last section (lifetimes cut at every begin and end), its size,
-and a capacity. Out: offsets, proof that there are none, or neither when the time is up.
+and a capacity. Out: offsets, proof that there are none, or neither when time runs out.
 
-*The exact search* (`pack`). Every packing can be pushed down until each buffer stands on the floor or on
+*The exact search* (`pack`). Every packing can be pushed down until each buffer lies on the floor or on
 another one, so it can be built from below, one corner at a time: in a *valley* of the skyline (a run of
-sections whose neighbours stand higher) the lower left corner belongs to a buffer that begins there and ends
+sections whose neighbours are higher) the lower left corner belongs to a buffer that begins there and ends
 within the valley, or it stays empty, which wastes bytes that its sections have to be able to spare. Either
 corner of any valley may be decided first; the one with the fewest choices is, and one without any ends the
 branch. Buffers whose tops meet a wall's height exactly, or that fill the valley's width, are tried first,
@@ -18,7 +18,7 @@ seldom solves late. The canonical form is that of MiniMalloc (Moffitt, ASPLOS 20
 are those of perfect rectangle packing.
 
 *The beam search* (`sweep`). A training step repeats itself, layer by layer or token by token, and a layout
-fits it when each repetition leaves the room as the next one needs it. That is decided locally in time, which
+fits it when each repetition leaves the gaps that the next one needs. That is decided locally in time, which
 neither orders by size nor a search from the floor up can see. So buffers are placed as they are born, at
 either end of any gap that holds them, and of the partial layouts those go on that will have the fewest holes
 as what lives now dies, where a moment counts the more the closer its load is to the capacity (to the eighth

@@ -2,7 +2,7 @@
 lifetimes that the simulator sees.
 
 ZeRO-R's M_D (arXiv 1910.02054, section 6.3) and OneFlow's static memory reuse: the slab is allocated once and
-stands for the whole step, so it is part of the predicted peak. Where it would take the step above its budget
+held for the whole step, so it is part of the predicted peak. Where it would take the step above its budget
 the plan goes without.
 """
 

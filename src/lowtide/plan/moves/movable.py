@@ -176,7 +176,7 @@ def lossless_codec(sim: Simulator, value: int) -> str:
 
 
 def _only_relu_backward(sim: Simulator, value: int) -> bool:
-    """Whether nothing but ReLU's own backward asks for the saved value."""
+    """Whether only ReLU's own backward reads the saved value."""
     graph = sim.graph
     readers = [op for op in graph.operations if op.phase == "backward" and value in op.reads]
     return (

@@ -1,4 +1,4 @@
-"""The ways in which each saved value of a step may move, and what each of them costs.
+"""How each saved value of a step may move, and what each way costs.
 
 In: the decisions that a user offers (`Offload`, `Compress`, `Shard`, `Chain`), and speeds. Out: for each
 value that may move, one `Move` for each decision that fits it.

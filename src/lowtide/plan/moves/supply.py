@@ -1,8 +1,8 @@
-"""What a plan rests on outside the step: what codecs make of values, and how fast tiers, codecs and groups
+"""What a plan depends on outside the step: the size of encoded values, and how fast tiers, codecs and groups
 are. The planner takes both as plain data.
 
-This is the one file of the planner that knows the stores. They bring PyTorch along, so it loads them where
-they are asked.
+This is the one file of the planner that imports the stores. They import PyTorch, so each function loads them
+itself.
 """
 
 from __future__ import annotations
@@ -63,13 +63,13 @@ def measure_links(
         ways: decisions, or their short names.
         stores: with the groups and codecs that ``ways`` name. Where there is a group, all its ranks have to
             call this, and all get the same.
-        device: where values come from.
+        device: the device that values leave.
 
     Returns:
         The speed of each by its name, as ``links=`` of the policies takes them.
 
     Raises:
-        PlanError: a tier cannot be opened, or a group or codec is not there.
+        PlanError: a tier cannot be opened, or a group or codec is missing.
 
     Example:
         >>> sorted(measure_links("int8"))

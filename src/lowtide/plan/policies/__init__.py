@@ -1,6 +1,6 @@
 """Policies: functions from a step graph (and a budget) to a plan.
 
-In: what a user asks for (`full`, `selective`, `offload`, `mixed`, ...). Out: a policy, called as
+In: what a user wants (`full`, `selective`, `offload`, `mixed`, ...). Out: a policy, called as
 ``policy(graph, budget=None)``, which returns a `Plan`. A user's own is any function with that signature,
 usually one that picks the values to store and ends in `make_plan`.
 

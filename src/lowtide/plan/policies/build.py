@@ -55,14 +55,14 @@ def make_plan(
         bound: lower bounds that are known already; without them they are computed (a linear program: seconds
             on large graphs), where nothing moves.
         notes: anything worth telling.
-        simulator: one that already stands for ``graph``.
+        simulator: of ``graph``, where one was made already.
         moves: value id -> where it goes, for values that wait elsewhere or in another form.
         window_bytes: the most bytes that wait for their copies out at one time, and the most that are fetched
             ahead; 0 for as much as the largest moved value.
         links: how fast the tiers are; without it transfers take no time.
         codecs: codecs of the user's own that ``moves`` name.
         slab: whether moved values come back into a slab on the device that is allocated once
-            (docs/stores.md); ``None`` for where the budget has room for it, or without a budget where it
+            (docs/stores.md); ``None`` for where the budget allows it, or without a budget where it
             costs nothing.
 
     Raises:
@@ -161,8 +161,8 @@ def program_of(
 ) -> tuple[ProgramStep, ...]:
     """The forward as an executor follows it: one step for each operation, in order.
 
-    An operation may run again when something evicted rests on it, also where this step's backward never
-    asked for it.
+    An operation may run again when something evicted depends on it, also where this step's backward never
+    unpacked that.
     """
     number = {move.value: k for k, move in enumerate(moves)}
     stored = stored | number.keys()

@@ -9,7 +9,7 @@ from lowtide.plan.data import Links, Moving, Plan, decision_of
 from lowtide.plan.moves.placements import default_placements, missing_links, placements_of
 from lowtide.plan.moves.supply import Codec
 from lowtide.plan.policies.build import Policy, make_plan
-from lowtide.plan.search.mix import Mixer
+from lowtide.plan.search.mix import MixedPlanner
 from lowtide.plan.search.planner import planner_of
 
 
@@ -73,7 +73,7 @@ def mixed(
         planner = planner_of(graph)
         with planner.lock:
             speeds = missing_links(offered, links, codecs, graph.device)
-            mixer = Mixer(
+            mixer = MixedPlanner(
                 planner,
                 placements_of(planner.sim, offered, speeds, min_bytes, codecs),
                 speeds,

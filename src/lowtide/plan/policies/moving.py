@@ -35,7 +35,7 @@ def offload(
         window_bytes: the most that is under way at one time in each direction; by default a sixteenth of what
             autograd saves.
         links: speeds of the tiers, for the predicted time.
-        slab: whether what comes back lies in a slab on the device that is allocated once and stands for the
+        slab: whether what comes back lies in a slab on the device that is allocated once and held for the
             whole step; ``None`` for where the budget has room for it, or without a budget where it costs
             nothing.
     """
@@ -49,7 +49,7 @@ def offload(
         if budget is None:
             sizes = [sim.value_bytes[v] for v in order]
             count, tail = len(order), 0
-            while count and tail + sizes[count - 1] <= window:  # backward asks for the last at once
+            while count and tail + sizes[count - 1] <= window:  # backward unpacks the last at once
                 count -= 1
                 tail += sizes[count]
         else:
@@ -131,7 +131,7 @@ def partition(
             everything that autograd saves.
         min_bytes: smaller values stay whole.
         then: a tier that the parts go to (P_a+cpu).
-        slab: whether the parts are gathered into a slab on the device that is allocated once and stands for
+        slab: whether the parts are gathered into a slab on the device that is allocated once and held for
             the whole step (ZeRO-R's M_D); ``None`` for unless a budget has no room for it.
     """
     if values not in ("checkpoints", "all"):

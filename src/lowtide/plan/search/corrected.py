@@ -1,7 +1,7 @@
 """Plans from the bound's program, each corrected by the exact simulation of the one before.
 
 The program of `lowtide.plan.bound` leaves out most of what replays hold while backward runs. So its decisions
-are rounded and simulated, and what stands at each moment beyond the bytes that the program counts there is
+are rounded and simulated, and the bytes held at each moment beyond those that the program counts there are
 taken off that moment's budget when it is asked again.
 """
 

@@ -77,7 +77,7 @@ class LocalSearch:
         return sorted(read | set(sim.droppable))
 
     def everything(self) -> list[Candidate]:
-        """All plans that there are, when the step is small; otherwise none."""
+        """All plans of a small step; of a larger one, none."""
         if self._everything is None:
             self._everything = []
             choices = self.choices()
@@ -91,7 +91,7 @@ class LocalSearch:
         return self._everything
 
     def faster(self, start: Candidate, budget: int, tries: int = 300) -> Candidate:
-        """Store more where the budget has room, the most seconds a byte first; the exact simulation decides
+        """Store more while the budget allows it, the most seconds a byte first; the exact simulation decides
         each step.
         """
         graph = self.sim.graph
@@ -146,7 +146,7 @@ class LocalSearch:
     def _changed(self, best: Candidate, budget: int) -> Iterator[frozenset[int]]:
         """Sets of stored values that differ in one decision that may matter at the peak.
 
-        First those that evict what stands there: what suffices and costs least, then what takes most bytes.
+        First those that evict what is held there: what suffices and costs least, then what takes most bytes.
         Then those that store what is replayed, the smallest first.
         """
         sim, graph = self.sim, self.sim.graph

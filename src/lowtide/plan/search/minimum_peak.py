@@ -2,9 +2,9 @@
 
 In: a `Simulator` and its `Stages`. Out: the values that stay. Measured seconds differ from process to
 process, and a search that they lead ends at another plan each time; the smallest budget that a refusal names
-has to be met by whoever asks for it, in another process, too. So here an operation costs as many "seconds" as
+has to work in every process. So here an operation costs as many "seconds" as
 it reads and writes bytes: budgets between the bound and the lowest plan known are halved, and single
-decisions of what their programs store are changed where the peak stands for as long as that lowers it.
+decisions of what their programs store are changed at the peak for as long as that lowers it.
 Nothing here looks at a clock or at a measured second.
 """
 
@@ -21,10 +21,10 @@ from lowtide.plan.simulate.simulator import Simulator
 from lowtide.plan.split.stages import Stages
 
 _HALVINGS = 2
-"""Budgets for which the program is asked."""
+"""Budgets for which the program is solved."""
 
 _ROUNDS = 8
-"""Times that it is asked for each."""
+"""Times that it is solved for each."""
 
 _VAIN = 2
 """Of these, how many in a row may find nothing lower."""

@@ -3,8 +3,8 @@ compressed or sharded.
 
 The linear program of `lowtide.plan.bound` says which values to keep, recompute or move at best, and how
 little extra time any such schedule can have. Its decisions are made whole and simulated exactly, transfers
-with a clock; where they exceed the budget the program is asked once more, for less. Beside these stand, for a
-range of larger budgets, what the recomputing planner keeps with as few values of it moved as will do;
+with a clock; where they exceed the budget the program is solved once more, for less. Beside these it tries,
+for a range of larger budgets, what the recomputing planner keeps with as few values of it moved as will do;
 recomputing alone and moving alone are among them, so the mix is never worse than either. In the best of all,
 single decisions are exchanged at the end.
 """
@@ -31,7 +31,7 @@ _POINTS = 3
 """Budgets between the real one and the plain step's peak for which recomputation is planned."""
 
 _ROUNDS = 6
-"""Times that the program is asked: for less by what its decisions exceeded the budget, then for something
+"""Times that the program is solved: for less by what its decisions exceeded the budget, then for something
 between what fits and what does not.
 """
 
@@ -63,7 +63,7 @@ class Exchange(NamedTuple):
     moves: tuple[Move, ...] = ()
 
 
-class Mixer:
+class MixedPlanner:
     """Plans one step graph whose values may move.
 
     Args:
@@ -81,7 +81,7 @@ class Mixer:
         travelling = [v for v, rows in placements.items() if any(m.tier for m in rows)]
         largest = max((self.sim.value_bytes[v] for v in travelling), default=1)
         some = default_window(self.sim, travelling)
-        # 1: nothing is gathered ahead; a gather takes the whole value, where the peak may stand
+        # 1: nothing is gathered ahead; a gather takes the whole value, perhaps at the peak
         nothing = {1} if any(m.shard for rows in placements.values() for m in rows) else set[int]()
         self.windows = [window_bytes] if window_bytes else sorted({largest, some} | nothing)
         self.relaxation = Relaxation(self.sim, planner.stages, placements, links)
@@ -141,8 +141,8 @@ class Mixer:
         """The mix with the smallest peak that is found: all that may move does, and the rest is what the
         recomputing planner finds least with.
         """
-        family = self.planner.family()
-        sets = {c.stored for c in [*family, self.planner.smallest]}
+        baselines = self.planner.baselines()
+        sets = {c.stored for c in [*baselines, self.planner.smallest]}
         smallest = {
             v: min(rows, key=lambda m: (0 if m.tier else m.encoded_bytes, self._costs(m)))
             for v, rows in self.placements.items()
@@ -264,15 +264,15 @@ class Mixer:
             size = sum(sim.value_bytes[w] for w in outputs)
             rate = gain / max(1, size)
             found.append((rate, Exchange(outputs)))
-            room, made = size, list[Move]()
-            for m in cheapest:  # what moves instead makes room
-                if room <= 0:
+            short, made = size, list[Move]()
+            for m in cheapest:  # what moves instead frees bytes
+                if short <= 0:
                     break
                 if m.value not in outputs:
                     made.append(m)
-                    room -= self._saves(m)
+                    short -= self._saves(m)
             going = [self.best_placement[w] for w in outputs if w in self.best_placement]
-            if room <= 0 and gain > sum(map(self.relaxation.seconds_to_move, made)):
+            if short <= 0 and gain > sum(map(self.relaxation.seconds_to_move, made)):
                 found.append((rate, Exchange(outputs, moves=tuple(made))))
             if len(going) == len(outputs) and gain > sum(map(self.relaxation.seconds_to_move, going)):
                 found.append((rate, Exchange(moves=tuple(going))))

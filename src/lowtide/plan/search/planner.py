@@ -2,15 +2,15 @@
 
 In: a step graph and a budget in bytes. Out: a `Candidate` whose exactly simulated peak is within the budget.
 First the bound's relaxed decisions are rounded, brought into the budget by single decisions and exchanged
-while that pays; with some room in the budget that comes within half a per cent of the step of the bound.
+while that pays; unless the budget is tight, that comes within half a per cent of the step of the bound.
 Near the smallest budget replays that wait for each other set the peak, which the relaxation does not see:
-there exact simulations correct it (`corrected`).
+exact simulations correct it for that (`corrected`).
 """
 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from functools import cached_property, lru_cache
 
@@ -45,11 +45,8 @@ _STAGES_A_SEGMENT = (1, 1.5, 2, 3, 4, 6, 8)
 _WHOLE_COLUMNS = 6000
 """Largest program that is solved in whole numbers; one of 4,500 columns takes 7 s on one core."""
 
-_STARTS = 4
-"""Plans that are exchanged in where the best one alone stays far from the bound."""
-
 _CORRECTIONS = 12
-"""Times that the program is asked anew, each time corrected by an exact simulation."""
+"""Times that the program is solved anew, each time corrected by an exact simulation."""
 
 _VAIN = 4
 """Of these, how many in a row may find nothing better."""
@@ -61,14 +58,13 @@ class Planner:
     def __init__(self, graph: StepGraph) -> None:
         self.graph = graph
         self.lock = threading.RLock()
-        """held by whoever solves: equal steps share a planner"""
+        """held while solving: equal steps share a planner"""
         self.sim = Simulator(graph)
         self.search = LocalSearch(self.sim)
         self.stages = find_stages(self.sim)
         self.relaxation = Relaxation(self.sim, self.stages)
         self._relaxed: dict[tuple[int, bool], tuple[float, Floats]] = {}
         self._found_before: list[Candidate] = []
-        self._exchanged: dict[tuple[frozenset[int], int], Candidate] = {}
 
     @cached_property
     def smallest(self) -> Candidate:
@@ -76,10 +72,10 @@ class Planner:
         refusal names can be met in every process.
         """
         current().say("searching for the least memory")
-        stored = minimum_peak(self.sim, self.stages, self.family)
+        stored = minimum_peak(self.sim, self.stages, self.baselines)
         return Candidate(stored, self.sim.simulate(stored))
 
-    def family(self, search: LocalSearch | None = None) -> list[Candidate]:
+    def baselines(self, search: LocalSearch | None = None) -> list[Candidate]:
         """Plans that need no search: keep everything, evict everything, per block, and by segments of several
         lengths.
         """
@@ -98,15 +94,15 @@ class Planner:
         Raises:
             BudgetError: none is.
         """
-        family = self.family()
-        if family[0].simulation.peak_bytes <= budget:
-            return family[0]
+        baselines = self.baselines()
+        if baselines[0].simulation.peak_bytes <= budget:
+            return baselines[0]
         if self.relaxation.least_peak > budget:  # which is no bound where backward runs more than once
             best = self.smallest if self.smallest.simulation.peak_bytes <= budget else None
         elif every := self.search.everything():
-            best = self._best([*family, *every], budget, 0)
+            best = self._better(None, [*baselines, *every], budget)
         else:
-            best = self._searched(family, budget)
+            best = self._searched(baselines, budget)
         if best is None:
             raise refusal(self.sim, self.smallest.simulation, budget)
         self._found_before.append(best)  # a larger budget is never slower
@@ -122,7 +118,7 @@ class Planner:
                 found.append(self.search.candidate(stored))
             except PlanError:
                 continue
-        best = self._best(self._lowered(found, budget), budget, 1)
+        best = self._better(None, self._lowered(found, budget), budget)
         if best is None:
             return None
         distance = self.distance(best.simulation.extra_seconds, budget)
@@ -139,35 +135,35 @@ class Planner:
             return near
         return replays - self._solved(budget, windows=True)[0]
 
-    def _searched(self, family: list[Candidate], budget: int) -> Candidate | None:
-        """The best plan of a step that is too large for all its plans to be tried."""
-        pool = family
-        for windows in (False, True):  # they take most of the time, and often bring nothing
-            pool = [*pool, *self._rounded(budget, windows)]
-            best = self._best(pool, budget, 1)
-            if not self._far(best, budget, _NEAR_GAP):
-                return best
-        best = self._best(pool, budget, _STARTS)
-        if not self._far(best, budget, _GOOD_GAP):
-            return best
-        wide = self._windows_bind(budget)
-        if not wide:  # a small program
-            pool += self._whole(budget, windows=False)
-            best = self._best(pool, budget, _STARTS)
-            if not self._far(best, budget, _GOOD_GAP):
-                return best
-        best = self._corrected(best, budget)
-        if best is not None:
-            pool.append(best)
-        if not self._far(best, budget, _GOOD_GAP):
-            return best
-        pool += self._lowered(family, budget)
-        if wide:
-            pool += self._whole(budget, windows=True)
-        best = self._best(pool, budget, _STARTS)
-        if not self._far(best, budget, _WIDE_GAP):
-            return best
-        return self._best([*pool, self.smallest], budget, _STARTS)
+    def _searched(self, baselines: list[Candidate], budget: int) -> Candidate | None:
+        """The best plan of a step that is too large to try all plans: stage after stage, until one is close
+        enough to the bound.
+        """
+        best = None
+        for rounds, enough in self._stages(baselines, budget):
+            vain = 0
+            for found in rounds:
+                better = self._better(best, found, budget)
+                vain, best = vain + 1 if better is best else 0, better
+                if vain == _VAIN or not self._far(best, budget, _GOOD_GAP):
+                    break
+            if not self._far(best, budget, enough):
+                break
+        return best
+
+    def _stages(
+        self, baselines: list[Candidate], budget: int
+    ) -> Iterator[tuple[Iterable[list[Candidate]], float]]:
+        """The search's stages, the cheapest first: rounds of plans, and how close to the bound will do after
+        them.
+        """
+        yield [baselines + self._rounded(budget, windows=False)], _NEAR_GAP
+        yield [self._rounded(budget, windows=True)], _NEAR_GAP
+        yield [self._whole(budget)], _GOOD_GAP
+        current().say("searching")
+        yield corrected(self.relaxation, self.search, budget, _CORRECTIONS), _WIDE_GAP
+        yield [[c] for c in self._lowered(baselines, budget) if c.simulation.peak_bytes <= budget], _WIDE_GAP
+        yield [[self.smallest]], 0.0
 
     def _solved(self, budget: int, windows: bool) -> tuple[float, Floats]:
         """The relaxation's answer: seconds that no schedule undercuts, recording aside, and its decisions."""
@@ -183,19 +179,11 @@ class Planner:
         gap = best.simulation.extra_seconds - self.relaxation.bound(budget).extra_seconds
         return gap > share * self.graph.plain_seconds
 
-    def _best(self, pool: list[Candidate], budget: int, starts: int) -> Candidate | None:
-        """The best plan that fits, after decisions in the ``starts`` best ones were exchanged."""
-        fitting = {c.stored: c for c in pool if c.simulation.peak_bytes <= budget}
-        ordered = sorted(fitting.values(), key=lambda c: c.key)
-        exchanged = [self._faster(start, budget) for start in ordered[:starts]]
-        return min([*exchanged, *ordered[:1]], key=lambda c: c.key, default=None)
-
-    def _faster(self, start: Candidate, budget: int) -> Candidate:
-        """``start`` after decisions were exchanged; the best of a pool are asked for again as it grows."""
-        key = (start.stored, budget)
-        if key not in self._exchanged:
-            self._exchanged[key] = self.search.faster(start, budget)
-        return self._exchanged[key]
+    def _better(self, best: Candidate | None, found: list[Candidate], budget: int) -> Candidate | None:
+        """The better of ``best`` and the best of ``found`` that fits, with decisions of that exchanged."""
+        fitting = [c for c in found if c.simulation.peak_bytes <= budget]
+        new = [self.search.faster(min(fitting, key=lambda c: c.key), budget)] if fitting else []
+        return min([*([best] if best else []), *new], key=lambda c: c.key, default=None)
 
     def _lowered(self, candidates: list[Candidate], budget: int) -> list[Candidate]:
         """``candidates`` after single decisions at the peak were changed in those slightly too high."""
@@ -212,31 +200,16 @@ class Planner:
             return []
         return self._lowered(rounded(self.relaxation, self.search, point), budget)
 
-    def _corrected(self, best: Candidate | None, budget: int) -> Candidate | None:
-        """The better of ``best`` and plans of the program after exact simulations have corrected it."""
-        current().say("searching")
-        vain = 0
-        for found in corrected(self.relaxation, self.search, budget, _CORRECTIONS):
-            other = self._best(found, budget, 1)
-            vain += 1
-            if other is not None and (best is None or other.key < best.key):
-                best, vain = other, 0
-            if vain == _VAIN or not self._far(best, budget, _GOOD_GAP):
-                break
-        return best
-
-    def _windows_bind(self, budget: int) -> bool:
-        """Whether the replayed values that wait in a stage's backward make the bound sharper."""
-        more = self._solved(budget, windows=True)[0] - self._solved(budget, windows=False)[0]
-        return more > 0.1 * _GOOD_GAP * self.graph.plain_seconds
-
-    def _whole(self, budget: int, windows: bool) -> list[Candidate]:
-        """The plan of the bound's program in whole numbers, which makes its bound sharper, too."""
+    def _whole(self, budget: int) -> list[Candidate]:
+        """The plan of the bound's program in whole numbers, which makes its bound sharper, too; with windows
+        where they make a difference.
+        """
         current().say("comparing with the best possible")
-        bound, _ = self.relaxation.solve(budget, windows)
+        good = _GOOD_GAP * self.graph.plain_seconds
+        more = self._solved(budget, windows=True)[0] - self._solved(budget, windows=False)[0]
+        bound, _ = self.relaxation.solve(budget, windows=more > 0.1 * good)
         if bound == float("inf") or len(self.relaxation.program.cost) > _WHOLE_COLUMNS:
             return []
-        good = _GOOD_GAP * self.graph.plain_seconds
         _, whole = self.relaxation.solve_whole(budget, 0.2 * good / max(bound, good))
         if whole is None:
             return []
