@@ -21,7 +21,7 @@ from moving_net import LOSSLESS, X, net, same, step
 
 import lowtide
 from lowtide import meter, policies
-from lowtide.store import pool
+from lowtide.store import memory
 from lowtide.store.tier import StoreError
 
 
@@ -71,7 +71,7 @@ def test_a_slow_link_takes_time_and_nothing_else(monkeypatch: pytest.MonkeyPatch
 
 def test_no_room_on_the_host_leaves_the_training_state_intact(monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither before the first step under a plan nor in the middle of one that needs more than the layout."""
-    room, real = False, pool._Mapping
+    room, real = False, memory._Mapping
 
     def reserve(*given: Any, **named: Any) -> Any:
         if not room:
@@ -81,7 +81,7 @@ def test_no_room_on_the_host_leaves_the_training_state_intact(monkeypatch: pytes
     plain, limited = net(layers=2), net(layers=2)
     handle = lowtide.limit_memory(limited, policy=LOSSLESS["host"])
     before = [p.detach().clone() for p in limited.parameters()]
-    monkeypatch.setattr(pool, "_Mapping", reserve)
+    monkeypatch.setattr(memory, "_Mapping", reserve)
     assert same(step(plain), step(limited))  # from which the plan is made
     for _ in range(2):
         with pytest.raises(

@@ -14,7 +14,7 @@ from torch import fx
 
 from lowtide.compiled.liveness import Profile, Traffic
 from lowtide.compiled.moving import arriving_bytes
-from lowtide.private import FakeTensorMode, TorchDispatchMode, partitioning, tree_leaves
+from lowtide.private import FakeTensorMode, OpOverload, TorchDispatchMode, partitioning, tree_leaves
 
 
 class _Kernel:
@@ -47,6 +47,8 @@ class _Extern:
 class _Ledger(TorchDispatchMode):
     """Counts the storages that tensors hold."""
 
+    supports_higher_order_operators = True
+
     def __init__(self, scratch: Callable[[Any, Any, Any], int]) -> None:
         super().__init__()
         self.scratch = scratch
@@ -65,6 +67,10 @@ class _Ledger(TorchDispatchMode):
         if "out" in kwargs:
             return kwargs["out"]
         result = func(*args, **kwargs)
+        for place, item in enumerate(args):
+            if isinstance(item, OpOverload):  # run with a generator's state, by a higher-order operator
+                func, args = item, args[place + 1 :]
+                break
         self.live += arriving_bytes(func, args)
         for leaf in tree_leaves(result):
             if isinstance(leaf, torch.Tensor):

@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import fx
@@ -158,6 +159,7 @@ def generated(
         torch.no_grad(),
         DebugContext(),
         V.set_fake_mode(mode),
+        patch.object(mode, "allow_non_fake_inputs", True),  # states of generators are real
         _compile_fx.maybe_disable_comprehensive_padding(inputs),
     ):
         _compile_fx.view_to_reshape(twin)
