@@ -92,7 +92,10 @@ class OddRows(Model):
         return super().forward(nn.functional.layer_norm(x, (48,)))
 
 
-@pytest.mark.parametrize(("kind", "shape"), [(Seen, (2, 3, 128, 128)), (OddRows, (4, 64, 48))])
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [pytest.param(Seen, (2, 3, 128, 128), marks=pytest.mark.slow), (OddRows, (4, 64, 48))],
+)
 def test_inductor_holds_the_budget_as_predicted(kind: type[Model], shape: tuple[int, ...]) -> None:
     model, x = kind(), torch.randn(shape)
     twin = copy.deepcopy(model)

@@ -15,7 +15,7 @@ from lowtide.compiled.stored import Shelf
 from lowtide.plan.data import Plan
 
 
-@pytest.mark.parametrize("sizes", ["open", "fixed"])
+@pytest.mark.parametrize("sizes", ["open", pytest.param("fixed", marks=pytest.mark.slow)])
 def test_a_warm_process_neither_plans_nor_compiles(sizes: str, tmp_path: Path) -> None:
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     found = []

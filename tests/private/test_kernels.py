@@ -133,7 +133,7 @@ def compare(forward: fx.GraphModule, backward: fx.GraphModule, outputs: int, dyn
     return sum(line.startswith("kernel ") for line in found[1])
 
 
-LONG = ("llama", "bert", "gpt, attention written out")
+LONG = ("llama", "bert", "gpt, attention written out", "half precision")
 """Left to the slow tests: what they have is in the others, too."""
 
 
