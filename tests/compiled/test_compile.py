@@ -111,6 +111,7 @@ def test_inductor_holds_the_budget_as_predicted(kind: type[Model], shape: tuple[
     assert real <= handle.plan.budget_bytes < handle.plain_peak_bytes
 
 
+@pytest.mark.slow
 def test_the_smallest_budget_under_inductor_is_that_of_single_calls() -> None:
     """Inductor by itself keeps a buffer for the next of its size, and needed 6 % more here."""
     least = []
@@ -158,6 +159,7 @@ class Gated(nn.Sequential):
         return super().forward(x).square().mean()
 
 
+@pytest.mark.slow
 def test_saved_values_that_a_backward_writes_over_are_predicted() -> None:
     model, x = Gated(), torch.randn(512, 32)
     compiled = lowtide.compile(model, "85%")

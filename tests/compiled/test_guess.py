@@ -85,6 +85,7 @@ def test_a_share_is_of_the_plain_peak_exactly(whole: Compiled) -> None:
     assert 0.97 * handle.plan.budget_bytes <= real <= handle.plan.budget_bytes
 
 
+@pytest.mark.slow
 def test_a_guess_that_leaves_much_of_the_budget_is_refused(
     monkeypatch: pytest.MonkeyPatch, whole: Compiled
 ) -> None:
